@@ -1,0 +1,258 @@
+"""Finding the MoE layers of a `transformers` model by structure, never by model name.
+
+Router: the class that the model records as `router_logits`. Experts: the module decorated with
+`use_experts_implementation`. Norm: the module whose output is the MoE block's input, seen in one probe
+forward of two tokens, which also checks that the block's output is added to the norm's input unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import MoELayer, MoEView
+
+PROBE_EXPERTS = "expertcast_probe"
+
+
+def find_moe_layers(model: PreTrainedModel) -> MoEView:
+    """The MoE layers of a model, first to last; costs one forward of two tokens.
+
+    Works on meta-device models too. The model is left as it was.
+
+    Raises:
+        ExpertcastError: the model has no MoE layers of the supported shape; the line says why.
+    """
+    blocks = _moe_blocks(model)
+    probes = _probe(model, [name for name, _, _, _ in blocks])
+    layers = []
+    for index, (name, block, router_name, experts_name) in enumerate(blocks):
+        experts = block.get_submodule(experts_name)
+        router = block.get_submodule(router_name)
+        norm_name = probes[name]
+        layers.append(
+            MoELayer(
+                index=index,
+                block_name=name,
+                norm_name=norm_name,
+                router_name=f"{name}.{router_name}",
+                experts_name=f"{name}.{experts_name}",
+                block=block,
+                norm=model.get_submodule(norm_name),
+                router=router,
+                experts=experts,
+                num_experts=int(experts.num_experts),
+                top_k=int(router.top_k),
+                hidden_size=_hidden_size(router, int(experts.num_experts)),
+                has_shared=_has_shared(block, router, experts),
+            )
+        )
+    _check_alike(model, layers)
+    return MoEView(tuple(layers), model_id=str(model.config._name_or_path or type(model).__name__))
+
+
+def layers_by_name(model: nn.Module, names: list[dict[str, str]], top_k: int, model_id: str) -> MoEView:
+    """The view of a model whose layers were found before (a saved skeleton): no probe.
+
+    Args:
+        names: per layer `block`, `norm`, `router`, `experts` module paths.
+    """
+    layers = []
+    for index, entry in enumerate(names):
+        block, experts = model.get_submodule(entry["block"]), model.get_submodule(entry["experts"])
+        router = model.get_submodule(entry["router"])
+        layers.append(
+            MoELayer(
+                index=index,
+                block_name=entry["block"],
+                norm_name=entry["norm"],
+                router_name=entry["router"],
+                experts_name=entry["experts"],
+                block=block,
+                norm=model.get_submodule(entry["norm"]),
+                router=router,
+                experts=experts,
+                num_experts=int(experts.num_experts),
+                top_k=top_k,
+                hidden_size=_hidden_size(router, int(experts.num_experts)),
+                has_shared=_has_shared(block, router, experts),
+            )
+        )
+    return MoEView(tuple(layers), model_id=model_id)
+
+
+@contextmanager
+def experts_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Run the model's experts with another registered function, and put the old one back at the end."""
+    before = model.get_experts_implementation()
+    model.set_experts_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
+
+
+def is_experts_module(module: nn.Module) -> bool:
+    """Whether the module's class is decorated with `use_experts_implementation`."""
+    return all(hasattr(module, mark) for mark in ("has_gate", "is_transposed", "_is_expert_parallel"))
+
+
+def _moe_blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module, str, str]]:
+    """(block path, block, router path inside it, experts path inside it) per MoE layer, in model order."""
+    router_classes = _router_classes(model)
+    if not router_classes:
+        raise ExpertcastError(
+            f"{type(model).__name__} records no router_logits: it is no Mixture-of-Experts model, or one that "
+            "routes in a way expertcast does not support"
+        )
+    found = []
+    for name, module in model.named_modules():
+        children = list(module.named_children())
+        routers = [child for child, m in children if isinstance(m, router_classes)]
+        experts = [child for child, m in children if is_experts_module(m)]
+        if routers and experts:
+            found.append((name, module, routers[0], experts[0]))
+    if not found:
+        _refuse_experts(model, router_classes)
+    return found
+
+
+def _refuse_experts(model: PreTrainedModel, router_classes: tuple[type[nn.Module], ...]) -> None:
+    for _, module in model.named_modules():
+        if any(isinstance(child, router_classes) for child in module.children()):
+            others = [
+                type(child).__name__ for child in module.children() if not isinstance(child, router_classes)
+            ]
+            raise ExpertcastError(
+                f"{type(model).__name__} is not supported: its experts ({', '.join(others) or 'none'}) are quantised "
+                "or not decorated with use_experts_implementation; load it dequantised in bf16, or use a family "
+                "that transformers decorates"
+            )
+    raise ExpertcastError(
+        f"{type(model).__name__} has no MoE layer in which router and experts stand side by side: not supported"
+    )
+
+
+def _router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
+    classes: list[type[nn.Module]] = []
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel):
+            continue
+        recorder: Any = (module._can_record_outputs or {}).get("router_logits")
+        for entry in recorder if isinstance(recorder, (list, tuple)) else [recorder]:
+            target = getattr(entry, "target_class", entry)
+            if isinstance(target, type) and target not in classes:
+                classes.append(target)
+    return tuple(classes)
+
+
+def _hidden_size(router: nn.Module, experts: int) -> int:
+    for parameter in router.parameters():
+        if parameter.dim() == 2 and parameter.shape[0] == experts:
+            return int(parameter.shape[1])
+    raise ExpertcastError(
+        f"router {type(router).__name__} has no [experts, hidden] weight: expertcast cannot apply its routing rule"
+    )
+
+
+def _has_shared(block: nn.Module, router: nn.Module, experts: nn.Module) -> bool:
+    return any(
+        child is not router and child is not experts and any(True for _ in child.parameters())
+        for child in block.children()
+    )
+
+
+def _check_alike(model: PreTrainedModel, layers: list[MoELayer]) -> None:
+    shapes = {(layer.num_experts, layer.top_k, layer.hidden_size) for layer in layers}
+    if len(shapes) > 1:
+        raise ExpertcastError(
+            f"{type(model).__name__} mixes MoE layers of different shape (E, K, D): {sorted(shapes)}; not supported"
+        )
+
+
+def _probe_experts(experts: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    del experts, ids_TK, weights_TK
+    return hidden_TD.clone()
+
+
+def _probe(model: PreTrainedModel, block_names: list[str]) -> dict[str, str]:
+    """Path of the norm before each block. Raises ExpertcastError when the block is no plain residual branch."""
+    ALL_EXPERTS_FUNCTIONS.register(PROBE_EXPERTS, _probe_experts)
+    producers: dict[int, tuple[str, Tensor]] = {}
+    seen: dict[str, _Probed] = {}
+    owners = {name.rpartition(".")[0]: name for name in block_names}
+    keep: list[Any] = []  # ids stay unique only while the tensors live
+
+    def after(name: str, args: tuple[Any, ...], output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        keep.append(output)
+        if name in owners and owners[name] in seen:
+            seen[owners[name]].layer_output = first
+        if name in block_names:
+            seen[name].block_output = first
+        elif isinstance(output, Tensor) and args and isinstance(args[0], Tensor):
+            producers[id(output)] = (name, args[0])
+
+    def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        seen[name] = _Probed(*producers.get(id(hidden), ("", None)))
+
+    training = model.training
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if not name:
+                continue
+            if name in block_names:
+                handle = module.register_forward_pre_hook(
+                    lambda _m, args, kwargs, name=name: before(name, args, kwargs), with_kwargs=True
+                )
+                stack.callback(handle.remove)
+            handle = module.register_forward_hook(
+                lambda _m, args, output, name=name: after(name, args, output)
+            )
+            stack.callback(handle.remove)
+        stack.enter_context(experts_implementation(model, PROBE_EXPERTS))
+        stack.callback(model.train, training)
+        model.eval()
+        device = next(model.parameters()).device
+        with torch.no_grad():
+            # a ready 4-d mask: transformers builds none of its own, which a meta model could not do
+            model.base_model(
+                input_ids=torch.zeros(1, 2, dtype=torch.long, device=device),
+                attention_mask=torch.zeros(1, 1, 2, 2, dtype=model.dtype, device=device),
+                use_cache=False,
+            )
+    for name in block_names:
+        _check_probed(model, name, seen.get(name))
+    return {name: seen[name].norm_name for name in block_names}
+
+
+class _Probed:
+    """What the probe saw around one MoE block."""
+
+    def __init__(self, norm_name: str, residual: Tensor | None) -> None:
+        self.norm_name = norm_name
+        self.residual = residual
+        self.block_output: Tensor | None = None
+        self.layer_output: Tensor | None = None
+
+
+def _check_probed(model: PreTrainedModel, name: str, probed: _Probed | None) -> None:
+    if probed is None or not probed.norm_name or probed.residual is None:
+        raise ExpertcastError(
+            f"{type(model).__name__} is not supported: no norm's output is the input of {name} (not a pre-norm MoE)"
+        )
+    if probed.layer_output is None or probed.block_output is None or probed.layer_output.is_meta:
+        return
+    expected = probed.residual + probed.block_output.reshape(probed.residual.shape)
+    if not torch.allclose(expected.float(), probed.layer_output.float(), rtol=1e-2, atol=1e-3):
+        raise ExpertcastError(
+            f"{type(model).__name__} is not supported: the output of {name} is not simply added to the residual stream"
+        )

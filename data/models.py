@@ -1,0 +1,142 @@
+"""Loading models, and the router skeleton: the norms and routers of a model without its experts.
+
+A skeleton is a folder that lets traces be scored and predictors be trained where the model itself is not:
+
+    skeleton/config.json          the model's configuration
+    skeleton/model.safetensors    weights of the norms before the routers, and of the routers
+    skeleton/layers.json          module paths per MoE layer, K, dtype, model id
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from expertcast.data.discovery import layers_by_name
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import MoEView
+
+SKELETON_WEIGHTS = "model.safetensors"
+SKELETON_LAYERS = "layers.json"
+REFERENCE = "reference"
+
+
+def resolve_model(model_id: str) -> str:
+    """`reference` becomes the path of the bundled model; anything else is returned unchanged."""
+    if model_id == REFERENCE and not Path(model_id).exists():
+        from expertcast import checkpoints
+
+        return str(Path(str(checkpoints.__file__)).resolve().parent / REFERENCE)
+    return model_id
+
+
+def load_model(model_id: str, *, dtype: str = "auto", device: str = "cpu") -> PreTrainedModel:
+    """A causal LM in eval mode, from a local folder or the hub.
+
+    Raises:
+        ExpertcastError: the folder or hub id cannot be loaded; the line carries the reason.
+    """
+    path = resolve_model(model_id)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=_dtype(dtype))
+    except (OSError, ValueError, KeyError) as error:
+        raise ExpertcastError(_load_failure(model_id, error)) from error
+    model.config._name_or_path = model_id
+    loaded: PreTrainedModel = model.to(torch.device(device)).eval()
+    return loaded
+
+
+def load_tokenizer(model_id: str) -> Any:
+    """The tokenizer beside a model.
+
+    Raises:
+        ExpertcastError: there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(resolve_model(model_id))
+    except (OSError, ValueError, KeyError) as error:
+        raise ExpertcastError(f"no tokenizer for {model_id!r}: {_first_line(error)}") from error
+
+
+def meta_model(model_id: str) -> PreTrainedModel:
+    """The model's modules without weights (meta device), from its config alone.
+
+    Raises:
+        ExpertcastError: no config there.
+    """
+    try:
+        config = AutoConfig.from_pretrained(resolve_model(model_id))
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise ExpertcastError(_load_failure(model_id, error)) from error
+    model.config._name_or_path = model_id
+    return model.eval()
+
+
+def save_skeleton(view: MoEView, model: PreTrainedModel, folder: Path) -> None:
+    """Write the router skeleton of `model` into `folder` (see the module's docstring)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.save_pretrained(folder)
+    tensors = {}
+    for layer in view:
+        for name, module in ((layer.norm_name, layer.norm), (layer.router_name, layer.router)):
+            for key, tensor in module.state_dict().items():
+                tensors[f"{name}.{key}"] = tensor.detach().cpu().contiguous()
+    save_file(tensors, folder / SKELETON_WEIGHTS)
+    names = [
+        {"block": x.block_name, "norm": x.norm_name, "router": x.router_name, "experts": x.experts_name}
+        for x in view
+    ]
+    description = {"model_id": view.model_id, "top_k": view.shape.top_k, "layers": names}
+    (folder / SKELETON_LAYERS).write_text(json.dumps(description, indent=2))
+
+
+def load_skeleton(folder: Path) -> MoEView:
+    """The view of a saved skeleton: norms and routers are real, everything else stays on the meta device.
+
+    Raises:
+        ExpertcastError: the folder holds no skeleton.
+    """
+    try:
+        description = json.loads((folder / SKELETON_LAYERS).read_text())
+        tensors = load_file(folder / SKELETON_WEIGHTS)
+    except (OSError, json.JSONDecodeError) as error:
+        raise ExpertcastError(f"{folder} holds no router skeleton: collect the traces again") from error
+    model = meta_model(str(folder))
+    view = layers_by_name(model, description["layers"], description["top_k"], description["model_id"])
+    for layer in view:
+        for name, module in ((layer.norm_name, layer.norm), (layer.router_name, layer.router)):
+            _materialise(
+                module,
+                {key.removeprefix(name + "."): t for key, t in tensors.items() if key.startswith(name + ".")},
+            )
+    return view
+
+
+def _materialise(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    module.load_state_dict(tensors, assign=True)
+    module.requires_grad_(False)
+    module.eval()
+
+
+def _dtype(name: str) -> Any:
+    names = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    if name not in names:
+        raise ExpertcastError(f"unknown dtype {name!r}: choose from {', '.join(names)}")
+    return names[name]
+
+
+def _load_failure(model_id: str, error: Exception) -> str:
+    return f"cannot load model {model_id!r}: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

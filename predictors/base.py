@@ -1,0 +1,142 @@
+"""What a predictor is: router state in, forecast of a later layer's routing out.
+
+T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token.
+The base class owns the flow (which layer, whose routing rule); a predictor only gives logits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import ModelShape, MoEView
+
+
+@dataclass(slots=True, kw_only=True)
+class RouterState:
+    """What is known at MoE layer `layer` when its router has run."""
+
+    layer: int
+    residual_TD: Tensor
+    """r_l: input of the norm before the router."""
+    router_input_TD: Tensor
+    """s_l = LN_l(r_l): what router l reads."""
+    logits_TE: Tensor
+    topk_ids_TK: Tensor
+    topk_weights_TK: Tensor
+    previous_logits_TLE: Tensor | None = None
+    """Router logits of the previous token of the same text, all layers; NaN rows where there is none.
+    None when nothing is known of earlier tokens (prefill)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Forecast:
+    """Predicted routing of layer `layer`; ids and weights follow that layer's own routing rule."""
+
+    layer: int
+    logits_TE: Tensor
+    topk_ids_TK: Tensor
+    topk_weights_TK: Tensor
+
+
+@dataclass(kw_only=True)
+class PredictorConfig:
+    """Base of every predictor's configuration; subclasses add fields with a docstring line each."""
+
+    ahead: tuple[int, ...] = (1,)
+    """How many layers ahead it can look: each value is fitted on its own."""
+
+    def __post_init__(self) -> None:
+        self.ahead = tuple(sorted({int(value) for value in self.ahead}))
+        if not self.ahead or self.ahead[0] < 1:
+            raise ExpertcastError(f"ahead={self.ahead}: give layer distances of 1 or more, such as (1, 2)")
+
+    def as_dict(self) -> dict[str, Any]:
+        values = asdict(self)
+        values["ahead"] = list(self.ahead)
+        return values
+
+
+class Predictor(nn.Module, ABC):
+    """Forecasts the routing of layer l + ahead from the router state at layer l.
+
+    Subclasses set `name`, `config_class`, register their tensors as buffers or parameters (they are the
+    checkpoint's state dict) and implement :meth:`logits`. The model's own norms and routers come in through
+    :meth:`bind` and are never part of the state dict.
+    """
+
+    name: ClassVar[str]
+    config_class: ClassVar[type[PredictorConfig]] = PredictorConfig
+    uses_previous_token: ClassVar[bool] = False
+    """Whether `RouterState.previous_logits_TLE` must be filled for it."""
+
+    def __init__(self, config: PredictorConfig, shape: ModelShape) -> None:
+        super().__init__()
+        self.config = config
+        self.shape = shape
+        self._view: list[MoEView] = []  # in a list: nn.Module must not adopt the model's modules
+
+    @property
+    def ahead(self) -> tuple[int, ...]:
+        return self.config.ahead
+
+    @property
+    def view(self) -> MoEView:
+        assert self._view, f"{self.name}: bind(view) first"
+        return self._view[0]
+
+    def bind(self, view: MoEView) -> Predictor:
+        """Give the predictor the model's norms and routers. Returns self.
+
+        Raises:
+            ExpertcastError: the model's L, E, K or D are not the predictor's.
+        """
+        if view.shape != self.shape:
+            raise ExpertcastError(
+                f"predictor {self.name} was made for {self.shape.as_dict()}, the model has "
+                f"{view.shape.as_dict()}: train one for this model with `expertcast train`"
+            )
+        self._view[:] = [view]
+        return self
+
+    def targets(self, ahead: int = 1) -> range:
+        """Layers that can be forecast `ahead` layers before they run."""
+        return range(ahead, self.shape.layers)
+
+    @torch.no_grad()
+    def forecast(self, state: RouterState, ahead: int = 1) -> Forecast:
+        """Forecast the routing of layer `state.layer + ahead`.
+
+        Raises:
+            ExpertcastError: `ahead` is not one of `self.ahead`, or the layer does not exist.
+        """
+        if ahead not in self.ahead:
+            raise ExpertcastError(
+                f"predictor {self.name} looks {list(self.ahead)} layers ahead, not {ahead}: "
+                f"train it with ahead={ahead}"
+            )
+        target = state.layer + ahead
+        if target >= self.shape.layers:
+            raise ExpertcastError(
+                f"layer {target} does not exist: the model has MoE layers 0..{self.shape.layers - 1}"
+            )
+        return self._forecast(state, target, ahead)
+
+    def _forecast(self, state: RouterState, target: int, ahead: int) -> Forecast:
+        logits_TE = self.logits(state, ahead)
+        ids_TK, weights_TK = self.view[target].route(logits_TE)
+        return Forecast(layer=target, logits_TE=logits_TE, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK)
+
+    @abstractmethod
+    def logits(self, state: RouterState, ahead: int) -> Tensor:
+        """Forecast logits [T, E] for layer `state.layer + ahead`; the bounds are already checked."""
+
+    def input_vector(self, state: RouterState, ahead: int) -> Tensor | None:
+        """The [T, D] vector that stands for s_{l+ahead} in this predictor, or None: scored by its cosine."""
+        del state, ahead
+        return None

@@ -1,0 +1,52 @@
+"""Default vectors: what each expert, and the shared experts, put out on average.
+
+T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token.
+Source: Speculating Experts, section 3.1 (rows B1 and B2 of the definitions).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class DefaultVectors:
+    """Mean outputs in fp32, with the counts they come from so that two sets can be merged exactly."""
+
+    expert_LED: Tensor
+    """d_{l,e}: raw mean of expert e's output over the tokens routed to it; zero where it was never routed to."""
+    shared_LD: Tensor
+    """Mean output of the shared experts; zero for models without."""
+    count_LE: Tensor
+    """Tokens routed to each expert (int64)."""
+    token_count: int
+    """Tokens seen."""
+
+    def as_tensors(self) -> dict[str, Tensor]:
+        return {
+            "expert_LED": self.expert_LED,
+            "shared_LD": self.shared_LD,
+            "count_LE": self.count_LE,
+            "token_count": torch.tensor(self.token_count),
+        }
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> DefaultVectors:
+        return cls(
+            expert_LED=tensors["expert_LED"],
+            shared_LD=tensors["shared_LD"],
+            count_LE=tensors["count_LE"],
+            token_count=int(tensors["token_count"]),
+        )
+
+
+def layer_default(expert_ED: Tensor, shared_D: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """d_l [T, D] = sum over routed experts of weight x default vector, plus the shared experts' mean.
+
+    Eq. of section 3.1, with the model's actual combine weights; fp32.
+    """
+    mixed_TD = torch.einsum("tk,tkd->td", weights_TK.float(), expert_ED.float()[ids_TK])
+    return mixed_TD + shared_D.float()

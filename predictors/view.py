@@ -1,0 +1,158 @@
+"""The view of a model's MoE layers: what predictors, collection and the runtime stand on.
+
+T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token.
+Finding the layers in a model is :mod:`expertcast.data.discovery`; this module only describes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoELayer:
+    """One MoE layer of a `transformers` model; modules belong to the model and are never changed here."""
+
+    index: int
+    """MoE layer index, 0..L-1 (dense layers are not counted)."""
+    block_name: str
+    """Path of the MoE block in the model."""
+    norm_name: str
+    """Path of the norm whose output is the block's input."""
+    router_name: str
+    """Path of the router module."""
+    experts_name: str
+    """Path of the decorated experts module."""
+    block: nn.Module
+    norm: nn.Module
+    router: nn.Module
+    experts: nn.Module
+    num_experts: int
+    """E"""
+    top_k: int
+    """K"""
+    hidden_size: int
+    """D"""
+    has_shared: bool
+    """Whether shared experts add to the block's output."""
+
+    def router_input(self, residual_TD: Tensor) -> Tensor:
+        """LN of this layer over a residual: s_l for this layer's own residual, q for an earlier one's r + d.
+
+        Args:
+            residual_TD: [T, D], any float dtype; brought to the norm's dtype first.
+        """
+        parameter = next(self.norm.parameters(), None)
+        dtype = residual_TD.dtype if parameter is None else parameter.dtype
+        output: Tensor = self.norm(residual_TD.to(dtype))
+        return output
+
+    def router_logits(self, hidden_TD: Tensor) -> Tensor:
+        """Logits [T, E] that this layer's own router gives for [T, D] inputs."""
+        logits: Tensor = self.router(hidden_TD)[0]
+        return logits
+
+    def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Expert ids and combine weights that this layer's own routing rule gives for some logits.
+
+        Args:
+            logits_TE: [T, E] logits, of whatever origin.
+
+        Returns:
+            ids [T, K] (int64) and weights [T, K], as the router module itself would return them.
+        """
+        weight = _linear_weight(self.router, self.num_experts, self.hidden_size)
+        placeholder_TD = weight.new_zeros(1, 1).expand(logits_TE.shape[0], self.hidden_size)
+        with torch.no_grad(), _AnswerLinear(weight, logits_TE):
+            _, weights_TK, ids_TK = self.router(placeholder_TD)
+        return ids_TK, weights_TK
+
+
+@dataclass(frozen=True, slots=True)
+class MoEView:
+    """The MoE layers of one model, first to last."""
+
+    layers: tuple[MoELayer, ...]
+    model_id: str
+    """Hub id or local path the model came from."""
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[MoELayer]:
+        return iter(self.layers)
+
+    def __getitem__(self, index: int) -> MoELayer:
+        return self.layers[index]
+
+    @property
+    def shape(self) -> ModelShape:
+        first = self.layers[0]
+        return ModelShape(
+            layers=len(self.layers),
+            experts=first.num_experts,
+            top_k=first.top_k,
+            hidden=first.hidden_size,
+        )
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the routers' weights, rounded to bf16 so that the loading dtype does not matter."""
+        digest = hashlib.sha256()
+        for layer in self.layers:
+            for name, tensor in sorted(layer.router.state_dict().items()):
+                digest.update(f"{layer.index}.{name}{tuple(tensor.shape)}".encode())
+                rounded = tensor.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
+                digest.update(rounded.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The four numbers that a predictor is built for."""
+
+    layers: int
+    experts: int
+    top_k: int
+    hidden: int
+
+    def as_dict(self) -> dict[str, int]:
+        return {"L": self.layers, "E": self.experts, "K": self.top_k, "D": self.hidden}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, int]) -> ModelShape:
+        return cls(layers=values["L"], experts=values["E"], top_k=values["K"], hidden=values["D"])
+
+
+class _AnswerLinear(TorchFunctionMode):
+    """Answers the one `F.linear` against an [E, D] weight with given logits; everything else runs."""
+
+    def __init__(self, weight_ED: Tensor, logits_TE: Tensor) -> None:
+        super().__init__()
+        self._shape = weight_ED.shape
+        self._logits_TE = logits_TE
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is functional.linear and args[1].shape == self._shape:
+            return self._logits_TE.to(dtype=args[0].dtype, device=args[0].device)
+        return func(*args, **(kwargs or {}))
+
+
+def _linear_weight(router: nn.Module, experts: int, hidden: int) -> Tensor:
+    for parameter in router.parameters():
+        if parameter.shape == (experts, hidden):
+            return parameter
+    raise AssertionError(f"{type(router).__name__} holds no [E, D] weight; discovery should have refused it")
