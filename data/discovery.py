@@ -31,29 +31,15 @@ def find_moe_layers(model: PreTrainedModel) -> MoEView:
         ExpertcastError: the model has no MoE layers of the supported shape; the line says why.
     """
     blocks = _moe_blocks(model)
-    probes = _probe(model, [name for name, _, _, _ in blocks])
-    layers = []
-    for index, (name, block, router_name, experts_name) in enumerate(blocks):
-        experts = block.get_submodule(experts_name)
-        router = block.get_submodule(router_name)
-        norm_name = probes[name]
-        layers.append(
-            MoELayer(
-                index=index,
-                block_name=name,
-                norm_name=norm_name,
-                router_name=f"{name}.{router_name}",
-                experts_name=f"{name}.{experts_name}",
-                block=block,
-                norm=model.get_submodule(norm_name),
-                router=router,
-                experts=experts,
-                num_experts=int(experts.num_experts),
-                top_k=int(router.top_k),
-                hidden_size=_hidden_size(router, int(experts.num_experts)),
-                has_shared=_has_shared(block, router, experts),
-            )
+    norms = _probe(model, [block for block, _, _ in blocks])
+    layers = [
+        _layer(
+            model,
+            index,
+            {"block": block, "norm": norms[block], "router": f"{block}.{router}", "experts": f"{block}.{experts}"},
         )
+        for index, (block, router, experts) in enumerate(blocks)
+    ]
     _check_alike(model, layers)
     return MoEView(tuple(layers), model_id=str(model.config._name_or_path or type(model).__name__))
 
@@ -64,28 +50,29 @@ def layers_by_name(model: nn.Module, names: list[dict[str, str]], top_k: int, mo
     Args:
         names: per layer `block`, `norm`, `router`, `experts` module paths.
     """
-    layers = []
-    for index, entry in enumerate(names):
-        block, experts = model.get_submodule(entry["block"]), model.get_submodule(entry["experts"])
-        router = model.get_submodule(entry["router"])
-        layers.append(
-            MoELayer(
-                index=index,
-                block_name=entry["block"],
-                norm_name=entry["norm"],
-                router_name=entry["router"],
-                experts_name=entry["experts"],
-                block=block,
-                norm=model.get_submodule(entry["norm"]),
-                router=router,
-                experts=experts,
-                num_experts=int(experts.num_experts),
-                top_k=top_k,
-                hidden_size=_hidden_size(router, int(experts.num_experts)),
-                has_shared=_has_shared(block, router, experts),
-            )
-        )
+    layers = [_layer(model, index, entry, top_k) for index, entry in enumerate(names)]
     return MoEView(tuple(layers), model_id=model_id)
+
+
+def _layer(model: nn.Module, index: int, paths: dict[str, str], top_k: int | None = None) -> MoELayer:
+    block, router = model.get_submodule(paths["block"]), model.get_submodule(paths["router"])
+    experts = model.get_submodule(paths["experts"])
+    num_experts = _integer(experts, "num_experts")
+    return MoELayer(
+        index=index,
+        block_name=paths["block"],
+        norm_name=paths["norm"],
+        router_name=paths["router"],
+        experts_name=paths["experts"],
+        block=block,
+        norm=model.get_submodule(paths["norm"]),
+        router=router,
+        experts=experts,
+        num_experts=num_experts,
+        top_k=_integer(router, "top_k") if top_k is None else top_k,
+        hidden_size=_hidden_size(router, num_experts),
+        has_shared=_has_shared(block, router, experts),
+    )
 
 
 @contextmanager
@@ -104,8 +91,8 @@ def is_experts_module(module: nn.Module) -> bool:
     return all(hasattr(module, mark) for mark in ("has_gate", "is_transposed", "_is_expert_parallel"))
 
 
-def _moe_blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module, str, str]]:
-    """(block path, block, router path inside it, experts path inside it) per MoE layer, in model order."""
+def _moe_blocks(model: PreTrainedModel) -> list[tuple[str, str, str]]:
+    """(block path, router's name in it, experts' name in it) per MoE layer, in model order."""
     router_classes = _router_classes(model)
     if not router_classes:
         raise ExpertcastError(
@@ -118,7 +105,7 @@ def _moe_blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module, str, str]]
         routers = [child for child, m in children if isinstance(m, router_classes)]
         experts = [child for child, m in children if is_experts_module(m)]
         if routers and experts:
-            found.append((name, module, routers[0], experts[0]))
+            found.append((name, routers[0], experts[0]))
     if not found:
         _refuse_experts(model, router_classes)
     return found
@@ -127,9 +114,7 @@ def _moe_blocks(model: PreTrainedModel) -> list[tuple[str, nn.Module, str, str]]
 def _refuse_experts(model: PreTrainedModel, router_classes: tuple[type[nn.Module], ...]) -> None:
     for _, module in model.named_modules():
         if any(isinstance(child, router_classes) for child in module.children()):
-            others = [
-                type(child).__name__ for child in module.children() if not isinstance(child, router_classes)
-            ]
+            others = [type(child).__name__ for child in module.children() if not isinstance(child, router_classes)]
             raise ExpertcastError(
                 f"{type(model).__name__} is not supported: its experts ({', '.join(others) or 'none'}) are quantised "
                 "or not decorated with use_experts_implementation; load it dequantised in bf16, or use a family "
@@ -151,6 +136,13 @@ def _router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
             if isinstance(target, type) and target not in classes:
                 classes.append(target)
     return tuple(classes)
+
+
+def _integer(module: nn.Module, attribute: str) -> int:
+    value: Any = getattr(module, attribute, None)
+    if value is None:
+        raise ExpertcastError(f"{type(module).__name__} has no attribute {attribute}: not supported")
+    return int(value)
 
 
 def _hidden_size(router: nn.Module, experts: int) -> int:
@@ -214,9 +206,7 @@ def _probe(model: PreTrainedModel, block_names: list[str]) -> dict[str, str]:
                     lambda _m, args, kwargs, name=name: before(name, args, kwargs), with_kwargs=True
                 )
                 stack.callback(handle.remove)
-            handle = module.register_forward_hook(
-                lambda _m, args, output, name=name: after(name, args, output)
-            )
+            handle = module.register_forward_hook(lambda _m, args, output, name=name: after(name, args, output))
             stack.callback(handle.remove)
         stack.enter_context(experts_implementation(model, PROBE_EXPERTS))
         stack.callback(model.train, training)

@@ -91,8 +91,7 @@ def save_skeleton(view: MoEView, model: PreTrainedModel, folder: Path) -> None:
                 tensors[f"{name}.{key}"] = tensor.detach().cpu().contiguous()
     save_file(tensors, folder / SKELETON_WEIGHTS)
     names = [
-        {"block": x.block_name, "norm": x.norm_name, "router": x.router_name, "experts": x.experts_name}
-        for x in view
+        {"block": x.block_name, "norm": x.norm_name, "router": x.router_name, "experts": x.experts_name} for x in view
     ]
     description = {"model_id": view.model_id, "top_k": view.shape.top_k, "layers": names}
     (folder / SKELETON_LAYERS).write_text(json.dumps(description, indent=2))

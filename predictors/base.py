@@ -117,14 +117,11 @@ class Predictor(nn.Module, ABC):
         """
         if ahead not in self.ahead:
             raise ExpertcastError(
-                f"predictor {self.name} looks {list(self.ahead)} layers ahead, not {ahead}: "
-                f"train it with ahead={ahead}"
+                f"predictor {self.name} looks {list(self.ahead)} layers ahead, not {ahead}: train it with ahead={ahead}"
             )
         target = state.layer + ahead
         if target >= self.shape.layers:
-            raise ExpertcastError(
-                f"layer {target} does not exist: the model has MoE layers 0..{self.shape.layers - 1}"
-            )
+            raise ExpertcastError(f"layer {target} does not exist: the model has MoE layers 0..{self.shape.layers - 1}")
         return self._forecast(state, target, ahead)
 
     def _forecast(self, state: RouterState, target: int, ahead: int) -> Forecast:

@@ -15,9 +15,7 @@ def register(cls: type[Predictor]) -> type[Predictor]:
         ExpertcastError: the name is taken by another class.
     """
     if _CLASSES.setdefault(cls.name, cls) is not cls:
-        raise ExpertcastError(
-            f"predictor name {cls.name!r} is taken by {_CLASSES[cls.name].__name__}: choose another"
-        )
+        raise ExpertcastError(f"predictor name {cls.name!r} is taken by {_CLASSES[cls.name].__name__}: choose another")
     return cls
 
 
