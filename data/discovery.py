@@ -215,13 +215,19 @@ def _probe(model: PreTrainedModel, block_names: list[str]) -> dict[str, str]:
         with torch.no_grad():
             # a ready 4-d mask: transformers builds none of its own, which a meta model could not do
             model.base_model(
-                input_ids=torch.zeros(1, 2, dtype=torch.long, device=device),
+                input_ids=torch.tensor([_probe_tokens(model)], device=device),
                 attention_mask=torch.zeros(1, 1, 2, 2, dtype=model.dtype, device=device),
                 use_cache=False,
             )
     for name in block_names:
         _check_probed(model, name, seen.get(name))
     return {name: seen[name].norm_name for name in block_names}
+
+
+def _probe_tokens(model: PreTrainedModel) -> list[int]:
+    """Two token ids other than the padding's, whose embedding is zero in a fresh model."""
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+    return [token for token in (1, 2, 3) if token != padding][:2]
 
 
 class _Probed:

@@ -1,0 +1,132 @@
+"""A plain report of a model's MoE layers: what `expertcast inspect MODEL` prints."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from expertcast.data.discovery import find_moe_layers
+from expertcast.data.models import meta_model
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import MoELayer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelReport:
+    """What expertcast knows of a model; sizes in bytes."""
+
+    model: str
+    architecture: str
+    supported: bool
+    reason: str
+    """Why it is not supported; empty when it is."""
+    layers: int = 0
+    """L: MoE layers."""
+    dense_layers: int = 0
+    """Decoder layers without experts."""
+    experts: int = 0
+    """E: routed experts per layer."""
+    top_k: int = 0
+    """K: experts per token."""
+    hidden: int = 0
+    """D: hidden size."""
+    shared_experts: bool = False
+    routing_rule: str = ""
+    dtype: str = ""
+    expert_bytes: int = 0
+    """Bytes of one routed expert."""
+    all_experts_bytes: int = 0
+    other_bytes: int = 0
+    """Everything that is not a routed expert."""
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def inspect_model(model_id: str) -> ModelReport:
+    """Report on a model from its configuration alone: no weight is read.
+
+    Raises:
+        ExpertcastError: there is no such model. An unsupported model is reported, not raised.
+    """
+    return describe(meta_model(model_id), model_id)
+
+
+def describe(model: PreTrainedModel, model_id: str) -> ModelReport:
+    """Report on a model that is at hand, on any device (meta included)."""
+    architecture = type(model).__name__
+    try:
+        view = find_moe_layers(model)
+    except ExpertcastError as error:
+        return ModelReport(model=model_id, architecture=architecture, supported=False, reason=str(error))
+    first = view[0]
+    expert_bytes = expert_nbytes(first)
+    all_experts = expert_bytes * first.num_experts * len(view)
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return ModelReport(
+        model=model_id,
+        architecture=architecture,
+        supported=True,
+        reason="",
+        layers=len(view),
+        dense_layers=int(model.config.get_text_config().num_hidden_layers) - len(view),
+        experts=first.num_experts,
+        top_k=first.top_k,
+        hidden=first.hidden_size,
+        shared_experts=first.has_shared,
+        routing_rule=routing_rule(first),
+        dtype=str(model.dtype).removeprefix("torch."),
+        expert_bytes=expert_bytes,
+        all_experts_bytes=all_experts,
+        other_bytes=total - all_experts,
+    )
+
+
+def expert_nbytes(layer: MoELayer) -> int:
+    """Bytes of one routed expert of a layer: every parameter of the experts module, one expert's share."""
+    return sum(p[0].numel() * p.element_size() for p in layer.experts.parameters() if p.shape[0] == layer.num_experts)
+
+
+def routing_rule(layer: MoELayer) -> str:
+    """The layer's routing rule in words, found by comparing it with the known rules on sample logits."""
+    if next(layer.router.parameters()).is_meta:
+        layer = _with_real_router(layer)
+    logits_TE = torch.randn(64, layer.num_experts, generator=torch.Generator().manual_seed(0))
+    ids_TK, weights_TK = layer.route(logits_TE)
+    weights_TK = weights_TK.float()
+    found = "own rule"
+    for name, scores_TE in (("softmax", logits_TE.softmax(-1)), ("sigmoid", logits_TE.sigmoid())):
+        found = _match(name, scores_TE.gather(1, ids_TK), weights_TK, logits_TE.gather(1, ids_TK)) or found
+    if any("correction_bias" in name for name, _ in layer.router.named_buffers()):
+        found += ", choice by score plus correction bias"
+    groups = int(getattr(layer.router, "num_group", 1) or 1)
+    if groups > 1:
+        found += f", top groups of {groups} first"
+    return f"{found} ({type(layer.router).__name__})"
+
+
+def _match(name: str, chosen_TK: Tensor, weights_TK: Tensor, logits_TK: Tensor) -> str:
+    scale = float((weights_TK / chosen_TK).median())
+    if torch.allclose(weights_TK, chosen_TK * scale, rtol=2e-2):
+        return f"{name} over all experts, top-k" + ("" if abs(scale - 1) < 1e-2 else f", scaled by {scale:.3g}")
+    shares_TK = chosen_TK / chosen_TK.sum(-1, keepdim=True)
+    total = float(weights_TK.sum(-1).median())
+    if torch.allclose(weights_TK, shares_TK * total, rtol=2e-2):
+        after = name == "softmax" and torch.allclose(shares_TK, logits_TK.softmax(-1), rtol=1e-3)
+        rule = "softmax, top-k, renormalised to 1" if after else f"{name}, top-k, renormalised to 1"
+        return rule + ("" if abs(total - 1) < 1e-2 else f", scaled by {total:.3g}")
+    return ""
+
+
+def _with_real_router(layer: MoELayer) -> MoELayer:
+    """The same layer with a zero-weight router on the CPU: the rule needs no weights, only logits."""
+    import copy
+    import dataclasses
+
+    router = copy.deepcopy(layer.router).to_empty(device="cpu")
+    for tensor in [*router.parameters(), *router.buffers()]:
+        tensor.data.zero_()
+    return dataclasses.replace(layer, router=router.float())
