@@ -38,9 +38,7 @@ class TraceBatch:
 
     @staticmethod
     def cat(batches: list[TraceBatch]) -> TraceBatch:
-        return TraceBatch(
-            **{f.name: torch.cat([getattr(b, f.name) for b in batches]) for f in fields(TraceBatch)}
-        )
+        return TraceBatch(**{f.name: torch.cat([getattr(b, f.name) for b in batches]) for f in fields(TraceBatch)})
 
     def previous_logits(self) -> Tensor:
         """[T, L, E] router logits of the row before, NaN where that row is not the previous token of the text.

@@ -1,1 +1,35 @@
+"""Predictors of expert routing. Every registration is here; the order is the order of tables."""
 
+from expertcast.predictors.base import Forecast, Predictor, PredictorConfig, RouterState
+from expertcast.predictors.defaults import DefaultVectors
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.frequency import Frequency
+from expertcast.predictors.linear import Linear
+from expertcast.predictors.next_norm import NextNorm
+from expertcast.predictors.previous_token import PreviousToken
+from expertcast.predictors.quasi_hidden import QuasiHidden
+from expertcast.predictors.registry import names, predictor_class, register
+from expertcast.predictors.router_input import RouterInput
+from expertcast.predictors.view import ModelShape, MoELayer, MoEView
+
+register(Frequency)
+register(PreviousToken)
+register(RouterInput)
+register(NextNorm)
+register(QuasiHidden)
+register(Linear)
+
+__all__ = [
+    "DefaultVectors",
+    "ExpertcastError",
+    "Forecast",
+    "MoELayer",
+    "MoEView",
+    "ModelShape",
+    "Predictor",
+    "PredictorConfig",
+    "RouterState",
+    "names",
+    "predictor_class",
+    "register",
+]

@@ -1,0 +1,14 @@
+"""Names of the files in a predictor checkpoint, and the version of their format."""
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+METRICS = "metrics.json"
+CARD = "README.md"
+
+ALL = (CONFIG, WEIGHTS, METRICS, CARD)
+
+FORMAT = 1
+"""Raised when a reader of the old form could misread the new one."""
+
+TAP_POINT = "input of the norm before the router (residual stream after attention)"
+"""Where residual_TD is taken; written to config.json so that a checkpoint says what it reads."""

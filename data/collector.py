@@ -1,0 +1,216 @@
+"""`collect`: run a model over text once, and keep residuals, router logits and default vectors as traces."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from expertcast.checkpoints.provenance import provenance
+from expertcast.data import layout
+from expertcast.data.discovery import find_moe_layers
+from expertcast.data.distributed import Share, current_share, documents_of, wait_for_all
+from expertcast.data.means import MeanOutputs
+from expertcast.data.models import save_skeleton
+from expertcast.data.plan import SPLITS, Plan, Window, make_plan
+from expertcast.data.stream import ActivationStream as ActivationStream
+from expertcast.data.stream import pad_windows
+from expertcast.data.text import Document
+from expertcast.data.traces import TraceDataset, read_info
+from expertcast.data.writer import SHARD_BYTES, ShardWriter, merged_progress, write_atomically
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import MoEView
+
+
+def collect(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    documents: Sequence[Document],
+    out: Path | str,
+    *,
+    tokens: int | None = None,
+    window: int = 256,
+    batch_size: int = 8,
+    seed: int = 0,
+    shard_bytes: int = SHARD_BYTES,
+) -> TraceDataset:
+    """Write traces of `tokens` tokens to `out`, or finish a collection that was begun there.
+
+    Under torchrun each rank takes its share of the documents and the shards become one dataset. Prints an estimate of
+    the disk it will use, and shows its progress, on standard error.
+
+    Args:
+        tokens: how many, from documents in an order shuffled by `seed`; None, or more than there are, takes all.
+        window: tokens per window; a window sees nothing before it.
+        batch_size: windows per forward.
+        shard_bytes: size of a shard, which is also what a kill can cost.
+
+    Raises:
+        ExpertcastError: model not supported, too few documents, `out` holds something else or was begun with other
+            settings, or the traces do not fit the disk.
+    """
+    share = current_share()
+    view = find_moe_layers(model)
+    means = MeanOutputs(view)
+    plan = make_plan(documents, tokenizer, tokens=tokens, window=window, seed=seed)
+    logits = _logits_dtype(model, view, plan)
+    settings = _settings(model, view, plan, batch_size, share)
+    folder = Path(out)
+    if share.rank == 0:
+        _claim(folder, settings, lambda: _new_info(view, plan, settings, logits, seed))
+        _check_disk(folder, plan, layout.row_bytes(view.shape, logits))
+    wait_for_all(share)
+    info = read_info(folder)
+    if info is None:
+        raise ExpertcastError(f"rank {share.rank} does not see {folder}: ranks need a file system that they share")
+    if not info["complete"]:
+        writer = ShardWriter(
+            folder, rank=share.rank, shape=view.shape, logits=logits, means=means, shard_bytes=shard_bytes
+        )
+        _run(ActivationStream(model, view, _windows(plan), batch_size=batch_size), plan, share, writer, means)
+        wait_for_all(share)
+        if share.rank == 0:
+            _finish(folder, model, view, plan, logits, share)
+        wait_for_all(share)
+    return TraceDataset.open(folder)
+
+
+def _run(stream: ActivationStream, plan: Plan, share: Share, writer: ShardWriter, means: MeanOutputs) -> None:
+    """Run the batches that are not committed yet."""
+    own = {document.index for document in documents_of(plan.documents, share)}
+    total = sum(document.tokens for document in plan.documents if document.index in own)
+    label = "collecting" if share.world == 1 else f"collecting, rank {share.rank}"
+    batches = islice(_batches(plan, own, stream.batch_size), writer.batches_done, None)
+    with tqdm(total=total, initial=writer.rows_done, unit="token", desc=label, unit_scale=True) as bar:
+        for split, windows in batches:
+            batch = pad_windows(windows)
+            stream.means = means if split == "train" else None  # nothing a predictor knows is from held-out text
+            writer.add(stream.run(batch), batch.token_T)
+            bar.update(len(batch))
+    writer.commit()
+
+
+def _batches(plan: Plan, own: set[int], batch_size: int) -> Iterator[tuple[str, list[Window]]]:
+    """(split, windows) per forward; a batch never mixes splits."""
+    for split in SPLITS:
+        windows = [window for window in plan.windows[split] if window.document in own]
+        for begin in range(0, len(windows), batch_size):
+            yield split, windows[begin : begin + batch_size]
+
+
+def _windows(plan: Plan) -> list[Window]:
+    return [window for split in SPLITS for window in plan.windows[split]]
+
+
+def _logits_dtype(model: PreTrainedModel, view: MoEView, plan: Plan) -> torch.dtype:
+    """What logits are stored in: seen in one forward of two tokens."""
+    first = _windows(plan)[0]
+    batch = pad_windows([Window(first.document, 0, first.token_ids[:2])])
+    return layout.stored_logits_dtype(ActivationStream(model, view, []).run(batch).logits_TLE.dtype)
+
+
+def _settings(model: PreTrainedModel, view: MoEView, plan: Plan, batch_size: int, share: Share) -> dict[str, Any]:
+    """What must be the same for a collection to be gone on with."""
+    return {
+        "fingerprint": view.fingerprint(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "window": plan.window,
+        "tokens": plan.token_count("all"),
+        "batch_size": batch_size,
+        "ranks": share.world,
+        "text": plan.digest,
+    }
+
+
+def _claim(folder: Path, settings: dict[str, Any], new_info: Any) -> None:
+    """Make the folder ours, or see that it is ours and was begun with these settings."""
+    if folder.exists() and not folder.is_dir():
+        raise ExpertcastError(f"{folder} is a file: give a folder for the traces")
+    info = read_info(folder)
+    if info is None:
+        if folder.exists() and any(path.name != layout.TRACE_FILE + layout.PARTIAL for path in folder.iterdir()):
+            raise ExpertcastError(f"{folder} is not empty and holds no traces of ours: give a new or an empty folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_info(folder, new_info())
+        return
+    for key, value in settings.items():
+        if info["settings"].get(key) != value:
+            raise ExpertcastError(
+                f"{folder} was begun with {key}={info['settings'].get(key)}, now it is {value}: "
+                "give the settings it was begun with, or another folder"
+            )
+
+
+def _new_info(view: MoEView, plan: Plan, settings: dict[str, Any], logits: torch.dtype, seed: int) -> dict[str, Any]:
+    identity = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    return {
+        "format": layout.FORMAT,
+        "id": identity[:16],
+        "complete": False,
+        "model": view.model_id,
+        "fingerprint": settings["fingerprint"],
+        "shape": view.shape.as_dict(),
+        "tokens": plan.token_count("all"),
+        "window": plan.window,
+        "seed": seed,
+        "splits": {split: plan.token_count(split) for split in SPLITS},
+        "settings": settings,
+        "columns": layout.columns_note(view.shape, logits),
+        **provenance(),
+        "documents": [asdict(document) for document in plan.documents],
+    }
+
+
+def _check_disk(folder: Path, plan: Plan, row_bytes: int) -> None:
+    """Print the estimate; refuse what does not fit."""
+    total = plan.token_count("all") * row_bytes
+    there = sum(path.stat().st_size for path in folder.glob("data-*"))
+    free = shutil.disk_usage(folder).free
+    print(
+        f"{folder}: {plan.token_count('all'):,} tokens of {row_bytes:,} bytes, about {_size(total)} on disk "
+        f"({_size(there)} there already), {_size(free)} free",
+        file=sys.stderr,
+    )
+    if total - there > free:
+        raise ExpertcastError(
+            f"the traces need {_size(total - there)} more in {folder} and {_size(free)} are free: collect fewer "
+            "tokens, choose another disk, or train online (expertcast train MODEL --data D), which stores nothing"
+        )
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _finish(folder: Path, model: PreTrainedModel, view: MoEView, plan: Plan, logits: torch.dtype, share: Share) -> None:
+    """Merge the ranks' work and mark the dataset complete; safe to repeat."""
+    shards, rows, means = merged_progress(folder, [MeanOutputs(view) for _ in range(share.world)])
+    assert rows == plan.token_count("all"), f"{rows} rows for {plan.token_count('all')} tokens"
+    defaults = means.default_vectors(view)
+    write_atomically(folder / layout.DEFAULTS_FILE, save(defaults.as_tensors()))
+    save_skeleton(view, model, folder / layout.SKELETON_FOLDER)
+    info = read_info(folder)
+    assert info is not None
+    layout.write_dataset_files(folder, view.shape, logits, shards, info["id"])
+    info["default_vectors"] = {"split": "train", "tokens": defaults.token_count}
+    _write_info(folder, {**info, "complete": True})
+    shutil.rmtree(folder / layout.PROGRESS_FOLDER)
+
+
+def _write_info(folder: Path, info: dict[str, Any]) -> None:
+    write_atomically(folder / layout.TRACE_FILE, (json.dumps(info, indent=1) + "\n").encode())

@@ -1,0 +1,79 @@
+"""Two ranks or more: which documents each takes.
+
+A rank's share is a run of neighbouring documents holding about 1/world of the tokens, so that shares put one after
+the other are the single process's order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor, distributed
+
+from expertcast.data.plan import PlannedDocument
+
+_TIMEOUT = timedelta(days=7)
+"""Ranks wait for the slowest one at the end of a collection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Rank `rank` of `world` processes."""
+
+    rank: int = 0
+    world: int = 1
+
+
+def current_share() -> Share:
+    """This process's rank: from the process group, or from torchrun's environment (a gloo group is then made)."""
+    if not distributed.is_available():
+        return Share()
+    if not distributed.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ:
+            return Share()
+        distributed.init_process_group("gloo", timeout=_TIMEOUT)
+    return Share(distributed.get_rank(), distributed.get_world_size())
+
+
+def training_share() -> Share:
+    """This process's rank in a process group that somebody (Lightning) has made; rank 0 of 1 without one."""
+    if distributed.is_available() and distributed.is_initialized():
+        return Share(distributed.get_rank(), distributed.get_world_size())
+    return Share()
+
+
+def wait_for_all(share: Share) -> None:
+    """Return when every rank has come here."""
+    if share.world > 1:
+        distributed.barrier()
+
+
+def sum_over_ranks(share: Share, tensors: Sequence[Tensor]) -> None:
+    """Replace each tensor by its sum over all ranks, in place."""
+    if share.world > 1:
+        device = torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")
+        for tensor in tensors:
+            total = tensor.to(device)
+            distributed.all_reduce(total)
+            tensor.copy_(total)
+
+
+def documents_of(documents: Sequence[PlannedDocument], share: Share) -> list[PlannedDocument]:
+    """The documents of one rank, in order; each document belongs to exactly one rank."""
+    total = sum(document.tokens for document in documents)
+    own, before = [], 0
+    for document in documents:
+        middle = before + document.tokens / 2
+        if min(int(middle * share.world / max(total, 1)), share.world - 1) == share.rank:
+            own.append(document)
+        before += document.tokens
+    return own
+
+
+def smallest_share(documents: Sequence[PlannedDocument], world: int) -> int:
+    """Tokens of the rank with the fewest: what every rank can train on, in step with the others."""
+    return min(sum(d.tokens for d in documents_of(documents, Share(rank, world))) for rank in range(world))

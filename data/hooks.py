@@ -1,0 +1,163 @@
+"""What a forward pass of the model shows of its MoE layers: residuals, router logits, inner activations.
+
+T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token, I inner width, S = T x K.
+Hooks are attached for one forward at a time and only look (they return None): between batches, and after an error, the
+model is as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from expertcast.data.discovery import experts_implementation
+from expertcast.data.means import MeanOutputs
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import MoELayer, MoEView
+
+COLLECT_EXPERTS = "expertcast_collect"
+_ACTIVE: dict[nn.Module, LayerCapture] = {}
+"""Experts modules whose layer is being captured."""
+
+
+class Capture:
+    """Captures one batch: fills `residual_TLD` and `logits_TLE`, and adds to `means` when there is one."""
+
+    def __init__(
+        self, view: MoEView, keep_T: Tensor | None, tokens: int, means: MeanOutputs | None, residual_dtype: torch.dtype
+    ) -> None:
+        """
+        Args:
+            keep_T: indices of the real tokens in the flattened batch, None when there is no padding.
+            tokens: number of real tokens.
+        """
+        self.keep_T = keep_T
+        self.means = means
+        self._tokens = tokens
+        self._shape = view.shape
+        device = view[0].experts.get_parameter("down_proj").device
+        self.residual_TLD = torch.empty(
+            tokens, self._shape.layers, self._shape.hidden, dtype=residual_dtype, device=device
+        )
+        self.logits_TLE = torch.empty(0)
+
+    def rows(self, flat: Tensor) -> Tensor:
+        """The real tokens of [B, S, n] or [B*S, n]."""
+        rows = flat.reshape(-1, flat.shape[-1])
+        return rows if self.keep_T is None else rows[self.keep_T.to(rows.device)]
+
+    def add_residual(self, layer: int, residual: Tensor) -> None:
+        self.residual_TLD[:, layer] = self.rows(residual)
+
+    def add_logits(self, layer: int, logits: Tensor) -> None:
+        if layer == 0:
+            self.logits_TLE = torch.empty(
+                self._tokens, self._shape.layers, self._shape.experts, dtype=logits.dtype, device=logits.device
+            )
+        self.logits_TLE[:, layer] = self.rows(logits)
+
+
+class LayerCapture:
+    """One layer's part of a capture."""
+
+    def __init__(self, layer: MoELayer, capture: Capture) -> None:
+        self.layer = layer
+        self.capture = capture
+        self.routed_TD: Tensor | None = None
+        """Output of the routed experts, kept until the block has added the shared ones."""
+
+    def before_norm(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.capture.add_residual(self.layer.index, args[0])
+
+    def after_router(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        self.capture.add_logits(self.layer.index, output[0])
+
+    def after_block(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        means = self.capture.means
+        if means is None or self.routed_TD is None:
+            return
+        block = output[0] if isinstance(output, tuple) else output
+        rows = self.capture.rows
+        means.add_shared(self.layer.index, rows(block).float() - rows(self.routed_TD).float())
+        self.routed_TD = None
+
+    def add_inner(self, inner_SI: Tensor, ids_TK: Tensor) -> None:
+        assert self.capture.means is not None
+        count_E = torch.bincount(ids_TK.reshape(-1), minlength=self.layer.num_experts)
+        self.capture.means.add_experts(self.layer.index, inner_SI, count_E)
+
+
+@contextmanager
+def attached(model: PreTrainedModel, view: MoEView, capture: Capture) -> Iterator[None]:
+    """Capture the forwards run inside."""
+    layers = [LayerCapture(layer, capture) for layer in view]
+    with ExitStack() as stack:
+        for layer, own in zip(view, layers, strict=True):
+            stack.callback(layer.norm.register_forward_pre_hook(own.before_norm).remove)
+            stack.callback(layer.router.register_forward_hook(own.after_router).remove)
+            if layer.has_shared:
+                stack.callback(layer.block.register_forward_hook(own.after_block).remove)
+            _ACTIVE[layer.experts] = own
+            stack.callback(_ACTIVE.pop, layer.experts)
+        stack.enter_context(experts_implementation(model, COLLECT_EXPERTS))
+        yield
+
+
+def _collecting_experts(
+    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """transformers' grouped_mm over the real tokens only; rows of padding come out as zero."""
+    own = _ACTIVE[experts]
+    keep_T = own.capture.keep_T
+    if keep_T is None:
+        output_TD = _grouped(own, experts, hidden_states, top_k_index, top_k_weights)
+    else:
+        keep_T = keep_T.to(hidden_states.device)
+        output_TD = torch.zeros_like(hidden_states)
+        output_TD[keep_T] = _grouped(own, experts, hidden_states[keep_T], top_k_index[keep_T], top_k_weights[keep_T])
+    if own.layer.has_shared:
+        own.routed_TD = output_TD
+    return output_TD
+
+
+def _grouped(own: LayerCapture, experts: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    with ExitStack() as stack:
+        if own.capture.means is not None:
+            stack.enter_context(_inner_activations(experts, lambda inner_SI: own.add_inner(inner_SI, ids_TK)))
+        output_TD: Tensor = grouped_mm_experts_forward(experts, hidden_TD, ids_TK, weights_TK)
+    return output_TD
+
+
+@contextmanager
+def _inner_activations(experts: nn.Module, observe: Callable[[Tensor], None]) -> Iterator[None]:
+    """Show what enters the down projection: the gate's result, rows sorted by expert."""
+    if not experts.has_gate:
+        if not isinstance(experts.act_fn, nn.Module):
+            raise ExpertcastError(f"{type(experts).__name__} is not supported: its activation is no module")
+        handle = experts.act_fn.register_forward_hook(lambda _m, _args, output: observe(output))
+        try:
+            yield
+        finally:
+            handle.remove()
+        return
+    gate: Callable[[Tensor], Tensor] = experts._apply_gate  # type: ignore[assignment]
+
+    def observed(gate_up: Tensor) -> Tensor:
+        inner_SI = gate(gate_up)
+        observe(inner_SI)
+        return inner_SI
+
+    experts.__dict__["_apply_gate"] = observed  # shadows the class's own for this call
+    try:
+        yield
+    finally:
+        del experts.__dict__["_apply_gate"]
+
+
+ALL_EXPERTS_FUNCTIONS.register(COLLECT_EXPERTS, _collecting_experts)

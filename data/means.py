@@ -1,0 +1,112 @@
+"""Streaming means of what experts put out: the sums from which default vectors are made.
+
+L MoE layers, E routed experts per layer, D hidden size, I inner width of an expert, S rows (token-expert pairs).
+The down projection is linear, so the mean output of expert e is W_down,e applied to the mean of its inner activations
+(plus its bias): only I numbers per expert are summed, and no expert runs twice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from expertcast.predictors.defaults import DefaultVectors
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import MoELayer, MoEView
+
+
+class MeanOutputs:
+    """Sums over tokens, per layer; a batch is summed in fp32, batches in fp64."""
+
+    def __init__(self, view: MoEView) -> None:
+        for layer in view:
+            if getattr(layer.experts, "has_post_expert_norm", False):
+                raise ExpertcastError(
+                    f"{type(layer.experts).__name__} is not supported: it normalises each expert's output, so its mean "
+                    "is not linear in the expert's inner activations"
+                )
+        shape = view.shape
+        self.inner_EI = [
+            torch.zeros(shape.experts, _inner_width(layer), dtype=torch.float64, device=_device(layer))
+            for layer in view
+        ]
+        self.count_E = [torch.zeros(shape.experts, dtype=torch.int64, device=_device(layer)) for layer in view]
+        self.shared_D = [torch.zeros(shape.hidden, dtype=torch.float64, device=_device(layer)) for layer in view]
+        self.token_count = 0
+
+    def add_experts(self, layer: int, inner_SI: Tensor, count_E: Tensor) -> None:
+        """Add inner activations of one batch, rows sorted by expert, `count_E` of them each."""
+        sums_EI = torch.segment_reduce(inner_SI.float(), "sum", lengths=count_E, axis=0, unsafe=True)
+        self.inner_EI[layer] += sums_EI
+        self.count_E[layer] += count_E
+
+    def add_shared(self, layer: int, shared_TD: Tensor) -> None:
+        """Add the shared experts' outputs of one batch."""
+        self.shared_D[layer] += shared_TD.sum(0, dtype=torch.float32)
+
+    def merge(self, other: MeanOutputs) -> None:
+        """Add the sums of another part of the text."""
+        for layer in range(len(self.inner_EI)):
+            self.inner_EI[layer] += other.inner_EI[layer]
+            self.count_E[layer] += other.count_E[layer]
+            self.shared_D[layer] += other.shared_D[layer]
+        self.token_count += other.token_count
+
+    @torch.no_grad()
+    def default_vectors(self, view: MoEView) -> DefaultVectors:
+        """The means so far, on the CPU; zero for experts that no token was routed to."""
+        return DefaultVectors(
+            expert_LED=torch.stack(
+                [
+                    _mean_outputs(layer.experts, self.inner_EI[layer.index], self.count_E[layer.index]).cpu()
+                    for layer in view
+                ]
+            ),
+            shared_LD=torch.stack([(sums_D / max(self.token_count, 1)).float().cpu() for sums_D in self.shared_D]),
+            count_LE=torch.stack([count_E.cpu() for count_E in self.count_E]),
+            token_count=self.token_count,
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """Every sum, to be added up over ranks in place; `token_count` is beside them."""
+        return [*self.inner_EI, *self.count_E, *self.shared_D]
+
+    def as_tensors(self) -> dict[str, Tensor]:
+        """Everything, on the CPU, to be saved; :meth:`load_tensors` is its inverse, bit for bit."""
+        tensors = {"token_count": torch.tensor(self.token_count)}
+        for name in ("inner_EI", "count_E", "shared_D"):
+            for layer, tensor in enumerate(getattr(self, name)):
+                tensors[f"{name}.{layer}"] = tensor.cpu()
+        return tensors
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        self.token_count = int(tensors["token_count"])
+        for name in ("inner_EI", "count_E", "shared_D"):
+            for layer, tensor in enumerate(getattr(self, name)):
+                tensor.copy_(tensors[f"{name}.{layer}"])
+
+
+def _mean_outputs(experts: nn.Module, inner_EI: Tensor, count_E: Tensor) -> Tensor:
+    """[E, D] fp32: the down projection of each expert's mean inner activation."""
+    weight = _down_weight(experts)
+    bias_ED = experts.get_parameter("down_proj_bias") if experts.has_bias else None
+    mean_EI = (inner_EI / count_E.clamp(min=1)[:, None]).float()
+    rows = []
+    for expert, mean_I in enumerate(mean_EI):  # one at a time: an fp32 copy of all weights may not fit
+        weight_DI = weight[expert].float()
+        row_D = mean_I @ weight_DI if experts.is_transposed else weight_DI @ mean_I
+        rows.append(row_D if bias_ED is None else row_D + bias_ED[expert].float())
+    return torch.stack(rows) * (count_E > 0)[:, None]
+
+
+def _down_weight(experts: nn.Module) -> Tensor:
+    """[E, D, I], or [E, I, D] when `is_transposed`."""
+    return experts.get_parameter("down_proj")
+
+
+def _inner_width(layer: MoELayer) -> int:
+    return _down_weight(layer.experts).shape[1 if layer.experts.is_transposed else 2]
+
+
+def _device(layer: MoELayer) -> torch.device:
+    return _down_weight(layer.experts).device

@@ -1,0 +1,150 @@
+"""What will be run, decided before the model runs: documents, windows of tokens, and the split.
+
+The plan is a function of (documents, tokenizer, tokens, window, seed) alone, so every rank of a distributed run and
+every resumption of a killed one makes the same plan; its digest proves it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from expertcast.data.text import Document
+from expertcast.predictors.errors import ExpertcastError
+
+SPLITS = ("train", "validation", "test")
+HELD_OUT_SHARE = 0.1
+"""Share of the tokens that each of validation and test aims for."""
+MIN_DOCUMENTS = 3
+MIN_DOCUMENTS_WANTED = 10
+"""A small collection takes parts of so many documents rather than the whole of a few: splits need several."""
+TOKENIZER_BATCH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Consecutive tokens of one document, run through the model on their own."""
+
+    document: int
+    """`Document.index`."""
+    start: int
+    """Position of its first token in the document."""
+    token_ids: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedDocument:
+    index: int
+    domain: str
+    tokens: int
+    split: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Documents in the order they are run: train, then validation, then test."""
+
+    documents: tuple[PlannedDocument, ...]
+    windows: dict[str, list[Window]]
+    """Per split, in the order of the documents."""
+    window: int
+    digest: str
+    """SHA-256 over every token id, document and split."""
+
+    def token_count(self, split: str) -> int:
+        """Tokens of a split, or of `all`."""
+        return sum(document.tokens for document in self.documents if split in (document.split, "all"))
+
+
+def make_plan(documents: Sequence[Document], tokenizer: Any, *, tokens: int | None, window: int, seed: int = 0) -> Plan:
+    """Tokenise documents, in an order shuffled by `seed`, until there are `tokens`; cut windows; split by document.
+
+    The shuffle gives a small collection, and every prefix of it, the mix of domains of the whole text.
+
+    Args:
+        tokens: how many to take (long documents, and the last one, are cut); None takes all there are.
+        window: tokens per window; the last window of a document is shorter.
+
+    Raises:
+        ExpertcastError: fewer than three documents (one for each split), or a bad `tokens` or `window`.
+    """
+    if window < 2:
+        raise ExpertcastError(f"window={window}: give at least 2 tokens")
+    if tokens is not None and tokens < 1:
+        raise ExpertcastError(f"tokens={tokens}: give at least 1")
+    order = list(documents)
+    random.Random(seed).shuffle(order)
+    taken = _tokenise(order, tokenizer, tokens, window)
+    if len(taken) < MIN_DOCUMENTS:
+        raise ExpertcastError(
+            f"only {len(taken)} document(s) in {sum(len(ids) for _, ids in taken)} tokens, and train, validation and "
+            f"test need one each: give at least {MIN_DOCUMENTS} documents, or more tokens"
+        )
+    splits = assign_splits([len(ids) for _, ids in taken])
+    planned: list[PlannedDocument] = []
+    windows: dict[str, list[Window]] = {split: [] for split in SPLITS}
+    digest = hashlib.sha256(f"window {window}".encode())
+    for split in SPLITS:
+        for (document, ids), its_split in zip(taken, splits, strict=True):
+            if its_split != split:
+                continue
+            planned.append(PlannedDocument(index=document.index, domain=document.domain, tokens=len(ids), split=split))
+            digest.update(f"{split} {document.index} {document.domain} {len(ids)}".encode() + ids.tobytes())
+            windows[split] += [
+                Window(document.index, start, ids[start : start + window]) for start in range(0, len(ids), window)
+            ]
+    return Plan(documents=tuple(planned), windows=windows, window=window, digest=digest.hexdigest())
+
+
+def assign_splits(lengths: Sequence[int]) -> list[str]:
+    """A split for each document: test and validation take the first documents that fit into a tenth of the tokens.
+
+    Each gets at least one document, the shortest left if none fits; everything else is train.
+    """
+    splits = ["train"] * len(lengths)
+    quota = HELD_OUT_SHARE * sum(lengths)
+    for split, left_over in (("test", 2), ("validation", 1)):
+        free = [i for i, name in enumerate(splits) if name == "train"]
+        total = count = 0
+        for i in free:
+            if total + lengths[i] <= quota and len(free) - count > left_over:
+                splits[i] = split
+                total += lengths[i]
+                count += 1
+        if not count:
+            splits[min(free, key=lambda i: lengths[i])] = split
+    return splits
+
+
+def _tokenise(
+    documents: Sequence[Document], tokenizer: Any, tokens: int | None, window: int
+) -> list[tuple[Document, npt.NDArray[np.int32]]]:
+    """Documents until there are `tokens`, each cut to a tenth of them when the text has enough others."""
+    read: list[tuple[Document, npt.NDArray[np.int32]]] = []
+    cap = None if tokens is None else max(window, -(-tokens // MIN_DOCUMENTS_WANTED))
+    for begin in range(0, len(documents), TOKENIZER_BATCH):
+        batch = documents[begin : begin + TOKENIZER_BATCH]
+        encoded = tokenizer([d.text for d in batch], return_attention_mask=False, verbose=False)["input_ids"]
+        read += [(document, np.asarray(ids, dtype=np.int32)) for document, ids in zip(batch, encoded, strict=True)]
+        if tokens is not None and sum(len(ids[:cap]) for _, ids in read) >= tokens:
+            return _first_tokens([(document, ids[:cap]) for document, ids in read], tokens)
+    return _first_tokens(read, tokens)
+
+
+def _first_tokens(
+    documents: Sequence[tuple[Document, npt.NDArray[np.int32]]], tokens: int | None
+) -> list[tuple[Document, npt.NDArray[np.int32]]]:
+    taken = []
+    left = sum(len(ids) for _, ids in documents) if tokens is None else tokens
+    for document, ids in documents:
+        ids = ids[:left]
+        if len(ids):
+            taken.append((document, ids))
+            left -= len(ids)
+    return taken

@@ -1,0 +1,161 @@
+"""Documents to run a model on: a hub dataset, local files, or the bundled text under the name `reference`.
+
+Local files are .parquet and .jsonl with a column `text` (and optionally `domain`), one document a row, or .txt, where
+paragraphs (set apart by blank lines) are joined into documents of about `TXT_DOCUMENT_CHARS` characters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from expertcast.data.models import REFERENCE, resolve_model
+from expertcast.predictors.errors import ExpertcastError
+
+TEXT_COLUMN = "text"
+DOMAIN_COLUMN = "domain"
+SUFFIXES = (".parquet", ".jsonl", ".txt")
+REFERENCE_FILES = ("text/validation.parquet", "text/test.parquet")
+TXT_DOCUMENT_CHARS = 4000
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document; windows never span two."""
+
+    index: int
+    """Row number over all the files it was read with."""
+    text: str
+    domain: str = ""
+
+
+def load_documents(data: str | Path | Sequence[str | Path], *, max_chars: int | None = None) -> list[Document]:
+    """Read documents.
+
+    Args:
+        data: `reference`, files, folders of files, or hub dataset ids (their split `train`), one or several.
+        max_chars: stop reading once so many characters are there (for hub datasets larger than memory).
+
+    Raises:
+        ExpertcastError: a file is missing or unreadable, of unknown suffix, without a column `text`, or no document
+            has any text.
+    """
+    names = [data] if isinstance(data, (str, Path)) else list(data)
+    documents: list[Document] = []
+    chars = 0
+    for index, (text, domain) in enumerate(row for name in names for row in _rows(str(name))):
+        if text.strip():
+            documents.append(Document(index, text, domain))
+            chars += len(text)
+        if max_chars is not None and chars >= max_chars:
+            break
+    if not documents:
+        raise ExpertcastError(f"no text in {', '.join(map(str, names))}: every document is empty")
+    return documents
+
+
+def _rows(name: str) -> Iterator[tuple[str, str]]:
+    """(text, domain) of every document of one source."""
+    path = Path(name)
+    if name == REFERENCE and not path.exists():
+        for bundled in REFERENCE_FILES:
+            yield from _file_rows(Path(resolve_model(REFERENCE)) / bundled)
+    elif path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+        if not files:
+            raise ExpertcastError(f"folder {name} holds no {', '.join(SUFFIXES)} file: give files or a hub dataset id")
+        for file in files:
+            yield from _file_rows(file)
+    elif path.exists() or path.suffix in SUFFIXES or not _HUB_ID.fullmatch(name):
+        yield from _file_rows(path)
+    else:
+        yield from _hub_rows(name)
+
+
+def _file_rows(path: Path) -> Iterator[tuple[str, str]]:
+    if not path.is_file():
+        raise ExpertcastError(f"no file {path}: give a local {', '.join(SUFFIXES)} file or a hub dataset id")
+    readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows, ".txt": _txt_rows}
+    if path.suffix not in readers:
+        raise ExpertcastError(f"{path}: unknown suffix {path.suffix!r}; convert it to {', '.join(SUFFIXES)}")
+    return readers[path.suffix](path)
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, str]]:
+    try:
+        file = pq.ParquetFile(path)
+        names = file.schema_arrow.names
+        _require_text_column(str(path), names)
+        columns = [name for name in (TEXT_COLUMN, DOMAIN_COLUMN) if name in names]
+        batches = file.iter_batches(columns=columns)
+        for batch in batches:
+            for row in batch.to_pylist():
+                yield _row(str(path), row)
+    except (OSError, pa.ArrowException) as error:
+        raise ExpertcastError(f"cannot read {path}: {str(error).splitlines()[0]}") from error
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, str]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ExpertcastError(f"{path}, line {number}: no JSON object ({error.msg}); one a line") from error
+            _require_text_column(f"{path}, line {number}", row if isinstance(row, dict) else ())
+            yield _row(f"{path}, line {number}", row)
+
+
+def _txt_rows(path: Path) -> Iterator[tuple[str, str]]:
+    try:
+        paragraphs = re.split(r"\n\s*\n", path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ExpertcastError(f"{path} is not UTF-8 text: convert it first") from error
+    document: list[str] = []
+    for paragraph in paragraphs:
+        document.append(paragraph)
+        if sum(map(len, document)) >= TXT_DOCUMENT_CHARS:
+            yield "\n\n".join(document), ""
+            document = []
+    if document:
+        yield "\n\n".join(document), ""
+
+
+def _hub_rows(name: str) -> Iterator[tuple[str, str]]:
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(name, split="train", streaming=True)
+        for row in rows:
+            _require_text_column(name, row)
+            yield _row(name, row)
+    except ExpertcastError:
+        raise
+    except Exception as error:  # the hub client raises many kinds; all mean that the data cannot be had
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ExpertcastError(f"no such file, and no hub dataset either: {name!r} ({reason})") from error
+
+
+def _require_text_column(where: str, columns: Iterable[str]) -> None:
+    names = list(columns)
+    if TEXT_COLUMN not in names:
+        raise ExpertcastError(
+            f"{where} has no column {TEXT_COLUMN!r} (it has: {', '.join(names) or 'none'}): rename it"
+        )
+
+
+def _row(where: str, row: dict[str, Any]) -> tuple[str, str]:
+    text = row[TEXT_COLUMN]
+    if text is not None and not isinstance(text, str):
+        raise ExpertcastError(f"{where}: column {TEXT_COLUMN!r} holds {type(text).__name__}, not text")
+    return text or "", str(row.get(DOMAIN_COLUMN) or "")

@@ -1,0 +1,58 @@
+"""Ridge regression from q_l to the target router's logits, one map per layer.
+
+T tokens, D hidden size, E routed experts per layer, P = L - ahead pairs of layers (source l, target l + ahead).
+The fit is closed form (:mod:`expertcast.training.ridge`); this module only applies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from expertcast.predictors.base import PredictorConfig, RouterState
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.quasi_hidden import QuasiInput
+from expertcast.predictors.view import ModelShape
+
+
+@dataclass(kw_only=True)
+class LinearConfig(PredictorConfig):
+    strengths: Sequence[float] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+    """Ridge strengths to choose from on validation, each relative to the mean variance of the inputs."""
+
+    def __post_init__(self) -> None:
+        PredictorConfig.__post_init__(self)
+        self.strengths = [float(value) for value in self.strengths]
+        if not self.strengths or min(self.strengths) <= 0:
+            raise ExpertcastError(f"strengths={self.strengths}: give at least one ridge strength above 0, such as 1e-3")
+
+
+class Linear(QuasiInput):
+    """logits_{l+ahead} = q_l W + b, in fp32."""
+
+    name: ClassVar[str] = "linear"
+    config_class: ClassVar[type[PredictorConfig]] = LinearConfig
+
+    def __init__(self, config: PredictorConfig, shape: ModelShape) -> None:
+        super().__init__(config, shape)
+        for ahead in config.ahead:
+            pairs = max(shape.layers - ahead, 0)
+            self.register_buffer(f"weight_PDE_{ahead}", torch.zeros(pairs, shape.hidden, shape.experts))
+            self.register_buffer(f"bias_PE_{ahead}", torch.zeros(pairs, shape.experts))
+            self.register_buffer(f"strength_P_{ahead}", torch.zeros(pairs))
+
+    def set_map(self, ahead: int, weight_PDE: Tensor, bias_PE: Tensor, strength_P: Tensor) -> None:
+        """Take a fitted map for one distance."""
+        self.get_buffer(f"weight_PDE_{ahead}").copy_(weight_PDE)
+        self.get_buffer(f"bias_PE_{ahead}").copy_(bias_PE)
+        self.get_buffer(f"strength_P_{ahead}").copy_(strength_P)
+
+    def logits(self, state: RouterState, ahead: int) -> Tensor:
+        """q_l W + b [T, E] in fp32."""
+        weight_DE = self.get_buffer(f"weight_PDE_{ahead}")[state.layer]
+        bias_E = self.get_buffer(f"bias_PE_{ahead}")[state.layer]
+        return torch.addmm(bias_E, self.input_vector(state, ahead).float(), weight_DE)

@@ -1,0 +1,44 @@
+"""Fixtures shared by every folder: the reference model and traces of it, collected once per session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from expertcast.data.collector import collect
+from expertcast.data.discovery import find_moe_layers
+from expertcast.data.models import REFERENCE, load_model, load_tokenizer
+from expertcast.data.text import load_documents
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors.view import MoEView
+
+REFERENCE_TOKENS = 12_000
+
+
+@pytest.fixture(scope="session")
+def reference_model() -> PreTrainedModel:
+    """The bundled model, bf16. Shared: a test that changes it must put it back."""
+    return load_model(REFERENCE)
+
+
+@pytest.fixture(scope="session")
+def reference_tokenizer() -> Any:
+    return load_tokenizer(REFERENCE)
+
+
+@pytest.fixture(scope="session")
+def reference_view(reference_model: PreTrainedModel) -> MoEView:
+    return find_moe_layers(reference_model)
+
+
+@pytest.fixture(scope="session")
+def reference_traces(
+    reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> TraceDataset:
+    """About 12k tokens of the bundled text, split 80/10/10 by document."""
+    folder = tmp_path_factory.mktemp("reference") / "traces"
+    with torch.random.fork_rng():
+        return collect(reference_model, reference_tokenizer, load_documents(REFERENCE), folder, tokens=REFERENCE_TOKENS)

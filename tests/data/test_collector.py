@@ -1,0 +1,216 @@
+"""What collection captures is what the model computed: routing, residuals, and expert outputs by brute force."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from expertcast.data.batch import TraceBatch
+from expertcast.data.collector import collect
+from expertcast.data.discovery import experts_implementation, find_moe_layers
+from expertcast.data.means import MeanOutputs
+from expertcast.data.plan import Plan, Window, make_plan
+from expertcast.data.stream import ActivationStream, pad_windows
+from expertcast.data.text import Document, load_documents
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import MoELayer, MoEView
+from tests.families.models import tiny_model
+
+FAMILIES = ("qwen3_moe", "gpt_oss", "qwen2_moe", "deepseek_v2")
+SETTINGS: dict[str, Any] = {"tokens": 400, "window": 24}
+
+
+def documents() -> list[Document]:
+    return load_documents("reference")[:80]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_default_vectors_against_every_expert_token_by_token(
+    family: str, dtype: torch.dtype, reference_tokenizer: Any, tmp_path: Path
+) -> None:
+    model = tiny_model(family, dtype)
+    traces = collect(model, reference_tokenizer, documents(), tmp_path / "traces", batch_size=3, **SETTINGS)
+    plan = make_plan(documents(), reference_tokenizer, **SETTINGS)
+    assert any(len(window.token_ids) < 24 for window in plan.windows["train"]), "the batches need padding"
+    expert_LED, count_LE, shared_LD = brute_force_means(model, plan)
+    defaults = traces.defaults
+    # a bf16 router may settle a near-tie otherwise in another batch, so counts are exact in fp32 alone
+    tolerance = {"rtol": 1e-4, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.1}
+    if dtype == torch.float32:
+        assert torch.equal(defaults.count_LE, count_LE)
+    assert defaults.token_count == plan.token_count("train")
+    assert defaults.count_LE.sum(1).tolist() == [2 * defaults.token_count] * traces.view.shape.layers
+    often = (count_LE >= 20)[..., None]
+    torch.testing.assert_close(defaults.expert_LED * often, expert_LED * often, **tolerance)
+    torch.testing.assert_close(defaults.shared_LD, shared_LD, **tolerance)
+    assert bool(shared_LD.any()) == traces.view[0].has_shared
+    assert not defaults.expert_LED[defaults.count_LE == 0].any()
+
+
+def brute_force_means(model: PreTrainedModel, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """Windows one by one without padding; each expert a token is routed to is run on that token alone."""
+    view = find_moe_layers(model)
+    shape = view.shape
+    sums_LED = torch.zeros(shape.layers, shape.experts, shape.hidden, dtype=torch.float64)
+    count_LE = torch.zeros(shape.layers, shape.experts, dtype=torch.int64)
+    shared_LD = torch.zeros(shape.layers, shape.hidden, dtype=torch.float64)
+    for window in plan.windows["train"]:
+        with torch.no_grad(), experts_implementation(model, "eager"):
+            seen = inputs_of_experts(model, view, window)
+            for layer in view:
+                hidden_TD, ids_TK = seen[layer.index]
+                for token, ids_K in enumerate(ids_TK.tolist()):
+                    for expert in ids_K:
+                        sums_LED[layer.index, expert] += one_expert(layer, hidden_TD[token], expert)
+                        count_LE[layer.index, expert] += 1
+                    shared_LD[layer.index] += shared_output(layer, hidden_TD[token])
+    mean_LED = sums_LED / count_LE.clamp(min=1)[..., None]
+    return mean_LED.float(), count_LE, (shared_LD / plan.token_count("train")).float()
+
+
+def inputs_of_experts(model: PreTrainedModel, view: MoEView, window: Window) -> dict[int, tuple[Tensor, Tensor]]:
+    """Layer to (hidden [T, D], ids [T, K]) that its experts were called with in a plain forward."""
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+    handles = [
+        layer.experts.register_forward_pre_hook(
+            lambda _m, args, index=layer.index: seen.__setitem__(index, (args[0], args[1]))
+        )
+        for layer in view
+    ]
+    model(input_ids=torch.from_numpy(window.token_ids).long()[None], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def one_expert(layer: MoELayer, hidden_D: Tensor, expert: int) -> Tensor:
+    output: Tensor = layer.experts(hidden_D[None], torch.tensor([[expert]]), torch.ones(1, 1, dtype=hidden_D.dtype))
+    return output[0]
+
+
+def shared_output(layer: MoELayer, hidden_D: Tensor) -> Tensor:
+    block: Any = layer.block
+    if hasattr(block, "shared_expert_gate"):
+        gated: Tensor = block.shared_expert_gate(hidden_D).sigmoid() * block.shared_expert(hidden_D)
+        return gated
+    output: Tensor = block.shared_experts(hidden_D) if hasattr(block, "shared_experts") else torch.zeros_like(hidden_D)
+    return output
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "reference"])
+def test_stored_logits_route_as_the_model_did(
+    family: str, reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path
+) -> None:
+    """Ids and weights recomputed from what lies on disk are the ones the experts were called with."""
+    model = reference_model if family == "reference" else tiny_model(family)
+    view = find_moe_layers(model)
+    routed: list[list[tuple[Tensor, Tensor]]] = [[] for _ in view]
+    handles = [
+        layer.router.register_forward_hook(
+            lambda _m, _args, out, index=layer.index: routed[index].append((out[2], out[1]))  # returns None
+        )
+        for layer in view
+    ]
+    traces = collect(model, reference_tokenizer, documents(), tmp_path / "traces", tokens=1000, window=24, batch_size=1)
+    for handle in handles:
+        handle.remove()
+    batch = next(traces.batches("all", 1000))
+    for layer in traces.view:
+        ids_TK, weights_TK = layer.route(batch.logits_TLE[:, layer.index])
+        calls = routed[layer.index][-windows_in(traces) :]  # before them: the probe for the logits' dtype
+        assert torch.equal(ids_TK, torch.cat([ids for ids, _ in calls]))
+        assert torch.equal(weights_TK, torch.cat([weights for _, weights in calls]))
+
+
+def windows_in(traces: TraceDataset) -> int:
+    return sum(-(-document.tokens // traces.info["window"]) for document in traces.documents)
+
+
+def test_logits_too_small_for_fp16_keep_their_order(reference_tokenizer: Any, tmp_path: Path) -> None:
+    """Routers whose logits lie under fp16's resolution: fp16 storage would turn them into ties."""
+    model = tiny_model("qwen3_moe")
+    view = find_moe_layers(model)
+    for layer in view:
+        next(layer.router.parameters()).data.mul_(2.0**-22)
+    traces = collect(model, reference_tokenizer, documents(), tmp_path / "traces", **SETTINGS)
+    batch = next(traces.batches("all", 400))
+    assert float(batch.logits_TLE.abs().max()) < 1e-5
+    assert not torch.equal(batch.logits_TLE, batch.logits_TLE.half().float()), "fp16 must lose something here"
+    for layer in traces.view:
+        state = batch.state(traces.view, layer.index)
+        assert torch.equal(state.logits_TE.bfloat16(), layer.router_logits(state.router_input_TD))
+
+
+def test_collection_leaves_the_model_as_it_was(reference_model: PreTrainedModel, reference_view: MoEView) -> None:
+    ids = torch.arange(5, 45)[None]
+    window = Window(0, 0, ids[0].int().numpy())
+    hooks = hook_counts(reference_model)
+    implementation = reference_model.get_experts_implementation()
+    with torch.no_grad():
+        before = reference_model(input_ids=ids).logits
+    stream = ActivationStream(reference_model, reference_view, [window], means=MeanOutputs(reference_view))
+    batch = stream.run(pad_windows([window]))
+    with torch.no_grad():
+        after = reference_model(input_ids=ids).logits
+    assert torch.equal(before, after)
+    assert hook_counts(reference_model) == hooks
+    assert reference_model.get_experts_implementation() == implementation
+    assert not any("_apply_gate" in layer.experts.__dict__ for layer in reference_view)
+    last = len(reference_view) - 1
+    state = batch.state(reference_view, last)
+    assert torch.equal(reference_view[last].router_logits(state.router_input_TD), state.logits_TE)
+
+
+def hook_counts(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def test_hooks_go_when_the_forward_fails(reference_model: PreTrainedModel, reference_view: MoEView) -> None:
+    hooks = hook_counts(reference_model)
+    window = Window(0, 0, torch.tensor([10**6]).int().numpy())  # no such token
+    with pytest.raises(IndexError):
+        ActivationStream(reference_model, reference_view, [window]).run(pad_windows([window]))
+    assert hook_counts(reference_model) == hooks
+
+
+def test_padding_changes_nothing() -> None:
+    """A short window in a batch with a long one gives the residuals it gives alone, and counts its own tokens only."""
+    model = tiny_model("qwen2_moe", torch.float32)
+    view = find_moe_layers(model)
+    generator = torch.Generator().manual_seed(0)
+    long, short = (
+        Window(i, 0, torch.randint(5, 4000, (n,), generator=generator).int().numpy()) for i, n in enumerate((60, 17))
+    )
+    together, alone = MeanOutputs(view), MeanOutputs(view)
+    exact: dict[str, Any] = {"residual_dtype": torch.float32}
+    (both,) = list(ActivationStream(model, view, [long, short], means=together, **exact))
+    parts = TraceBatch.cat(list(ActivationStream(model, view, [long, short], batch_size=1, means=alone, **exact)))
+    assert len(both) == 77
+    torch.testing.assert_close(both.residual_TLD, parts.residual_TLD, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(both.logits_TLE, parts.logits_TLE, rtol=1e-4, atol=1e-4)
+    assert torch.equal(both.document_T, parts.document_T)
+    assert torch.equal(both.position_T, parts.position_T)
+    assert together.token_count == alone.token_count == 77
+    for first, second in zip(together.tensors(), alone.tensors(), strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_with_an_output_norm_are_refused() -> None:
+    model = tiny_model("qwen3_moe")
+    view = find_moe_layers(model)
+    for layer in view:
+        layer.experts.has_post_expert_norm = True
+    with pytest.raises(ExpertcastError, match="normalises each expert's output"):
+        MeanOutputs(view)
+
+
+def test_windows_longer_than_the_context_are_refused(reference_tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(ExpertcastError, match="context of 256"):
+        collect(tiny_model("qwen3_moe"), reference_tokenizer, documents(), tmp_path / "traces", tokens=4000, window=300)

@@ -1,0 +1,100 @@
+"""Reading documents: what is read, and the one line for what cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from expertcast.data.text import TXT_DOCUMENT_CHARS, Document, load_documents
+from expertcast.predictors.errors import ExpertcastError
+
+
+def parquet(path: Path, **columns: list[object]) -> Path:
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def test_parquet_jsonl_and_folders_give_the_same_documents(tmp_path: Path) -> None:
+    rows = [{"text": "one", "domain": "a"}, {"text": "  ", "domain": "a"}, {"text": "three", "domain": "b"}]
+    file = parquet(tmp_path / "x.parquet", text=[r["text"] for r in rows], domain=[r["domain"] for r in rows])
+    lines = tmp_path / "x.jsonl"
+    lines.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    expected = [Document(0, "one", "a"), Document(2, "three", "b")]
+    assert load_documents(str(file)) == load_documents([lines]) == expected
+    file.unlink()
+    assert load_documents(tmp_path) == expected
+
+
+def test_several_files_number_documents_on(tmp_path: Path) -> None:
+    first, second = parquet(tmp_path / "1.parquet", text=["a", "b"]), parquet(tmp_path / "2.parquet", text=["c"])
+    assert load_documents([first, second]) == [Document(0, "a"), Document(1, "b"), Document(2, "c")]
+
+
+def test_txt_joins_paragraphs_into_documents(tmp_path: Path) -> None:
+    paragraphs = [f"{number} " * 300 for number in range(30)]
+    path = tmp_path / "book.txt"
+    path.write_text("\n\n".join(paragraphs))
+    documents = load_documents(path)
+    assert "\n\n".join(document.text for document in documents) == "\n\n".join(paragraphs)
+    assert len(documents) > 3
+    assert all(len(document.text) >= TXT_DOCUMENT_CHARS for document in documents[:-1])
+
+
+def test_max_chars_stops_reading(tmp_path: Path) -> None:
+    file = parquet(tmp_path / "x.parquet", text=["x" * 10] * 50)
+    assert len(load_documents(file, max_chars=95)) == 10
+
+
+def test_reference_text_has_domains_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    documents = load_documents("reference")
+    assert len({document.domain for document in documents}) >= 3
+    assert len({document.index for document in documents}) == len(documents)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("missing.parquet", None, "no file"),
+        ("./missing", None, "no file"),
+        ("table.csv", "text\nhello", "unknown suffix '.csv'"),
+        ("broken.parquet", "this is no parquet file", "cannot read"),
+        ("broken.jsonl", '{"text": "a"}\n{oops', "line 2: no JSON object"),
+        ("column.jsonl", '{"body": "a"}', "no column 'text' (it has: body)"),
+        ("list.jsonl", "[1, 2]", "no column 'text'"),
+        ("number.jsonl", '{"text": 3}', "holds int, not text"),
+        ("empty.jsonl", "", "no text in"),
+        ("blank.txt", " \n\n \n", "no text in"),
+    ],
+)
+def test_bad_input_is_one_clear_line(tmp_path: Path, name: str, content: str | None, expected: str) -> None:
+    path = f"{tmp_path}{os.sep}{name}"
+    if content is not None:
+        Path(path).write_text(content)
+    with pytest.raises(ExpertcastError) as raised:
+        load_documents(path)
+    assert expected in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_parquet_without_text_column_names_its_columns(tmp_path: Path) -> None:
+    with pytest.raises(ExpertcastError, match=r"no column 'text' \(it has: content, id\)"):
+        load_documents(parquet(tmp_path / "x.parquet", content=["a"], id=[1]))
+
+
+def test_unreachable_hub_dataset_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ExpertcastError, match="no such file, and no hub dataset either: 'nobody/nothing'") as raised:
+        load_documents("nobody/nothing")
+    assert "\n" not in str(raised.value)
+
+
+def test_folder_without_text_files(tmp_path: Path) -> None:
+    with pytest.raises(ExpertcastError, match="holds no"):
+        load_documents(tmp_path)

@@ -1,0 +1,92 @@
+"""Every family goes the whole way: collect, train, evaluate, save, load, generate offloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.families.models import CONFIGS, tiny_model
+from transformers import PreTrainedModel
+
+import expertcast
+from expertcast.checkpoints.store import load_predictor, save_predictor
+from expertcast.data.collector import collect
+from expertcast.data.models import load_tokenizer
+from expertcast.data.text import load_documents
+from expertcast.predictors.base import Predictor
+from expertcast.training.evaluation import evaluate
+from expertcast.training.fit import fit_predictor
+
+TOKENS = 3000
+NAMES = ("router_input", "quasi_hidden", "linear")
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A tiny model of the family, its traces, and predictors that went through a checkpoint folder."""
+    model = tiny_model(request.param)
+    folder = tmp_path_factory.mktemp(request.param)
+    traces = collect(
+        model, load_tokenizer("reference"), load_documents(["reference"]), folder / "traces",
+        tokens=TOKENS, window=64, batch_size=8,
+    )  # fmt: skip
+    predictors: dict[str, Predictor] = {}
+    for name in NAMES:
+        save_predictor(fit_predictor(name, traces), folder / name, view=traces.view)
+        predictors[name] = load_predictor(folder / name, traces.view)
+    return {"model": model, "traces": traces, "predictors": predictors, "folder": folder}
+
+
+def greedy(model: PreTrainedModel, input_ids: torch.Tensor, steps: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy tokens and the logits they were chosen from."""
+    output = model.generate(
+        input_ids, max_new_tokens=steps, min_new_tokens=steps, do_sample=False,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    return output.sequences, torch.stack(output.logits)
+
+
+def test_recomputed_router_inputs_give_the_stored_logits(trained: dict[str, Any]) -> None:
+    """To rounding only: fp32 routers round differently in batches of another size."""
+    traces = trained["traces"]
+    batch = next(traces.batches("all", 512))
+    for layer in traces.view:
+        state = batch.state(traces.view, layer.index)
+        torch.testing.assert_close(
+            layer.router_logits(state.router_input_TD).float(), state.logits_TE.float(), rtol=1e-2, atol=1e-2
+        )
+
+
+def test_recall_beats_chance(trained: dict[str, Any]) -> None:
+    traces = trained["traces"]
+    result = evaluate(trained["predictors"], traces.batches("test", 4096), traces.view).as_dict()
+    shape = traces.view.shape
+    for name in NAMES:
+        recall = result["recall_at_k"][name]
+        assert len(recall["per_layer"]) == shape.layers - 1
+        assert recall["mean"] > shape.top_k / shape.experts + 0.05
+
+
+def test_exact_mode_is_bit_identical(trained: dict[str, Any]) -> None:
+    """With every predictor and with none; slots for two layers' worth of experts force evictions."""
+    model = trained["model"]
+    prompt = torch.randint(3, 4096, (1, 9), generator=torch.Generator().manual_seed(3))
+    tokens, logits = greedy(model, prompt)
+    for predictor in (None, *trained["predictors"].values()):
+        with expertcast.offload(model, predictor=predictor, slots=8) as offloaded:
+            got_tokens, got_logits = greedy(model, prompt)
+            stats = offloaded.stats.as_dict()
+        assert torch.equal(got_tokens, tokens)
+        assert torch.equal(got_logits, logits)
+        assert stats["bytes_moved"] > 0
+    assert torch.equal(greedy(model, prompt)[1], logits), "leaving the context manager must undo everything"
+
+
+def test_speculation_runs_from_a_checkpoint_folder(trained: dict[str, Any]) -> None:
+    prompt = torch.randint(3, 4096, (1, 9), generator=torch.Generator().manual_seed(3))
+    folder: Path = trained["folder"] / "quasi_hidden"
+    with expertcast.offload(trained["model"], predictor=str(folder), mode="speculate", slots=8):
+        _, logits = greedy(trained["model"], prompt)
+    assert torch.isfinite(logits).all()
