@@ -1,1 +1,26 @@
+"""Offloaded and speculative execution of `transformers` MoE models."""
 
+from expertcast.runtime.bench import benchmark
+from expertcast.runtime.link_cuda import CudaLink
+from expertcast.runtime.link_emulated import EmulatedLink
+from expertcast.runtime.links import InstantLink, Link
+from expertcast.runtime.offloaded import OffloadedModel, offload
+from expertcast.runtime.quality import QualityRun, measure_quality, text_windows
+from expertcast.runtime.speculation import speculate
+from expertcast.runtime.statistics import LayerStatistics, RunStatistics
+
+__all__ = [
+    "CudaLink",
+    "EmulatedLink",
+    "InstantLink",
+    "LayerStatistics",
+    "Link",
+    "OffloadedModel",
+    "QualityRun",
+    "RunStatistics",
+    "benchmark",
+    "measure_quality",
+    "offload",
+    "speculate",
+    "text_windows",
+]

@@ -1,0 +1,176 @@
+"""One offloaded forward, layer by layer: request, forecast, prefetch, wait, compute, release.
+
+T tokens, D hidden size, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import MoELayer
+from expertcast.runtime.kernels import SlotKernel, combine
+from expertcast.runtime.prefetcher import Prefetcher
+from expertcast.runtime.residency import Residency
+from expertcast.runtime.speculation import Speculator
+from expertcast.runtime.taps import RouterCall
+
+EXPERTS_NAME = "expertcast"
+"""Name of our experts function in transformers' registry."""
+
+_RUNNING: WeakKeyDictionary[nn.Module, tuple[Engine, MoELayer]] = WeakKeyDictionary()
+"""Experts modules that are offloaded now."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What one run of a layer needs."""
+
+    ids_TK: Tensor
+    chunks: list[list[int]]
+    """Keys, chunk by chunk; one chunk when all fit the slots."""
+
+
+class Engine:
+    """Drives residency and kernel from the router hook (:meth:`on_router`) and the experts function (:meth:`run`)."""
+
+    def __init__(
+        self, residency: Residency, speculator: Speculator, prefetcher: Prefetcher, kernel: SlotKernel
+    ) -> None:
+        self._residency = residency
+        self._speculator = speculator
+        self._prefetcher = prefetcher
+        self._kernel = kernel
+        self._pool = residency.pool
+        self._stats = residency.stats
+        self._experts = speculator.view.shape.experts
+        self._plan: _Plan | None = None
+        self._pointers = {name: view.data_ptr() for name, view in self._pool.views.items()}
+
+    def attach(self, layer: MoELayer) -> None:
+        """Put the slot views in the place of a layer's parameters."""
+        for name, view in self._pool.views.items():
+            layer.experts._parameters[name] = nn.Parameter(view, requires_grad=False)
+        _RUNNING[layer.experts] = (self, layer)
+
+    @staticmethod
+    def detach(layer: MoELayer) -> None:
+        _RUNNING.pop(layer.experts, None)
+
+    @staticmethod
+    def is_attached(layer: MoELayer) -> bool:
+        return layer.experts in _RUNNING
+
+    def on_start(self, fresh: bool) -> None:
+        """A forward starts; whatever an earlier one left behind when it was cut short is cleared."""
+        self._plan = None
+        self._residency.abandon()
+        self._speculator.start(fresh)
+
+    def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
+        """Misses of this layer go out first; the forecast is made while they are under way."""
+        executed = self._speculator.executed(call)
+        self._begin(call.layer, call.ids_TK if executed is None else executed[0])
+        forecast = self._speculator.forecast(call, executed)
+        if forecast is not None:
+            self._residency.prefetch(self._prefetcher.keys(forecast))
+        return executed
+
+    def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """The layer's experts over their slots."""
+        self._check_untouched(layer)
+        plan = self._plan
+        if plan is None or (plan.ids_TK is not ids_TK and not torch.equal(plan.ids_TK, ids_TK)):
+            if plan is not None:  # another hook changed the routing after ours
+                self._residency.withdraw(plan.chunks[0])
+            plan = self._begin(layer.index, ids_TK)
+        self._plan = None
+        stats = self._stats.layers[layer.index]
+        stats.steps += 1
+        stats.chunks += len(plan.chunks)
+        if len(plan.chunks) == 1:
+            return self._run_whole(layer, plan, hidden_TD, ids_TK, weights_TK)
+        return self._run_chunks(layer, plan, hidden_TD, ids_TK, weights_TK)
+
+    def _begin(self, layer: int, ids_TK: Tensor) -> _Plan:
+        first = layer * self._experts
+        keys = [first + expert for expert in _distinct(ids_TK)]
+        self._residency.settle(layer, keys)
+        self._plan = _Plan(ids_TK, self._chunks(keys))
+        self._residency.request(self._plan.chunks[0])
+        return self._plan
+
+    def _chunks(self, keys: list[int]) -> list[list[int]]:
+        """All at once if they fit; else chunks of half the slots, so that one loads while another computes."""
+        if len(keys) <= self._pool.count:
+            return [keys]
+        keys = sorted(keys, key=lambda key: (not self._residency.holds(key), key))
+        size = max(1, self._pool.count // 2)
+        return [keys[start : start + size] for start in range(0, len(keys), size)]
+
+    def _run_whole(self, layer: MoELayer, plan: _Plan, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        (keys,) = plan.chunks
+        slots = self._residency.wait(keys)
+        slot_of_E = self._slot_table(layer.index, keys, slots, ids_TK.device)
+        output_TD = self._kernel.run(layer.experts, hidden_TD, slot_of_E[ids_TK], weights_TK)
+        self._residency.release(keys, slots)
+        return output_TD
+
+    def _run_chunks(
+        self, layer: MoELayer, plan: _Plan, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
+        """The same products in several kernel calls, one reduction at the end."""
+        top_k = ids_TK.shape[1]
+        ids_P = ids_TK.reshape(-1)
+        output_PD = hidden_TD.new_empty(ids_P.shape[0], hidden_TD.shape[1])
+        for index, keys in enumerate(plan.chunks):
+            if index + 1 < len(plan.chunks):
+                self._residency.request(plan.chunks[index + 1])
+            slots = self._residency.wait(keys)
+            slots_P = self._slot_table(layer.index, keys, slots, ids_TK.device)[ids_P]
+            pairs = (slots_P >= 0).nonzero().squeeze(-1)
+            output_PD[pairs] = self._kernel.run_pairs(layer.experts, hidden_TD[pairs // top_k], slots_P[pairs])
+            self._residency.release(keys, slots)
+        return combine(output_PD, weights_TK, hidden_TD.dtype)
+
+    def _slot_table(self, layer: int, keys: list[int], slots: list[int], device: torch.device) -> Tensor:
+        """[E] slot of each expert, -1 where it has none in this chunk."""
+        table = [-1] * self._experts
+        first = layer * self._experts
+        for key, slot in zip(keys, slots, strict=True):
+            table[key - first] = slot
+        return torch.tensor(table, device=device)
+
+    def _check_untouched(self, layer: MoELayer) -> None:
+        for name, pointer in self._pointers.items():
+            if layer.experts._parameters[name].data_ptr() != pointer:  # type: ignore[union-attr]
+                raise ExpertcastError(
+                    f"{layer.experts_name}.{name} was changed or moved while the model is offloaded: close the offload "
+                    "first, then move or change the model"
+                )
+
+
+def _distinct(ids_TK: Tensor) -> list[int]:
+    """Experts that occur, in order of first appearance (of number, for many tokens)."""
+    if ids_TK.numel() > 512:
+        return [int(expert) for expert in torch.unique(ids_TK).tolist()]
+    return list(dict.fromkeys(ids_TK.reshape(-1).tolist()))
+
+
+def _offloaded_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    found = _RUNNING.get(experts)
+    if found is None:
+        raise ExpertcastError(
+            f"experts implementation {EXPERTS_NAME!r} runs only inside expertcast.offload(model): set another one, "
+            "such as 'grouped_mm'"
+        )
+    engine, layer = found
+    return engine.run(layer, hidden_states, top_k_index, top_k_weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _offloaded_experts)

@@ -1,0 +1,107 @@
+"""How one expert's parameters lie in one contiguous block: the same in host memory and in a slot.
+
+block    [ gate_up | down | biases ... ]      each parameter at a multiple of 256 bytes
+S blocks [ block 0 | block 1 | ... ]          so that one copy moves one expert
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import MoEView
+
+ALIGNMENT = 256
+"""Bytes. The kernels of CUDA and of the CPU read weights at 16 and 64; 256 is what CUDA's own allocator keeps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One parameter of the experts module, without its leading expert dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    """Bytes from the block's start."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLayout:
+    """The fields of a block, in the order of the module's parameters."""
+
+    fields: tuple[Field, ...]
+    block_bytes: int
+    """Bytes of one expert, padding included."""
+
+    @classmethod
+    def of(cls, view: MoEView) -> BlockLayout:
+        """The layout that all MoE layers of a model share.
+
+        Raises:
+            ExpertcastError: layers differ, or an experts module has no per-expert parameter.
+        """
+        layouts = [cls._of_module(layer.experts, layer.num_experts) for layer in view]
+        for layer, layout in zip(view, layouts, strict=True):
+            if layout != layouts[0]:
+                raise ExpertcastError(
+                    f"experts of {layer.experts_name} differ in shape or dtype from those of the first MoE layer: "
+                    "one pool of slots needs them alike; not supported"
+                )
+        return layouts[0]
+
+    @classmethod
+    def _of_module(cls, experts: nn.Module, num_experts: int) -> BlockLayout:
+        fields, offset = [], 0
+        for name, parameter in expert_parameters(experts, num_experts).items():
+            field = Field(name=name, shape=tuple(parameter.shape[1:]), dtype=parameter.dtype, offset=offset)
+            fields.append(field)
+            offset = -(-(offset + field.nbytes) // ALIGNMENT) * ALIGNMENT
+        if not fields:
+            raise ExpertcastError(f"{type(experts).__name__} holds no [experts, ...] parameter: not supported")
+        return cls(fields=tuple(fields), block_bytes=offset)
+
+    def views(self, blocks: Tensor) -> dict[str, Tensor]:
+        """Each parameter as a strided view [S, ...] of S blocks; nothing is copied.
+
+        Args:
+            blocks: uint8 [S * block_bytes], contiguous.
+        """
+        count = blocks.numel() // self.block_bytes
+        views = {}
+        for field in self.fields:
+            size = field.dtype.itemsize
+            stride = (self.block_bytes // size, *_contiguous_strides(field.shape))
+            offset = blocks.storage_offset() + field.offset
+            typed = blocks.view(field.dtype)
+            views[field.name] = typed.as_strided((count, *field.shape), stride, offset // size)
+        return views
+
+
+def expert_parameters(experts: nn.Module, num_experts: int) -> dict[str, nn.Parameter]:
+    """The module's own parameters that hold one row per expert, by name."""
+    return {
+        name: parameter
+        for name, parameter in experts.named_parameters(recurse=False)
+        if parameter.dim() > 0 and parameter.shape[0] == num_experts
+    }
+
+
+def aligned_bytes(count: int, device: torch.device | str, *, pinned: bool = False) -> Tensor:
+    """Zeroed uint8 [count] whose first byte lies at a multiple of 256."""
+    raw = torch.zeros(count + ALIGNMENT, dtype=torch.uint8, device=device, pin_memory=pinned)
+    start = -raw.data_ptr() % ALIGNMENT
+    return raw[start : start + count]
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[index + 1 :]) for index in range(len(shape)))

@@ -1,0 +1,124 @@
+"""What moves experts from the store into slots. The base is here with the plain synchronous link.
+
+Order of copies, for every link: urgent ones (this layer's misses) first, then forecasts in the order in
+which they were asked for. A forecast's copy that has not started can be promoted or cancelled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from expertcast.runtime.slots import SlotPool
+from expertcast.runtime.store import ExpertStore
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """One expert on its way into a slot."""
+
+    key: int
+    slot: int
+    urgent: bool
+    started: bool = False
+    done: bool = False
+    cancelled: bool = False
+    error: BaseException | None = None
+
+
+class Link(ABC):
+    """Starts copies store -> slot and makes compute wait for them.
+
+    A link decides neither what is copied nor where to. All calls come from the thread that runs the model.
+    """
+
+    name: str
+
+    def __init__(self) -> None:
+        self.bytes_moved = 0
+        self.copies = 0
+        self.busy_s = 0.0
+        """Seconds in which a copy was under way."""
+
+    def attach(self, store: ExpertStore, pool: SlotPool) -> None:
+        """Called once, before the first copy."""
+        self._store = store
+        self._pool = pool
+
+    @abstractmethod
+    def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
+        """Queue a copy; returns at once where the link can."""
+
+    @abstractmethod
+    def wait(self, copy: Copy) -> None:
+        """Make compute wait until the copy has arrived.
+
+        Raises:
+            whatever the copy failed with.
+        """
+
+    def promote(self, copy: Copy) -> None:
+        """Make a queued forecast urgent."""
+        copy.urgent = True
+
+    def cancel(self, copy: Copy) -> bool:
+        """Drop a copy that has not started. True if nothing was or will be moved."""
+        del copy
+        return False
+
+    def poll(self, copy: Copy) -> bool:
+        """Whether the copy has arrived."""
+        return copy.done
+
+    def mark_read(self, slots: list[int]) -> None:
+        """Compute that reads these slots has been launched: later copies into them come after it."""
+        del slots
+
+    def reset(self) -> None:
+        """Set the counters to zero."""
+        self.bytes_moved, self.copies, self.busy_s = 0, 0, 0.0
+
+    def close(self) -> None:  # noqa: B027 (a link with nothing under way has nothing to stop)
+        """Stop; no copy is under way afterwards."""
+
+    def _count(self, seconds: float) -> None:
+        self.bytes_moved += self._store.layout.block_bytes
+        self.copies += 1
+        self.busy_s += seconds
+
+
+class InstantLink(Link):
+    """Copies when asked, in the caller's thread: the simplest link, and the reference for the others."""
+
+    name = "instant"
+
+    def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
+        start = time.perf_counter()
+        self._pool.block(slot).copy_(self._store.block(key))
+        self._count(time.perf_counter() - start)
+        return Copy(key, slot, urgent, started=True, done=True)
+
+    def wait(self, copy: Copy) -> None:
+        assert copy.done
+
+
+class HostMover:
+    """memmove between two tensors in host memory, with the interpreter's lock released.
+
+    `Tensor.copy_` would start a second team of OpenMP threads in the copying thread and take cores from compute.
+    """
+
+    def __init__(self, store: ExpertStore, pool: SlotPool) -> None:
+        self._size = store.layout.block_bytes
+        self._experts = store.experts
+        self._sources = [store.block(layer * store.experts).data_ptr() for layer in range(store.layers)]
+        self._target = pool.block(0).data_ptr()
+
+    def move(self, key: int, slot: int, start: int = 0, end: int | None = None) -> None:
+        """Copy the bytes [start, end) of a block."""
+        layer, expert = divmod(key, self._experts)
+        source = self._sources[layer] + expert * self._size
+        target = self._target + slot * self._size
+        ctypes.memmove(target + start, source + start, (self._size if end is None else end) - start)

@@ -1,0 +1,88 @@
+"""Device memory for a few experts: S slots of one block each, shared by all layers.
+
+S slots. An expert's key is layer * E + expert.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from expertcast.runtime.layout import BlockLayout, aligned_bytes
+
+
+class SlotState(Enum):
+    FREE = "free"
+    LOADING = "loading"
+    READY = "ready"
+    IN_USE = "in use"
+
+
+class SlotPool:
+    """One buffer on the device; any expert of any layer may lie in any slot.
+
+    The pool keeps the books (which key is where, what state a slot is in). What goes in and out is decided
+    by :class:`expertcast.runtime.residency.Residency`.
+    """
+
+    def __init__(self, layout: BlockLayout, count: int, device: torch.device) -> None:
+        self.layout = layout
+        self.count = count
+        self.device = device
+        self._buffer = aligned_bytes(count * layout.block_bytes, device)
+        self.views = layout.views(self._buffer)
+        """Each parameter [S, ...] in the shape transformers' kernels take."""
+        self._slot_of: dict[int, int] = {}
+        self._key_of: list[int | None] = [None] * count
+        self._state = [SlotState.FREE] * count
+        self._free = list(range(count - 1, -1, -1))
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.numel()
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
+    def block(self, slot: int) -> Tensor:
+        """uint8 [block_bytes] of one slot."""
+        size = self.layout.block_bytes
+        return self._buffer[slot * size : (slot + 1) * size]
+
+    def slot_of(self, key: int) -> int | None:
+        return self._slot_of.get(key)
+
+    def key_of(self, slot: int) -> int | None:
+        return self._key_of[slot]
+
+    def state(self, slot: int) -> SlotState:
+        return self._state[slot]
+
+    def resident(self) -> list[int]:
+        """Keys that have a slot, loading ones included."""
+        return list(self._slot_of)
+
+    def take(self, key: int) -> int:
+        """Give `key` a free slot, loading. There must be one."""
+        assert key not in self._slot_of, f"expert {key} has a slot already"
+        slot = self._free.pop()
+        assert self._state[slot] is SlotState.FREE
+        self._slot_of[key] = slot
+        self._key_of[slot] = key
+        self._state[slot] = SlotState.LOADING
+        return slot
+
+    def mark(self, key: int, state: SlotState) -> None:
+        """Move a key's slot to another state (loading -> ready -> in use -> ready)."""
+        self._state[self._slot_of[key]] = state
+
+    def release(self, key: int) -> None:
+        """Free a key's slot. A slot in use is never freed."""
+        slot = self._slot_of.pop(key)
+        assert self._state[slot] is not SlotState.IN_USE, f"slot {slot} is in use"
+        self._key_of[slot] = None
+        self._state[slot] = SlotState.FREE
+        self._free.append(slot)

@@ -1,0 +1,102 @@
+"""Hooks that show a model's MoE layers while it runs, and may replace what a router returns.
+
+T tokens, B sequences, S tokens per sequence, D hidden size, E routed experts per layer, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from expertcast.predictors.view import MoELayer, MoEView
+
+
+@dataclass(slots=True, kw_only=True)
+class RouterCall:
+    """One router has just run."""
+
+    layer: int
+    sequences: int
+    """B"""
+    tokens: int
+    """S, tokens per sequence: 1 in a decode step."""
+    residual_TD: Tensor
+    router_input_TD: Tensor
+    logits_TE: Tensor
+    weights_TK: Tensor
+    ids_TK: Tensor
+
+
+class RouterTaps:
+    """Hooks on the norms and routers of a model, and on the start of each forward.
+
+    Predictors call the model's own norms and routers; while `on_router` runs, the hooks keep still.
+
+    Args:
+        on_router: gets the call; returns None to leave the routing, or (ids, weights) to execute instead.
+        on_start: gets True when the forward starts new texts (nothing in the key-value cache).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        view: MoEView,
+        on_router: Callable[[RouterCall], tuple[Tensor, Tensor] | None],
+        on_start: Callable[[bool], None],
+    ) -> None:
+        self._on_router = on_router
+        self._on_start = on_start
+        self._muted = False
+        self._residuals: list[Tensor | None] = [None] * len(view)
+        self._stack = ExitStack()
+        handle = model.base_model.register_forward_pre_hook(self._before_model, with_kwargs=True)
+        self._stack.callback(handle.remove)
+        for layer in view:
+            self._attach(layer)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._stack.close()
+
+    def _attach(self, layer: MoELayer) -> None:
+        def before_norm(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            if not self._muted:
+                self._residuals[layer.index] = args[0]
+
+        def after_router(_module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return None if self._muted else self._routed(layer, args[0], output)
+
+        self._stack.callback(layer.norm.register_forward_pre_hook(before_norm).remove)
+        self._stack.callback(layer.router.register_forward_hook(after_router).remove)
+
+    def _before_model(self, _module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        past = kwargs.get("past_key_values")
+        self._on_start(past is None or not past.get_seq_length())
+
+    def _routed(self, layer: MoELayer, router_input: Tensor, output: Any) -> Any:
+        logits_TE, weights_TK, ids_TK = output
+        residual = self._residuals[layer.index]
+        assert residual is not None, "the router ran without its norm"
+        self._residuals[layer.index] = None
+        sequences, tokens = residual.shape[:2] if residual.dim() == 3 else (residual.shape[0], 1)
+        call = RouterCall(
+            layer=layer.index,
+            sequences=sequences,
+            tokens=tokens,
+            residual_TD=residual.reshape(-1, layer.hidden_size),
+            router_input_TD=router_input.reshape(-1, layer.hidden_size),
+            logits_TE=logits_TE,
+            weights_TK=weights_TK,
+            ids_TK=ids_TK,
+        )
+        self._muted = True
+        try:
+            replaced = self._on_router(call)
+        finally:
+            self._muted = False
+        return None if replaced is None else (logits_TE, replaced[1], replaced[0])
