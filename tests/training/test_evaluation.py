@@ -1,0 +1,222 @@
+"""Evaluation: teacher-forced and chained scores against loops over single tokens, and the form of the result."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from expertcast.data.batch import TraceBatch
+from expertcast.predictors.base import PredictorConfig, RouterState
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.quasi_hidden import QuasiHidden
+from expertcast.predictors.router_input import RouterInput
+from expertcast.predictors.view import MoEView
+from expertcast.training import evaluation as module
+from expertcast.training.evaluation import evaluate, recall_table
+from tests.training.synthetic import Before, Oracle, Same, random_batch, tiny_view
+
+
+@pytest.fixture(scope="module")
+def view() -> MoEView:
+    return tiny_view()
+
+
+@pytest.fixture(scope="module")
+def batch(view: MoEView) -> TraceBatch:
+    return random_batch(view, 50)
+
+
+def quasi(view: MoEView, ahead: tuple[int, ...] = (1,)) -> QuasiHidden:
+    predictor = QuasiHidden(PredictorConfig(ahead=ahead), view.shape)
+    predictor.expert_LED.normal_(std=0.5, generator=torch.Generator().manual_seed(9))
+    predictor.bind(view)
+    return predictor
+
+
+def top(view: MoEView, layer: int, logits_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    ids_1K, weights_1K = view[layer].route(logits_E[None])
+    return ids_1K[0], weights_1K[0]
+
+
+def quasi_recall_by_hand(view: MoEView, batch: TraceBatch, ahead: int, chained: bool) -> list[float]:
+    """Per target layer, one token at a time, from the definitions (rows B2, B3, B6 and trap 2)."""
+    vectors_LED = quasi(view).expert_LED
+    hits = dict.fromkeys(range(ahead, len(view)), 0)
+    for token in range(len(batch)):
+        executed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for layer in range(len(view) - ahead):
+            ids_K, weights_K = executed.get(layer, top(view, layer, batch.logits_TLE[token, layer]))
+            default_D = sum(w * vectors_LED[layer, e] for e, w in zip(ids_K.tolist(), weights_K.tolist(), strict=True))
+            target = view[layer + ahead]
+            with torch.no_grad():
+                q_1D = target.router_input((batch.residual_TLD[token, layer] + default_D)[None])
+                forecast = top(view, layer + ahead, target.router_logits(q_1D)[0])
+            if chained:
+                executed[layer + ahead] = forecast
+            true_ids, _ = top(view, layer + ahead, batch.logits_TLE[token, layer + ahead])
+            hits[layer + ahead] += len(set(forecast[0].tolist()) & set(true_ids.tolist()))
+    return [count / len(batch) / view.shape.top_k for count in hits.values()]
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_recall_is_that_of_a_loop_over_tokens(view: MoEView, batch: TraceBatch, ahead: int) -> None:
+    values = evaluate({"quasi_hidden": quasi(view, (1, 2))}, [batch], view, ahead=ahead).as_dict()
+    forced = quasi_recall_by_hand(view, batch, ahead, chained=False)
+    chained = quasi_recall_by_hand(view, batch, ahead, chained=True)
+    assert values["recall_at_k"]["quasi_hidden"]["per_layer"] == pytest.approx(forced)
+    assert values["recall_at_k_chained"]["quasi_hidden"]["per_layer"] == pytest.approx(chained)
+    assert forced[:ahead] == chained[:ahead]  # the first layers are routed by the model in both
+    assert (forced != chained) == (len(view) > 2 * ahead)  # else no forecast is made from a forecast
+    assert values["targets"] == list(range(ahead, len(view)))
+    assert values["recall_at_k"]["quasi_hidden"]["mean"] == pytest.approx(sum(forced) / len(forced))
+
+
+def test_chain_hands_on_executed_forecasts(view: MoEView, batch: TraceBatch) -> None:
+    """`same` copies logits with a roll: chained, layer l gets those of layer 0 rolled l times."""
+    predictor = Same(PredictorConfig(), view.shape).bind(view)
+    values = evaluate({"same": predictor}, [batch], view).as_dict()
+    for key, chained in (("recall_at_k", False), ("recall_at_k_chained", True)):
+        for index, layer in enumerate(values["targets"]):
+            start, rolls = (0, layer) if chained else (layer - 1, 1)
+            forecast_TE = batch.logits_TLE[:, start].roll(rolls, dims=1)
+            pairs = zip(
+                view[layer].route(forecast_TE)[0], view[layer].route(batch.logits_TLE[:, layer])[0], strict=True
+            )
+            expected = sum(len(set(p.tolist()) & set(t.tolist())) for p, t in pairs) / len(batch) / view.shape.top_k
+            assert values[key]["same"]["per_layer"][index] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe_lite", "deepseek_v2", "phimoe", "gpt_oss"])
+def test_oracle_scores_perfectly_under_every_routing_rule(family: str) -> None:
+    view = tiny_view(family)
+    batch = random_batch(view, 40)
+    values = evaluate({"oracle": Oracle(batch, view.shape).bind(view)}, [batch], view).as_dict()
+    for metric in ("recall_at_k", "recall_at_1.5k", "recall_at_2k", "exact_set", "hard_match", "weight_covered"):
+        for suffix in ("", "_chained"):
+            assert set(values[metric + suffix]["oracle"]["per_layer"]) == {1.0}, metric
+    assert values["soft_match"]["oracle"]["mean"] == values["mismatch"]["oracle"]["mean"] == 0.0
+    assert values["rank_alignment"]["oracle"]["mean"] == [1.0] * view.shape.top_k
+    assert values["cosine"]["oracle"]["mean"] == pytest.approx(1.0)
+
+
+def test_result_is_plain_and_says_what_was_scored(view: MoEView, batch: TraceBatch) -> None:
+    predictors = {"same": Same(PredictorConfig(), view.shape).bind(view), "quasi_hidden": quasi(view)}
+    values = evaluate(predictors, [batch], view).as_dict()
+    assert json.loads(json.dumps(values, allow_nan=False)) == values
+    shape = view.shape
+    assert (values["tokens"], values["ahead"], values["k"], values["experts"]) == (50, 1, shape.top_k, shape.experts)
+    assert values["cosine"]["same"] == {"mean": None, "per_layer": [None] * (len(view) - 1)}
+    assert len(values["rank_alignment"]["same"]["per_layer"]) == len(view) - 1
+    assert len(values["rank_alignment"]["same"]["per_layer"][0]) == shape.top_k
+    bins = values["calibration"]["same"]["bins"]
+    assert sum(entry["count"] for entry in bins) == 50 * (len(view) - 1) * shape.experts
+    assert values["chance"]["recall_at_k"] == shape.top_k / shape.experts
+    assert "recall_at_k_chained" not in evaluate(predictors, [batch], view, chained=False).as_dict()
+
+
+def test_how_the_tokens_are_batched_does_not_matter(
+    view: MoEView, batch: TraceBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predictors = {"before": Before(PredictorConfig(), view.shape).bind(view), "quasi_hidden": quasi(view)}
+    whole = evaluate(predictors, [batch], view).as_dict()
+    monkeypatch.setattr(module, "CHUNK_TOKENS", 6)
+    pieces = evaluate(predictors, [batch[:1], batch[1:20], batch[20:]], view).as_dict()
+    for metric in ("recall_at_k", "recall_at_k_chained", "weight_covered"):
+        for name in predictors:
+            assert pieces[metric][name]["per_layer"] == pytest.approx(whole[metric][name]["per_layer"]), metric
+    assert pieces["tokens"] == whole["tokens"]
+
+
+def test_states_are_made_once_and_previous_tokens_only_when_asked_for(
+    view: MoEView, batch: TraceBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[bool] = []
+    original = TraceBatch.state
+
+    def counted(self: TraceBatch, *args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs["previous_logits_TLE"] is not None)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(TraceBatch, "state", counted)
+    router_input = RouterInput(PredictorConfig(), view.shape).bind(view)
+    evaluate({"quasi_hidden": quasi(view), "router_input": router_input}, [batch], view)
+    assert calls == [False] * len(view)
+    calls.clear()
+    before = Before(PredictorConfig(), view.shape).bind(view)
+    evaluate({"before": before, "router_input": router_input}, [batch], view)
+    assert calls == [True] * len(view)
+
+
+def test_predictor_blind_to_the_routing_scores_the_same_chained(view: MoEView, batch: TraceBatch) -> None:
+    values = evaluate({"router_input": RouterInput(PredictorConfig(), view.shape).bind(view)}, [batch], view).as_dict()
+    assert values["recall_at_k"] == values["recall_at_k_chained"]
+    assert "cosine_chained" not in values
+    assert values["calibration"] == values["calibration_chained"]
+
+
+class Late(Same):
+    """Reads the routing at one layer only, as a hybrid may."""
+
+    def logits(self, state: RouterState, ahead: int) -> torch.Tensor:
+        return super().logits(state, ahead) if state.layer == 2 else state.router_input_TD[:, : self.shape.experts]
+
+
+def test_predictor_that_reads_the_routing_at_one_layer_is_chained(view: MoEView, batch: TraceBatch) -> None:
+    values = evaluate({"late": Late(PredictorConfig(), view.shape).bind(view)}, [batch], view).as_dict()
+    forced, chained = (values[key]["late"]["per_layer"] for key in ("recall_at_k", "recall_at_k_chained"))
+    assert forced[:2] == chained[:2]
+    assert forced[2] != chained[2]
+
+
+def test_mistakes_are_named(view: MoEView, batch: TraceBatch) -> None:
+    predictors = {"quasi_hidden": quasi(view)}
+    with pytest.raises(ExpertcastError, match="no predictor"):
+        evaluate({}, [batch], view)
+    with pytest.raises(ExpertcastError, match="no tokens to score"):
+        evaluate(predictors, [], view)
+    with pytest.raises(ExpertcastError, match="ahead=4: the model has 4 MoE layers, give 1 to 3"):
+        evaluate(predictors, [batch], view, ahead=4)
+    with pytest.raises(ExpertcastError, match="quasi_hidden looks \\[1\\] layers ahead, not 2"):
+        evaluate(predictors, [batch], view, ahead=2)
+    with pytest.raises(ExpertcastError, match="no metric 'recal'"):
+        recall_table(evaluate(predictors, [batch], view), "recal")
+
+
+def test_table_has_a_row_per_predictor_and_the_chance_level(view: MoEView, batch: TraceBatch) -> None:
+    result = evaluate(
+        {"quasi_hidden": quasi(view), "same": Same(PredictorConfig(), view.shape).bind(view)}, [batch], view
+    )
+    lines = recall_table(result).splitlines()
+    assert [line.split()[0] for line in lines] == ["predictor", "quasi_hidden", "same", "chance"]
+    assert lines[0].split()[1:] == ["mean", "1", "2", "3"]
+    assert len({len(line) for line in lines}) == 1
+    assert float(lines[1].split()[1]) == pytest.approx(result.recall("quasi_hidden"), abs=5e-4)
+    assert lines[3].split()[1:] == [f"{view.shape.top_k / view.shape.experts:.3f}"] * 4
+
+
+def test_two_ranks_score_their_shares_and_both_get_the_whole(view: MoEView, batch: TraceBatch, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("distributed_evaluation.py")
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    rendezvous = (tmp_path / "rendezvous").as_uri()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", f"tests.training.{script.stem}", rendezvous, str(tmp_path / f"{rank}.json")],
+            cwd=script.parents[2],
+            env=environment | {"RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    whole = evaluate({"quasi_hidden": quasi(view)}, [batch], view).as_dict()
+    assert first == second
+    assert first["tokens"] == 50
+    assert first["recall_at_k"]["quasi_hidden"]["per_layer"] == whole["recall_at_k"]["quasi_hidden"]["per_layer"]
+    assert first["calibration"]["quasi_hidden"]["ece"] == pytest.approx(whole["calibration"]["quasi_hidden"]["ece"])

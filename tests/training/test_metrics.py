@@ -1,0 +1,304 @@
+"""Every metric against a loop over tokens that follows its definition word by word."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from expertcast.predictors.base import Forecast
+from expertcast.predictors.view import ModelShape
+from expertcast.training.comparison import RoutingComparison, compare, inclusion_probability, rank_routing
+from expertcast.training.metrics import (
+    BUDGETS,
+    Calibration,
+    InputCosine,
+    RankAlignment,
+    RecallAtK,
+    chance_levels,
+    routing_metrics,
+)
+
+
+def random_routing(seed: int, tokens: int, shape: ModelShape, *, biased: bool = False) -> Forecast:
+    """Random logits, routed as a sigmoid router would (unsorted ids), with or without a correction bias."""
+    generator = torch.Generator().manual_seed(seed)
+    logits_TE = torch.randn(tokens, shape.experts, generator=generator)
+    bias_E = torch.randn(shape.experts, generator=generator) * biased
+    ids_TK = (logits_TE.sigmoid() + bias_E).topk(shape.top_k, dim=1).indices
+    ids_TK = ids_TK[:, torch.randperm(shape.top_k, generator=generator)]
+    return Forecast(
+        layer=1, logits_TE=logits_TE, topk_ids_TK=ids_TK, topk_weights_TK=logits_TE.sigmoid().gather(1, ids_TK)
+    )
+
+
+def near(routing: Forecast, seed: int, noise: float) -> Forecast:
+    """A forecast that is right often, so that every metric has hits and misses."""
+    generator = torch.Generator().manual_seed(seed)
+    logits_TE = routing.logits_TE + noise * torch.randn(routing.logits_TE.shape, generator=generator)
+    ids_TK = logits_TE.topk(routing.topk_ids_TK.shape[1], dim=1).indices.flip(1)
+    return Forecast(
+        layer=1, logits_TE=logits_TE, topk_ids_TK=ids_TK, topk_weights_TK=logits_TE.sigmoid().gather(1, ids_TK)
+    )
+
+
+def comparison_of(forecast: Forecast, truth: Forecast, shape: ModelShape) -> RoutingComparison:
+    return compare(forecast, rank_routing(truth))
+
+
+def by_weight(routing: Forecast, token: int) -> list[int]:
+    pairs = zip(routing.topk_weights_TK[token].tolist(), routing.topk_ids_TK[token].tolist(), strict=True)
+    return [expert for _, expert in sorted(pairs, reverse=True)]
+
+
+def candidate_order(forecast: Forecast, token: int) -> list[int]:
+    own = by_weight(forecast, token)
+    logits = forecast.logits_TE[token].tolist()
+    return own + sorted(set(range(len(logits))) - set(own), key=lambda expert: -logits[expert])
+
+
+def reference_scores(forecast: Forecast, truth: Forecast, shape: ModelShape) -> dict[str, list[float]]:
+    """Means over tokens by the definitions."""
+    rows: dict[str, list[list[float]]] = {}
+    for token in range(len(truth.logits_TE)):
+        true, order = by_weight(truth, token), candidate_order(forecast, token)
+        predicted, top_k = order[: shape.top_k], shape.top_k
+        weights = dict(zip(truth.topk_ids_TK[token].tolist(), truth.topk_weights_TK[token].tolist(), strict=True))
+        same = set(predicted) == set(true)
+        row = {
+            name: [len(set(true) & set(order[: math.ceil(factor * top_k)])) / top_k] for name, factor in BUDGETS.items()
+        }
+        row |= {
+            "exact_set": [float(same)],
+            "hard_match": [float(predicted == true)],
+            "soft_match": [float(same and predicted != true)],
+            "mismatch": [float(not same)],
+            "weight_covered": [sum(w for e, w in weights.items() if e in predicted) / sum(weights.values())],
+            "rank_alignment": [float(p == t) for p, t in zip(predicted, true, strict=True)],
+        }
+        for name, values in row.items():
+            rows.setdefault(name, []).append(values)
+    return {name: [sum(column) / len(column) for column in zip(*values, strict=True)] for name, values in rows.items()}
+
+
+shapes = st.integers(2, 12).flatmap(
+    lambda experts: st.builds(
+        lambda top_k: ModelShape(layers=2, experts=experts, top_k=top_k, hidden=4), st.integers(1, experts)
+    )
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=shapes,
+    seed=st.integers(0, 10_000),
+    tokens=st.integers(1, 12),
+    noise=st.sampled_from([0.0, 0.3, 3.0]),
+    biased=st.booleans(),
+)
+def test_metrics_follow_their_definitions(
+    shape: ModelShape, seed: int, tokens: int, noise: float, biased: bool
+) -> None:
+    truth = random_routing(seed, tokens, shape, biased=biased)
+    forecast = near(truth, seed + 1, noise)
+    metrics = routing_metrics(shape, layers=1)
+    for metric in metrics.values():
+        metric.update(0, comparison_of(forecast, truth, shape))
+    for name, expected in reference_scores(forecast, truth, shape).items():
+        torch.testing.assert_close(metrics[name].compute().flatten(), torch.tensor(expected), msg=name)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes, seed=st.integers(0, 10_000), noise=st.sampled_from([0.1, 1.0]))
+def test_wider_budgets_never_hold_less(shape: ModelShape, seed: int, noise: float) -> None:
+    truth = random_routing(seed, 16, shape, biased=True)
+    forecast = random_routing(seed + 7, 16, shape, biased=True) if noise == 1.0 else near(truth, seed, noise)
+    metrics = routing_metrics(shape, layers=1)
+    for metric in metrics.values():
+        metric.update(0, comparison_of(forecast, truth, shape))
+    value = {name: metric.compute().sum().item() for name, metric in metrics.items()}
+    assert value["recall_at_k"] <= value["recall_at_1.5k"] + 1e-6 <= value["recall_at_2k"] + 2e-6
+    assert value["hard_match"] + value["soft_match"] == pytest.approx(value["exact_set"])
+    assert value["exact_set"] + value["mismatch"] == pytest.approx(1.0)
+    assert value["exact_set"] <= value["recall_at_k"] + 1e-6
+
+
+def test_perfect_and_opposite_forecasts() -> None:
+    shape = ModelShape(layers=2, experts=8, top_k=2, hidden=4)
+    truth = random_routing(3, 32, shape)
+    opposite = Forecast(
+        layer=1,
+        logits_TE=-truth.logits_TE,
+        topk_ids_TK=(-truth.logits_TE).topk(2, dim=1).indices,
+        topk_weights_TK=torch.tensor([[0.7, 0.3]]).expand(32, 2),
+    )
+    for forecast, expected in ((truth, 1.0), (opposite, 0.0)):
+        metrics = routing_metrics(shape, layers=1)
+        for name in ("recall_at_k", "recall_at_2k", "exact_set", "hard_match", "weight_covered", "rank_alignment"):
+            metrics[name].update(0, comparison_of(forecast, truth, shape))
+            assert set(metrics[name].per_layer().flatten().tolist()) == {expected}, name
+
+
+def test_ties_in_weight_go_to_the_higher_logit() -> None:
+    logits_TE = torch.tensor([[0.1, 0.9, 0.5, -1.0]])
+    for ids in itertools.permutations([0, 1, 2]):
+        tied = Forecast(
+            layer=1,
+            logits_TE=logits_TE,
+            topk_ids_TK=torch.tensor([ids]),
+            topk_weights_TK=torch.full((1, 3), 0.25, dtype=torch.bfloat16),
+        )
+        assert rank_routing(tied).ids_TK.tolist() == [[1, 2, 0]]
+
+
+def test_layers_are_kept_apart() -> None:
+    shape = ModelShape(layers=4, experts=8, top_k=2, hidden=4)
+    truth = random_routing(0, 20, shape)
+    metric = RecallAtK(3, shape.top_k)
+    metric.update(0, comparison_of(truth, truth, shape))
+    metric.update(2, comparison_of(near(truth, 1, 2.0), truth, shape))
+    first, second, third = metric.compute().tolist()
+    assert first == 1.0
+    assert math.isnan(second)
+    assert third == pytest.approx(reference_scores(near(truth, 1, 2.0), truth, shape)["recall_at_k"][0])
+
+
+def test_merged_halves_equal_the_whole() -> None:
+    """What two ranks add up to: states are sums, so the order and the split of the tokens do not matter."""
+    shape = ModelShape(layers=2, experts=16, top_k=4, hidden=4)
+    parts = [random_routing(seed, tokens, shape) for seed, tokens in ((0, 30), (1, 7))]
+    pairs = [(near(part, 5, 0.5), part) for part in parts]
+    for name in routing_metrics(shape, 1):
+        if name == "cosine":
+            continue
+        whole, left, right = (routing_metrics(shape, 1)[name] for _ in range(3))
+        for pair, half in zip(pairs, (left, right), strict=True):
+            half.update(0, comparison_of(*pair, shape))
+            whole.update(0, comparison_of(*pair, shape))
+        left.merge_state(right)
+        torch.testing.assert_close(left.compute(), whole.compute(), rtol=0, atol=0)
+
+
+def test_merged_calibration_equals_the_whole() -> None:
+    shape = ModelShape(layers=2, experts=16, top_k=4, hidden=4)
+    whole, left, right = (Calibration(1, shape.top_k) for _ in range(3))
+    for seed, half in ((0, left), (1, right)):
+        truth = random_routing(seed, 25, shape)
+        for metric in (half, whole):
+            metric.update(0, comparison_of(near(truth, seed, 0.7), truth, shape))
+    left.merge_state(right)
+    merged, expected = left.compute(), whole.compute()
+    for key, value in expected.items():
+        torch.testing.assert_close(merged[key], value, equal_nan=True)
+
+
+def test_cosine_is_the_mean_over_tokens_and_absent_without_an_input() -> None:
+    shape = ModelShape(layers=3, experts=8, top_k=2, hidden=4)
+    truth = random_routing(0, 3, shape)
+    metric = InputCosine(2)
+    cosine_T = torch.tensor([1.0, 0.0, -0.4])
+    metric.update(0, compare(truth, rank_routing(truth), cosine_T=cosine_T))
+    metric.update(1, compare(truth, rank_routing(truth)))
+    values = metric.compute()
+    assert values[0].item() == pytest.approx(0.2)
+    assert values[1].isnan()
+
+
+def test_rank_alignment_keeps_its_rank_axis_for_one_expert() -> None:
+    shape = ModelShape(layers=2, experts=8, top_k=1, hidden=4)
+    truth = random_routing(0, 5, shape)
+    metric = RankAlignment(1, 1)
+    metric.update(0, comparison_of(truth, truth, shape))
+    assert metric.per_layer().tolist() == [[1.0]]
+
+
+def test_chance_levels_are_what_random_forecasts_score() -> None:
+    shape = ModelShape(layers=2, experts=6, top_k=2, hidden=4)
+    truth, forecast = random_routing(0, 20_000, shape), random_routing(1, 20_000, shape)
+    metrics = routing_metrics(shape, 1)
+    chance = chance_levels(shape)
+    for name in set(metrics) & set(chance):
+        metrics[name].update(0, comparison_of(forecast, truth, shape))
+        assert metrics[name].compute().mean().item() == pytest.approx(chance[name], abs=0.012), name
+
+
+def bisected(logits_E: Tensor, top_k: int) -> Tensor:
+    low, high = -1e3, 1e3
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if torch.sigmoid(logits_E - middle).sum() > top_k else (low, middle)
+    return torch.sigmoid(logits_E - low)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=shapes,
+    seed=st.integers(0, 10_000),
+    scale=st.sampled_from([0.0, 0.01, 1.0, 8.0, 200.0]),
+    rounded=st.booleans(),
+)
+def test_inclusion_probabilities_sum_to_k_and_follow_the_logits(
+    shape: ModelShape, seed: int, scale: float, rounded: bool
+) -> None:
+    logits_TE = scale * random_routing(seed, 6, shape).logits_TE
+    logits_TE = logits_TE.round() if rounded else logits_TE  # ties across the K-th place
+    probability_TE = inclusion_probability(logits_TE, shape.top_k)
+    assert ((probability_TE >= 0) & (probability_TE <= 1)).all()
+    torch.testing.assert_close(probability_TE.sum(1), torch.full((6,), float(shape.top_k)), atol=2e-3, rtol=0)
+    if shape.top_k < shape.experts:
+        reference_TE = torch.stack([bisected(row.double(), shape.top_k) for row in logits_TE])
+        torch.testing.assert_close(probability_TE.double(), reference_TE, atol=5e-3, rtol=0)
+
+
+def test_calibration_bins_and_error_follow_their_definitions() -> None:
+    shape = ModelShape(layers=2, experts=16, top_k=4, hidden=4)
+    truth = random_routing(0, 200, shape)
+    forecast = near(truth, 1, 0.8)
+    metric = Calibration(1, shape.top_k, bins=5)
+    metric.update(0, comparison_of(forecast, truth, shape))
+    result = metric.compute()
+    pairs = [
+        (p, expert in truth.topk_ids_TK[token].tolist())
+        for token, row in enumerate(inclusion_probability(forecast.logits_TE, shape.top_k).tolist())
+        for expert, p in enumerate(row)
+    ]
+    ece = 0.0
+    for index in range(5):
+        inside = [(p, hit) for p, hit in pairs if min(int(p * 5), 4) == index]
+        confidence = sum(p for p, _ in inside) / len(inside)
+        frequency = sum(hit for _, hit in inside) / len(inside)
+        ece += abs(confidence - frequency) * len(inside) / len(pairs)
+        assert result["count_B"][index] == len(inside)
+        assert result["confidence_B"][index].item() == pytest.approx(confidence, abs=1e-6)
+        assert result["frequency_B"][index].item() == pytest.approx(frequency, abs=1e-6)
+    assert result["ece"].item() == pytest.approx(ece, abs=1e-6)
+    assert result["ece_L"].item() == pytest.approx(ece, abs=1e-6)
+
+
+def test_calibration_is_good_where_experts_are_drawn_by_the_probabilities() -> None:
+    """Membership drawn with exactly the stated probabilities must come out calibrated, sharper logits must not."""
+    torch.manual_seed(0)
+    logits_TE = 2 * torch.randn(4000, 16)
+    probability_TE = inclusion_probability(logits_TE, 4)
+    member_TE = torch.rand(4000, 16) < probability_TE
+    shape = ModelShape(layers=2, experts=16, top_k=4, hidden=4)
+    routed = random_routing(0, 4000, shape)
+    ece = []
+    for factor in (1.0, 4.0):
+        forecast = Forecast(
+            layer=1,
+            logits_TE=factor * logits_TE,
+            topk_ids_TK=routed.topk_ids_TK,
+            topk_weights_TK=routed.topk_weights_TK,
+        )
+        comparison = comparison_of(forecast, routed, shape)
+        comparison.truth.member_TE.copy_(member_TE)
+        metric = Calibration(1, 4)
+        metric.update(0, comparison)
+        ece.append(metric.compute()["ece"].item())
+    assert ece[0] < 0.01 < 0.05 < ece[1]

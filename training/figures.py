@@ -1,0 +1,163 @@
+"""Figures of an evaluation, for the report and for TensorBoard; every function gives a matplotlib Figure.
+
+They read the dictionaries that `Evaluation.as_dict()` and the quality harness make.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from expertcast.training.drawing import (
+    BLACK,
+    GREY,
+    chance_line,
+    floor,
+    named_lines,
+    plain_frame,
+    run_colour,
+    short,
+    style,
+)
+
+LABELS = {
+    "recall_at_k": "recall@k",
+    "recall_at_1.5k": "recall@1.5k",
+    "recall_at_2k": "recall@2k",
+    "weight_covered": "router weight covered",
+    "exact_set": "exact sets",
+    "cosine": "cosine to the true router input",
+}
+
+
+def recall_by_layer(values: Mapping[str, Any], metric: str = "recall_at_k") -> Figure:
+    """A metric per target layer and predictor, teacher-forced and (where scored) chained side by side (Fig. 4, 10)."""
+    panels = [(metric, "teacher-forced")]
+    if f"{metric}_chained" in values:
+        panels.append((f"{metric}_chained", "chained"))
+    figure = Figure(figsize=(1.0 + 5.6 * len(panels), 4.4), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    level = values["chance"].get(metric)
+    low = floor([level, *(y for name, _ in panels for result in values[name].values() for y in result["per_layer"])])
+    for axis, (name, form) in zip(axes, panels, strict=True):
+        series = {
+            predictor: list(zip(values["targets"], result["per_layer"], strict=True))
+            for predictor, result in values[name].items()
+        }
+        named_lines(axis, series, low)
+        if level is not None:
+            chance_line(axis, level)
+        axis.set(title=f"{LABELS.get(metric, metric)}, {form}", xlabel="MoE layer forecast")
+        axis.set_xticks(values["targets"][:: math.ceil(len(values["targets"]) / 12)])
+    axes[0].set_ylabel(LABELS.get(metric, metric))
+    return figure
+
+
+def learning_curve(curve: Mapping[str, Mapping[Any, float]]) -> Figure:
+    """Mean recall@k against training tokens (Fig. 9).
+
+    Args:
+        curve: per predictor, recall by number of training tokens (numbers, or the strings JSON makes of them).
+    """
+    figure = Figure(figsize=(6.6, 4.4), layout="constrained")
+    axis = figure.subplots()
+    series = {
+        name: sorted((float(tokens), recall) for tokens, recall in points.items()) for name, points in curve.items()
+    }
+    axis.set_xscale("log")
+    named_lines(axis, series, floor(y for points in series.values() for _, y in points))
+    ticks = sorted({tokens for points in series.values() for tokens, _ in points})
+    axis.set_xticks(ticks, [short(tick) for tick in ticks])
+    axis.minorticks_off()
+    axis.set(title="What training tokens buy", xlabel="training tokens (log scale)", ylabel="mean recall@k")
+    return figure
+
+
+def rank_alignment(values: Mapping[str, Any]) -> Figure:
+    """P[forecast expert at rank r is the true one], a heat map of layers and ranks per predictor (Fig. 5)."""
+    results = values["rank_alignment"]
+    columns = min(4, len(results))
+    rows = math.ceil(len(results) / columns)
+    ranks, targets = values["k"], values["targets"]
+    cell = max(0.24, min(0.5, 3.0 / ranks))
+    figure = Figure(figsize=(1.2 + 2.9 * columns, 0.5 + rows * (0.9 + cell * ranks)), layout="constrained")
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    image = None
+    for index, axis in enumerate(axes.flat):
+        if index >= len(results):
+            axis.set_axis_off()
+            continue
+        name, result = list(results.items())[index]
+        grid = list(zip(*result["per_layer"], strict=True))  # ranks down, layers across
+        image = axis.imshow(grid, vmin=0, vmax=1, cmap="cividis", aspect="auto", interpolation="nearest")
+        axis.set_title(f"{name} ({sum(result['mean']) / ranks:.2f})", fontsize=10)
+        axis.set_yticks(range(ranks), [str(rank + 1) for rank in range(ranks)])
+        shown = range(0, len(targets), math.ceil(len(targets) / 6))
+        axis.set_xticks(list(shown), [str(targets[i]) for i in shown])
+    figure.supxlabel("MoE layer forecast", fontsize=10)
+    figure.supylabel("rank by weight", fontsize=10)
+    figure.suptitle("Same expert at the same rank (mean in brackets)", fontsize=11)
+    if image is not None:
+        figure.colorbar(image, ax=axes, label="probability", shrink=0.9)
+    return figure
+
+
+def calibration(values: Mapping[str, Any]) -> Figure:
+    """Reliability of the forecast probabilities, one panel per predictor; a point's area is its share of pairs."""
+    results = values["calibration"]
+    columns = min(4, len(results))
+    rows = math.ceil(len(results) / columns)
+    figure = Figure(figsize=(0.8 + 2.5 * columns, 0.7 + 2.4 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for axis in axes.flat[len(results) :]:
+        axis.set_axis_off()
+    for axis, (name, result) in zip(axes.flat, results.items(), strict=False):
+        filled = [entry for entry in result["bins"] if entry["count"]]
+        most = max(entry["count"] for entry in filled)
+        points = [(entry["confidence"], entry["frequency"]) for entry in filled]
+        colour = style(name)[0]
+        axis.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, linestyle="--")
+        axis.plot(*zip(*points, strict=True), color=colour, linewidth=1.4)
+        axis.scatter(*zip(*points, strict=True), s=[8 + 90 * entry["count"] / most for entry in filled], color=colour)
+        axis.set_title(f"{name} (ECE {result['ece']:.3f})", fontsize=10)
+        axis.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
+        plain_frame(axis)
+    figure.supxlabel("forecast probability that the expert is used", fontsize=10)
+    figure.supylabel("how often it is used", fontsize=10)
+    figure.suptitle("Calibration (dashed: a forecast that means what it says)", fontsize=11)
+    return figure
+
+
+def quality_bars(quality: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """What each way to run costs the model: perplexity, top-1 agreement and KL; dots are the text's domains."""
+    panels = (
+        ("perplexity", "perplexity (lower is better)"),
+        ("top1_agreement", "top-1 agreement with exact"),
+        ("kl", "KL from exact (nats per token)"),
+    )
+    runs = list(quality)
+    figure = Figure(figsize=(12.4, 1.3 + 0.36 * len(runs)), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True)
+    for axis, (key, title) in zip(axes, panels, strict=True):
+        values = [quality[run].get(key) or 0.0 for run in runs]
+        axis.barh(range(len(runs)), values, color=[run_colour(run) for run in runs], height=0.66)
+        dots = [
+            (domain[key], row)
+            for row, run in enumerate(runs)
+            for domain in (quality[run].get("per_domain") or {}).values()
+            if domain.get(key) is not None
+        ]
+        if dots:
+            axis.scatter(*zip(*dots, strict=True), s=9, color="white", edgecolors=BLACK, linewidths=0.6, zorder=3)
+        limit = max([*values, *(value for value, _ in dots)]) or 1.0
+        for row, value in enumerate(values):
+            axis.annotate(f" {value:.3g}", (limit * 1.03, row), va="center", fontsize=8)
+        axis.set(title=title, xlim=(0, limit * 1.22))
+        axis.title.set_fontsize(10)
+        plain_frame(axis)
+    axes[0].set_yticks(range(len(runs)), runs)
+    axes[0].invert_yaxis()
+    return figure

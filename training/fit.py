@@ -1,0 +1,79 @@
+"""Fitting any predictor from traces or from a running model.
+
+A predictor without an entry in `FITTERS` learns nothing: it is only bound to the model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from expertcast.data.distributed import training_share
+from expertcast.data.traces import TraceSource
+from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, predictor_class
+from expertcast.training.fit_counts import fit_frequency, fit_previous_token
+from expertcast.training.fit_defaults import fit_quasi_hidden
+from expertcast.training.fit_linear import fit_linear
+from expertcast.training.options import FitOptions, Fitted, train_tokens
+
+Fitter = Callable[[TraceSource, PredictorConfig, FitOptions], Fitted]
+
+FITTERS: dict[str, Fitter] = {
+    "frequency": fit_frequency,
+    "previous_token": fit_previous_token,
+    "quasi_hidden": fit_quasi_hidden,
+    "linear": fit_linear,
+}
+
+
+def fit_predictor(
+    name: str,
+    source: TraceSource,
+    *,
+    config: PredictorConfig | None = None,
+    options: FitOptions | None = None,
+) -> Predictor:
+    """A predictor fitted on the source's train split, bound to its model, in eval mode.
+
+    Raises:
+        ExpertcastError: unknown name, a config of another predictor, or a split without tokens.
+    """
+    return fit(name, source, config=config, options=options).predictor
+
+
+def fit(
+    name: str,
+    source: TraceSource,
+    *,
+    config: PredictorConfig | None = None,
+    options: FitOptions | None = None,
+) -> Fitted:
+    """As :func:`fit_predictor`, with the report of the fit: what it used, chose and cost."""
+    cls = predictor_class(name)
+    config = cls.config_class() if config is None else replace(config)
+    options = FitOptions() if options is None else options
+    if not isinstance(config, cls.config_class):
+        raise ExpertcastError(f"predictor {name!r} takes a {cls.config_class.__name__}, not {type(config).__name__}")
+    if max(config.ahead) >= source.view.shape.layers:
+        raise ExpertcastError(
+            f"ahead={max(config.ahead)}: the model has {source.view.shape.layers} MoE layers, "
+            f"give distances of at most {source.view.shape.layers - 1}"
+        )
+    start = time.perf_counter()
+    fitter = FITTERS.get(name)
+    fitted = Fitted(predictor=cls(config, source.view.shape)) if fitter is None else fitter(source, config, options)
+    fitted.predictor.bind(source.view).eval()
+    fitted.report = {**_used(source, options), "seconds": time.perf_counter() - start, **fitted.report}
+    return fitted
+
+
+def _used(source: TraceSource, options: FitOptions) -> dict[str, Any]:
+    return {
+        "tokens": train_tokens(source, options),
+        "traces": source.info.get("id"),
+        "model": source.info.get("model"),
+        "seed": options.seed,
+        "ranks": training_share().world,
+    }

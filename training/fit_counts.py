@@ -1,0 +1,40 @@
+"""Fitting `frequency` and `previous_token`: counts of the routing, in one pass."""
+
+from __future__ import annotations
+
+from torch import distributed
+
+from expertcast.data.distributed import training_share
+from expertcast.data.traces import TraceSource
+from expertcast.predictors import ExpertcastError, PredictorConfig
+from expertcast.predictors.frequency import Frequency
+from expertcast.predictors.previous_token import PreviousToken
+from expertcast.training.options import FitOptions, Fitted
+
+
+def fit_frequency(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
+    """Counts and weight sums of every expert on the train split."""
+    return Fitted(predictor=count_routing(Frequency(config, source.view.shape), source, options))
+
+
+def fit_previous_token(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
+    """What `frequency` learns: it stands in where there is no previous token."""
+    return Fitted(predictor=count_routing(PreviousToken(config, source.view.shape), source, options))
+
+
+def count_routing(predictor: Frequency, source: TraceSource, options: FitOptions) -> Frequency:
+    """Add the routing of the train split to the predictor's counts, over all ranks' shares together.
+
+    Raises:
+        ExpertcastError: the train split is empty.
+    """
+    share = training_share()
+    for batch in source.batches("train", options.batch_size, max_tokens=options.tokens, share=share):
+        for layer in source.view:
+            predictor.observe(layer.index, *layer.route(batch.logits_TLE[:, layer.index]))
+    if share.world > 1:
+        distributed.all_reduce(predictor.count_LE)
+        distributed.all_reduce(predictor.weight_sum_LE)
+    if not predictor.count_LE.any():
+        raise ExpertcastError("no tokens in the train split to fit from: collect more text")
+    return predictor

@@ -1,0 +1,69 @@
+"""Distillation losses between router logits and forecast logits.
+
+N rows (tokens, or layers x tokens), E routed experts. Source: Speculating Experts, section 4 (row B13).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from expertcast.predictors import ExpertcastError, MoELayer
+
+LOSSES = ("kl", "sigmoid_kl")
+
+
+def kl_reference(target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0) -> Tensor:
+    """temperature^2 x mean over rows of KL(softmax(target / temperature) || softmax(forecast / temperature)), spelt out.
+
+    The factor keeps gradients at one size for any temperature. :func:`kl_divergence` is the fast form.
+    """
+    p_NE = torch.softmax(target_NE.float() / temperature, dim=-1)
+    q_NE = torch.softmax(forecast_NE.float() / temperature, dim=-1)
+    return temperature**2 * (p_NE * (p_NE / q_NE).log()).sum(dim=-1).mean()
+
+
+def kl_divergence(target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0) -> Tensor:
+    """What :func:`kl_reference` gives, in log space: no overflow, one fused kernel."""
+    log_p_NE = functional.log_softmax(target_NE.float() / temperature, dim=-1)
+    log_q_NE = functional.log_softmax(forecast_NE.float() / temperature, dim=-1)
+    divergence_NE = functional.kl_div(log_q_NE, log_p_NE, log_target=True, reduction="none")
+    return temperature**2 * divergence_NE.sum(dim=-1).mean()
+
+
+def sigmoid_kl(target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0) -> Tensor:
+    """Mean over rows of the experts' Bernoulli KL divergences, for routers that score experts one by one.
+
+    A sigmoid router's choice depends on the level of its logits, which the softmax of :func:`kl_divergence` removes.
+    """
+    target_NE, forecast_NE = target_NE.float() / temperature, forecast_NE.float() / temperature
+    p_NE = torch.sigmoid(target_NE)
+    cross_NE = functional.binary_cross_entropy_with_logits(forecast_NE, p_NE, reduction="none")
+    entropy_NE = functional.binary_cross_entropy_with_logits(target_NE, p_NE, reduction="none")
+    return temperature**2 * (cross_NE - entropy_NE).sum(dim=-1).mean()
+
+
+def distillation_loss(name: str, target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0) -> Tensor:
+    """The loss registered as `name`.
+
+    Raises:
+        ExpertcastError: unknown name.
+    """
+    if name == "kl":
+        return kl_divergence(target_NE, forecast_NE, temperature)
+    if name == "sigmoid_kl":
+        return sigmoid_kl(target_NE, forecast_NE, temperature)
+    raise ExpertcastError(f"unknown loss {name!r}: choose from {', '.join(LOSSES)}")
+
+
+def suited_loss(layer: MoELayer) -> str:
+    """`kl` when adding a constant to all logits leaves the layer's routing as it is, else `sigmoid_kl`."""
+    generator = torch.Generator().manual_seed(0)
+    logits_TE = torch.randn(64, layer.num_experts, generator=generator)
+    weight = next(layer.router.parameters())
+    logits_TE = logits_TE.to(weight.device)
+    ids_TK, weights_TK = layer.route(logits_TE)
+    shifted_ids_TK, shifted_weights_TK = layer.route(logits_TE + 2.0)
+    same = torch.equal(ids_TK, shifted_ids_TK) and torch.allclose(weights_TK, shifted_weights_TK, rtol=0.05, atol=1e-2)
+    return "kl" if same else "sigmoid_kl"

@@ -1,0 +1,238 @@
+"""torchmetrics metrics of routing forecasts, one value per target layer.
+
+T tokens, K experts per token, E routed experts per layer, L target layers, R ranks or 1, B probability bins.
+States are plain sums, so that two ranks (or two halves of the data) add up to exactly the whole. Sources:
+rows B6 (recall, cosine), B7 (rank alignment), A20 (budgets) and C2 (hard and soft match) of the definitions.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from expertcast.predictors.view import ModelShape
+from expertcast.training.comparison import RoutingComparison, inclusion_probability, membership_threshold
+
+CALIBRATION_BINS = 10
+BUDGETS = {"recall_at_k": 1.0, "recall_at_1.5k": 1.5, "recall_at_2k": 2.0}
+
+
+def budget(factor: float, shape: ModelShape) -> int:
+    """Experts fetched at an overfetch factor: ceil(factor * K), never more than there are (row A20)."""
+    return min(math.ceil(factor * shape.top_k), shape.experts)
+
+
+class PerLayerMetric(Metric, ABC):  # type: ignore[misc]
+    """Mean over tokens of some score, kept per layer; a subclass only says what the score is."""
+
+    full_state_update = False
+    higher_is_better = True
+    per_rank: ClassVar[bool] = False
+    """Whether a token's score is one number per rank."""
+    total_LR: Tensor
+    count_L: Tensor
+
+    def __init__(self, layers: int, width: int = 1, **kwargs: Any) -> None:
+        """
+        Args:
+            layers: number of target layers.
+            width: numbers per token in the score.
+            kwargs: torchmetrics' own (sync_on_compute, process_group, ...).
+        """
+        super().__init__(**kwargs)
+        total_LR = torch.zeros(layers, width, dtype=torch.float64)
+        self.add_state("total_LR", default=total_LR, dist_reduce_fx="sum")
+        self.add_state("count_L", default=torch.zeros(layers, dtype=torch.long), dist_reduce_fx="sum")
+
+    def update(self, layer: int, comparison: RoutingComparison) -> None:
+        """Add the tokens of one batch at one target layer (0 = the first target layer)."""
+        score_TR = self.score(comparison)
+        if score_TR is None:
+            return
+        score_TR = score_TR.reshape(score_TR.shape[0], -1)
+        self.total_LR[layer] += score_TR.sum(dim=0, dtype=torch.float64)
+        self.count_L[layer] += score_TR.shape[0]
+
+    def compute(self) -> Tensor:
+        """Mean score per layer: [L], or [L, R] for a score per rank; NaN where nothing was scored.
+
+        torchmetrics turns a result of one element into a scalar: :meth:`per_layer` keeps the shape.
+        """
+        mean_LR = (self.total_LR / self.count_L[:, None]).float()
+        return mean_LR if self.per_rank else mean_LR[:, 0]
+
+    def per_layer(self) -> Tensor:
+        """What :meth:`compute` gives, [L] or [L, R] also for one layer."""
+        result: Tensor = self.compute()
+        return result.reshape(self.total_LR.shape if self.per_rank else self.count_L.shape)
+
+    @abstractmethod
+    def score(self, comparison: RoutingComparison) -> Tensor | None:
+        """Score of each token, [T] or [T, R]; None where the predictor has nothing to score."""
+
+
+class RecallAtBudget(PerLayerMetric):
+    """|candidates and true experts| / K, with the forecast's first `budget` experts as candidates (B6, A20)."""
+
+    def __init__(self, layers: int, budget: int, **kwargs: Any) -> None:
+        super().__init__(layers, **kwargs)
+        self.budget = budget
+
+    def score(self, comparison: RoutingComparison) -> Tensor:
+        return (comparison.place_TK < self.budget).float().mean(dim=1)
+
+
+class RecallAtK(RecallAtBudget):
+    """Share of the true experts among the K forecast ones (B6)."""
+
+    def __init__(self, layers: int, top_k: int, **kwargs: Any) -> None:
+        super().__init__(layers, top_k, **kwargs)
+
+
+class ExactSet(PerLayerMetric):
+    """Share of tokens whose K forecast experts are the true ones, in any order: hard + soft match."""
+
+    def score(self, comparison: RoutingComparison) -> Tensor:
+        return _same_set(comparison).float()
+
+
+class HardMatch(PerLayerMetric):
+    """Share of tokens with the true experts in the true order by weight (C2)."""
+
+    def score(self, comparison: RoutingComparison) -> Tensor:
+        return _same_order(comparison).float()
+
+
+class SoftMatch(PerLayerMetric):
+    """Share of tokens with the true experts in another order by weight (C2)."""
+
+    def score(self, comparison: RoutingComparison) -> Tensor:
+        return (_same_set(comparison) & ~_same_order(comparison)).float()
+
+
+class Mismatch(PerLayerMetric):
+    """Share of tokens with at least one wrong expert (C2)."""
+
+    higher_is_better = False
+
+    def score(self, comparison: RoutingComparison) -> Tensor:
+        return (~_same_set(comparison)).float()
+
+
+class WeightCovered(PerLayerMetric):
+    """Share of the true combine weight that falls on the K forecast experts."""
+
+    def score(self, comparison: RoutingComparison) -> Tensor:
+        weights_TK, top_k = comparison.truth.weights_TK, comparison.place_TK.shape[1]
+        covered_T = (weights_TK * (comparison.place_TK < top_k)).sum(dim=1)
+        return covered_T / weights_TK.sum(dim=1).clamp_min(1e-20)
+
+
+class RankAlignment(PerLayerMetric):
+    """Per rank r by weight: P[forecast expert at rank r is the true expert at rank r] (B7, Fig. 5)."""
+
+    per_rank = True
+
+    def __init__(self, layers: int, top_k: int, **kwargs: Any) -> None:
+        super().__init__(layers, width=top_k, **kwargs)
+
+    def score(self, comparison: RoutingComparison) -> Tensor:
+        return (comparison.forecast.ids_TK == comparison.truth.ids_TK).float()
+
+
+class InputCosine(PerLayerMetric):
+    """Mean cosine between the predictor's input vector and the true router input s_{l+ahead} (B6)."""
+
+    def score(self, comparison: RoutingComparison) -> Tensor | None:
+        return comparison.cosine_T
+
+
+class Calibration(Metric):  # type: ignore[misc]
+    """How often experts given a probability p of being in the true top-K are there.
+
+    Every (token, expert) pair counts once, in one of ten bins of equal width; the probability is
+    :func:`inclusion_probability` of the forecast's logits.
+    """
+
+    full_state_update = False
+    higher_is_better = False
+    count_LB: Tensor
+    confidence_LB: Tensor
+    hits_LB: Tensor
+
+    def __init__(self, layers: int, top_k: int, bins: int = CALIBRATION_BINS, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.top_k, self.bins = top_k, bins
+        for name in ("count_LB", "confidence_LB", "hits_LB"):
+            self.add_state(name, default=torch.zeros(layers, bins, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, layer: int, comparison: RoutingComparison) -> None:
+        """Add the tokens of one batch at one target layer (0 = the first target layer)."""
+        start_T = membership_threshold(comparison)
+        probability_TE = inclusion_probability(comparison.logits_TE, self.top_k, start_T)
+        bin_N = (probability_TE * self.bins).long().clamp_(max=self.bins - 1).flatten()
+        hit_N = comparison.truth.member_TE.flatten()
+        misses_B, hits_B = torch.bincount(2 * bin_N + hit_N, minlength=2 * self.bins).view(-1, 2).unbind(1)
+        self.count_LB[layer] += misses_B + hits_B
+        self.hits_LB[layer] += hits_B
+        self.confidence_LB[layer] += torch.bincount(bin_N, probability_TE.flatten().double(), self.bins)
+
+    def compute(self) -> dict[str, Tensor]:
+        """`ece` (all layers pooled), `ece_L`, and per bin `count_B`, `confidence_B`, `frequency_B` (NaN if empty)."""
+        gap_LB, count_LB = (self.confidence_LB - self.hits_LB).abs(), self.count_LB
+        count_B, confidence_B, hits_B = count_LB.sum(0), self.confidence_LB.sum(0), self.hits_LB.sum(0)
+        return {
+            "ece": (confidence_B - hits_B).abs().sum() / count_B.sum(),
+            "ece_L": gap_LB.sum(1) / count_LB.sum(1),
+            "count_B": count_B,
+            "confidence_B": confidence_B / count_B,
+            "frequency_B": hits_B / count_B,
+        }
+
+
+def routing_metrics(shape: ModelShape, layers: int, **kwargs: Any) -> dict[str, PerLayerMetric]:
+    """The metrics of an evaluation by name, fresh.
+
+    Args:
+        layers: number of target layers.
+        kwargs: torchmetrics' own, for every metric.
+    """
+    metrics: dict[str, PerLayerMetric] = {
+        name: RecallAtBudget(layers, budget(factor, shape), **kwargs) for name, factor in BUDGETS.items()
+    }
+    metrics["exact_set"] = ExactSet(layers, **kwargs)
+    metrics["hard_match"] = HardMatch(layers, **kwargs)
+    metrics["soft_match"] = SoftMatch(layers, **kwargs)
+    metrics["mismatch"] = Mismatch(layers, **kwargs)
+    metrics["weight_covered"] = WeightCovered(layers, **kwargs)
+    metrics["rank_alignment"] = RankAlignment(layers, shape.top_k, **kwargs)
+    metrics["cosine"] = InputCosine(layers, **kwargs)
+    return metrics
+
+
+def chance_levels(shape: ModelShape) -> dict[str, float]:
+    """What forecasting K experts at random scores, by metric name."""
+    exact = 1.0 / math.comb(shape.experts, shape.top_k)
+    hard = exact / math.factorial(shape.top_k)
+    levels = {name: budget(factor, shape) / shape.experts for name, factor in BUDGETS.items()}
+    return levels | {
+        "exact_set": exact,
+        "hard_match": hard,
+        "soft_match": exact - hard,
+        "mismatch": 1.0 - exact,
+        "weight_covered": shape.top_k / shape.experts,
+        "rank_alignment": 1.0 / shape.experts,
+    }
+
+
+def _same_set(comparison: RoutingComparison) -> Tensor:
+    return (comparison.place_TK < comparison.place_TK.shape[1]).all(dim=1)
+
+
+def _same_order(comparison: RoutingComparison) -> Tensor:
+    return (comparison.forecast.ids_TK == comparison.truth.ids_TK).all(dim=1)

@@ -1,0 +1,50 @@
+"""What fitting any predictor takes, and what it gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from expertcast.data.traces import TraceSource
+from expertcast.predictors import ExpertcastError, Predictor
+
+
+@dataclass(kw_only=True)
+class FitOptions:
+    """How a predictor is fitted; what it is, is its own config."""
+
+    tokens: int | None = None
+    """Tokens of the train split to learn from; all of them when not given."""
+    validation_tokens: int | None = None
+    """Tokens of the validation split to choose by; all of them when not given."""
+    batch_size: int = 4096
+    """Tokens per batch where order and size do not matter to the result (counts, sums, scores)."""
+    seed: int = 0
+    """Order of tokens and initial weights."""
+    log_folder: Path | None = None
+    """Where TensorBoard logs go; nothing is logged when not given."""
+    progress: bool = False
+    """Whether to show progress bars."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "validation_tokens", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ExpertcastError(f"{name}={value}: give at least 1")
+
+
+@dataclass(kw_only=True)
+class Fitted:
+    """A fitted predictor and how it came about."""
+
+    predictor: Predictor
+    """Bound to the source's model, in eval mode."""
+    report: dict[str, Any] = field(default_factory=dict)
+    """Plain values: seconds, tokens, and what was chosen on validation. Goes into the checkpoint's config.json."""
+
+
+def train_tokens(source: TraceSource, options: FitOptions) -> int:
+    """How many tokens of the train split a fit uses."""
+    available = source.token_count("train")
+    return available if options.tokens is None else min(options.tokens, available)

@@ -1,0 +1,79 @@
+"""What an evaluation gives back: plain numbers in one form for every metric, and a table of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from expertcast.predictors.errors import ExpertcastError
+
+CHAINED = "_chained"
+"""Ending of a metric's name where forecasts were made from executed forecasts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The result of :func:`evaluate`: plain numbers, ready for JSON."""
+
+    values: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        """`{metric: {predictor: {"mean": x, "per_layer": [..]}}}`, plus `chance`, `tokens`, `k` and so on."""
+        return self.values
+
+    def recall(self, predictor: str, *, chained: bool = False) -> float:
+        """Mean recall@k of a predictor."""
+        value: float = self.values["recall_at_k" + CHAINED * chained][predictor]["mean"]
+        return value
+
+
+def recall_table(evaluation: Evaluation | Mapping[str, Any], metric: str = "recall_at_k") -> str:
+    """A text table for the terminal: a row per predictor, the mean first, then the target layers."""
+    values = evaluation.as_dict() if isinstance(evaluation, Evaluation) else evaluation
+    if metric not in values:
+        raise ExpertcastError(f"no metric {metric!r} in this evaluation: choose from {', '.join(sorted(values))}")
+    rows = [["predictor", "mean", *(str(layer) for layer in values["targets"])]]
+    for name, result in values[metric].items():
+        rows.append([name, _decimal(result["mean"]), *(_decimal(value) for value in result["per_layer"])])
+    chance = values["chance"].get(metric.removesuffix(CHAINED))
+    if chance is not None:
+        rows.append(["chance", *[_decimal(chance)] * (len(rows[0]) - 1)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    )
+
+
+def summary(value_L: Tensor) -> dict[str, Any]:
+    """`mean` over the layers that have a value, and `per_layer` with None where there is none."""
+    return {"mean": _plain(value_L.double().nanmean(dim=0)), "per_layer": _plain(value_L.double())}
+
+
+def reliability(result: dict[str, Tensor]) -> dict[str, Any]:
+    """Expected calibration error over all layers, per layer, and the bins of equal width."""
+    number = len(result["count_B"])
+    edges = [index / number for index in range(number + 1)]
+    columns = (result["count_B"].long(), result["confidence_B"], result["frequency_B"])
+    bins = [
+        {"low": low, "high": high, "count": count, "confidence": confidence, "frequency": frequency}
+        for low, high, count, confidence, frequency in zip(edges, edges[1:], *map(_plain, columns), strict=False)
+    ]
+    return {"ece": _plain(result["ece"]), "ece_per_layer": _plain(result["ece_L"].reshape(-1)), "bins": bins}
+
+
+def _plain(tensor: Tensor) -> Any:
+    def clean(value: Any) -> Any:
+        if isinstance(value, list):
+            return [clean(item) for item in value]
+        return None if isinstance(value, float) and math.isnan(value) else value
+
+    return clean(tensor.tolist())
+
+
+def _decimal(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,86 @@
+"""Closed-form ridge regression from sums that one pass over the tokens gathers; no token is stored.
+
+T tokens, P layer pairs, F features (D for `linear`), E routed experts, S ridge strengths.
+
+With X the features and Y the targets of a pair, both about their means, the map is
+W = (X'X + n s v I)^-1 X'Y and b = mean(Y) - mean(X) W, where n is the number of tokens, s the strength and v the mean
+variance of the features: s is a plain number, whatever the scale of the model's norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, distributed
+
+
+class RidgeStatistics:
+    """Sums over tokens per layer pair: products in fp32, one batch at a time, added up in fp64."""
+
+    def __init__(self, pairs: int, features: int, experts: int, device: torch.device | str = "cpu") -> None:
+        """The sums take 8 P F (F + E) bytes."""
+        options = {"dtype": torch.float64, "device": device}
+        self.count_P = torch.zeros(pairs, **options)
+        self.x_PF = torch.zeros(pairs, features, **options)
+        self.y_PE = torch.zeros(pairs, experts, **options)
+        self.xx_PFF = torch.zeros(pairs, features, features, **options)
+        self.xy_PFE = torch.zeros(pairs, features, experts, **options)
+
+    def update(self, pair: int, x_TF: Tensor, y_TE: Tensor) -> None:
+        """Add the tokens of one batch to the sums of one pair."""
+        x_TF, y_TE = x_TF.float(), y_TE.float()
+        self.count_P[pair] += x_TF.shape[0]
+        self.x_PF[pair] += x_TF.sum(dim=0, dtype=torch.float64)
+        self.y_PE[pair] += y_TE.sum(dim=0, dtype=torch.float64)
+        self.xx_PFF[pair] += x_TF.T @ x_TF
+        self.xy_PFE[pair] += x_TF.T @ y_TE
+
+    def all_reduce(self) -> None:
+        """Add up the sums of all ranks; nothing happens outside a process group."""
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return
+        for sums in (self.count_P, self.x_PF, self.y_PE, self.xx_PFF, self.xy_PFE):
+            distributed.all_reduce(sums)
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation [P, F] of the features."""
+        mean_PF = self.x_PF / self.count_P[:, None]
+        second_PF = self.xx_PFF.diagonal(dim1=1, dim2=2) / self.count_P[:, None]
+        return mean_PF.float(), (second_PF - mean_PF.square()).clamp(min=0).sqrt().float()
+
+    def solve(self, strengths: Sequence[float], features: int | None = None) -> tuple[Tensor, Tensor]:
+        """The ridge maps for every strength.
+
+        Args:
+            features: use only the first so many features; all when None.
+
+        Returns:
+            weights [S, P, F, E] and biases [S, P, E], fp32.
+        """
+        width = self.x_PF.shape[1] if features is None else features
+        solved = [
+            [self._solve_pair(pair, strength, width) for pair in range(len(self.count_P))] for strength in strengths
+        ]
+        weights = torch.stack([torch.stack([weight_FE for weight_FE, _ in row]) for row in solved])
+        biases = torch.stack([torch.stack([bias_E for _, bias_E in row]) for row in solved])
+        return weights, biases
+
+    def _solve_pair(self, pair: int, strength: float, width: int) -> tuple[Tensor, Tensor]:
+        count = self.count_P[pair]
+        mean_F, mean_E = self.x_PF[pair, :width] / count, self.y_PE[pair] / count
+        covariance_FF = self.xx_PFF[pair, :width, :width] / count - torch.outer(mean_F, mean_F)
+        cross_FE = self.xy_PFE[pair, :width] / count - torch.outer(mean_F, mean_E)
+        weight_FE = _solve_spd(covariance_FF, cross_FE, strength)
+        return weight_FE.float(), (mean_E - mean_F @ weight_FE).float()
+
+
+def _solve_spd(covariance_FF: Tensor, cross_FE: Tensor, strength: float) -> Tensor:
+    level = covariance_FF.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
+    identity_FF = torch.eye(len(covariance_FF), dtype=covariance_FF.dtype, device=covariance_FF.device)
+    while True:
+        factor_FF, failed = torch.linalg.cholesky_ex(covariance_FF + strength * level * identity_FF)
+        if not failed:
+            return torch.cholesky_solve(cross_FE, factor_FF)
+        # features with a mean far above their spread leave the fp32 products short of positive definite
+        strength *= 10
