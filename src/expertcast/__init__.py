@@ -1,3 +1,20 @@
 """expertcast: forecast the experts a Mixture-of-Experts model routes to next, and hide their transfers."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from expertcast.runtime.offloaded import OffloadedModel, offload
+
 __version__ = "0.1.0"
+__all__ = ["OffloadedModel", "__version__", "offload"]
+
+
+def __getattr__(name: str) -> Any:
+    """`expertcast.offload` on first use: `import expertcast` and `expertcast --help` need not load torch."""
+    if name in ("OffloadedModel", "offload"):
+        from expertcast.runtime import offloaded
+
+        return getattr(offloaded, name)
+    raise AttributeError(f"module 'expertcast' has no attribute {name!r}")

@@ -1,0 +1,136 @@
+"""What collecting costs over a plain forward of the same batches, on CPU.
+
+Rounds of plain forwards and of collection (hooks, sums for default vectors, Arrow shards written and flushed to disk)
+alternate on the same windows, in an order that swaps every round. The plain forward runs without the head, as
+collection does; it is timed under the model's default experts implementation and under grouped_mm, on which collection
+runs. A forward with the head is timed too. Writes medians and ratios as JSON.
+
+    python scripts/bench_collect.py --threads 1 --json benchmarks/results/collect.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from expertcast.checkpoints.provenance import provenance
+from expertcast.data import layout
+from expertcast.data.discovery import experts_implementation, find_moe_layers
+from expertcast.data.means import MeanOutputs
+from expertcast.data.models import load_model, load_tokenizer
+from expertcast.data.plan import make_plan
+from expertcast.data.stream import ActivationStream, WindowBatch, window_batches
+from expertcast.data.text import load_documents
+from expertcast.data.writer import ShardWriter
+from expertcast.predictors.view import MoEView
+
+
+def main() -> None:
+    """Measure and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="reference")
+    parser.add_argument("--data", nargs="+", default=["reference"])
+    parser.add_argument("--tokens", type=int, default=12_288, help="tokens per round")
+    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model, view, batches = prepare(args)
+    kinds: dict[str, Callable[[], None]] = {
+        "plain_default": partial(plain, model, batches),
+        "plain_grouped_mm": partial(plain, model, batches, implementation="grouped_mm"),
+        "plain_with_head": partial(plain, model, batches, head=True),
+        "collect": partial(collect_once, model, view, batches),
+    }
+    result = {
+        "model": args.model,
+        "default_experts_implementation": model.get_experts_implementation(),
+        "tokens_per_round": sum(map(len, batches)),
+        "rounds": args.rounds,
+        "threads": args.threads,
+        "cpu": platform.processor() or platform.machine(),
+        **summary(measure(kinds, args.rounds)),
+        **provenance(),
+    }
+    text = json.dumps(result, indent=2) + "\n"
+    print(text, end="")
+    if args.json:
+        args.json.write_text(text)
+
+
+def prepare(args: argparse.Namespace) -> tuple[PreTrainedModel, MoEView, list[WindowBatch]]:
+    """The model and the train windows of the plan, as collection batches them."""
+    model = load_model(args.model)
+    plan = make_plan(load_documents(args.data), load_tokenizer(args.model), tokens=args.tokens, window=args.window)
+    return model, find_moe_layers(model), list(window_batches(plan.windows["train"], args.batch_size))
+
+
+@torch.no_grad()
+def plain(
+    model: PreTrainedModel, batches: list[WindowBatch], *, implementation: str | None = None, head: bool = False
+) -> None:
+    """Forwards, and nothing else."""
+    with experts_implementation(model, implementation or model.get_experts_implementation()):
+        for batch in batches:
+            (model if head else model.base_model)(
+                input_ids=batch.input_ids_BS, attention_mask=batch.mask_BS, use_cache=False
+            )
+
+
+def collect_once(model: PreTrainedModel, view: MoEView, batches: list[WindowBatch]) -> None:
+    """What `collect` does per batch, to disk."""
+    means = MeanOutputs(view)
+    stream = ActivationStream(model, view, [], means=means)
+    with tempfile.TemporaryDirectory(prefix="bench-collect-") as folder:
+        writer = ShardWriter(Path(folder), rank=0, shape=view.shape, logits=torch.float32, means=means)
+        for batch in batches:
+            writer.add(stream.run(batch), batch.token_T)
+        writer.commit()
+        assert list(Path(folder).glob("data-*")), layout.shard_file(0, 0)
+
+
+def measure(kinds: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """(wall seconds, CPU seconds) of each kind in each round, after one round of warm-up."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+    for number in range(-1, rounds):
+        for name in list(kinds)[:: 1 if number % 2 else -1]:
+            wall, cpu = time.perf_counter(), time.process_time()
+            kinds[name]()
+            if number >= 0:
+                times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+    return times
+
+
+def summary(times: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
+    """Medians, and the median over rounds of collect / plain; CPU time is the steadier on a shared machine."""
+    result: dict[str, Any] = {}
+    for column, clock in enumerate(("wall", "cpu")):
+        result[f"median_{clock}_s"] = {
+            name: statistics.median(values[column] for values in rounds) for name, rounds in times.items()
+        }
+        result[f"ratio_{clock}"] = {
+            f"collect / {name}": statistics.median(
+                ours[column] / theirs[column] for ours, theirs in zip(times["collect"], rounds, strict=True)
+            )
+            for name, rounds in times.items()
+            if name != "collect"
+        }
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The parts of `scripts/train_reference.py`: options, data, model, trainer, report."""

@@ -1,0 +1,68 @@
+"""The folder mapping: nothing may work only because the install is editable."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("predictors", "data", "training", "runtime", "checkpoints")
+
+
+def setuptools_table() -> dict[str, object]:
+    table: dict[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    return table
+
+
+def test_every_package_folder_is_listed() -> None:
+    """A folder missing from the list works when editable and vanishes from the wheel."""
+    found = {"expertcast"}
+    for folder in FOLDERS:
+        for init in (ROOT / folder).rglob("__init__.py"):
+            found.add(".".join(("expertcast", *init.parent.relative_to(ROOT).parts)))
+    assert set(setuptools_table()["packages"]) == found
+
+
+def test_symlinks_point_at_the_root_folders() -> None:
+    for folder in FOLDERS:
+        link = ROOT / "src" / "expertcast" / folder
+        assert link.is_symlink()
+        assert link.resolve() == ROOT / folder
+
+
+def test_gitignore_swallows_no_source() -> None:
+    paths = [f"{folder}/x.py" for folder in FOLDERS] + ["checkpoints/reference/model.safetensors", "data/x.json"]
+    result = subprocess.run(["git", "check-ignore", *paths], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.stdout == ""
+
+
+def test_every_test_folder_is_a_package() -> None:
+    """Without __init__.py two test files of one name would hide each other."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        assert (path.parent / "__init__.py").exists(), path
+
+
+@pytest.mark.slow
+def test_wheel_holds_every_module_and_the_reference_model(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    tracked = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    for name in tracked:  # a copy without symlinks, as a clone on a system without them would be
+        path = ROOT / name
+        if path.is_file() and not path.is_symlink() and not name.startswith(("tests/", "benchmarks/")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes(path.read_bytes())
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(source)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    wheel = zipfile.ZipFile(next(tmp_path.glob("expertcast-*.whl")))
+    packed = set(wheel.namelist())
+    for folder in FOLDERS:
+        for module in (ROOT / folder).glob("*.py"):
+            assert f"expertcast/{folder}/{module.name}" in packed
+    assert {"expertcast/cli.py", "expertcast/py.typed", "expertcast/checkpoints/reference/model.safetensors"} <= packed
