@@ -5,7 +5,9 @@ T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,34 +28,56 @@ class TraceBatch:
     """Index of the document the token belongs to (int64)."""
     position_T: Tensor
     """Position of the token inside its document (int64)."""
+    previous_TLE: Tensor | None = None
+    """Router logits of the previous token of the text, NaN at a document's first; only where asked for."""
 
     def __len__(self) -> int:
-        return int(self.residual_TLD.shape[0])
+        return int(self.document_T.shape[0])
 
     def __getitem__(self, rows: slice | Tensor) -> TraceBatch:
-        return TraceBatch(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+        return self._map(lambda column: column[rows])
 
     def to(self, device: torch.device | str) -> TraceBatch:
-        return TraceBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        return self._map(lambda column: column.to(device))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> TraceBatch:
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: dict[str, Any] = {name: None if column is None else change(column) for name, column in columns.items()}
+        return TraceBatch(**changed)
 
     @staticmethod
     def cat(batches: list[TraceBatch]) -> TraceBatch:
-        return TraceBatch(**{f.name: torch.cat([getattr(b, f.name) for b in batches]) for f in fields(TraceBatch)})
+        """All rows of some batches, which either all have `previous_TLE` or all have not."""
+        columns = {field.name: [getattr(batch, field.name) for batch in batches] for field in fields(TraceBatch)}
+        joined: dict[str, Any] = {
+            name: None if parts[0] is None else torch.cat(parts) for name, parts in columns.items()
+        }
+        return TraceBatch(**joined)
 
-    def previous_logits(self) -> Tensor:
-        """[T, L, E] router logits of the row before, NaN where that row is not the previous token of the text.
+    def with_previous(self, before: TraceBatch | None = None) -> TraceBatch:
+        """The same rows, in order of document and position, with `previous_TLE` filled in from the row before each.
 
-        Rows must be in order of document and position for this to find anything.
+        Args:
+            before: the rows that came before these; the first row has its previous token there.
         """
-        follows_T = torch.zeros(len(self), dtype=torch.bool, device=self.document_T.device)
-        follows_T[1:] = (self.document_T[1:] == self.document_T[:-1]) & (
-            self.position_T[1:] == self.position_T[:-1] + 1
-        )
-        shifted = self.logits_TLE.roll(1, dims=0).clone()
-        shifted[~follows_T] = float("nan")
-        return shifted
+        shifted = self.routing()._map(lambda column: column.roll(1, dims=0))
+        if before is not None and len(before):
+            shifted.logits_TLE[0] = before.logits_TLE[-1]
+            shifted.document_T[0], shifted.position_T[0] = before.document_T[-1], before.position_T[-1]
+        return self.with_previous_rows(shifted)
 
-    def state(self, view: MoEView, layer: int, *, previous_logits_TLE: Tensor | None = None) -> RouterState:
+    def with_previous_rows(self, other: TraceBatch) -> TraceBatch:
+        """The same rows with `previous_TLE` from the rows of `other` (changed here): NaN where one is not the token
+        before its partner."""
+        follows_T = (other.document_T == self.document_T) & (other.position_T + 1 == self.position_T)
+        other.logits_TLE[~follows_T] = float("nan")
+        return replace(self, previous_TLE=other.logits_TLE)
+
+    def routing(self) -> TraceBatch:
+        """The same rows without residuals."""
+        return replace(self, residual_TLD=self.residual_TLD[:, :0], previous_TLE=None)
+
+    def state(self, view: MoEView, layer: int) -> RouterState:
         """The router state at `layer`, recomputed: s_l from r_l, ids and weights from the logits."""
         residual_TD, logits_TE = self.residual_TLD[:, layer], self.logits_TLE[:, layer]
         ids_TK, weights_TK = view[layer].route(logits_TE)
@@ -66,5 +90,5 @@ class TraceBatch:
             logits_TE=logits_TE,
             topk_ids_TK=ids_TK,
             topk_weights_TK=weights_TK,
-            previous_logits_TLE=previous_logits_TLE,
+            previous_logits_TLE=self.previous_TLE,
         )

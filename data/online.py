@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -107,7 +107,7 @@ class OnlineTraces:
     ) -> Iterator[TraceBatch]:
         """As :meth:`TraceDataset.batches`, from the running model."""
         own, limit = own_tokens(self.documents, split, batch_size, max_tokens, share)
-        stream = self._stream(own, limit)
+        stream = with_previous_tokens(self._stream(own, limit))
         if shuffle:
             return shuffled(stream, batch_size, capacity=self._buffer_tokens, seed=seed)
         return rebatched(stream, batch_size)
@@ -120,6 +120,14 @@ class OnlineTraces:
         return ActivationStream(
             self.model, self.view, first_tokens(windows, limit), batch_size=self._forward_size, means=means
         )
+
+
+def with_previous_tokens(stream: Iterable[TraceBatch]) -> Iterator[TraceBatch]:
+    """A stream in order of documents and positions, `previous_TLE` filled in."""
+    before: TraceBatch | None = None
+    for batch in stream:
+        yield batch.with_previous(before)
+        before = batch[-1:]
 
 
 def first_tokens(windows: Sequence[Window], limit: int | None) -> list[Window]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -140,6 +141,10 @@ class TraceDataset:
         return begin, begin + limit
 
     def _slice(self, first: int, last: int) -> TraceBatch:
+        before = self._rows(first - 1, first) if first else None
+        return self._rows(first, last).with_previous(before)
+
+    def _rows(self, first: int, last: int) -> TraceBatch:
         parts = []
         while first < last:
             number = int(np.searchsorted(self._ends, first, side="right"))
@@ -151,13 +156,18 @@ class TraceDataset:
 
     def _gather(self, rows_T: Tensor) -> TraceBatch:
         sorted_T = rows_T.sort().values  # neighbours on disk are read together; the batch is a random set all the same
-        parts, first = [], 0
+        batch = TraceBatch.cat([shard.rows(own_T) for shard, own_T in self._by_shard(sorted_T)])
+        before = TraceBatch.cat([shard.routing(own_T) for shard, own_T in self._by_shard((sorted_T - 1).clamp(min=0))])
+        return batch.with_previous_rows(before)
+
+    def _by_shard(self, sorted_T: Tensor) -> Iterator[tuple[_Shard, Tensor]]:
+        """The shards that hold some of the rows, and the rows' numbers in them."""
+        first = 0
         for shard, end in zip(self._shards, self._ends, strict=True):
             own_T = sorted_T[(sorted_T >= first) & (sorted_T < int(end))]
             if len(own_T):
-                parts.append(shard.rows(own_T - first))
+                yield shard, own_T - first
             first = int(end)
-        return TraceBatch.cat(parts)
 
 
 def chosen_documents(documents: Sequence[PlannedDocument], split: str) -> list[PlannedDocument]:
@@ -234,8 +244,12 @@ class _Shard:
         return len(self._document_T)
 
     def rows(self, index: slice | Tensor) -> TraceBatch:
+        return replace(self.routing(index), residual_TLD=self._residual_TLD[index])
+
+    def routing(self, index: slice | Tensor) -> TraceBatch:
+        """The rows without their residuals."""
         return TraceBatch(
-            residual_TLD=self._residual_TLD[index],
+            residual_TLD=self._residual_TLD[:, :0][index],
             logits_TLE=self._logits_TLE[index],
             document_T=self._document_T[index].long(),
             position_T=self._position_T[index].long(),

@@ -3,7 +3,9 @@
 from expertcast.predictors.base import Forecast, Predictor, PredictorConfig, RouterState
 from expertcast.predictors.defaults import DefaultVectors
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.estimator import Estimator
 from expertcast.predictors.frequency import Frequency
+from expertcast.predictors.hybrid import Hybrid
 from expertcast.predictors.linear import Linear
 from expertcast.predictors.next_norm import NextNorm
 from expertcast.predictors.previous_token import PreviousToken
@@ -18,6 +20,8 @@ register(RouterInput)
 register(NextNorm)
 register(QuasiHidden)
 register(Linear)
+register(Estimator)
+register(Hybrid)
 
 __all__ = [
     "DefaultVectors",

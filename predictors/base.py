@@ -72,7 +72,7 @@ class Predictor(nn.Module, ABC):
 
     name: ClassVar[str]
     config_class: ClassVar[type[PredictorConfig]] = PredictorConfig
-    uses_previous_token: ClassVar[bool] = False
+    uses_previous_token: bool = False
     """Whether `RouterState.previous_logits_TLE` must be filled for it."""
 
     def __init__(self, config: PredictorConfig, shape: ModelShape) -> None:

@@ -22,7 +22,7 @@ from expertcast.predictors.view import ModelShape
 @dataclass(kw_only=True)
 class LinearConfig(PredictorConfig):
     strengths: Sequence[float] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-    """Ridge strengths to choose from on validation, each relative to the mean variance of the inputs."""
+    """Ridge strengths to choose from on validation, each relative to the variance of each input."""
 
     def __post_init__(self) -> None:
         PredictorConfig.__post_init__(self)

@@ -18,7 +18,7 @@ class PreviousToken(Frequency):
     """Repeats the previous token's router logits; needs `RouterState.previous_logits_TLE`."""
 
     name: ClassVar[str] = "previous_token"
-    uses_previous_token: ClassVar[bool] = True
+    uses_previous_token = True
 
     def logits(self, state: RouterState, ahead: int) -> Tensor:
         """The previous token's logits [T, E] at the target layer, log frequencies in rows without one."""

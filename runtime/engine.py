@@ -6,6 +6,7 @@ T tokens, D hidden size, E routed experts per layer, K experts per token. An exp
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -63,8 +64,9 @@ class Engine:
         _RUNNING.pop(layer.experts, None)
 
     @staticmethod
-    def is_attached(layer: MoELayer) -> bool:
-        return layer.experts in _RUNNING
+    def is_attached(model: nn.Module) -> bool:
+        """Whether any experts module of the model is offloaded."""
+        return any(module in _RUNNING for module in model.modules())
 
     def on_start(self, fresh: bool) -> None:
         """A forward starts; whatever an earlier one left behind when it was cut short is cleared."""
@@ -86,8 +88,6 @@ class Engine:
         self._check_untouched(layer)
         plan = self._plan
         if plan is None or (plan.ids_TK is not ids_TK and not torch.equal(plan.ids_TK, ids_TK)):
-            if plan is not None:  # another hook changed the routing after ours
-                self._residency.withdraw(plan.chunks[0])
             plan = self._begin(layer.index, ids_TK)
         self._plan = None
         stats = self._stats.layers[layer.index]
@@ -98,6 +98,8 @@ class Engine:
         return self._run_chunks(layer, plan, hidden_TD, ids_TK, weights_TK)
 
     def _begin(self, layer: int, ids_TK: Tensor) -> _Plan:
+        if self._plan is not None:  # another hook changed the routing after ours, or another experts function ran
+            self._residency.withdraw(self._plan.chunks[0])
         first = layer * self._experts
         keys = [first + expert for expert in _distinct(ids_TK)]
         self._residency.settle(layer, keys)
@@ -115,10 +117,11 @@ class Engine:
 
     def _run_whole(self, layer: MoELayer, plan: _Plan, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         (keys,) = plan.chunks
-        slots = self._residency.wait(keys)
-        slot_of_E = self._slot_table(layer.index, keys, slots, ids_TK.device)
-        output_TD = self._kernel.run(layer.experts, hidden_TD, slot_of_E[ids_TK], weights_TK)
-        self._residency.release(keys, slots)
+        # the table goes to the device first: on CUDA that holds the host until the stream has come so far
+        slots_TK = self._slot_table(layer.index, keys, ids_TK.device)[ids_TK]
+        self._residency.wait(keys)
+        output_TD = self._kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK)
+        self._residency.release(keys)
         return output_TD
 
     def _run_chunks(
@@ -131,19 +134,19 @@ class Engine:
         for index, keys in enumerate(plan.chunks):
             if index + 1 < len(plan.chunks):
                 self._residency.request(plan.chunks[index + 1])
-            slots = self._residency.wait(keys)
-            slots_P = self._slot_table(layer.index, keys, slots, ids_TK.device)[ids_P]
+            slots_P = self._slot_table(layer.index, keys, ids_TK.device)[ids_P]
             pairs = (slots_P >= 0).nonzero().squeeze(-1)
+            self._residency.wait(keys)
             output_PD[pairs] = self._kernel.run_pairs(layer.experts, hidden_TD[pairs // top_k], slots_P[pairs])
-            self._residency.release(keys, slots)
+            self._residency.release(keys)
         return combine(output_PD, weights_TK, hidden_TD.dtype)
 
-    def _slot_table(self, layer: int, keys: list[int], slots: list[int], device: torch.device) -> Tensor:
+    def _slot_table(self, layer: int, keys: list[int], device: torch.device) -> Tensor:
         """[E] slot of each expert, -1 where it has none in this chunk."""
         table = [-1] * self._experts
         first = layer * self._experts
-        for key, slot in zip(keys, slots, strict=True):
-            table[key - first] = slot
+        for key in keys:
+            table[key - first] = self._pool.slots[key]
         return torch.tensor(table, device=device)
 
     def _check_untouched(self, layer: MoELayer) -> None:
@@ -170,7 +173,25 @@ def _offloaded_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: T
             "such as 'grouped_mm'"
         )
     engine, layer = found
-    return engine.run(layer, hidden_states, top_k_index, top_k_weights)
+    with torch.no_grad():
+        output_TD = engine.run(layer, hidden_states, top_k_index, top_k_weights)
+    if torch.is_grad_enabled() and hidden_states.requires_grad:
+        refused: Tensor = _NoBackward.apply(hidden_states, output_TD)  # type: ignore[no-untyped-call]
+        return refused
+    return output_TD
+
+
+class _NoBackward(torch.autograd.Function):
+    """A backward would find other experts in the slots: refuse it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, output_TD: Tensor) -> Tensor:
+        del ctx, hidden_TD
+        return output_TD.view_as(output_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ExpertcastError("an offloaded model has no gradients: close the offload before training the model")
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _offloaded_experts)

@@ -28,6 +28,7 @@ _PR_SET_TIMERSLACK = 29
 class _QueuedCopy(Copy):
     arrived: _thread.LockType = field(default_factory=_thread.allocate_lock)
     """Held until the copy has arrived: cheaper than a threading.Event."""
+    submitted: float = field(default_factory=time.perf_counter)
 
 
 class EmulatedLink(Link):
@@ -109,27 +110,28 @@ class EmulatedLink(Link):
         _fine_timer()
         free_at = 0.0
         while (copy := self._next()) is not None:
-            start = max(time.perf_counter(), free_at) if self._queue_was_full else time.perf_counter()
+            # from the moment it was due, not from when this thread woke up: a late wake-up costs no bandwidth
+            start = max(copy.submitted, free_at)
             free_at = start + self._duration()
             try:
-                self._transfer(copy, start, free_at)
+                self._transfer(copy, free_at)
             except BaseException as error:  # handed to the thread that waits for it
                 copy.error = error
             self._count(free_at - start)
             copy.done = True
             copy.arrived.release()
 
-    def _transfer(self, copy: _QueuedCopy, start: float, end: float) -> None:
+    def _transfer(self, copy: _QueuedCopy, end: float) -> None:
         """Half of the block at once, half at the end: whoever computes without waiting finds a torn block."""
         half = self._store.layout.block_bytes // 2
+        begun = time.perf_counter()
         self._mover.move(copy.key, copy.slot, 0, half)
-        _sleep_until(end - (time.perf_counter() - start))
+        _sleep_until(end - (time.perf_counter() - begun))
         self._mover.move(copy.key, copy.slot, half)
         _sleep_until(end)
 
     def _next(self) -> _QueuedCopy | None:
         with self._changed:
-            self._queue_was_full = True
             while True:
                 while self._queue:
                     _, _, copy = heapq.heappop(self._queue)
@@ -138,7 +140,6 @@ class EmulatedLink(Link):
                         return copy
                 if self._closed:
                     return None
-                self._queue_was_full = False
                 self._changed.wait()
 
     def _duration(self) -> float:

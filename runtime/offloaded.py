@@ -5,7 +5,6 @@ L MoE layers, E routed experts per layer, K experts per token.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -15,15 +14,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor
 from expertcast.data.discovery import experts_implementation, find_moe_layers
-from expertcast.predictors import ExpertcastError, MoEView, Predictor, names, predictor_class
+from expertcast.predictors import ExpertcastError, MoEView, Predictor
+from expertcast.runtime.arguments import MODES, executed_layers, make_link, resolve_predictor, slot_count
 from expertcast.runtime.cache import LRUPolicy
 from expertcast.runtime.engine import EXPERTS_NAME, Engine
 from expertcast.runtime.kernels import SlotKernel, kernel_of
-from expertcast.runtime.link_cuda import CudaLink
-from expertcast.runtime.link_emulated import EmulatedLink
-from expertcast.runtime.links import InstantLink, Link
+from expertcast.runtime.links import Link
 from expertcast.runtime.prefetcher import Prefetcher
 from expertcast.runtime.residency import Residency
 from expertcast.runtime.slots import SlotPool
@@ -31,9 +28,6 @@ from expertcast.runtime.speculation import Speculator
 from expertcast.runtime.statistics import RunStatistics
 from expertcast.runtime.store import ExpertStore
 from expertcast.runtime.taps import RouterTaps
-
-MODES = ("exact", "speculate", "hybrid")
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
 class OffloadedModel:
@@ -51,6 +45,8 @@ class OffloadedModel:
         self.model = model
         self.view = view
         self.predictor = speculator.predictor
+        self.executed_layers = speculator.layers
+        """Layers that execute their forecast when there is one."""
         self.link = link
         self.stats = RunStatistics(len(view))
         self._stack = ExitStack()
@@ -154,148 +150,34 @@ def offload(
     """
     if mode not in MODES:
         raise ExpertcastError(f"unknown mode {mode!r}: choose from {', '.join(MODES)}")
-    view = find_moe_layers(model)
-    if any(Engine.is_attached(layer) for layer in view):
+    if Engine.is_attached(model):
         raise ExpertcastError("this model is offloaded already: close the other offload first")
+    view = find_moe_layers(model)
     store_device = ExpertStore.device_of(view)
-    bound, checkpoint = _predictor(predictor, view)
+    bound, checkpoint = resolve_predictor(predictor, view)
     if bound is not None:
         bound.to(store_device)
     speculator = Speculator(
         view,
         bound,
-        layers=_executed_layers(mode, layers, view, bound, checkpoint, min_recall),
+        layers=executed_layers(mode, layers, view, bound, checkpoint, min_recall),
         true_weights=true_weights,
         prefill=speculate_prefill,
         ahead=ahead,
     )
     if mode == "exact" and (true_weights or layers is not None):
         warnings.warn("layers and true_weights have no effect in mode 'exact'", stacklevel=2)
-    count = _slot_count(view, ExpertStore.block_bytes_of(view), slots, memory, cache, overfetch)
+    count = slot_count(view, ExpertStore.block_bytes_of(view), slots, memory, cache, overfetch)
     return OffloadedModel(
         model,
         view,
         speculator,
         slots=count,
-        link=_link(link, store_device.type, bandwidth, latency),
+        link=make_link(link, store_device.type, bandwidth, latency),
         prefetcher=Prefetcher(view.shape.experts, view.shape.top_k, overfetch),
         cache=cache,
         kernel_slots=SlotKernel(kernel_of(model), count),
     )
-
-
-def _predictor(
-    given: str | Path | Predictor | None, view: MoEView
-) -> tuple[Predictor | None, PredictorCheckpoint | None]:
-    """The predictor bound to the model, and the checkpoint it came from."""
-    if given is None:
-        return None, None
-    if isinstance(given, Predictor):
-        return given.bind(view), None
-    if not Path(given).exists() and str(given) in names():
-        cls = predictor_class(str(given))
-        made = cls(cls.config_class(), view.shape)
-        if made.state_dict():
-            raise ExpertcastError(
-                f"predictor {given!r} must be trained for a model: give the folder that `expertcast train` wrote"
-            )
-        return made.bind(view), None
-    if not Path(given).exists():
-        raise ExpertcastError(
-            f"predictor {str(given)!r} is neither a folder nor one of {', '.join(names())}: give a checkpoint's folder"
-        )
-    return load_predictor(given, view), PredictorCheckpoint.open(given)
-
-
-def _executed_layers(
-    mode: str,
-    layers: Iterable[int] | None,
-    view: MoEView,
-    predictor: Predictor | None,
-    checkpoint: PredictorCheckpoint | None,
-    min_recall: float,
-) -> list[int]:
-    if mode == "exact":
-        return []
-    if predictor is None:
-        raise ExpertcastError(f"mode {mode!r} executes forecasts: give a predictor")
-    if layers is not None:
-        return list(layers)
-    if mode == "speculate":
-        return list(range(len(view)))
-    recall = _recall_per_layer(checkpoint)
-    if recall is None:
-        raise ExpertcastError(
-            "mode 'hybrid' needs to know where forecasts are good: give layers=[...], or a checkpoint with recall_at_k "
-            "in its metrics.json"
-        )
-    return [layer for layer, value in enumerate(recall, start=1) if value >= min_recall]
-
-
-def _recall_per_layer(checkpoint: PredictorCheckpoint | None) -> list[float] | None:
-    """Recall@k of target layers 1..L-1, as `expertcast train` measured it on the validation split."""
-    if checkpoint is None:
-        return None
-    recall = checkpoint.metrics.get("recall_at_k", {})
-    per_layer = recall.get(checkpoint.name, recall).get("per_layer")
-    return None if per_layer is None else [float(value) for value in per_layer]
-
-
-def _slot_count(
-    view: MoEView, block_bytes: int, slots: int | None, memory: str | int | None, cache: bool, overfetch: float
-) -> int:
-    shape = view.shape
-    if slots is not None and memory is not None:
-        raise ExpertcastError("give slots or memory, not both")
-    everything = shape.layers * shape.experts
-    if memory is not None:
-        slots = _bytes(memory) // block_bytes
-        if slots < shape.top_k:
-            raise ExpertcastError(
-                f"memory={memory!r} holds {slots} experts of {block_bytes} bytes, one token needs {shape.top_k}: "
-                f"give {shape.top_k * block_bytes} bytes or more"
-            )
-    elif slots is None:
-        two_layers = shape.top_k + -(-int(shape.top_k * overfetch * 100) // 100)
-        slots = max(two_layers, everything // 4) if cache else two_layers
-    if slots < shape.top_k:
-        raise ExpertcastError(
-            f"slots={slots} is fewer than the {shape.top_k} experts one token needs: give slots={shape.top_k} or more"
-        )
-    return min(slots, everything)
-
-
-def _bytes(memory: str | int) -> int:
-    if isinstance(memory, int):
-        return memory
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMG]?I?)B?\s*", memory.upper())
-    try:
-        if match is None:
-            raise ValueError
-        return int(float(match[1]) * _UNITS[match[2]])
-    except (ValueError, KeyError):
-        raise ExpertcastError(f"memory={memory!r} is no size: write bytes, or text such as '2GB' or '512MiB'") from None
-
-
-def _link(link: str | Link, device: str, bandwidth: float | None, latency: float) -> Link:
-    if isinstance(link, Link):
-        return link
-    if link == "auto":
-        link = "cuda" if device == "cuda" else "instant" if bandwidth is None and not latency else "emulated"
-    emulated = link == "emulated"
-    if not emulated and (bandwidth is not None or latency):
-        raise ExpertcastError(f"bandwidth and latency belong to the emulated link, not to {link!r}: leave them out")
-    if link == "cuda":
-        if device != "cuda":
-            raise ExpertcastError(f"link 'cuda' needs a model on CUDA, this one is on {device}: use 'emulated'")
-        return CudaLink()
-    if emulated:
-        if device != "cpu":
-            raise ExpertcastError(f"the emulated link is for models on the CPU, this one is on {device}: use 'cuda'")
-        return EmulatedLink(float("inf") if bandwidth is None else bandwidth, latency)
-    if link == "instant":
-        return InstantLink()
-    raise ExpertcastError(f"unknown link {link!r}: choose from auto, instant, emulated, cuda")
 
 
 def _refuse_state_dict(*_args: Any) -> None:

@@ -45,7 +45,7 @@ class Residency:
 
     def holds(self, key: int) -> bool:
         """Whether the expert has a slot, arrived or not."""
-        return self.pool.slot_of(key) is not None
+        return key in self.pool.slots
 
     def settle(self, layer: int, needed: Iterable[int]) -> None:
         """The routing of `layer` is known: forget its forecast, and drop queued prefetches it does not need."""
@@ -100,29 +100,27 @@ class Residency:
             self._unused.add(key)
             self._layer_stats(key).prefetched += 1
 
-    def wait(self, keys: Iterable[int]) -> list[int]:
-        """Make compute wait for these requested experts; returns their slots, now in use."""
-        slots = []
+    def wait(self, keys: Iterable[int]) -> None:
+        """Make compute wait for these requested experts; their slots are in use now."""
         start = time.perf_counter()
+        layer = None
         for key in keys:
+            layer = self._layer_stats(key)
             copy = self._copies.get(key)
             if key in self._just_used:
                 self._just_used.remove(key)
-                self._layer_stats(key).prefetched_in_time += copy is None or self.link.poll(copy)
+                layer.prefetched_in_time += copy is None or self.link.poll(copy)
             if copy is not None:
                 self._arrive(key, copy)
             self.policy.use(key)
             self.pool.mark(key, SlotState.IN_USE)
-            slot = self.pool.slot_of(key)
-            assert slot is not None
-            slots.append(slot)
-        if slots:
-            self._layer_stats(key).waited_s += time.perf_counter() - start
-        return slots
+        if layer is not None:
+            layer.waited_s += time.perf_counter() - start
 
-    def release(self, keys: Iterable[int], slots: list[int]) -> None:
+    def release(self, keys: Iterable[int]) -> None:
         """Compute with these experts has been launched."""
-        self.link.mark_read(slots)
+        keys = list(keys)
+        self.link.mark_read([self.pool.slots[key] for key in keys])
         for key in keys:
             self._running.discard(key)
             self.pool.mark(key, SlotState.READY)
@@ -132,7 +130,7 @@ class Residency:
     def abandon(self) -> None:
         """A forward was cut short: nothing is running or forecast any more."""
         for key in self._running:
-            if self.pool.slot_of(key) is not None and key not in self._copies:
+            if key in self.pool.slots and key not in self._copies:
                 self.pool.mark(key, SlotState.READY)
         self._running.clear()
         self._just_used.clear()

@@ -34,7 +34,8 @@ class SlotPool:
         self._buffer = aligned_bytes(count * layout.block_bytes, device)
         self.views = layout.views(self._buffer)
         """Each parameter [S, ...] in the shape transformers' kernels take."""
-        self._slot_of: dict[int, int] = {}
+        self.slots: dict[int, int] = {}
+        """Slot of each key that has one; changed by `take` and `release` only."""
         self._key_of: list[int | None] = [None] * count
         self._state = [SlotState.FREE] * count
         self._free = list(range(count - 1, -1, -1))
@@ -53,7 +54,7 @@ class SlotPool:
         return self._buffer[slot * size : (slot + 1) * size]
 
     def slot_of(self, key: int) -> int | None:
-        return self._slot_of.get(key)
+        return self.slots.get(key)
 
     def key_of(self, slot: int) -> int | None:
         return self._key_of[slot]
@@ -63,25 +64,25 @@ class SlotPool:
 
     def resident(self) -> list[int]:
         """Keys that have a slot, loading ones included."""
-        return list(self._slot_of)
+        return list(self.slots)
 
     def take(self, key: int) -> int:
         """Give `key` a free slot, loading. There must be one."""
-        assert key not in self._slot_of, f"expert {key} has a slot already"
+        assert key not in self.slots, f"expert {key} has a slot already"
         slot = self._free.pop()
         assert self._state[slot] is SlotState.FREE
-        self._slot_of[key] = slot
+        self.slots[key] = slot
         self._key_of[slot] = key
         self._state[slot] = SlotState.LOADING
         return slot
 
     def mark(self, key: int, state: SlotState) -> None:
         """Move a key's slot to another state (loading -> ready -> in use -> ready)."""
-        self._state[self._slot_of[key]] = state
+        self._state[self.slots[key]] = state
 
     def release(self, key: int) -> None:
         """Free a key's slot. A slot in use is never freed."""
-        slot = self._slot_of.pop(key)
+        slot = self.slots.pop(key)
         assert self._state[slot] is not SlotState.IN_USE, f"slot {slot} is in use"
         self._key_of[slot] = None
         self._state[slot] = SlotState.FREE

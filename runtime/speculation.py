@@ -192,7 +192,7 @@ def weights_over(layer: MoELayer, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
 
 
 class _AnswerTopk(TorchFunctionMode):
-    """Answers `topk(scores [T, E], K)` with given ids and the scores found there."""
+    """Answers `topk(scores [T, E], K)` with given ids and their scores, and the choice of groups before it."""
 
     def __init__(self, experts: int, ids_TK: Tensor) -> None:
         super().__init__()
@@ -204,10 +204,17 @@ class _AnswerTopk(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.topk, Tensor.topk) and args[0].shape == (self._ids_TK.shape[0], self._experts):
-            count = args[1] if len(args) > 1 else kwargs["k"]
-            if count == self._ids_TK.shape[1]:
-                self.answered = True
-                values_TK = args[0].gather(-1, self._ids_TK)
-                return torch.return_types.topk((values_TK, self._ids_TK))
-        return func(*args, **kwargs)
+        if func not in (torch.topk, Tensor.topk) or args[0].dim() != 2:
+            return func(*args, **kwargs)
+        scores, count = args[0], args[1] if len(args) > 1 else kwargs["k"]
+        chosen = None
+        if scores.shape[1] == self._experts and count == self._ids_TK.shape[1]:
+            self.answered = True
+            chosen = self._ids_TK
+        elif self._experts % scores.shape[1] == 0:
+            # groups are chosen first: those of the given ids, for the others' experts are masked out
+            group_TK = self._ids_TK // (self._experts // scores.shape[1])
+            chosen = torch.zeros_like(scores).scatter(-1, group_TK, 1.0).topk(count).indices
+        if chosen is None:
+            return func(*args, **kwargs)
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))

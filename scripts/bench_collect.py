@@ -2,8 +2,9 @@
 
 Rounds of plain forwards and of collection (hooks, sums for default vectors, Arrow shards written and flushed to disk)
 alternate on the same windows, in an order that swaps every round. The plain forward runs without the head, as
-collection does; it is timed under the model's default experts implementation and under grouped_mm, on which collection
-runs. A forward with the head is timed too. Writes medians and ratios as JSON.
+collection does, and with padding in the experts, which collection leaves out; it is timed under the model's default
+experts implementation and under grouped_mm, on which collection runs. A forward with the head is timed too.
+Writes medians and ratios as JSON.
 
     python scripts/bench_collect.py --threads 1 --json benchmarks/results/collect.json
 """

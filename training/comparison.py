@@ -95,7 +95,8 @@ def inclusion_probability(logits_TE: Tensor, top_k: int, start_T: Tensor | None 
     one of E, this is to the best K. Unlike K * softmax clipped at 1 it always sums to K. It ignores whatever
     else a router chooses by (correction bias, groups), which the logits do not hold.
 
-    tau is found by Newton's method, kept inside a bracket that bisection shrinks.
+    tau is found by Newton's method on log(sum of p) = log K, which is nearly straight where the logits are flat
+    and most of the p small, kept inside a bracket that bisection shrinks.
 
     Args:
         start_T: a first tau, best halfway between the K-th and the K+1-th logit; found by sorting if not given.
@@ -118,7 +119,7 @@ def inclusion_probability(logits_TE: Tensor, top_k: int, start_T: Tensor | None 
         high_T1 = torch.where(excess_T1 < 0, tau_T1, high_T1)
         # sum of p (1 - p) = sum of p - sum of p^2: one pass less over [T, E]
         slope_T1 = sum_T1 - torch.linalg.vecdot(p_TE, p_TE)[:, None]
-        newton_T1 = tau_T1 + excess_T1 / slope_T1.clamp_min(1e-12)
+        newton_T1 = tau_T1 + (sum_T1 / top_k).log() * sum_T1 / slope_T1.clamp_min(1e-12)
         inside_T1 = (newton_T1 > low_T1) & (newton_T1 < high_T1)
         tau_T1 = torch.where(inside_T1, newton_T1, (low_T1 + high_T1) / 2)
     return torch.sigmoid(logits_TE - tau_T1)

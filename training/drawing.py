@@ -61,18 +61,12 @@ def named_lines(axis: Axes, series: Mapping[str, Sequence[tuple[float, float | N
         axis.plot(xs, ys, color=colour, marker=marker, markersize=5, linewidth=1.5, label=name)
         ends[name] = known[-1]
     right = max((x for x, _ in ends.values()), default=1.0)
-    heights = _spread({name: y for name, (_, y) in ends.items()}, LABEL_GAP * (1.0 - low), top=1.0)
+    heights = spread({name: y for name, (_, y) in ends.items()}, LABEL_GAP * (1.0 - low), low, 1.0)
     for name, height in heights.items():
-        axis.annotate(
-            name,
-            xy=(right, ends[name][1]),
-            xytext=(1.035, (height - low) / (axis.get_ylim()[1] - low)),
-            textcoords="axes fraction",
-            color=style(name)[0],
-            fontsize=9,
-            va="center",
-            arrowprops={"arrowstyle": "-", "color": style(name)[0], "linewidth": 0.6, "shrinkA": 0, "shrinkB": 5},
-        )
+        colour, beside = style(name)[0], (1.05, (height - low) / (axis.get_ylim()[1] - low))
+        axis.text(*beside, f" {name}  ", transform=axis.transAxes, color=colour, fontsize=9, va="center")
+        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 5}
+        axis.annotate("", (right, ends[name][1]), beside, textcoords="axes fraction", arrowprops=leader)
     plain_frame(axis)
 
 
@@ -98,14 +92,17 @@ def short(number: float) -> str:
     return f"{number:.3g}"
 
 
-def _spread(heights: Mapping[str, float], gap: float, top: float) -> dict[str, float]:
-    """Move heights apart until none is closer to the next than `gap`, keeping their order and the top."""
-    names = sorted(heights, key=lambda name: -heights[name])
-    placed: list[float] = []
-    for name in names:
-        placed.append(min(heights[name], placed[-1] - gap if placed else top))
-    bottom = min(heights.values(), default=0.0)
-    for index in reversed(range(len(placed))):  # those pushed below the lowest line move up again
-        least = bottom if index == len(placed) - 1 else placed[index + 1] + gap
-        placed[index] = max(placed[index], least)
-    return dict(zip(names, placed, strict=True))
+def spread(heights: Mapping[str, float], gap: float, low: float, high: float) -> dict[str, float]:
+    """Move heights as little as possible (in squares) so that none is closer to the next than `gap`.
+
+    Without the gaps this is isotonic regression: neighbours that would swap are pooled at their mean.
+    """
+    names = sorted(heights, key=lambda name: heights[name])
+    pools: list[tuple[float, int]] = []
+    for index, name in enumerate(names):
+        pools.append((heights[name] - index * gap, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (upper, many), (lower, few) = pools.pop(), pools.pop()
+            pools.append(((upper * many + lower * few) / (many + few), many + few))
+    bases = [min(max(base, low), high - (len(names) - 1) * gap) for base, count in pools for _ in range(count)]
+    return {name: base + index * gap for index, (name, base) in enumerate(zip(names, bases, strict=True))}

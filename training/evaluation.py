@@ -129,17 +129,10 @@ def _states(batches: Iterable[TraceBatch], view: MoEView, previous: bool) -> Ite
     for batch in batches:
         for start in range(0, len(batch), CHUNK_TOKENS):
             chunk = batch[start : start + CHUNK_TOKENS].to(device)
-            previous_TLE = _previous_logits(before, chunk) if previous else None
-            yield [chunk.state(view, layer, previous_logits_TLE=previous_TLE) for layer in range(len(view))]
+            if previous and chunk.previous_TLE is None:
+                chunk = chunk.with_previous(before)
+            yield [chunk.state(view, layer) for layer in range(len(view))]
             before = chunk[-1:]
-
-
-def _previous_logits(before: TraceBatch | None, chunk: TraceBatch) -> Tensor:
-    """Previous-token logits of a chunk, its first row's from the chunk before."""
-    if before is None:
-        return chunk.previous_logits()
-    rows = [replace(part, residual_TLD=part.residual_TLD[:, :0]) for part in (before, chunk)]
-    return TraceBatch.cat(rows).previous_logits()[1:]
 
 
 def _score_chunk(

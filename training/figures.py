@@ -6,7 +6,7 @@ They read the dictionaries that `Evaluation.as_dict()` and the quality harness m
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -22,6 +22,7 @@ from expertcast.training.drawing import (
     short,
     style,
 )
+from expertcast.training.results import CHAINED, quality_runs
 
 LABELS = {
     "recall_at_k": "recall@k",
@@ -34,26 +35,39 @@ LABELS = {
 
 
 def recall_by_layer(values: Mapping[str, Any], metric: str = "recall_at_k") -> Figure:
-    """A metric per target layer and predictor, teacher-forced and (where scored) chained side by side (Fig. 4, 10)."""
-    panels = [(metric, "teacher-forced")]
-    if f"{metric}_chained" in values:
-        panels.append((f"{metric}_chained", "chained"))
-    figure = Figure(figsize=(1.0 + 5.6 * len(panels), 4.4), layout="constrained")
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    level = values["chance"].get(metric)
-    low = floor([level, *(y for name, _ in panels for result in values[name].values() for y in result["per_layer"])])
-    for axis, (name, form) in zip(axes, panels, strict=True):
-        series = {
-            predictor: list(zip(values["targets"], result["per_layer"], strict=True))
-            for predictor, result in values[name].items()
-        }
-        named_lines(axis, series, low)
-        if level is not None:
-            chance_line(axis, level)
-        axis.set(title=f"{LABELS.get(metric, metric)}, {form}", xlabel="MoE layer forecast")
-        axis.set_xticks(values["targets"][:: math.ceil(len(values["targets"]) / 12)])
-    axes[0].set_ylabel(LABELS.get(metric, metric))
+    """A metric per target layer and predictor, teacher-forced and (where scored) chained side by side (Fig. 4, 10).
+
+    Where weak predictors press the others together, a second row shows the others close up.
+    """
+    panels = {"teacher-forced": values[metric]}
+    if metric + CHAINED in values:
+        panels["chained"] = values[metric + CHAINED]
+    level, label = values["chance"].get(metric), LABELS.get(metric, metric)
+    rows = [(list(values[metric]), _lowest(panels, values[metric], level))]
+    strong = [name for name, result in values[metric].items() if (result["mean"] or 0.0) > (1.0 + rows[0][1]) / 2]
+    if strong and _lowest(panels, strong) >= rows[0][1] + 0.2:
+        rows.append((strong, _lowest(panels, strong)))
+    figure = Figure(figsize=(1.0 + 5.6 * len(panels), 0.4 + 3.9 * len(rows)), layout="constrained")
+    axes = figure.subplots(len(rows), len(panels), squeeze=False)
+    for (names, low), row in zip(rows, axes, strict=True):
+        for axis, (form, results) in zip(row, panels.items(), strict=True):
+            series = {name: list(zip(values["targets"], results[name]["per_layer"], strict=True)) for name in names}
+            named_lines(axis, series, low)
+            if level is not None and level >= low:
+                chance_line(axis, level)
+            axis.set_title(f"{label}, {form}" + ", close up" * (low > rows[0][1]), fontsize=11)
+            axis.set_xticks(values["targets"][:: math.ceil(len(values["targets"]) / 12)])
+        row[0].set_ylabel(label)
+    for axis in axes[-1]:
+        axis.set_xlabel("MoE layer forecast")
     return figure
+
+
+def _lowest(panels: Mapping[str, Any], names: Iterable[str], level: float | None = None) -> float:
+    """Lower end of the axis for some predictors in all panels, and the chance level if given."""
+    return floor(
+        [level, *(value for result in panels.values() for name in names for value in result[name]["per_layer"])]
+    )
 
 
 def learning_curve(curve: Mapping[str, Mapping[Any, float]]) -> Figure:
@@ -138,6 +152,7 @@ def quality_bars(quality: Mapping[str, Mapping[str, Any]]) -> Figure:
         ("top1_agreement", "top-1 agreement with exact"),
         ("kl", "KL from exact (nats per token)"),
     )
+    quality = quality_runs(quality)
     runs = list(quality)
     figure = Figure(figsize=(12.4, 1.3 + 0.36 * len(runs)), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True)
@@ -147,14 +162,14 @@ def quality_bars(quality: Mapping[str, Mapping[str, Any]]) -> Figure:
         dots = [
             (domain[key], row)
             for row, run in enumerate(runs)
-            for domain in (quality[run].get("per_domain") or {}).values()
+            for domain in quality[run]["per_domain"].values()
             if domain.get(key) is not None
         ]
         if dots:
             axis.scatter(*zip(*dots, strict=True), s=9, color="white", edgecolors=BLACK, linewidths=0.6, zorder=3)
         limit = max([*values, *(value for value, _ in dots)]) or 1.0
         for row, value in enumerate(values):
-            axis.annotate(f" {value:.3g}", (limit * 1.03, row), va="center", fontsize=8)
+            axis.annotate(f" {value:.4g}", (limit * 1.03, row), va="center", fontsize=8)
         axis.set(title=title, xlim=(0, limit * 1.22))
         axis.title.set_fontsize(10)
         plain_frame(axis)

@@ -10,21 +10,40 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from expertcast.data.distributed import training_share
+from expertcast.data.distributed import current_share, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, predictor_class
+from expertcast.predictors.hybrid import HybridConfig
 from expertcast.training.fit_counts import fit_frequency, fit_previous_token
 from expertcast.training.fit_defaults import fit_quasi_hidden
+from expertcast.training.fit_estimator import fit_estimator
 from expertcast.training.fit_linear import fit_linear
 from expertcast.training.options import FitOptions, Fitted, train_tokens
+from expertcast.training.scoring import device_of
+from expertcast.training.selection import select_hybrid
 
 Fitter = Callable[[TraceSource, PredictorConfig, FitOptions], Fitted]
+
+
+def fit_hybrid(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
+    """Fit every candidate, then choose per layer; :func:`select_hybrid` alone takes candidates fitted before."""
+    assert isinstance(config, HybridConfig)
+    fitted = {}
+    for name in config.candidates:
+        values = {"ahead": config.ahead} | config.member_configs.get(name, {})
+        fitted[name] = fit(name, source, config=predictor_class(name).config_class(**values), options=options)
+    result = select_hybrid({name: f.predictor for name, f in fitted.items()}, source, config, options)
+    result.report["candidates"] = {name: f.report for name, f in fitted.items()}
+    return result
+
 
 FITTERS: dict[str, Fitter] = {
     "frequency": fit_frequency,
     "previous_token": fit_previous_token,
     "quasi_hidden": fit_quasi_hidden,
     "linear": fit_linear,
+    "estimator": fit_estimator,
+    "hybrid": fit_hybrid,
 }
 
 
@@ -61,10 +80,11 @@ def fit(
             f"ahead={max(config.ahead)}: the model has {source.view.shape.layers} MoE layers, "
             f"give distances of at most {source.view.shape.layers - 1}"
         )
+    current_share()  # under torchrun: the ranks must know each other before they divide the documents
     start = time.perf_counter()
     fitter = FITTERS.get(name)
     fitted = Fitted(predictor=cls(config, source.view.shape)) if fitter is None else fitter(source, config, options)
-    fitted.predictor.bind(source.view).eval()
+    fitted.predictor.to(device_of(source.view)).bind(source.view).eval()
     fitted.report = {**_used(source, options), "seconds": time.perf_counter() - start, **fitted.report}
     return fitted
 

@@ -15,7 +15,7 @@ LOSSES = ("kl", "sigmoid_kl")
 
 
 def kl_reference(target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0) -> Tensor:
-    """temperature^2 x mean over rows of KL(softmax(target / temperature) || softmax(forecast / temperature)), spelt out.
+    """Mean over rows of T^2 KL(softmax(target / T) || softmax(forecast / T)), T the temperature, spelt out.
 
     The factor keeps gradients at one size for any temperature. :func:`kl_divergence` is the fast form.
     """

@@ -66,6 +66,12 @@ def reliability(result: dict[str, Tensor]) -> dict[str, Any]:
     return {"ece": _plain(result["ece"]), "ece_per_layer": _plain(result["ece_L"].reshape(-1)), "bins": bins}
 
 
+def quality_runs(quality: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Runs by name, each with `per_domain`, from what the quality harness gives (its whole result or its `runs`)."""
+    runs = quality.get("runs", quality)
+    return {name: {**run, "per_domain": run.get("per_domain", run.get("domains", {}))} for name, run in runs.items()}
+
+
 def _plain(tensor: Tensor) -> Any:
     def clean(value: Any) -> Any:
         if isinstance(value, list):

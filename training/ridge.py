@@ -3,8 +3,8 @@
 T tokens, P layer pairs, F features (D for `linear`), E routed experts, S ridge strengths.
 
 With X the features and Y the targets of a pair, both about their means, the map is
-W = (X'X + n s v I)^-1 X'Y and b = mean(Y) - mean(X) W, where n is the number of tokens, s the strength and v the mean
-variance of the features: s is a plain number, whatever the scale of the model's norms.
+W = (X'X + n s V)^-1 X'Y and b = mean(Y) - mean(X) W, where n is the number of tokens, s the strength and V the diagonal
+of the features' variances: s is a plain number, whatever the scale of each feature.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ class RidgeStatistics:
 
     def __init__(self, pairs: int, features: int, experts: int, device: torch.device | str = "cpu") -> None:
         """The sums take 8 P F (F + E) bytes."""
-        options = {"dtype": torch.float64, "device": device}
-        self.count_P = torch.zeros(pairs, **options)
-        self.x_PF = torch.zeros(pairs, features, **options)
-        self.y_PE = torch.zeros(pairs, experts, **options)
-        self.xx_PFF = torch.zeros(pairs, features, features, **options)
-        self.xy_PFE = torch.zeros(pairs, features, experts, **options)
+
+        def zeros(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.float64, device=device)
+
+        self.count_P = zeros(pairs)
+        self.x_PF = zeros(pairs, features)
+        self.y_PE = zeros(pairs, experts)
+        self.xx_PFF = zeros(pairs, features, features)
+        self.xy_PFE = zeros(pairs, features, experts)
 
     def update(self, pair: int, x_TF: Tensor, y_TE: Tensor) -> None:
         """Add the tokens of one batch to the sums of one pair."""
@@ -76,10 +79,12 @@ class RidgeStatistics:
 
 
 def _solve_spd(covariance_FF: Tensor, cross_FE: Tensor, strength: float) -> Tensor:
-    level = covariance_FF.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
-    identity_FF = torch.eye(len(covariance_FF), dtype=covariance_FF.dtype, device=covariance_FF.device)
+    variance_F = covariance_FF.diagonal()
+    # a feature that never varies (an expert never routed to) would leave a zero pivot
+    floor = (1e-6 * variance_F.mean()).clamp(min=torch.finfo(torch.float32).tiny)
+    penalty_FF = variance_F.clamp(min=floor).diag()
     while True:
-        factor_FF, failed = torch.linalg.cholesky_ex(covariance_FF + strength * level * identity_FF)
+        factor_FF, failed = torch.linalg.cholesky_ex(covariance_FF + strength * penalty_FF)
         if not failed:
             return torch.cholesky_solve(cross_FE, factor_FF)
         # features with a mean far above their spread leave the fp32 products short of positive definite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +15,5 @@ __all__ = ["OffloadedModel", "__version__", "offload"]
 def __getattr__(name: str) -> Any:
     """`expertcast.offload` on first use: `import expertcast` and `expertcast --help` need not load torch."""
     if name in ("OffloadedModel", "offload"):
-        from expertcast.runtime import offloaded
-
-        return getattr(offloaded, name)
+        return getattr(importlib.import_module("expertcast.runtime.offloaded"), name)
     raise AttributeError(f"module 'expertcast' has no attribute {name!r}")

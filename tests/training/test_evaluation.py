@@ -141,7 +141,7 @@ def test_states_are_made_once_and_previous_tokens_only_when_asked_for(
     original = TraceBatch.state
 
     def counted(self: TraceBatch, *args: Any, **kwargs: Any) -> Any:
-        calls.append(kwargs["previous_logits_TLE"] is not None)
+        calls.append(self.previous_TLE is not None)
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(TraceBatch, "state", counted)

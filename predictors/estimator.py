@@ -1,0 +1,165 @@
+"""A small network on top of the ridge solution, distilled from the model's routers; or the paper's plain network.
+
+T tokens, D hidden size, E routed experts, K experts per token, P = L - ahead layer pairs, F features.
+Source: Speculating Experts, section 4 (rows B12 and B13). Training is :mod:`expertcast.training.fit_estimator`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from expertcast.predictors.base import PredictorConfig, RouterState
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.estimator_network import EstimatorNetwork
+from expertcast.predictors.linear import LinearConfig
+from expertcast.predictors.quasi_hidden import QuasiInput
+from expertcast.predictors.view import ModelShape
+
+FORMS = ("residual", "paper")
+INPUTS = ("quasi_hidden", "router_input", "routing", "previous")
+
+
+@dataclass(kw_only=True)
+class EstimatorConfig(LinearConfig):
+    form: str = "residual"
+    """`residual` adds a network to the ridge solution; `paper` is the published network alone, trained by plain KL."""
+    parameters: int = 800_000
+    """Parameter budget of the network, for each distance."""
+    expansion: float = 2.0
+    """Hidden units of the residual MLP per unit of its width."""
+    inputs: Sequence[str] = INPUTS
+    """What it reads: `quasi_hidden` (q_l), `router_input` (s_l), `routing` (combine weights as a row over experts),
+    `previous` (the previous token's router logits at the target layer)."""
+    temperatures: Sequence[float] = (1.0,)
+    """Temperatures of the loss; with several, short trials on validation choose one."""
+    learning_rate: float = 3e-3
+    """Peak learning rate (AdamW, warm-up and cosine)."""
+    weight_decay: float = 0.01
+    """Weight decay."""
+    step_tokens: int = 512
+    """Tokens per optimiser step (each gives one example per layer pair)."""
+    steps: int = 1500
+    """Optimiser steps at most."""
+    passes: int = 12
+    """Passes over the training tokens at most."""
+    patience: int = 4
+    """Validation rounds without gain before training stops; there are twelve in a full run."""
+
+    def __post_init__(self) -> None:
+        LinearConfig.__post_init__(self)
+        self.inputs = ["quasi_hidden"] if self.form == "paper" else list(self.inputs)
+        self.temperatures = [float(value) for value in self.temperatures]
+        if self.form not in FORMS:
+            raise ExpertcastError(f"form={self.form!r}: choose from {', '.join(FORMS)}")
+        if self.inputs[:1] != ["quasi_hidden"] or not set(self.inputs) <= set(INPUTS):
+            raise ExpertcastError(f"inputs={self.inputs}: give quasi_hidden first, then any of {', '.join(INPUTS[1:])}")
+        if not self.temperatures or min(self.temperatures) <= 0:
+            raise ExpertcastError(f"temperatures={self.temperatures}: give at least one above 0")
+        for name in ("parameters", "expansion", "learning_rate", "step_tokens", "steps", "passes", "patience"):
+            if getattr(self, name) <= 0:
+                raise ExpertcastError(f"{name}={getattr(self, name)}: give a number above 0")
+
+
+class Estimator(QuasiInput):
+    """logits_{l+ahead} = ridge(x) + gain x network(x), x the standardised inputs; fp32.
+
+    gain, one number per layer pair, is the spread of the pair's logits times a gate chosen on validation: at 0 the pair
+    is plain ridge. The paper's form has no ridge, gain 1, and reads q_l as it is.
+    """
+
+    name: ClassVar[str] = "estimator"
+    config_class: ClassVar[type[PredictorConfig]] = EstimatorConfig
+    config: EstimatorConfig
+
+    def __init__(self, config: PredictorConfig, shape: ModelShape) -> None:
+        assert isinstance(config, EstimatorConfig)
+        super().__init__(config, shape)
+        features = feature_count(config, shape)
+        self.uses_previous_token = "previous" in config.inputs
+        if self.uses_previous_token:
+            self.register_buffer("usual_LE", torch.zeros(shape.layers, shape.experts))
+        networks = {}
+        for ahead in config.ahead:
+            pairs = max(shape.layers - ahead, 0)
+            self.register_buffer(f"mean_PF_{ahead}", torch.zeros(pairs, features))
+            self.register_buffer(f"inverse_PF_{ahead}", torch.ones(pairs, features))
+            if config.form == "residual":
+                self.register_buffer(f"weight_PFE_{ahead}", torch.zeros(pairs, features, shape.experts))
+            self.register_buffer(f"bias_PE_{ahead}", torch.zeros(pairs, shape.experts))
+            self.register_buffer(f"gain_P_{ahead}", torch.ones(pairs))
+            networks[str(ahead)] = EstimatorNetwork(
+                pairs,
+                features,
+                shape.experts,
+                parameters=config.parameters,
+                expansion=config.expansion,
+                shared=config.form == "paper",
+            )
+        self.networks = nn.ModuleDict(networks)
+
+    def network(self, ahead: int) -> EstimatorNetwork:
+        module = self.networks[str(ahead)]
+        assert isinstance(module, EstimatorNetwork)
+        return module
+
+    def features(self, state: RouterState, ahead: int) -> Tensor:
+        """The inputs side by side [T, F], fp32, as they are (not standardised)."""
+        parts = [self.input_vector(state, ahead).float()]
+        if "router_input" in self.config.inputs:
+            parts.append(state.router_input_TD.float())
+        if "routing" in self.config.inputs:
+            weights_TK = state.topk_weights_TK.float()
+            routing_TE = weights_TK.new_zeros(len(weights_TK), self.shape.experts)
+            parts.append(routing_TE.scatter_(1, state.topk_ids_TK, weights_TK))
+        if "previous" in self.config.inputs:
+            parts.append(self._previous(state, state.layer + ahead))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _previous(self, state: RouterState, target: int) -> Tensor:
+        """The previous token's logits at the target layer about their mean; the usual ones where there is none."""
+        usual_E = self.get_buffer("usual_LE")[target]
+        if state.previous_logits_TLE is None:
+            return usual_E.expand(len(state.residual_TD), -1)
+        logits_TE = state.previous_logits_TLE[:, target].float()
+        centred_TE = logits_TE - logits_TE.mean(dim=1, keepdim=True)
+        return torch.where(centred_TE.isnan(), usual_E, centred_TE)
+
+    def standardised(self, x_PTF: Tensor, ahead: int) -> Tensor:
+        """Inputs of all pairs [P, T, F] about their means, in units of their spread."""
+        return (x_PTF - self._buffer("mean_PF", ahead)[:, None]) * self._buffer("inverse_PF", ahead)[:, None]
+
+    def base(self, x_PTF: Tensor, ahead: int) -> Tensor:
+        """What the network adds to, for all pairs [P, T, E], from standardised inputs."""
+        bias_P1E = self._buffer("bias_PE", ahead)[:, None]
+        if self.config.form == "paper":
+            return bias_P1E
+        return torch.baddbmm(bias_P1E, x_PTF, self._buffer("weight_PFE", ahead))
+
+    def logits(self, state: RouterState, ahead: int) -> Tensor:
+        """Forecast logits [T, E] in fp32."""
+        pair = state.layer
+        x_TF = self.features(state, ahead)
+        x_TF = (x_TF - self._buffer("mean_PF", ahead)[pair]) * self._buffer("inverse_PF", ahead)[pair]
+        base_TE = self._buffer("bias_PE", ahead)[pair]
+        if self.config.form == "residual":
+            base_TE = torch.addmm(base_TE, x_TF, self._buffer("weight_PFE", ahead)[pair])
+        return base_TE + self._buffer("gain_P", ahead)[pair] * self.network(ahead).one(x_TF, pair)
+
+    def _buffer(self, name: str, ahead: int) -> Tensor:
+        return self.get_buffer(f"{name}_{ahead}")
+
+
+def feature_count(config: EstimatorConfig, shape: ModelShape) -> int:
+    """F of a config for a model."""
+    sizes = {
+        "quasi_hidden": shape.hidden,
+        "router_input": shape.hidden,
+        "routing": shape.experts,
+        "previous": shape.experts,
+    }
+    return sum(sizes[name] for name in config.inputs)

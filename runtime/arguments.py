@@ -1,0 +1,130 @@
+"""What the arguments of :func:`expertcast.offload` stand for: predictor, layers, slots, link."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor
+from expertcast.predictors import ExpertcastError, MoEView, Predictor, names, predictor_class
+from expertcast.runtime.link_cuda import CudaLink
+from expertcast.runtime.link_emulated import EmulatedLink
+from expertcast.runtime.links import InstantLink, Link
+
+MODES = ("exact", "speculate", "hybrid")
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def resolve_predictor(
+    given: str | Path | Predictor | None, view: MoEView
+) -> tuple[Predictor | None, PredictorCheckpoint | None]:
+    """The predictor bound to the model, and the checkpoint it came from."""
+    if given is None:
+        return None, None
+    if isinstance(given, Predictor):
+        return given.bind(view), None
+    if not Path(given).exists() and str(given) in names():
+        cls = predictor_class(str(given))
+        made = cls(cls.config_class(), view.shape)
+        if made.state_dict():
+            raise ExpertcastError(
+                f"predictor {given!r} must be trained for a model: give the folder that `expertcast train` wrote"
+            )
+        return made.bind(view), None
+    if not Path(given).exists():
+        raise ExpertcastError(
+            f"predictor {str(given)!r} is neither a folder nor one of {', '.join(names())}: give a checkpoint's folder"
+        )
+    return load_predictor(given, view), PredictorCheckpoint.open(given)
+
+
+def executed_layers(
+    mode: str,
+    layers: Iterable[int] | None,
+    view: MoEView,
+    predictor: Predictor | None,
+    checkpoint: PredictorCheckpoint | None,
+    min_recall: float,
+) -> list[int]:
+    if mode == "exact":
+        return []
+    if predictor is None:
+        raise ExpertcastError(f"mode {mode!r} executes forecasts: give a predictor")
+    if layers is not None:
+        return list(layers)
+    if mode == "speculate":
+        return list(range(len(view)))
+    recall = _recall_per_layer(checkpoint)
+    if recall is None:
+        raise ExpertcastError(
+            "mode 'hybrid' needs to know where forecasts are good: give layers=[...], or a checkpoint with recall_at_k "
+            "in its metrics.json"
+        )
+    return [layer for layer, value in enumerate(recall, start=1) if value >= min_recall]
+
+
+def _recall_per_layer(checkpoint: PredictorCheckpoint | None) -> list[float] | None:
+    """Recall@k of target layers 1..L-1 in the checkpoint's metrics.json."""
+    if checkpoint is None:
+        return None
+    recall = checkpoint.metrics.get("recall_at_k", {})
+    per_layer = recall.get(checkpoint.name, recall).get("per_layer")
+    return None if per_layer is None else [float(value) for value in per_layer]
+
+
+def slot_count(
+    view: MoEView, block_bytes: int, slots: int | None, memory: str | int | None, cache: bool, overfetch: float
+) -> int:
+    shape = view.shape
+    if slots is not None and memory is not None:
+        raise ExpertcastError("give slots or memory, not both")
+    everything = shape.layers * shape.experts
+    if memory is not None:
+        slots = _bytes(memory) // block_bytes
+        if slots < shape.top_k:
+            raise ExpertcastError(
+                f"memory={memory!r} holds {slots} experts of {block_bytes} bytes, one token needs {shape.top_k}: "
+                f"give {shape.top_k * block_bytes} bytes or more"
+            )
+    elif slots is None:
+        two_layers = shape.top_k + -(-int(shape.top_k * overfetch * 100) // 100)
+        slots = max(two_layers, everything // 4) if cache else two_layers
+    if slots < shape.top_k:
+        raise ExpertcastError(
+            f"slots={slots} is fewer than the {shape.top_k} experts one token needs: give slots={shape.top_k} or more"
+        )
+    return min(slots, everything)
+
+
+def _bytes(memory: str | int) -> int:
+    if isinstance(memory, int):
+        return memory
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMG]?I?)B?\s*", memory.upper())
+    try:
+        if match is None:
+            raise ValueError
+        return int(float(match[1]) * _UNITS[match[2]])
+    except (ValueError, KeyError):
+        raise ExpertcastError(f"memory={memory!r} is no size: write bytes, or text such as '2GB' or '512MiB'") from None
+
+
+def make_link(link: str | Link, device: str, bandwidth: float | None, latency: float) -> Link:
+    if isinstance(link, Link):
+        return link
+    if link == "auto":
+        link = "cuda" if device == "cuda" else "instant" if bandwidth is None and not latency else "emulated"
+    emulated = link == "emulated"
+    if not emulated and (bandwidth is not None or latency):
+        raise ExpertcastError(f"bandwidth and latency belong to the emulated link, not to {link!r}: leave them out")
+    if link == "cuda":
+        if device != "cuda":
+            raise ExpertcastError(f"link 'cuda' needs a model on CUDA, this one is on {device}: use 'emulated'")
+        return CudaLink()
+    if emulated:
+        if device != "cpu":
+            raise ExpertcastError(f"the emulated link is for models on the CPU, this one is on {device}: use 'cuda'")
+        return EmulatedLink(float("inf") if bandwidth is None else bandwidth, latency)
+    if link == "instant":
+        return InstantLink()
+    raise ExpertcastError(f"unknown link {link!r}: choose from auto, instant, emulated, cuda")

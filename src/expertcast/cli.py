@@ -1,0 +1,187 @@
+"""The command line: `expertcast COMMAND ...`. Parsing and output only; the work is in `commands` and `demo`.
+
+Exit status 0, or 2 with one line on standard error that names what was wrong and what to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from expertcast import __version__
+
+DATA_HELP = "hub data set id, or local .parquet/.jsonl/.txt files with a column `text`, or `reference` (bundled text)"
+MODEL_HELP = "local folder or hub id of a transformers model, or `reference` (the bundled model)"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, not argparse's two."""
+        self.exit(2, f"expertcast: {message}; see `{self.prog} --help`\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line; a test freezes it."""
+    parser = _Parser(prog="expertcast", description=__import__("expertcast").__doc__)
+    parser.add_argument("--version", action="version", version=f"expertcast {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    for name, text, add in (
+        ("demo", "everything below on the bundled reference model; writes demo.json", _add_demo),
+        ("collect", "run a model over text and store router inputs, logits and default vectors", _add_collect),
+        ("train", "fit a predictor on traces, or online on a running model", _add_train),
+        ("eval", "score predictors on traces: recall@k per layer and the rest", _add_eval),
+        ("generate", "generate with experts offloaded and forecast", _add_generate),
+        ("inspect", "say what a model, traces folder or checkpoint is", _add_inspect),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        add(command)
+        command.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
+        command.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: torch's own)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    args = build_parser().parse_args(argv)
+    _quiet_libraries()
+    from expertcast.predictors.errors import ExpertcastError  # after parsing: --help must not wait for torch
+
+    try:
+        result, text = _run(args)
+        if args.json is not None:
+            from expertcast.commands import write_json
+
+            write_json(args.json, result)
+    except ExpertcastError as error:
+        print(f"expertcast: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("expertcast: interrupted; run the same command again to go on", file=sys.stderr)
+        return 130
+    print(text)
+    return 0
+
+
+def _run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from expertcast import commands, demo
+
+    if args.threads is not None:
+        import torch
+
+        torch.set_num_threads(args.threads)
+    functions = {
+        "demo": demo.run,
+        "collect": commands.collect,
+        "train": commands.train,
+        "eval": commands.evaluate,
+        "generate": commands.generate,
+        "inspect": commands.inspect,
+    }
+    return functions[args.command](args)
+
+
+def _quiet_libraries() -> None:
+    """Keep other libraries' progress and notices out of the output, unless the user asked for them."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_MININTERVAL", "0.5")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+    return value
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=_positive, default=120_000, help="tokens to collect (default: %(default)s)")
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", default="auto", choices=("auto", "bf16", "fp16", "fp32"), help="dtype to load in")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 ... (default: cuda when there is one)")
+
+
+def _add_text_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--window", type=_positive, default=256, help="tokens per window (default: %(default)s)")
+    parser.add_argument("--batch-size", type=_positive, default=8, help="windows per forward (default: %(default)s)")
+
+
+def _add_collect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--data", required=True, nargs="+", metavar="D", help=DATA_HELP)
+    parser.add_argument("--tokens", required=True, type=_positive, metavar="N", help="tokens to collect")
+    parser.add_argument("--out", required=True, type=Path, metavar="TRACES", help="folder to write; resumed if begun")
+    _add_text_options(parser)
+    _add_model_options(parser)
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="TRACES|MODEL", help="traces folder, or a model to train on online (--data)")
+    parser.add_argument("--predictor", required=True, metavar="NAME", help="registry name of the predictor")
+    parser.add_argument("--out", required=True, type=Path, metavar="CKPT", help="checkpoint folder to write")
+    parser.add_argument("--ahead", type=_positive, nargs="+", default=[1], help="layers ahead (default: 1)")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="fields of the predictor's config")
+    parser.add_argument("--tokens", type=_positive, metavar="N", help="train on at most so many tokens")
+    parser.add_argument("--data", nargs="+", metavar="D", help=DATA_HELP + "; with MODEL only")
+    parser.add_argument("--log", type=Path, metavar="DIR", help="TensorBoard logs")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    _add_text_options(parser)
+    _add_model_options(parser)
+
+
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("traces", type=Path, metavar="TRACES", help="traces folder")
+    parser.add_argument(
+        "--predictor",
+        required=True,
+        nargs="+",
+        metavar="NAME|CKPT",
+        help="names are fitted on the train split and scored on the test split; checkpoints are scored on all",
+    )
+    parser.add_argument("--split", choices=("train", "validation", "test", "all"), help="documents that score")
+    parser.add_argument("--ahead", type=_positive, default=1, help="layers ahead (default: %(default)s)")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="write one HTML page, PNGs and JSON")
+    parser.add_argument("--model", metavar="MODEL", help="also measure what speculative execution costs this model")
+    parser.add_argument("--data", nargs="+", metavar="D", help="text for --model; " + DATA_HELP)
+    parser.add_argument(
+        "--quality-tokens", type=_positive, default=8192, help="tokens for --model (default: %(default)s)"
+    )
+    _add_model_options(parser)
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--prompt", required=True, metavar="P", help="text to continue")
+    parser.add_argument("--predictor", metavar="NAME|CKPT", help="without one, experts are loaded on demand")
+    parser.add_argument(
+        "--mode", default="exact", choices=("exact", "speculate", "hybrid"), help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--slots", type=_positive, metavar="S", help="experts that fit on the device (default: a quarter)"
+    )
+    parser.add_argument("--bandwidth", type=float, metavar="BYTES/S", help="emulate a link of this bandwidth")
+    parser.add_argument("--new-tokens", type=_positive, default=64, metavar="N", help="(default: %(default)s)")
+    _add_model_options(parser)
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="MODEL|TRACES|CKPT", help="what to look at")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,318 @@
+"""What the commands of the command line do; each returns (result for --json, text to print)."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from expertcast.checkpoints import files
+from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor, save_predictor
+from expertcast.data.collector import collect as collect_traces
+from expertcast.data.datamodule import OnlineDataModule
+from expertcast.data.discovery import find_moe_layers
+from expertcast.data.inspection import inspect_model
+from expertcast.data.layout import TRACE_FILE
+from expertcast.data.models import REFERENCE, load_model, load_tokenizer
+from expertcast.data.text import Document, load_documents
+from expertcast.data.traces import TraceDataset, TraceSource
+from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, names, predictor_class
+from expertcast.runtime.offloaded import offload
+from expertcast.runtime.quality import QualityRun, measure_quality, text_windows
+from expertcast.training.evaluation import evaluate as evaluate_predictors
+from expertcast.training.fit import fit
+from expertcast.training.options import FitOptions
+from expertcast.training.report import write_report
+from expertcast.training.results import recall_table
+
+Outcome = tuple[dict[str, Any], str]
+EVAL_BATCH = 4096  # tokens
+QUALITY_WINDOW = 256  # tokens
+
+
+def collect(args: argparse.Namespace) -> Outcome:
+    """`expertcast collect`."""
+    documents = load_documents(args.data)
+    model = load_model(args.model, dtype=args.dtype, device=device_of(args))
+    traces = collect_traces(
+        model,
+        load_tokenizer(args.model),
+        documents,
+        args.out,
+        tokens=args.tokens,
+        window=args.window,
+        batch_size=args.batch_size,
+    )
+    return dict(traces.info), describe_traces(traces)
+
+
+def train(args: argparse.Namespace) -> Outcome:
+    """`expertcast train`: fit, score on the test split, save. The metrics of the validation split go along."""
+    config = predictor_config(args.predictor, args.ahead, args.set)
+    source = training_source(args)
+    options = FitOptions(tokens=args.tokens, seed=args.seed, log_folder=args.log, progress=True)
+    fitted = fit(args.predictor, source, config=config, options=options)
+    batches = source.batches("test", EVAL_BATCH)
+    ahead = min(config.ahead)
+    evaluation = evaluate_predictors({args.predictor: fitted.predictor}, batches, source.view, ahead=ahead)
+    metrics = {"split": "test", "traces": source.info.get("id"), **evaluation.as_dict()}
+    save_predictor(fitted.predictor, args.out, view=source.view, metrics=metrics, extra={"training": fitted.report})
+    text = f"{recall_table(evaluation)}\n\nfitted in {fitted.report['seconds']:.0f} s; wrote {args.out}"
+    return {"checkpoint": str(args.out), "training": fitted.report, **metrics}, text
+
+
+def evaluate(args: argparse.Namespace) -> Outcome:
+    """`expertcast eval`."""
+    if args.model and not args.data and args.model != REFERENCE:
+        raise ExpertcastError("--model needs text to run on: give --data")
+    traces = TraceDataset.open(args.traces)
+    predictors = evaluated_predictors(args, traces)
+    split, note = scoring_split(args, traces)
+    evaluation = evaluate_predictors(predictors, traces.batches(split, EVAL_BATCH), traces.view, ahead=args.ahead)
+    result: dict[str, Any] = {"split": split, **evaluation.as_dict()}
+    text = f"{recall_table(evaluation)}\n\nscored on split {split!r}, {result['tokens']} tokens{note}"
+    if args.model:
+        model = load_model(args.model, dtype=args.dtype, device=device_of(args))
+        documents = load_documents(args.data or REFERENCE)
+        result["quality"] = quality(
+            model, load_tokenizer(args.model), documents, predictors, result, tokens=args.quality_tokens
+        )
+        text += "\n\n" + quality_table(result["quality"])
+    if args.report:
+        title = f"Forecasts for {traces.view.model_id}"
+        provenance: dict[str, Any] = {
+            key: traces.info[key] for key in ("model", "tokens", "command", "versions") if key in traces.info
+        }
+        page = write_report(args.report, result, quality=result.get("quality"), title=title, provenance=provenance)
+        text += f"\n\nwrote {page}"
+    return result, text
+
+
+def generate(args: argparse.Namespace) -> Outcome:
+    """`expertcast generate`."""
+    model = load_model(args.model, dtype=args.dtype, device=device_of(args))
+    tokenizer = load_tokenizer(args.model)
+    inputs = tokenizer(args.prompt, return_tensors="pt").to(model.device)
+    if not inputs["input_ids"].shape[1]:
+        raise ExpertcastError("--prompt holds no token: give some text")
+    with offload(
+        model, predictor=args.predictor, mode=args.mode, slots=args.slots, bandwidth=args.bandwidth
+    ) as offloaded:
+        output = model.generate(**inputs, max_new_tokens=args.new_tokens, do_sample=False)
+        stats = offloaded.stats.as_dict()
+    text = tokenizer.decode(output[0], skip_special_tokens=True)
+    totals = {key: value for key, value in stats.items() if isinstance(value, (int, float))}
+    return {"text": text, "tokens": output[0].tolist(), "stats": stats}, f"{text}\n\n{table(totals)}"
+
+
+def inspect(args: argparse.Namespace) -> Outcome:
+    """`expertcast inspect`."""
+    folder = Path(args.target)
+    if (folder / TRACE_FILE).is_file():
+        traces = TraceDataset.open(folder)
+        return dict(traces.info), describe_traces(traces)
+    config = folder / files.CONFIG
+    if config.is_file() and "predictor" in json.loads(config.read_text()):
+        checkpoint = PredictorCheckpoint.open(folder)
+        recall = checkpoint.metrics.get("recall_at_k", {}).get(checkpoint.name)
+        return checkpoint.config, table({**checkpoint.config, "recall_at_k": recall})
+    report = inspect_model(args.target).as_dict()
+    return report, table({key: value for key, value in report.items() if value != ""})
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """Write a result file atomically.
+
+    Raises:
+        ExpertcastError: the folder does not exist or cannot be written.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+        os.replace(partial, path)
+    except OSError as error:
+        raise ExpertcastError(
+            f"cannot write {path}: {error.strerror}; give --json a path in a folder that exists"
+        ) from error
+
+
+def device_of(args: argparse.Namespace) -> str:
+    """`--device`, with `auto` resolved."""
+    if args.device != "auto":
+        return str(args.device)
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def predictor_config(name: str, ahead: list[int], settings: list[str]) -> PredictorConfig:
+    """The predictor's config from `--ahead` and `--set key=value ...`.
+
+    Raises:
+        ExpertcastError: unknown predictor, unknown field, or a value of the wrong type.
+    """
+    cls = predictor_class(name).config_class
+    types = typing.get_type_hints(cls)
+    fields = [field.name for field in dataclasses.fields(cls) if field.name != "ahead"]
+    values: dict[str, Any] = {"ahead": tuple(ahead)}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or key not in fields:
+            raise ExpertcastError(f"--set {setting!r}: {name} has {', '.join(fields) or 'no fields to set'}")
+        values[key] = parse_value(f"--set {key}", text, types[key])
+    return cls(**values)
+
+
+def parse_value(what: str, text: str, kind: Any) -> Any:
+    """Text to a config field's type (str, int, float, bool, or a tuple of them, comma-separated)."""
+    if typing.get_origin(kind) is tuple:
+        element = typing.get_args(kind)[0]
+        return tuple(parse_value(what, part, element) for part in text.split(","))
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        return kind(text) if kind in (int, float, str) else text
+    except (KeyError, ValueError) as error:
+        raise ExpertcastError(f"{what}={text!r}: not a {kind.__name__}") from error
+
+
+def training_source(args: argparse.Namespace) -> TraceSource:
+    """Traces when `source` is a traces folder, else a model to train on online.
+
+    Raises:
+        ExpertcastError: neither; or a model without --data.
+    """
+    if (Path(args.source) / TRACE_FILE).is_file():
+        if args.data:
+            raise ExpertcastError(f"{args.source} is a traces folder: leave --data out")
+        return TraceDataset.open(Path(args.source))
+    if not args.data:
+        raise ExpertcastError(f"{args.source} is no traces folder: give --data to train online on that model")
+    documents = load_documents(args.data)
+    model = load_model(args.source, dtype=args.dtype, device=device_of(args))
+    return OnlineDataModule(
+        model, load_tokenizer(args.source), documents, window=args.window, batch_size=args.batch_size, seed=args.seed
+    )
+
+
+def evaluated_predictors(args: argparse.Namespace, traces: TraceDataset) -> dict[str, Predictor]:
+    """Checkpoints loaded, registry names fitted on the train split; by predictor name.
+
+    Raises:
+        ExpertcastError: neither a checkpoint nor a name, or two predictors of one name.
+    """
+    predictors: dict[str, Predictor] = {}
+    for given in args.predictor:
+        if is_checkpoint(given):
+            predictor = load_predictor(given, traces.view)
+        elif given in names():
+            config = predictor_config(given, [args.ahead], [])
+            predictor = fit(given, traces, config=config, options=FitOptions(progress=True)).predictor
+        else:
+            raise ExpertcastError(
+                f"{given!r} is neither a checkpoint folder nor a predictor name: names are {', '.join(names())}"
+            )
+        if predictor.name in predictors:
+            raise ExpertcastError(f"two predictors named {predictor.name!r}: evaluate them one at a time")
+        predictors[predictor.name] = predictor
+    return predictors
+
+
+def is_checkpoint(given: str) -> bool:
+    return (Path(given) / files.CONFIG).is_file()
+
+
+def scoring_split(args: argparse.Namespace, traces: TraceDataset) -> tuple[str, str]:
+    """The documents that score, and a note: never documents that a predictor learned from, unless asked for."""
+    if args.split:
+        return args.split, ""
+    if not all(is_checkpoint(given) for given in args.predictor):
+        return "test", ""
+    for given in args.predictor:
+        training = PredictorCheckpoint.open(given).config.get("training", {})
+        if training.get("traces") == traces.info["id"]:
+            return "test", f"; {given} was trained on these traces, so their test split alone scores it (see --split)"
+    return "all", ""
+
+
+def quality(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    documents: Sequence[Document],
+    predictors: dict[str, Predictor],
+    evaluation: dict[str, Any],
+    *,
+    tokens: int,
+) -> dict[str, Any]:
+    """What executing forecasts costs the model, per domain: see :func:`expertcast.runtime.quality.measure_quality`.
+
+    Each predictor is executed at all layers, and the best one also at the layers where it is right often (`hybrid`).
+    """
+    domains = sorted({document.domain for document in documents})
+    count = max(1, tokens // QUALITY_WINDOW // len(domains))
+    windows = {}
+    for domain in domains:
+        texts = [document.text for document in documents if document.domain == domain]
+        windows[domain or "text"] = text_windows(tokenizer, texts, length=QUALITY_WINDOW, count=count)
+    ahead = int(evaluation["ahead"])
+    runs = {f"speculate {name}": QualityRun(predictor=p, ahead=ahead) for name, p in predictors.items()}
+    best = max(predictors, key=lambda name: evaluation["recall_at_k"][name]["mean"])
+    layers = confident_layers(evaluation, best)
+    runs[f"hybrid execution of {best}"] = QualityRun(predictor=predictors[best], layers=layers, ahead=ahead)
+    return measure_quality(model, find_moe_layers(model), windows, runs)
+
+
+def confident_layers(evaluation: dict[str, Any], name: str, least: float = 0.9) -> list[int]:
+    """Target layers at which a predictor's recall@k is at least `least`: where hybrid mode executes its forecast."""
+    recall = evaluation["recall_at_k"][name]["per_layer"]
+    return [layer for layer, value in zip(evaluation["targets"], recall, strict=True) if value >= least]
+
+
+def quality_table(result: dict[str, Any]) -> str:
+    rows = [("run", "perplexity", "top-1 agreement", "KL", "executed recall")]
+    for name, run in result["runs"].items():
+        numbers = (run["perplexity"], run["top1_agreement"], run["kl"], run["executed_recall"]["mean"])
+        rows.append((name, *(f"{number:.4g}" for number in numbers)))
+    return aligned(rows)
+
+
+def describe_traces(traces: TraceDataset) -> str:
+    keys = (
+        "model",
+        "fingerprint",
+        "shape",
+        "tokens",
+        "splits",
+        "window",
+        "columns",
+        "command",
+        "git_revision",
+        "versions",
+    )
+    values = {key: traces.info[key] for key in keys if key in traces.info}
+    return table({**values, "documents": len(traces.info["documents"])})
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A text table: the first column to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    )
+
+
+def table(values: dict[str, Any]) -> str:
+    """Two aligned columns; nested values as compact JSON."""
+    width = max(len(key) for key in values)
+    rows = []
+    for key, value in values.items():
+        shown = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
+        rows.append(f"{key:<{width}}  {shown if len(shown) <= 100 else shown[:97] + '...'}")
+    return "\n".join(rows)

@@ -1,0 +1,111 @@
+"""`expertcast demo`: collect, train, evaluate and deploy on the bundled reference model, in a few minutes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from expertcast.commands import EVAL_BATCH, aligned, confident_layers, predictor_config, write_json
+from expertcast.data.collector import collect
+from expertcast.data.discovery import find_moe_layers
+from expertcast.data.models import REFERENCE, load_model, load_tokenizer
+from expertcast.data.text import load_documents
+from expertcast.predictors import Predictor, names
+from expertcast.runtime.bench import benchmark
+from expertcast.runtime.quality import QualityRun, measure_quality, text_windows
+from expertcast.training.evaluation import evaluate
+from expertcast.training.fit import fit_predictor
+from expertcast.training.results import recall_table
+
+DEMO_FILE = Path("demo.json")
+SLOTS = 192  # a quarter of the reference model's 768 experts
+PROMPT_TOKENS = 64
+NEW_TOKENS = 48
+QUALITY_TOKENS = 6144
+WINDOW = 256
+
+
+def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """The whole path; writes demo.json into the current folder."""
+    begin = time.perf_counter()
+    model, tokenizer = load_model(REFERENCE), load_tokenizer(REFERENCE)
+    documents = load_documents(REFERENCE)
+    with tempfile.TemporaryDirectory(prefix="expertcast-demo-") as folder:
+        say(f"1/4 collect: {args.tokens} tokens through the bundled model")
+        traces = collect(model, tokenizer, documents, Path(folder) / "traces", tokens=args.tokens)
+        predictors: dict[str, Predictor] = {}
+        for name in names():
+            say(f"2/4 train: {name}")
+            predictors[name] = fit_predictor(name, traces, config=predictor_config(name, [1], []))
+        say("3/4 evaluate: recall@k on the test split, documents that no predictor has seen")
+        evaluation = evaluate(predictors, traces.batches("test", EVAL_BATCH), traces.view)
+        unseen = {entry["index"] for entry in traces.info["documents"] if entry["split"] == "test"}
+    say("4/4 deploy: a quarter of the experts on the device, the others behind an emulated link")
+    texts = [document.text for document in documents if document.index in unseen]
+    best = max(names(), key=evaluation.recall)
+    runs = deploy(model, tokenizer, texts, predictors[best], confident_layers(evaluation.as_dict(), best))
+    seconds = time.perf_counter() - begin
+    result = {**evaluation.as_dict(), **runs, "deployed_predictor": best, "seconds": seconds}
+    write_json(DEMO_FILE, result)
+    text = "\n\n".join(
+        [
+            f"\nrecall@k per target layer, {result['tokens']} test tokens",
+            recall_table(evaluation),
+            f"decoding with forecasts by {best}, {SLOTS} of "
+            f"{result['experts'] * len(traces.view)} experts on the device, "
+            f"link of {runs['bandwidth'] / 1e6:.0f} MB/s",
+            runs_table(runs["runs"]),
+            f"{seconds:.0f} seconds; wrote {DEMO_FILE}",
+        ]
+    )
+    return result, text
+
+
+def deploy(
+    model: PreTrainedModel, tokenizer: Any, texts: list[str], predictor: Predictor, layers: list[int]
+) -> dict[str, Any]:
+    """Time, bytes, hits and perplexity of on-demand loading and of the three modes, on unseen text."""
+    ways: dict[str, dict[str, Any]] = {
+        "on_demand": {},
+        "exact": {"predictor": predictor},
+        "speculate": {"predictor": predictor, "mode": "speculate"},
+        "hybrid": {"predictor": predictor, "mode": "hybrid", "layers": layers},
+    }
+    prompt = tokenizer.decode(tokenizer(texts[0])["input_ids"][:PROMPT_TOKENS])
+    timed = benchmark(model, tokenizer, prompt, runs=ways, slots=SLOTS, new_tokens=NEW_TOKENS)
+    windows = {"test": text_windows(tokenizer, texts, length=WINDOW, count=QUALITY_TOKENS // WINDOW)}
+    measured = measure_quality(
+        model,
+        find_moe_layers(model),
+        windows,
+        {"speculate": QualityRun(predictor=predictor), "hybrid": QualityRun(predictor=predictor, layers=layers)},
+    )["runs"]
+    for name, way in timed["runs"].items():
+        way["perplexity"] = measured[name if name in measured else "exact"]["perplexity"]
+    return timed
+
+
+def runs_table(runs: dict[str, Any]) -> str:
+    rows = [("run", "ms per token", "kB per token", "hit rate", "perplexity", "identical")]
+    for name, run_ in runs.items():
+        rows.append(
+            (
+                name,
+                f"{run_['tpot_s'] * 1e3:.2f}",
+                f"{run_['bytes_per_token'] / 1e3:.0f}",
+                f"{run_['hit_rate']:.3f}",
+                f"{run_['perplexity']:.3f}",
+                "yes" if run_["identical"] else "no",
+            )
+        )
+    return aligned(rows)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

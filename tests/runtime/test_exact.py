@@ -1,0 +1,141 @@
+"""Exact mode: the bits of the resident model, with any slots, link, predictor, batch and step size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, pipeline
+
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors import MoEView, predictor_class
+from expertcast.predictors.frequency import Frequency
+from expertcast.predictors.quasi_hidden import QuasiHidden
+from expertcast.runtime import OffloadedModel, offload
+from tests.runtime.conftest import PROMPT, assert_same, greedy
+
+CONFIGURATIONS: list[dict[str, Any]] = [
+    {"slots": 4},
+    {"slots": 8, "cache": False},
+    {"slots": 8, "cache": False, "predictor": "next_norm", "bandwidth": 2e9, "latency": 1e-5},
+    {"slots": 16, "predictor": "router_input", "overfetch": 2.0, "bandwidth": 1e9},
+    {"slots": 200, "predictor": "next_norm", "link": "emulated"},
+    {"slots": 5000, "predictor": "router_input"},
+]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_one_sequence(
+    dtype: str, reference_model: PreTrainedModel, reference_fp32: PreTrainedModel, one: dict[str, Tensor]
+) -> None:
+    model = reference_model if dtype == "bf16" else reference_fp32
+    expected = greedy(model, one)
+    for configuration in CONFIGURATIONS:
+        with offload(model, **configuration) as offloaded:
+            assert_same(greedy(offloaded, one), expected)
+            assert offloaded.stats.total.requests > 0
+    assert_same(greedy(model, one), expected)
+
+
+def test_batch_with_left_padding(reference_model: PreTrainedModel, four: dict[str, Tensor]) -> None:
+    expected = greedy(reference_model, four)
+    for configuration in ({"slots": 6}, {"slots": 64, "predictor": "next_norm", "bandwidth": 2e9}):
+        with offload(reference_model, **configuration) as offloaded:
+            got = greedy(offloaded, four)
+            assert torch.equal(got[0], expected[0])
+            if configuration["slots"] == 64:  # every decode step fits: one kernel call, the same bits
+                assert_same(got, expected)
+            else:
+                total = offloaded.stats.total
+                assert total.chunks > total.steps, "16 experts and 6 slots: steps in chunks"
+
+
+def test_prefill_in_chunks(reference_model: PreTrainedModel, reference_tokenizer: Any) -> None:
+    text = " ".join([PROMPT] * 20)
+    inputs = dict(reference_tokenizer(text, return_tensors="pt"))
+    sequences, logits = greedy(reference_model, inputs, 6)
+    with offload(reference_model, slots=7) as offloaded:
+        got_sequences, got_logits = greedy(offloaded, inputs, 6)
+        assert offloaded.stats.total.chunks > 100
+    assert torch.equal(got_sequences, sequences)
+    for own, other in zip(got_logits, logits, strict=True):
+        torch.testing.assert_close(own.float(), other.float(), rtol=2e-2, atol=5e-2)
+
+
+def test_trained_predictors(
+    reference_model: PreTrainedModel, reference_view: MoEView, reference_traces: TraceDataset, one: dict[str, Tensor]
+) -> None:
+    shape = reference_view.shape
+    quasi = QuasiHidden(QuasiHidden.config_class(ahead=(1, 2)), shape)
+    quasi.set_defaults(reference_traces.defaults)
+    previous = predictor_class("previous_token")(Frequency.config_class(), shape)
+    expected = greedy(reference_model, one)
+    with offload(reference_model, predictor=quasi, slots=24, cache=False) as offloaded:
+        assert_same(greedy(offloaded, one), expected)
+        near = offloaded.stats.total
+    with offload(reference_model, predictor=quasi, slots=24, cache=False, ahead=2) as offloaded:
+        assert_same(greedy(offloaded, one), expected)
+        far = offloaded.stats.total
+    assert near.prefetched_used > far.prefetched_used > 0.4 * far.requests
+    with offload(reference_model, predictor=previous, slots=24, cache=False) as offloaded:
+        assert_same(greedy(offloaded, one), expected)
+        assert offloaded.stats.total.prefetched_used > 0
+
+
+def test_plain_forward_and_pipeline(
+    reference_model: PreTrainedModel, reference_tokenizer: Any, one: dict[str, Tensor]
+) -> None:
+    def text() -> str:
+        generator = pipeline("text-generation", model=reference_model, tokenizer=reference_tokenizer)
+        return str(generator(PROMPT, max_new_tokens=6, do_sample=False)[0]["generated_text"])
+
+    expected_text = text()
+    expected = reference_model(**one, labels=one["input_ids"])
+    with offload(reference_model, slots=64, predictor="next_norm") as offloaded:
+        got = offloaded(**one, labels=one["input_ids"])
+        assert torch.equal(got.logits, expected.logits)
+        assert torch.equal(got.loss, expected.loss)
+        assert text() == expected_text
+        with torch.inference_mode():
+            assert torch.equal(offloaded(**one).logits, expected.logits)
+
+
+@pytest.mark.parametrize("kernel", ["batched_mm", "eager"])
+def test_the_models_own_kernel(kernel: str, reference_model: PreTrainedModel, one: dict[str, Tensor]) -> None:
+    before = reference_model.get_experts_implementation()
+    try:
+        reference_model.set_experts_implementation("grouped_mm" if kernel == "eager" else kernel)
+        expected = greedy(reference_model, one, 4)
+        reference_model.set_experts_implementation(kernel)
+        if kernel == "eager":
+            with pytest.warns(UserWarning, match="'eager' cannot read slots"):
+                offloaded: OffloadedModel = offload(reference_model, slots=64)
+        else:
+            offloaded = offload(reference_model, slots=64)
+        with offloaded:
+            assert_same(greedy(offloaded, one, 4), expected)
+        assert reference_model.get_experts_implementation()[""] == kernel
+    finally:
+        reference_model.set_experts_implementation(before)
+
+
+def test_slot_views_are_read_in_place(reference_model: PreTrainedModel) -> None:
+    """The kernel's own multiplication is given memory of the pool, not a copy of it."""
+    with offload(reference_model, slots=40) as offloaded:
+        pool = offloaded.pool
+        low, high = pool.block(0).data_ptr(), pool.block(0).data_ptr() + pool.nbytes
+        assert pool.block(0).data_ptr() % 256 == 0
+        experts = offloaded.view[3].experts
+        for name in ("gate_up_proj", "down_proj"):
+            parameter = experts.get_parameter(name)
+            assert parameter.shape[0] == 40
+            assert low <= parameter.data_ptr() < high
+            assert parameter.stride(0) * parameter.element_size() == pool.layout.block_bytes
+        with torch.profiler.profile(record_shapes=True) as profile, torch.no_grad():
+            offloaded(input_ids=torch.tensor([[5]]))
+    one_layer = 40 * pool.layout.block_bytes // 2
+    copies = [e for e in profile.events() if e.name in ("aten::contiguous", "aten::clone", "aten::copy_")]
+    assert copies
+    assert all(torch.Size(shape).numel() < one_layer for e in copies for shape in e.input_shapes[:1] if shape)

@@ -1,0 +1,164 @@
+"""Links: rate, order, cancellation, failure."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from expertcast.data.discovery import find_moe_layers
+from expertcast.runtime import CudaLink, EmulatedLink, InstantLink, Link
+from expertcast.runtime.slots import SlotPool
+from expertcast.runtime.store import ExpertStore
+from tests.families.models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def store() -> ExpertStore:
+    view = find_moe_layers(tiny_model("gpt_oss"))
+    store = ExpertStore(view)
+    store.pack(view)
+    return store
+
+
+def _attached(link: Link, store: ExpertStore, device: str = "cpu") -> SlotPool:
+    pool = SlotPool(store.layout, 16, torch.device(device))
+    link.attach(store, pool)
+    return pool
+
+
+def test_blocks_hold_every_parameter_aligned(store: ExpertStore) -> None:
+    fields = store.layout.fields
+    assert [field.name for field in fields] == ["gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"]
+    assert all(field.offset % 256 == 0 for field in fields)
+    assert store.layout.block_bytes % 256 == 0
+    assert store.block(5).data_ptr() % 256 == 0
+    assert store.nbytes == 4 * 8 * store.layout.block_bytes
+
+
+@pytest.mark.parametrize("link", [InstantLink(), EmulatedLink(1e9, 1e-4)])
+def test_bytes_arrive(link: Link, store: ExpertStore) -> None:
+    pool = _attached(link, store)
+    copies = [link.submit(key, slot, urgent=False) for slot, key in enumerate((3, 30, 17))]
+    for copy in copies:
+        link.wait(copy)
+        assert link.poll(copy)
+        assert torch.equal(pool.block(copy.slot), store.block(copy.key))
+    assert link.bytes_moved == 3 * store.layout.block_bytes
+    assert link.copies == 3
+    link.reset()
+    assert link.bytes_moved == 0
+    link.close()
+
+
+def test_rate_of_the_emulated_link(store: ExpertStore) -> None:
+    """Ten copies of 1 ms latency and 1 ms transfer take 20 ms; the caller is free meanwhile."""
+    link = EmulatedLink(store.layout.block_bytes / 1e-3, 1e-3)
+    _attached(link, store)
+    start = time.perf_counter()
+    copies = [link.submit(key, key, urgent=False) for key in range(10)]
+    submitted = time.perf_counter() - start
+    link.wait(copies[-1])
+    took = time.perf_counter() - start
+    link.close()
+    assert submitted < 0.01
+    assert 0.0199 < took < 0.06
+    assert link.busy_s == pytest.approx(0.02, rel=1e-6)
+
+
+def test_urgent_first_and_dropped_never(store: ExpertStore) -> None:
+    link = EmulatedLink(store.layout.block_bytes / 2e-3)
+    pool = _attached(link, store)
+    first = link.submit(0, 0, urgent=False)
+    while not first.started:
+        time.sleep(1e-4)
+    second, third, fourth = (link.submit(key, key, urgent=False) for key in (1, 2, 3))
+    assert not link.cancel(first), "under way"
+    assert link.cancel(third)
+    link.promote(fourth)
+    urgent = link.submit(4, 4, urgent=True)
+    arrived = []
+    for copy in (first, fourth, urgent, second):
+        link.wait(copy)
+        arrived.append(time.perf_counter())
+        assert [other.done for other in (first, fourth, urgent, second)].count(True) == len(arrived)
+    assert all(earlier < later for earlier, later in pairwise(arrived))
+    link.close()
+    assert link.copies == 4
+    assert not pool.block(2).any()
+
+
+def test_a_copy_that_fails(store: ExpertStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = EmulatedLink(1e12)
+    _attached(link, store)
+
+    def fail(*_args: Any) -> None:
+        raise OSError("bus error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(link._mover, "move", fail)
+        broken = link.submit(1, 1, urgent=True)
+        with pytest.raises(OSError, match="bus error"):
+            link.wait(broken)
+    link.wait(link.submit(2, 2, urgent=True))
+    link.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+class TestCuda:
+    def test_bytes_arrive_in_order(self) -> None:
+        model = tiny_model("gpt_oss").to("cuda")
+        view = find_moe_layers(model)
+        store = ExpertStore(view, pinned=True)
+        store.pack(view)
+        assert store.block(0).is_pinned()
+        link = CudaLink(window=2)
+        pool = _attached(link, store, "cuda")
+        copies = [link.submit(key, key, urgent=False) for key in range(8)]
+        assert [copy.started for copy in copies].count(True) <= 8
+        if not copies[7].started:
+            assert link.cancel(copies[7])
+        urgent = link.submit(20, 8, urgent=True)
+        for copy in (*copies[:7], urgent):
+            link.wait(copy)
+            assert torch.equal(pool.block(copy.slot).cpu(), store.block(copy.key))
+        link.synchronize()
+        assert link.copies >= 8
+        assert link.busy_s > 0
+        link.close()
+
+    def test_a_slot_is_not_overwritten_while_it_is_read(self) -> None:
+        model = tiny_model("qwen3_moe").to("cuda")
+        view = find_moe_layers(model)
+        store = ExpertStore(view, pinned=True)
+        store.pack(view)
+        link = CudaLink()
+        pool = _attached(link, store, "cuda")
+        link.wait(link.submit(0, 0, urgent=True))
+        torch.cuda._sleep(50_000_000)
+        read = pool.block(0).clone()
+        link.mark_read([0])
+        copy = link.submit(9, 0, urgent=True)
+        assert torch.equal(read.cpu(), store.block(0))
+        link.wait(copy)
+        assert torch.equal(pool.block(0).cpu(), store.block(9))
+        link.close()
+
+    @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+    def test_exact_generation(self, family: str) -> None:
+        from expertcast.runtime import offload
+        from tests.runtime.conftest import greedy
+
+        model = tiny_model(family).to("cuda")
+        inputs = {"input_ids": torch.tensor([[3, 4, 5]], device="cuda")}
+        model.set_experts_implementation("batched_mm")
+        expected = greedy(model, inputs, 16)
+        with offload(model, slots=5, predictor="next_norm") as offloaded:
+            assert offloaded.link.name == "cuda"
+            got = greedy(offloaded, inputs, 16)
+        assert torch.equal(got[0], expected[0])
+        assert all(torch.equal(own, other) for own, other in zip(got[1], expected[1], strict=True))

@@ -1,0 +1,219 @@
+"""The report folder: complete, self-contained, refused where it would overwrite; and the figures' contents."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+
+from expertcast.predictors.base import PredictorConfig
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.router_input import RouterInput
+from expertcast.training import figures
+from expertcast.training.drawing import STYLES, floor, run_colour, short, spread, style
+from expertcast.training.evaluation import evaluate
+from expertcast.training.report import FILES, write_report
+from tests.training.synthetic import Before, Oracle, Same, random_batch, tiny_view
+
+CURVE = {"linear": {"20000": 0.85, "400000": 0.9}, "estimator": {20000: 0.86, 50000: 0.9}}
+QUALITY = {
+    "exact": {"perplexity": 20.125, "top1_agreement": 1.0, "kl": 0.0, "per_domain": {"code": {"perplexity": 9.0}}},
+    "speculate estimator": {"perplexity": 21.0, "top1_agreement": 0.93, "kl": 0.02, "per_domain": {}},
+}
+PROVENANCE = {"command": "expertcast eval <traces>", "versions": {"torch": "2.13.0"}}
+
+
+@pytest.fixture(scope="module")
+def values() -> dict[str, Any]:
+    view = tiny_view()
+    batch = random_batch(view, 60)
+    predictors = {
+        "router_input": RouterInput(PredictorConfig(), view.shape),
+        "same": Same(PredictorConfig(), view.shape),
+        "before": Before(PredictorConfig(), view.shape),
+        "oracle": Oracle(batch, view.shape),
+    }
+    for predictor in predictors.values():
+        predictor.bind(view)
+    return evaluate(predictors, [batch], view).as_dict()
+
+
+class Page(HTMLParser):
+    """Collects cells, image sources and every attribute that could fetch something; checks that tags are closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.images: list[str] = []
+        self.links: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.links += [value or "" for key, value in attrs if key in ("src", "href", "srcset", "action")]
+        if tag == "img":
+            assert found["alt"]
+            self.images.append(found["src"] or "")
+        elif tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th", "code"):
+            self.cells.append(data)
+
+
+def test_report_is_one_page_with_all_numbers_and_nothing_from_outside(values: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    page = write_report(
+        folder, values, learning_curve=CURVE, quality=QUALITY, title="tiny & <random>", provenance=PROVENANCE
+    )
+    assert page == folder / "index.html"
+    assert {path.name for path in folder.iterdir()} == set(FILES)
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]
+    text = page.read_text()
+    parsed = Page(text)
+    assert not re.search(r"https?://|@import|<script|url\(", text)
+    assert all(link.startswith("data:image/png;base64,") for link in parsed.links)
+    inlined = {base64.b64decode(source.partition(",")[2]) for source in parsed.images}
+    assert inlined == {path.read_bytes() for path in folder.glob("*.png")}
+    for metric in ("recall_at_k", "recall_at_1.5k_chained", "weight_covered", "cosine"):
+        for value in values[metric]["router_input"]["per_layer"]:
+            assert f"{value:.3f}" in parsed.cells, metric
+    assert {"20.1250", "0.9300", "400,000", "expertcast eval <traces>", "torch 2.13.0"} <= set(parsed.cells)
+    assert "<random>" not in text
+    assert "<script" not in text
+
+
+def test_report_json_holds_what_was_given(values: dict[str, Any], tmp_path: Path) -> None:
+    write_report(tmp_path / "r", values, quality=QUALITY)
+    data = json.loads((tmp_path / "r" / "report.json").read_text())
+    assert data["evaluation"] == values
+    assert (data["quality"], data["learning_curve"]) == (QUALITY, None)
+    assert data["provenance"]["versions"]["torch"]
+
+
+def test_own_report_is_replaced_and_its_old_pictures_go(values: dict[str, Any], tmp_path: Path) -> None:
+    write_report(tmp_path, values, quality=QUALITY, title="first", provenance=PROVENANCE)
+    assert (tmp_path / "quality.png").exists()
+    write_report(tmp_path, values, title="second", provenance=PROVENANCE)
+    assert not (tmp_path / "quality.png").exists()
+    assert "second" in (tmp_path / "index.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "index.html", "report.json"])
+def test_folder_with_other_things_is_refused_and_left_alone(values: dict[str, Any], tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ExpertcastError, match="name an empty or a new folder"):
+        write_report(tmp_path, values)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
+
+
+def test_stranger_in_an_own_report_is_named(values: dict[str, Any], tmp_path: Path) -> None:
+    write_report(tmp_path, values, provenance=PROVENANCE)
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(ExpertcastError, match=r"thesis\.tex"):
+        write_report(tmp_path, values)
+
+
+def test_file_in_the_way_is_named(values: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "report").write_text("")
+    with pytest.raises(ExpertcastError, match="is a file"):
+        write_report(tmp_path / "report", values)
+
+
+def lines_of(figure: Figure, panel: int) -> dict[str, list[float]]:
+    lines = figure.axes[panel].get_lines()
+    return {line.get_label(): list(line.get_ydata()) for line in lines if not line.get_label().startswith("_")}
+
+
+def test_recall_figure_shows_the_numbers_and_the_chance_level(values: dict[str, Any]) -> None:
+    figure = figures.recall_by_layer(values)
+    for panel, key in enumerate(("recall_at_k", "recall_at_k_chained")):
+        assert lines_of(figure, panel) == {name: r["per_layer"] for name, r in values[key].items()}
+        texts = {text.get_text().strip() for text in figure.axes[panel].texts}
+        assert set(values[key]) <= texts
+        assert f"chance {values['chance']['recall_at_k']:.3f}" in texts
+        low, high = figure.axes[panel].get_ylim()
+        assert all(low <= value <= high for series in lines_of(figure, panel).values() for value in series)
+
+
+def test_close_up_holds_the_strong_predictors_only(values: dict[str, Any]) -> None:
+    results = {"weak": {"mean": 0.1, "per_layer": [0.1] * 3}, "strong": {"mean": 0.9, "per_layer": [0.9, 0.88, 0.92]}}
+    figure = figures.recall_by_layer(values | {"recall_at_k": results, "recall_at_k_chained": results})
+    assert len(figure.axes) == 4
+    assert set(lines_of(figure, 0)) == {"weak", "strong"}
+    assert set(lines_of(figure, 2)) == {"strong"}
+    assert figure.axes[2].get_ylim()[0] == pytest.approx(0.85)
+
+
+def test_metric_without_values_for_a_predictor_is_left_out_of_its_figure(values: dict[str, Any]) -> None:
+    assert set(lines_of(figures.recall_by_layer(values, "cosine"), 0)) == {"router_input", "oracle"}
+
+
+def test_rank_alignment_has_ranks_down_and_layers_across(values: dict[str, Any]) -> None:
+    image = figures.rank_alignment(values).axes[0].get_images()[0].get_array()
+    per_layer = values["rank_alignment"]["router_input"]["per_layer"]
+    assert image.shape == (values["k"], len(values["targets"]))
+    assert image[1][2] == pytest.approx(per_layer[2][1])
+
+
+def test_learning_curve_is_in_order_of_tokens() -> None:
+    curve = {"linear": {"400000": 0.9, "50000": 0.88, "100000": 0.89}}
+    axis = figures.learning_curve(curve).axes[0]
+    assert list(axis.get_lines()[0].get_xdata()) == [50_000, 100_000, 400_000]
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["50k", "100k", "400k"]
+
+
+def test_quality_figure_takes_the_harness_result_or_its_runs() -> None:
+    domains = {"runs": {"exact": {"perplexity": 20.0, "top1_agreement": 1.0, "kl": 0.0, "domains": QUALITY}}}
+    axis = figures.quality_bars(domains).axes[0]
+    assert [bar.get_width() for bar in axis.patches] == [20.0]
+    assert len(axis.collections[0].get_offsets()) == 2
+    assert [bar.get_width() for bar in figures.quality_bars(QUALITY).axes[1].patches] == [1.0, 0.93]
+
+
+def test_calibration_leaves_empty_bins_out(values: dict[str, Any]) -> None:
+    axis = figures.calibration(values).axes[0]
+    filled = [entry for entry in values["calibration"]["router_input"]["bins"] if entry["count"]]
+    assert list(axis.get_lines()[1].get_ydata()) == [entry["frequency"] for entry in filled]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_names_are_spread_without_overlap_or_reordering(heights: list[float]) -> None:
+    named = {str(index): height for index, height in enumerate(heights)}
+    placed = spread(named, 0.05, 0.0, 1.0)
+    ordered = sorted(placed.values())
+    assert all(right - left >= 0.05 - 1e-9 for left, right in itertools.pairwise(ordered))
+    assert ordered[0] >= -1e-9
+    assert ordered[-1] <= 1 + 1e-9
+    assert all(placed[a] <= placed[b] for a in named for b in named if named[a] < named[b])
+
+
+def test_far_names_stay_where_they_are() -> None:
+    assert spread({"a": 0.2, "b": 0.9}, 0.05, 0.0, 1.0) == pytest.approx({"a": 0.2, "b": 0.9})
+    assert spread({"a": 0.5, "b": 0.5}, 0.1, 0.0, 1.0) == pytest.approx({"a": 0.45, "b": 0.55})
+
+
+def test_small_helpers() -> None:
+    assert [short(number) for number in (500, 20_000, 1_500_000)] == ["500", "20k", "1.5M"]
+    assert floor([0.58, None, 0.9]) == pytest.approx(0.55)
+    assert floor([0.01]) == 0.0
+    assert len(set(STYLES.values())) == len({colour for colour, _ in STYLES.values()}) == 8
+    assert style("anything") == style("anything")
+    assert run_colour("speculate quasi_hidden") == STYLES["quasi_hidden"][0]
+    assert run_colour("exact") not in {colour for colour, _ in STYLES.values()}

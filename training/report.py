@@ -1,0 +1,133 @@
+"""The report of an evaluation: one page that needs nothing else, its pictures as files, and its numbers as JSON."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from expertcast.checkpoints.provenance import provenance as running_provenance
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.training import figures
+from expertcast.training.report_page import page
+
+PAGE = "index.html"
+DATA = "report.json"
+FORMAT = "expertcast-report-1"
+RECALL, RANKS, CALIBRATION = "recall.png", "rank_alignment.png", "calibration.png"
+COVERED, CURVE, QUALITY = "weight_covered.png", "learning_curve.png", "quality.png"
+FILES = (PAGE, DATA, RECALL, COVERED, RANKS, CALIBRATION, CURVE, QUALITY)
+DPI = 110
+
+
+def write_report(
+    folder: Path | str,
+    evaluation: Mapping[str, Any],
+    *,
+    learning_curve: Mapping[str, Mapping[Any, float]] | None = None,
+    quality: Mapping[str, Any] | None = None,
+    title: str = "expertcast evaluation",
+    provenance: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a report folder; one of an earlier report is overwritten.
+
+        index.html            everything below in one page: pictures inlined, tables of all numbers
+        recall.png            recall@k per layer, teacher-forced and chained
+        weight_covered.png    share of the router's weight covered, likewise
+        rank_alignment.png    same expert at the same rank, per layer and rank
+        calibration.png       reliability of the forecast probabilities
+        learning_curve.png    recall against training tokens (when given)
+        quality.png           what each way to run costs the model (when given)
+        report.json           the numbers: evaluation, learning_curve, quality, provenance
+
+    Args:
+        evaluation: `Evaluation.as_dict()`; further keys are kept in report.json.
+        learning_curve: per predictor, mean recall@k by number of training tokens.
+        quality: result of the quality harness, or its `runs`.
+        provenance: where the numbers come from; this process's command, revision and versions if not given.
+
+    Returns:
+        Path of index.html.
+
+    Raises:
+        ExpertcastError: the folder holds something that is not an earlier report.
+    """
+    folder = Path(folder)
+    _check(folder)
+    where_from = dict(running_provenance() if provenance is None else provenance)
+    pictures = {name: _png(figure) for name, figure in _figures(evaluation, learning_curve, quality).items()}
+    inlined = {name: base64.b64encode(data).decode() for name, data in pictures.items()}
+    data = {
+        "format": FORMAT,
+        "title": title,
+        "provenance": where_from,
+        "evaluation": dict(evaluation),
+        "learning_curve": learning_curve,
+        "quality": quality,
+    }
+    files = {DATA: (json.dumps(data, indent=1, allow_nan=False) + "\n").encode(), **pictures}
+    files[PAGE] = page(title, evaluation, inlined, learning_curve, quality, where_from).encode()
+    _write(folder, files)
+    return folder / PAGE
+
+
+def _figures(
+    evaluation: Mapping[str, Any],
+    learning_curve: Mapping[str, Mapping[Any, float]] | None,
+    quality: Mapping[str, Any] | None,
+) -> dict[str, Figure]:
+    drawn = {
+        RECALL: figures.recall_by_layer(evaluation),
+        COVERED: figures.recall_by_layer(evaluation, "weight_covered"),
+        RANKS: figures.rank_alignment(evaluation),
+        CALIBRATION: figures.calibration(evaluation),
+    }
+    if learning_curve:
+        drawn[CURVE] = figures.learning_curve(learning_curve)
+    if quality:
+        drawn[QUALITY] = figures.quality_bars(quality)
+    return drawn
+
+
+def _png(figure: Figure) -> bytes:
+    FigureCanvasAgg(figure)  # drawn without a display, whatever backend the process has chosen
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=DPI)
+    return buffer.getvalue()
+
+
+def _check(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ExpertcastError(f"{folder} is a file: name a folder for the report")
+    present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if not present:
+        return
+    foreign = sorted(present - set(FILES))
+    if foreign or not _is_report(folder / DATA):
+        what = f"{foreign[0]!r}" if foreign else f"files that are no report of expertcast (no {DATA} of one)"
+        raise ExpertcastError(f"report folder {folder} holds {what}: name an empty or a new folder")
+
+
+def _is_report(data: Path) -> bool:
+    try:
+        return bool(json.loads(data.read_text())["format"] == FORMAT)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Every file whole or not at all; report.json first (it marks the folder as ours), the page last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        part = folder.parent / f".{folder.name}.{name}.part"  # beside it: a killed run leaves the folder a report
+        part.write_bytes(data)
+        os.replace(part, folder / name)
+    for name in set(FILES) - set(files):
+        (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,95 @@
+"""Choosing the predictor of each layer for `hybrid`.
+
+Per target layer the candidate with the highest recall on validation wins, unless a cheaper one comes within the
+threshold of it: then the cheapest such one does. At threshold 0 hybrid is on validation at least as good as every
+candidate at every layer, and among equals the cheapest runs; a threshold t gives away at most t per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from expertcast.data.traces import TraceSource
+from expertcast.predictors import ExpertcastError, Predictor
+from expertcast.predictors.hybrid import Hybrid, HybridConfig
+from expertcast.training.options import FitOptions, Fitted
+from expertcast.training.scoring import states_of, validation_batches, validation_recall
+
+
+def select_hybrid(
+    members: Mapping[str, Predictor], source: TraceSource, config: HybridConfig, options: FitOptions
+) -> Fitted:
+    """A hybrid of fitted predictors.
+
+    Args:
+        members: the candidates, fitted for every distance in `config.ahead` and bound to the source's model.
+
+    Raises:
+        ExpertcastError: a candidate is missing or does not look as far as the hybrid is to.
+    """
+    missing = [name for name in config.candidates if name not in members]
+    if missing:
+        raise ExpertcastError(f"hybrid's candidates {', '.join(missing)} are not fitted: fit them, or leave them out")
+    members = {name: members[name] for name in config.candidates}
+    for name, member in members.items():
+        if not set(config.ahead) <= set(member.ahead):
+            raise ExpertcastError(f"candidate {name} looks {list(member.ahead)} layers ahead, hybrid {config.ahead}")
+    choices = []
+    for ahead in config.ahead:
+        cost = forecast_flops(members, source, ahead, options)
+        choices += _choose(validation_recall(members, source, ahead, options), cost, ahead, config.threshold)
+    chosen = {choice["predictor"] for choice in choices}
+    configs = {name: member.config.as_dict() for name, member in members.items() if name in chosen}
+    hybrid = Hybrid(replace(config, choices=choices, member_configs=configs), source.view.shape)
+    for name in hybrid.members:
+        hybrid.member(name).load_state_dict(members[name].state_dict())
+    return Fitted(predictor=hybrid, report={"choices": [_brief(choice) for choice in choices]})
+
+
+def forecast_flops(
+    members: Mapping[str, Predictor], source: TraceSource, ahead: int, options: FitOptions
+) -> dict[str, int]:
+    """Floating-point operations in matrix products of one forecast for one token, counted while it runs."""
+    batch = next(iter(validation_batches(source, options)), None)
+    if batch is None:
+        raise ExpertcastError("no tokens in the validation split to choose by: collect more text, in more documents")
+    state = states_of(source, batch[:1])[0]
+    flops = {}
+    for name, member in members.items():
+        with FlopCounterMode(display=False) as counter:
+            member.forecast(state, ahead)
+        flops[name] = int(counter.get_total_flops())
+    return flops
+
+
+def _choose(
+    recall: Mapping[str, Tensor], cost: Mapping[str, int], ahead: int, threshold: float
+) -> list[dict[str, Any]]:
+    choices = []
+    for pair in range(len(next(iter(recall.values())))):
+        values = {name: float(recall_P[pair]) for name, recall_P in recall.items()}
+        best = max(values.values())
+        within = [name for name, value in values.items() if value >= best - threshold]
+        choices.append(
+            {
+                "ahead": ahead,
+                "layer": pair + ahead,
+                "predictor": min(within, key=lambda name: cost[name]),  # the first of equals: registry order
+                "recall": values,
+            }
+        )
+    return choices
+
+
+def _brief(choice: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "ahead": choice["ahead"],
+        "layer": choice["layer"],
+        "predictor": choice["predictor"],
+        "recall": choice["recall"][choice["predictor"]],
+    }
