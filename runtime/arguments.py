@@ -19,7 +19,11 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 def resolve_predictor(
     given: str | Path | Predictor | None, view: MoEView
 ) -> tuple[Predictor | None, PredictorCheckpoint | None]:
-    """The predictor bound to the model, and the checkpoint it came from."""
+    """The predictor bound to the model, and the checkpoint it came from.
+
+    Raises:
+        ExpertcastError: unknown name, one that must be trained first, or a checkpoint of another model.
+    """
     if given is None:
         return None, None
     if isinstance(given, Predictor):
@@ -47,6 +51,11 @@ def executed_layers(
     checkpoint: PredictorCheckpoint | None,
     min_recall: float,
 ) -> list[int]:
+    """Layers that execute their forecast; see :func:`expertcast.offload`.
+
+    Raises:
+        ExpertcastError: no predictor to execute, or nothing that says where a hybrid should.
+    """
     if mode == "exact":
         return []
     if predictor is None:
@@ -61,21 +70,29 @@ def executed_layers(
             "mode 'hybrid' needs to know where forecasts are good: give layers=[...], or a checkpoint with recall_at_k "
             "in its metrics.json"
         )
-    return [layer for layer, value in enumerate(recall, start=1) if value >= min_recall]
+    return [layer for layer, value in recall.items() if value >= min_recall]
 
 
-def _recall_per_layer(checkpoint: PredictorCheckpoint | None) -> list[float] | None:
-    """Recall@k of target layers 1..L-1 in the checkpoint's metrics.json."""
+def _recall_per_layer(checkpoint: PredictorCheckpoint | None) -> dict[int, float] | None:
+    """Recall@k by target layer on the validation split, as metrics.json has it; of whatever it has, without one."""
     if checkpoint is None:
         return None
-    recall = checkpoint.metrics.get("recall_at_k", {})
-    per_layer = recall.get(checkpoint.name, recall).get("per_layer")
-    return None if per_layer is None else [float(value) for value in per_layer]
+    metrics = checkpoint.metrics.get("validation", checkpoint.metrics)
+    per_layer = metrics.get("recall_at_k", {}).get(checkpoint.name, {}).get("per_layer")
+    if per_layer is None:
+        return None
+    targets = metrics.get("targets", range(1, len(per_layer) + 1))
+    return {int(layer): float(value) for layer, value in zip(targets, per_layer, strict=True)}
 
 
 def slot_count(
     view: MoEView, block_bytes: int, slots: int | None, memory: str | int | None, cache: bool, overfetch: float
 ) -> int:
+    """Slots to make, at most one per expert.
+
+    Raises:
+        ExpertcastError: both or too little of slots and memory, or no size.
+    """
     shape = view.shape
     if slots is not None and memory is not None:
         raise ExpertcastError("give slots or memory, not both")
@@ -110,6 +127,11 @@ def _bytes(memory: str | int) -> int:
 
 
 def make_link(link: str | Link, device: str, bandwidth: float | None, latency: float) -> Link:
+    """The link that `link`, the device type and the emulation's numbers ask for.
+
+    Raises:
+        ExpertcastError: unknown link, or one that the device or the other arguments rule out.
+    """
     if isinstance(link, Link):
         return link
     if link == "auto":

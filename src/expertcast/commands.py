@@ -55,15 +55,24 @@ def collect(args: argparse.Namespace) -> Outcome:
 
 
 def train(args: argparse.Namespace) -> Outcome:
-    """`expertcast train`: fit, score on the test split, save. The metrics of the validation split go along."""
+    """`expertcast train`: fit, score on the validation and test splits, save."""
     config = predictor_config(args.predictor, args.ahead, args.set)
     source = training_source(args)
     options = FitOptions(tokens=args.tokens, seed=args.seed, log_folder=args.log, progress=True)
     fitted = fit(args.predictor, source, config=config, options=options)
-    batches = source.batches("test", EVAL_BATCH)
-    ahead = min(config.ahead)
-    evaluation = evaluate_predictors({args.predictor: fitted.predictor}, batches, source.view, ahead=ahead)
-    metrics = {"split": "test", "traces": source.info.get("id"), **evaluation.as_dict()}
+    validation, evaluation = (
+        evaluate_predictors(
+            {args.predictor: fitted.predictor}, source.batches(split, EVAL_BATCH), source.view, ahead=min(config.ahead)
+        )
+        for split in ("validation", "test")
+    )
+    # hybrid execution chooses its layers by the validation split: the test split must stay untouched by choices
+    metrics = {
+        "split": "test",
+        "traces": source.info.get("id"),
+        **evaluation.as_dict(),
+        "validation": validation.as_dict(),
+    }
     save_predictor(fitted.predictor, args.out, view=source.view, metrics=metrics, extra={"training": fitted.report})
     text = f"{recall_table(evaluation)}\n\nfitted in {fitted.report['seconds']:.0f} s; wrote {args.out}"
     return {"checkpoint": str(args.out), "training": fitted.report, **metrics}, text

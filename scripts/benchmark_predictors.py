@@ -1,0 +1,151 @@
+"""Recall of every predictor on a model, and recall against training tokens.
+
+    python scripts/benchmark_predictors.py reference --data TEXT.parquet --tokens 240000 --name reference
+
+collects traces (or takes those at --traces), fits every predictor on the train split (80% of the tokens, by document),
+chooses on validation (10%), scores on test (10%), prints two tables and writes benchmarks/results/predictors-NAME.json.
+The learning curve needs 1.25 times its highest token count in traces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from expertcast.checkpoints.provenance import provenance
+from expertcast.data.collector import collect
+from expertcast.data.models import load_model, load_tokenizer
+from expertcast.data.text import load_documents
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, names, predictor_class
+from expertcast.predictors.estimator import EstimatorConfig
+from expertcast.predictors.hybrid import HybridConfig
+from expertcast.training.evaluation import evaluate
+from expertcast.training.fit import fit
+from expertcast.training.options import FitOptions
+from expertcast.training.selection import select_hybrid
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+PAPER = "estimator (paper's form)"
+FAR = ("quasi_hidden", "linear", "estimator")
+CURVE = (20_000, 50_000, 100_000, 200_000, 400_000)
+BATCH = 4096
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 with one line on standard error."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="local folder, hub id, or `reference`")
+    parser.add_argument("--data", nargs="+", default=["reference"], help="text to run the model on")
+    parser.add_argument("--tokens", type=int, default=240_000, help="tokens to collect (default: %(default)s)")
+    parser.add_argument("--traces", type=Path, help="traces to use, collected there first if there are none")
+    parser.add_argument("--ahead", type=int, nargs="*", default=[2, 4], help="further distances (default: 2 4)")
+    parser.add_argument("--curve", type=int, nargs="*", default=list(CURVE), help="token counts of the learning curve")
+    parser.add_argument("--skip-table", action="store_true", help="the learning curve only")
+    parser.add_argument("--name", required=True, help="name of the result file")
+    args = parser.parse_args(arguments)
+    try:
+        with tempfile.TemporaryDirectory() as temporary:
+            results = benchmark(args, args.traces or Path(temporary) / "traces")
+    except ExpertcastError as error:
+        print(error, file=sys.stderr)
+        return 2
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"predictors-{args.name}.json"
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    print(f"\nwrote {path.relative_to(RESULTS.parents[1])}")
+    return 0
+
+
+def benchmark(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Everything the result file holds."""
+    traces = _traces(args, folder)
+    results: dict[str, Any] = {"model": args.model, "splits": traces.info["splits"], **provenance()}
+    if not args.skip_table:
+        fitted, results["fit_seconds"] = fit_all(traces)
+        results |= _scores(fitted, traces, 1)
+        _print_table(results, traces)
+        for ahead in args.ahead:
+            configs = {name: predictor_class(name).config_class(ahead=(ahead,)) for name in FAR}
+            far = {name: fit(name, traces, config=config).predictor for name, config in configs.items()}
+            results[f"ahead_{ahead}"] = _scores(far, traces, ahead)
+            print(f"{ahead} ahead: " + ", ".join(f"{n} {v:.3f}" for n, v in _means(results[f"ahead_{ahead}"]).items()))
+    results["curve"] = learning_curve(traces, args.curve)
+    return results
+
+
+def fit_all(traces: TraceDataset) -> tuple[dict[str, Predictor], dict[str, float]]:
+    """Every registered predictor and the estimator in the paper's form, and how long each took to fit."""
+    fitted: dict[str, Predictor] = {}
+    seconds: dict[str, float] = {}
+    for name in names():
+        start = time.perf_counter()
+        if name == "hybrid":
+            config = HybridConfig()
+            members = {member: fitted[member] for member in config.candidates}
+            chosen = select_hybrid(members, traces, config, FitOptions())
+            fitted[name] = chosen.predictor.bind(traces.view).eval()
+        else:
+            fitted[name] = fit(name, traces).predictor
+        seconds[name] = time.perf_counter() - start
+        print(f"fitted {name} in {seconds[name]:.0f} s", flush=True)
+    start = time.perf_counter()
+    fitted[PAPER] = fit("estimator", traces, config=EstimatorConfig(form="paper")).predictor
+    seconds[PAPER] = time.perf_counter() - start
+    return fitted, seconds
+
+
+def learning_curve(traces: TraceDataset, counts: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Mean recall@k on test of what was fitted on so many tokens; counts above the train split are left out."""
+    forms: dict[str, tuple[str, PredictorConfig]] = {
+        "linear": ("linear", predictor_class("linear").config_class()),
+        "estimator": ("estimator", EstimatorConfig()),
+        PAPER: ("estimator", EstimatorConfig(form="paper")),
+    }
+    curve: dict[str, dict[str, float]] = {form: {} for form in forms}
+    for count in counts:
+        if count > traces.token_count("train"):
+            print(f"{count} tokens: the train split has {traces.token_count('train')} only, left out")
+            continue
+        # choosing costs tokens too: an eighth of the training tokens, as in the split itself
+        options = FitOptions(tokens=count, validation_tokens=max(1, count // 8))
+        for form, (name, config) in forms.items():
+            predictor = fit(name, traces, config=config, options=options).predictor
+            curve[form][str(count)] = _means(_scores({form: predictor}, traces, 1))[form]
+        print(f"{count} tokens: " + ", ".join(f"{form} {curve[form][str(count)]:.4f}" for form in forms), flush=True)
+    return curve
+
+
+def _traces(args: argparse.Namespace, folder: Path) -> TraceDataset:
+    if folder.is_dir():
+        return TraceDataset.open(folder)
+    model, tokenizer = load_model(args.model), load_tokenizer(args.model)
+    return collect(model, tokenizer, load_documents(args.data), folder, tokens=args.tokens)
+
+
+def _scores(predictors: dict[str, Predictor], traces: TraceDataset, ahead: int) -> dict[str, Any]:
+    values = evaluate(predictors, traces.batches("test", BATCH), traces.view, ahead=ahead).as_dict()
+    return {key: values[key] for key in ("recall_at_k", "recall_at_k_chained")}
+
+
+def _means(scores: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value["mean"]) for name, value in scores["recall_at_k"].items()}
+
+
+def _print_table(results: dict[str, Any], traces: TraceDataset) -> None:
+    print(f"\n| predictor | recall@{traces.view.shape.top_k} | chained | first pair | fitted in |")
+    print("|---|---|---|---|---|")
+    for name, value in results["recall_at_k"].items():
+        chained = results["recall_at_k_chained"][name]["mean"]
+        seconds = results["fit_seconds"][name]
+        print(f"| {name} | {value['mean']:.4f} | {chained:.4f} | {value['per_layer'][0]:.3f} | {seconds:.0f} s |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
