@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers: tests must not wait for a hub
+
 from typing import Any
 
 import pytest
@@ -13,7 +17,13 @@ from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
+from expertcast.predictors import names
+from expertcast.predictors.estimator import EstimatorConfig
+from expertcast.predictors.hybrid import HybridConfig
 from expertcast.predictors.view import MoEView
+from expertcast.training.fit import fit
+from expertcast.training.options import FitOptions, Fitted
+from expertcast.training.selection import select_hybrid
 
 REFERENCE_TOKENS = 12_000
 
@@ -42,3 +52,18 @@ def reference_traces(
     folder = tmp_path_factory.mktemp("reference") / "traces"
     with torch.random.fork_rng():
         return collect(reference_model, reference_tokenizer, load_documents(REFERENCE), folder, tokens=REFERENCE_TOKENS)
+
+
+@pytest.fixture(scope="session")
+def fitted_predictors(reference_traces: TraceDataset) -> dict[str, Fitted]:
+    """Every registered predictor fitted on the reference traces with its report, the estimator by a short training."""
+    fitted: dict[str, Fitted] = {}
+    for name in names():
+        if name == "hybrid":
+            members = {member: value.predictor for member, value in fitted.items()}
+            fitted[name] = select_hybrid(members, reference_traces, HybridConfig(), FitOptions())
+            fitted[name].predictor.bind(reference_traces.view).eval()
+            continue
+        config = EstimatorConfig(parameters=150_000, steps=120, step_tokens=256) if name == "estimator" else None
+        fitted[name] = fit(name, reference_traces, config=config)
+    return fitted

@@ -113,7 +113,8 @@ def inclusion_probability(logits_TE: Tensor, top_k: int, start_T: Tensor | None 
         p_TE = torch.sigmoid(logits_TE - tau_T1)
         sum_T1 = p_TE.sum(dim=1, keepdim=True)
         excess_T1 = sum_T1 - top_k
-        if excess_T1.abs().amax() < NEWTON_TOLERANCE:
+        open_T1 = excess_T1.abs() > NEWTON_TOLERANCE
+        if not open_T1.any():
             return p_TE
         low_T1 = torch.where(excess_T1 > 0, tau_T1, low_T1)
         high_T1 = torch.where(excess_T1 < 0, tau_T1, high_T1)
@@ -121,7 +122,8 @@ def inclusion_probability(logits_TE: Tensor, top_k: int, start_T: Tensor | None 
         slope_T1 = sum_T1 - torch.linalg.vecdot(p_TE, p_TE)[:, None]
         newton_T1 = tau_T1 + (sum_T1 / top_k).log() * sum_T1 / slope_T1.clamp_min(1e-12)
         inside_T1 = (newton_T1 > low_T1) & (newton_T1 < high_T1)
-        tau_T1 = torch.where(inside_T1, newton_T1, (low_T1 + high_T1) / 2)
+        # rows that are done stay: rounding would send them out of their closed bracket and away by bisection
+        tau_T1 = torch.where(open_T1, torch.where(inside_T1, newton_T1, (low_T1 + high_T1) / 2), tau_T1)
     return torch.sigmoid(logits_TE - tau_T1)
 
 

@@ -1,19 +1,20 @@
 """Fitting any predictor from traces or from a running model.
 
-A predictor without an entry in `FITTERS` learns nothing: it is only bound to the model.
+`hybrid` is fitted from others; a predictor without an entry in `FITTERS` learns nothing and is only bound to the model.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from expertcast.data.distributed import current_share, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, predictor_class
-from expertcast.predictors.hybrid import HybridConfig
+from expertcast.predictors.hybrid import Hybrid, HybridConfig
 from expertcast.training.fit_counts import fit_frequency, fit_previous_token
 from expertcast.training.fit_defaults import fit_quasi_hidden
 from expertcast.training.fit_estimator import fit_estimator
@@ -25,13 +26,16 @@ from expertcast.training.selection import select_hybrid
 Fitter = Callable[[TraceSource, PredictorConfig, FitOptions], Fitted]
 
 
-def fit_hybrid(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
-    """Fit every candidate, then choose per layer; :func:`select_hybrid` alone takes candidates fitted before."""
+def fit_hybrid(
+    source: TraceSource, config: PredictorConfig, options: FitOptions, known: Mapping[str, Fitted] | None = None
+) -> Fitted:
+    """Fit every candidate that is not known yet, then choose per layer (:func:`select_hybrid`)."""
     assert isinstance(config, HybridConfig)
-    fitted = {}
+    fitted = dict(known or {})
     for name in config.candidates:
-        values = {"ahead": config.ahead} | config.member_configs.get(name, {})
-        fitted[name] = fit(name, source, config=predictor_class(name).config_class(**values), options=options)
+        if name not in fitted:
+            values = {"ahead": config.ahead} | config.member_configs.get(name, {})
+            fitted[name] = fit(name, source, config=predictor_class(name).config_class(**values), options=options)
     result = select_hybrid({name: f.predictor for name, f in fitted.items()}, source, config, options)
     result.report["candidates"] = {name: f.report for name, f in fitted.items()}
     return result
@@ -43,7 +47,6 @@ FITTERS: dict[str, Fitter] = {
     "quasi_hidden": fit_quasi_hidden,
     "linear": fit_linear,
     "estimator": fit_estimator,
-    "hybrid": fit_hybrid,
 }
 
 
@@ -68,8 +71,13 @@ def fit(
     *,
     config: PredictorConfig | None = None,
     options: FitOptions | None = None,
+    known: Mapping[str, Fitted] | None = None,
 ) -> Fitted:
-    """As :func:`fit_predictor`, with the report of the fit: what it used, chose and cost."""
+    """As :func:`fit_predictor`, with the report of the fit: what it used, chose and cost.
+
+    Args:
+        known: predictors fitted before; `hybrid` chooses among them and fits only what is missing.
+    """
     cls = predictor_class(name)
     config = cls.config_class() if config is None else replace(config)
     options = FitOptions() if options is None else options
@@ -82,11 +90,25 @@ def fit(
         )
     current_share()  # under torchrun: the ranks must know each other before they divide the documents
     start = time.perf_counter()
-    fitter = FITTERS.get(name)
+    fitter = partial(fit_hybrid, known=known) if name == Hybrid.name else FITTERS.get(name)
     fitted = Fitted(predictor=cls(config, source.view.shape)) if fitter is None else fitter(source, config, options)
     fitted.predictor.to(device_of(source.view)).bind(source.view).eval()
     fitted.report = {**_used(source, options), "seconds": time.perf_counter() - start, **fitted.report}
     return fitted
+
+
+def fit_many(
+    names: Sequence[str],
+    source: TraceSource,
+    configs: Mapping[str, PredictorConfig],
+    *,
+    options: FitOptions | None = None,
+) -> dict[str, Fitted]:
+    """Fit several predictors, each once: `hybrid` chooses among those fitted here, and fits what it lacks."""
+    fitted: dict[str, Fitted] = {}
+    for name in sorted(names, key=lambda name: name == "hybrid"):
+        fitted[name] = fit(name, source, config=configs.get(name), options=options, known=fitted)
+    return {name: fitted[name] for name in names}
 
 
 def _used(source: TraceSource, options: FitOptions) -> dict[str, Any]:

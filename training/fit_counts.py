@@ -10,7 +10,7 @@ from expertcast.predictors import ExpertcastError, PredictorConfig
 from expertcast.predictors.frequency import Frequency
 from expertcast.predictors.previous_token import PreviousToken
 from expertcast.training.options import FitOptions, Fitted
-from expertcast.training.scoring import device_of
+from expertcast.training.scoring import device_of, train_batches
 
 
 def fit_frequency(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
@@ -29,13 +29,13 @@ def count_routing(predictor: Frequency, source: TraceSource, options: FitOptions
     Raises:
         ExpertcastError: the train split is empty.
     """
-    share, device = training_share(), device_of(source.view)
+    device = device_of(source.view)
     predictor.to(device)
-    for batch in source.batches("train", options.batch_size, max_tokens=options.tokens, share=share):
+    for batch in train_batches(source, options):
         logits_TLE = batch.logits_TLE.to(device)
         for layer in source.view:
             predictor.observe(layer.index, *layer.route(logits_TLE[:, layer.index]))
-    if share.world > 1:
+    if training_share().world > 1:
         distributed.all_reduce(predictor.count_LE)
         distributed.all_reduce(predictor.weight_sum_LE)
     if not predictor.count_LE.any():

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertcast.data.distributed import training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, PredictorConfig, RouterState
 from expertcast.predictors.linear import Linear, LinearConfig
 from expertcast.training.options import FitOptions, Fitted
 from expertcast.training.ridge import RidgeStatistics
-from expertcast.training.scoring import device_of, states_of, token_recall, validation_batches
+from expertcast.training.scoring import device_of, states_of, token_recall, train_batches, validation_batches
 
 Features = Callable[[RouterState, int], Tensor]
 """Router state and distance to inputs [T, F]."""
@@ -53,8 +52,7 @@ def gather(
     """
     shape = source.view.shape
     sums: dict[int, RidgeStatistics] = {}
-    batches = source.batches("train", options.batch_size, max_tokens=options.tokens, share=training_share())
-    for batch in batches:
+    for batch in train_batches(source, options):
         states = states_of(source, batch)
         for ahead in aheads:
             for pair in range(shape.layers - ahead):

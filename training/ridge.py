@@ -33,11 +33,17 @@ class RidgeStatistics:
     def update(self, pair: int, x_TF: Tensor, y_TE: Tensor) -> None:
         """Add the tokens of one batch to the sums of one pair."""
         x_TF, y_TE = x_TF.float(), y_TE.float()
-        self.count_P[pair] += x_TF.shape[0]
-        self.x_PF[pair] += x_TF.sum(dim=0, dtype=torch.float64)
-        self.y_PE[pair] += y_TE.sum(dim=0, dtype=torch.float64)
-        self.xx_PFF[pair] += x_TF.T @ x_TF
-        self.xy_PFE[pair] += x_TF.T @ y_TE
+        # products about the batch's own mean: in fp32 a mean far above the spread would drown it
+        near_F, near_E = x_TF.mean(dim=0), y_TE.mean(dim=0)
+        x_TF, y_TE = x_TF - near_F, y_TE - near_E
+        near_F, near_E, count = near_F.double(), near_E.double(), x_TF.shape[0]
+        rest_F, rest_E = x_TF.sum(dim=0, dtype=torch.float64), y_TE.sum(dim=0, dtype=torch.float64)
+        sum_F, sum_E = rest_F + count * near_F, rest_E + count * near_E
+        self.count_P[pair] += count
+        self.x_PF[pair] += sum_F
+        self.y_PE[pair] += sum_E
+        self.xx_PFF[pair] += (x_TF.T @ x_TF).double() + torch.outer(near_F, sum_F) + torch.outer(rest_F, near_F)
+        self.xy_PFE[pair] += (x_TF.T @ y_TE).double() + torch.outer(near_F, sum_E) + torch.outer(rest_F, near_E)
 
     def all_reduce(self) -> None:
         """Add up the sums of all ranks; nothing happens outside a process group."""
@@ -87,5 +93,5 @@ def _solve_spd(covariance_FF: Tensor, cross_FE: Tensor, strength: float) -> Tens
         factor_FF, failed = torch.linalg.cholesky_ex(covariance_FF + strength * penalty_FF)
         if not failed:
             return torch.cholesky_solve(cross_FE, factor_FF)
-        # features with a mean far above their spread leave the fp32 products short of positive definite
+        # rounding of the fp32 products can leave repeated features short of positive definite
         strength *= 10

@@ -11,14 +11,25 @@ import torch
 from torch import Tensor
 
 from expertcast.data.batch import TraceBatch
+from expertcast.data.distributed import training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import MoEView, Predictor, RouterState
 from expertcast.training.options import FitOptions
+
+RANK_BATCH = 256
 
 
 def token_recall(forecast_ids_TK: Tensor, true_ids_TK: Tensor) -> Tensor:
     """Share of each token's true experts among the forecast ones (row B6)."""
     return (forecast_ids_TK[:, :, None] == true_ids_TK[:, None, :]).any(dim=1).float().mean(dim=1)
+
+
+def train_batches(source: TraceSource, options: FitOptions) -> Iterator[TraceBatch]:
+    """This rank's share of the train split, in order."""
+    share = training_share()
+    # several ranks get equally many full batches: small ones leave few tokens over
+    size = options.batch_size if share.world == 1 else min(options.batch_size, RANK_BATCH)
+    return source.batches("train", size, max_tokens=options.tokens, share=share)
 
 
 def validation_batches(source: TraceSource, options: FitOptions) -> Iterator[TraceBatch]:

@@ -109,6 +109,7 @@ def _positive(text: str) -> int:
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=_positive, default=120_000, help="tokens to collect (default: %(default)s)")
+    parser.add_argument("--steps", type=_positive, default=300, help="steps of the estimator (default: %(default)s)")
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -28,7 +28,7 @@ from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, n
 from expertcast.runtime.offloaded import offload
 from expertcast.runtime.quality import QualityRun, measure_quality, text_windows
 from expertcast.training.evaluation import evaluate as evaluate_predictors
-from expertcast.training.fit import fit
+from expertcast.training.fit import fit, fit_many
 from expertcast.training.options import FitOptions
 from expertcast.training.report import write_report
 from expertcast.training.results import recall_table
@@ -216,17 +216,18 @@ def evaluated_predictors(args: argparse.Namespace, traces: TraceDataset) -> dict
     Raises:
         ExpertcastError: neither a checkpoint nor a name, or two predictors of one name.
     """
-    predictors: dict[str, Predictor] = {}
-    for given in args.predictor:
-        if is_checkpoint(given):
-            predictor = load_predictor(given, traces.view)
-        elif given in names():
-            config = predictor_config(given, [args.ahead], [])
-            predictor = fit(given, traces, config=config, options=FitOptions(progress=True)).predictor
-        else:
+    loaded = {given: load_predictor(given, traces.view) for given in args.predictor if is_checkpoint(given)}
+    wanted = [given for given in args.predictor if given not in loaded]
+    for given in wanted:
+        if given not in names():
             raise ExpertcastError(
                 f"{given!r} is neither a checkpoint folder nor a predictor name: names are {', '.join(names())}"
             )
+    predictors: dict[str, Predictor] = {}
+    configs = {name: predictor_config(name, [args.ahead], []) for name in wanted}
+    fitted = fit_many(wanted, traces, configs, options=FitOptions(progress=True))
+    for given in args.predictor:
+        predictor = loaded[given] if given in loaded else fitted[given].predictor
         if predictor.name in predictors:
             raise ExpertcastError(f"two predictors named {predictor.name!r}: evaluate them one at a time")
         predictors[predictor.name] = predictor

@@ -20,7 +20,8 @@ from expertcast.predictors import Predictor, names
 from expertcast.runtime.bench import benchmark
 from expertcast.runtime.quality import QualityRun, measure_quality, text_windows
 from expertcast.training.evaluation import evaluate
-from expertcast.training.fit import fit_predictor
+from expertcast.training.fit import fit_many
+from expertcast.training.options import FitOptions
 from expertcast.training.results import recall_table
 
 DEMO_FILE = Path("demo.json")
@@ -39,10 +40,10 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     with tempfile.TemporaryDirectory(prefix="expertcast-demo-") as folder:
         say(f"1/4 collect: {args.tokens} tokens through the bundled model")
         traces = collect(model, tokenizer, documents, Path(folder) / "traces", tokens=args.tokens)
-        predictors: dict[str, Predictor] = {}
-        for name in names():
-            say(f"2/4 train: {name}")
-            predictors[name] = fit_predictor(name, traces, config=predictor_config(name, [1], []))
+        say("2/4 train: every predictor, on the train split")
+        configs = {"estimator": predictor_config("estimator", [1], [f"steps={args.steps}"])}
+        fitted = fit_many(names(), traces, configs, options=FitOptions(progress=True))
+        predictors = {name: result.predictor for name, result in fitted.items()}
         say("3/4 evaluate: recall@k on the test split, documents that no predictor has seen")
         evaluation = evaluate(predictors, traces.batches("test", EVAL_BATCH), traces.view)
         unseen = {entry["index"] for entry in traces.info["documents"] if entry["split"] == "test"}

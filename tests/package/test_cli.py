@@ -10,7 +10,7 @@ import pytest
 from expertcast.cli import build_parser, main
 
 COMMANDS = {
-    "demo": {"--tokens"},
+    "demo": {"--tokens", "--steps"},
     "collect": {"--data", "--tokens", "--out", "--window", "--batch-size", "--dtype", "--device"},
     "train": {"--predictor", "--out", "--ahead", "--set", "--tokens", "--data", "--log", "--seed", "--window",
               "--batch-size", "--dtype", "--device"},

@@ -1,0 +1,161 @@
+"""Round trips of every predictor, and every way a checkpoint can be wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from expertcast.checkpoints import files
+from expertcast.checkpoints.hub import HubPredictor
+from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor, save_predictor
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors import ExpertcastError, Predictor, names
+from expertcast.training.options import Fitted
+from tests.training.synthetic import tiny_view
+
+METRICS = {"recall_at_k": {"linear": {"mean": 0.5, "per_layer": [0.25, 0.75]}}}
+
+
+@pytest.fixture
+def linear(fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset, tmp_path: Path) -> Path:
+    folder = tmp_path / "linear"
+    save_predictor(fitted_predictors["linear"].predictor, folder, view=reference_traces.view, metrics=METRICS)
+    return folder
+
+
+def assert_same(left: Predictor, right: Predictor, traces: TraceDataset) -> None:
+    """Equal tensors, and bit-equal forecasts at the first and last pair."""
+    a, b = left.state_dict(), right.state_dict()
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
+    batch = next(traces.batches("test", 64))
+    for layer in (0, len(traces.view) - 2):
+        one, other = (p.forecast(batch.state(traces.view, layer)) for p in (left, right))
+        assert torch.equal(one.logits_TE, other.logits_TE)
+        assert torch.equal(one.topk_ids_TK, other.topk_ids_TK)
+        assert torch.equal(one.topk_weights_TK, other.topk_weights_TK)
+
+
+@pytest.mark.parametrize("name", names())
+def test_round_trip(
+    name: str, fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset, tmp_path: Path
+) -> None:
+    predictor = fitted_predictors[name].predictor
+    written = save_predictor(predictor, tmp_path / name, view=reference_traces.view, command="expertcast train X")
+    loaded = load_predictor(tmp_path / name, reference_traces.view)
+    assert loaded.name == name
+    assert loaded.config.as_dict() == predictor.config.as_dict()
+    assert not loaded.training
+    assert_same(predictor, loaded, reference_traces)
+    assert sorted(path.name for path in (tmp_path / name).iterdir()) == sorted(files.ALL)
+    assert written.config["command"] == "expertcast train X"
+    assert written.config["fingerprint"] == reference_traces.view.fingerprint()
+    assert set(written.config["versions"]) >= {"torch", "transformers"}
+    assert [path.name for path in tmp_path.iterdir()] == [name], "no temporary folder stays behind"
+
+
+def test_hub_mixin_writes_and_reads_the_same_folder(
+    fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset, tmp_path: Path, linear: Path
+) -> None:
+    predictor = fitted_predictors["linear"].predictor
+    hub = HubPredictor.of(predictor, reference_traces.view, METRICS)
+    hub.save_pretrained(tmp_path / "hub")
+    assert_same(predictor, load_predictor(tmp_path / "hub", reference_traces.view), reference_traces)
+    again = HubPredictor.from_pretrained(tmp_path / "hub")
+    assert_same(predictor, again.predictor.bind(reference_traces.view), reference_traces)
+    assert again.results == METRICS
+    assert again.description["fingerprint"] == PredictorCheckpoint.open(linear).config["fingerprint"]
+
+
+def test_card_says_what_was_measured(linear: Path) -> None:
+    card = (linear / files.CARD).read_text()
+    assert "recall@k, mean | 0.500" in card
+    assert "0.250, 0.750" in card
+    assert json.loads((linear / files.METRICS).read_text()) == METRICS
+
+
+def test_another_models_routers_are_refused(linear: Path, fitted_predictors: dict[str, Fitted]) -> None:
+    view = fitted_predictors["linear"].predictor.view
+    router = view[3].router
+    weight = next(router.parameters())
+    before = weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight[0, 0] += 1.0
+        with pytest.raises(ExpertcastError, match="routers' weights are not those of"):
+            load_predictor(linear, view)
+        assert load_predictor(linear, view, check_fingerprint=False).name == "linear"
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+    with pytest.raises(ExpertcastError, match="was made for"):
+        load_predictor(linear, tiny_view(), check_fingerprint=False)
+
+
+def damage(folder: Path, name: str, what: str) -> None:
+    path = folder / name
+    if what == "missing":
+        path.unlink()
+    elif what == "cut":
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+    elif what == "empty":
+        path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("name", [files.CONFIG, files.WEIGHTS, files.METRICS])
+@pytest.mark.parametrize("what", ["missing", "cut", "empty"])
+def test_damage_gives_one_clear_line(linear: Path, name: str, what: str) -> None:
+    damage(linear, name, what)
+    with pytest.raises(ExpertcastError) as caught:
+        load_predictor(linear)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert name in line
+    assert "expertcast train" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 99}, "format 99"),
+        ({"predictor": "oracle"}, "unknown predictor 'oracle'"),
+        ({"predictor_config": {"ahead": [1], "depth": 3}}, "does not fit this expertcast.*depth"),
+        ({"predictor_config": {"ahead": [2]}}, "does not hold the tensors"),
+        ({"shape": {"L": 12, "E": 64, "K": 4, "D": 96}}, "does not hold the tensors"),
+    ],
+)
+def test_wrong_config_gives_one_clear_line(linear: Path, changes: dict[str, Any], message: str) -> None:
+    path = linear / files.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ExpertcastError, match=message) as caught:
+        load_predictor(linear)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_failed_save_leaves_the_old_checkpoint_whole(
+    linear: Path, fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset
+) -> None:
+    before = {path.name: path.read_bytes() for path in linear.iterdir()}
+    unwritable = {"recall": object()}
+    with pytest.raises(TypeError):
+        save_predictor(fitted_predictors["frequency"].predictor, linear, view=reference_traces.view, metrics=unwritable)
+    assert {path.name: path.read_bytes() for path in linear.iterdir()} == before
+    assert [path.name for path in linear.parent.iterdir()] == ["linear"]
+    save_predictor(fitted_predictors["frequency"].predictor, linear, view=reference_traces.view)
+    assert load_predictor(linear).name == "frequency"
+
+
+def test_a_folder_of_something_else_is_left_alone(
+    fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset, tmp_path: Path
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ExpertcastError, match="not empty"):
+        save_predictor(fitted_predictors["linear"].predictor, tmp_path, view=reference_traces.view)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    with pytest.raises(ExpertcastError, match="no predictor checkpoint at"):
+        load_predictor(tmp_path / "nowhere")

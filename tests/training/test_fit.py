@@ -1,0 +1,218 @@
+"""Fitting on real traces: every predictor, what it learns from, and how good it comes out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors import ExpertcastError, PredictorConfig, names
+from expertcast.predictors.estimator import Estimator, EstimatorConfig
+from expertcast.predictors.estimator_network import EstimatorNetwork, fitting_width
+from expertcast.predictors.hybrid import Hybrid, HybridConfig
+from expertcast.predictors.linear import Linear, LinearConfig
+from expertcast.training.evaluation import evaluate
+from expertcast.training.fit import fit, fit_predictor
+from expertcast.training.options import FitOptions, Fitted
+from expertcast.training.scoring import validation_recall
+from expertcast.training.selection import forecast_flops, select_hybrid
+
+
+@pytest.fixture(scope="module")
+def recall(fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset) -> dict[str, Any]:
+    """recall@k on the test split of all eight predictors."""
+    predictors = {name: fitted.predictor for name, fitted in fitted_predictors.items()}
+    batches = reference_traces.batches("test", 4096)
+    scores = evaluate(predictors, batches, reference_traces.view, chained=False).as_dict()
+    values: dict[str, Any] = scores["recall_at_k"]
+    return values
+
+
+def test_all_eight_are_there_and_ranked_as_expected(recall: dict[str, Any]) -> None:
+    assert list(recall) == names()[:8]
+    mean = {name: value["mean"] for name, value in recall.items()}
+    assert mean["frequency"] < mean["router_input"] < mean["quasi_hidden"] < mean["linear"]
+    assert mean["linear"] < mean["estimator"] <= mean["hybrid"] + 1e-9
+
+
+def test_estimator_is_nowhere_far_below_linear(recall: dict[str, Any]) -> None:
+    for estimator, linear in zip(recall["estimator"]["per_layer"], recall["linear"]["per_layer"], strict=True):
+        assert estimator > linear - 0.01
+
+
+def test_frequency_counts_every_routing_once(
+    fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset
+) -> None:
+    count_LE = fitted_predictors["frequency"].predictor.get_buffer("count_LE")
+    shape = reference_traces.view.shape
+    assert count_LE.sum(dim=1).tolist() == [reference_traces.token_count("train") * shape.top_k] * shape.layers
+
+
+def test_linear_is_the_ridge_of_its_strength(
+    fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset
+) -> None:
+    """Layer 4's map, by the normal equations over the whole train split at once."""
+    predictor = fitted_predictors["linear"].predictor
+    batch = next(reference_traces.batches("train", 1_000_000))
+    assert len(batch) == reference_traces.token_count("train")
+    x_TD = predictor.input_vector(batch.state(reference_traces.view, 4), 1)
+    assert x_TD is not None
+    x_TD, y_TE = x_TD.double(), batch.logits_TLE[:, 5].double()
+    centred_TD, strength = x_TD - x_TD.mean(0), predictor.get_buffer("strength_P_1")[4].double()
+    gram_DD = centred_TD.T @ centred_TD
+    weight_DE = torch.linalg.solve(gram_DD + strength * gram_DD.diagonal().diag(), centred_TD.T @ y_TE)
+    got_DE = predictor.get_buffer("weight_PDE_1")[4]
+    torch.testing.assert_close(got_DE.double(), weight_DE, rtol=1e-2, atol=1e-3 * float(weight_DE.abs().max()))
+    bias_E = y_TE.mean(0) - x_TD.mean(0) @ weight_DE
+    torch.testing.assert_close(predictor.get_buffer("bias_PE_1")[4].double(), bias_E, rtol=1e-2, atol=1e-2)
+
+
+def test_strength_is_the_best_on_validation(reference_traces: TraceDataset) -> None:
+    several = fit("linear", reference_traces, config=LinearConfig(strengths=[1e-4, 1e2]))
+    for strength in (1e-4, 1e2):
+        alone = fit("linear", reference_traces, config=LinearConfig(strengths=[strength]))
+        pairs = zip(several.report["validation_recall"]["1"], alone.report["validation_recall"]["1"], strict=True)
+        assert all(best >= other for best, other in pairs)
+    assert set(several.report["strengths"]["1"]) == {1e-4}, "a hundredfold penalty cannot win on real routers"
+
+
+def test_fewer_tokens_are_the_first_ones(reference_traces: TraceDataset) -> None:
+    fitted = fit("frequency", reference_traces, options=FitOptions(tokens=500, batch_size=128))
+    first = next(reference_traces.batches("train", 500))
+    ids_TK, _ = reference_traces.view[2].route(first.logits_TLE[:, 2])
+    assert torch.equal(fitted.predictor.get_buffer("count_LE")[2], ids_TK.flatten().bincount(minlength=64))
+    assert fitted.report["tokens"] == 500
+    assert fitted.report["traces"] == reference_traces.info["id"]
+
+
+def test_same_seed_same_estimator(reference_traces: TraceDataset) -> None:
+    config = EstimatorConfig(parameters=60_000, steps=4, step_tokens=64)
+    options = FitOptions(tokens=2000, validation_tokens=500)
+    one, two = (fit_predictor("estimator", reference_traces, config=config, options=options) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+
+
+def test_network_that_does_not_pay_leaves_plain_ridge(reference_traces: TraceDataset) -> None:
+    """A learning rate that wrecks the network: every gate closes, and the estimator is at least `linear`."""
+    config = EstimatorConfig(inputs=["quasi_hidden"], parameters=60_000, steps=12, step_tokens=64, learning_rate=30.0)
+    options = FitOptions(tokens=3000, validation_tokens=1000)
+    fitted = fit("estimator", reference_traces, config=config, options=options)
+    linear = fit_predictor("linear", reference_traces, options=options)
+    assert isinstance(fitted.predictor, Estimator)
+    report = fitted.report["distances"]["1"]
+    assert set(report["gates"]) == {0.0}
+    assert set(report["base"]) == {"linear"}
+    batch = next(reference_traces.batches("test", 256))
+    for layer in (0, 7):
+        state = batch.state(reference_traces.view, layer)
+        torch.testing.assert_close(
+            fitted.predictor.forecast(state).logits_TE, linear.forecast(state).logits_TE, rtol=1e-3, atol=1e-3
+        )
+
+
+def test_papers_form_learns(reference_traces: TraceDataset) -> None:
+    config = EstimatorConfig(form="paper", parameters=60_000, steps=60, step_tokens=128)
+    fitted = fit("estimator", reference_traces, config=config, options=FitOptions(validation_tokens=600))
+    history = fitted.report["distances"]["1"]["history"]
+    shape = reference_traces.view.shape
+    assert history[-1]["recall"] > history[0]["recall"]
+    assert max(entry["recall"] for entry in history) > 2 * shape.top_k / shape.experts
+    assert isinstance(fitted.predictor, Estimator)
+    assert len(fitted.predictor.network(1).head_GWE) == 1, "one network for all layers"
+
+
+def test_one_pair_alone_is_a_row_of_all_pairs() -> None:
+    for shared in (True, False):
+        network = EstimatorNetwork(3, 10, 6, parameters=4000, expansion=2.0, shared=shared)
+        torch.nn.init.normal_(network.head_GWE)
+        x_PTF = torch.randn(3, 5, 10)
+        for pair in range(3):
+            torch.testing.assert_close(network.one(x_PTF[pair], pair), network(x_PTF)[pair])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_budget_is_kept_and_used(shared: bool) -> None:
+    network = EstimatorNetwork(11, 192, 64, parameters=500_000, expansion=2.0, shared=shared)
+    count = sum(parameter.numel() for parameter in network.parameters())
+    assert 0.85 * 500_000 < count <= 500_000
+    with pytest.raises(ExpertcastError, match="give at least"):
+        fitting_width(11, 192, 64, parameters=100, expansion=2.0, shared=shared)
+
+
+def test_further_distances(reference_traces: TraceDataset) -> None:
+    """Recall falls with distance, and each distance forecasts its own layers."""
+    options = FitOptions(tokens=4000, validation_tokens=800)
+    linear = fit_predictor("linear", reference_traces, config=LinearConfig(ahead=(1, 2, 4)), options=options)
+    assert isinstance(linear, Linear)
+    means = []
+    for ahead in (1, 2, 4):
+        recall_P = validation_recall({"linear": linear}, reference_traces, ahead, options)["linear"]
+        assert len(recall_P) == reference_traces.view.shape.layers - ahead
+        means.append(float(recall_P.mean()))
+    assert means[0] > means[1] > means[2]
+
+
+class TestHybrid:
+    def test_choices_are_honoured_and_in_the_config(
+        self, fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset
+    ) -> None:
+        hybrid = fitted_predictors["hybrid"].predictor
+        assert isinstance(hybrid, Hybrid)
+        choices = hybrid.config.as_dict()["choices"]
+        assert [choice["layer"] for choice in choices] == list(range(1, reference_traces.view.shape.layers))
+        batch = next(reference_traces.batches("test", 128))
+        for choice in choices:
+            state = batch.state(reference_traces.view, choice["layer"] - 1)
+            own = fitted_predictors[choice["predictor"]].predictor.forecast(state)
+            assert torch.equal(hybrid.forecast(state).logits_TE, own.logits_TE)
+            assert choice["recall"][choice["predictor"]] == max(choice["recall"].values())
+
+    def test_threshold_keeps_the_cheaper_one(
+        self, fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset
+    ) -> None:
+        members = {name: fitted_predictors[name].predictor for name in ("quasi_hidden", "linear", "estimator")}
+        cost = forecast_flops(members, reference_traces, 1, FitOptions())
+        assert 0 < cost["quasi_hidden"] <= cost["linear"] < cost["estimator"]
+        chosen = {}
+        for threshold in (0.0, 1.0):
+            config = HybridConfig(candidates=list(members), threshold=threshold)
+            hybrid = select_hybrid(members, reference_traces, config, FitOptions()).predictor
+            assert isinstance(hybrid, Hybrid)
+            chosen[threshold] = set(hybrid.chosen.values())
+        assert chosen[1.0] == {"quasi_hidden"}
+        assert "estimator" in chosen[0.0]
+
+    def test_fits_its_own_candidates(self, reference_traces: TraceDataset) -> None:
+        config = HybridConfig(candidates=["next_norm", "quasi_hidden"], ahead=(1, 2))
+        fitted = fit("hybrid", reference_traces, config=config, options=FitOptions(validation_tokens=400))
+        assert isinstance(fitted.predictor, Hybrid)
+        layers = reference_traces.view.shape.layers
+        assert len(fitted.predictor.chosen) == (layers - 1) + (layers - 2)
+        assert set(fitted.report["candidates"]) == {"next_norm", "quasi_hidden"}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LinearConfig(strengths=[0.0]), "strengths="),
+        (lambda: EstimatorConfig(form="poem"), "form='poem'"),
+        (lambda: EstimatorConfig(inputs=["routing"]), "quasi_hidden first"),
+        (lambda: EstimatorConfig(temperatures=[-1.0]), "temperatures="),
+        (lambda: EstimatorConfig(parameters=0), "parameters=0"),
+        (lambda: HybridConfig(candidates=["hybrid"]), "other than hybrid"),
+        (lambda: HybridConfig(threshold=-1.0), "threshold=-1"),
+        (lambda: FitOptions(tokens=0), "tokens=0"),
+    ],
+)
+def test_bad_settings_are_named(make: Any, message: str) -> None:
+    with pytest.raises(ExpertcastError, match=message):
+        make()
+
+
+def test_bad_requests_are_named(reference_traces: TraceDataset) -> None:
+    with pytest.raises(ExpertcastError, match="takes a LinearConfig"):
+        fit("linear", reference_traces, config=PredictorConfig())
+    with pytest.raises(ExpertcastError, match="at most 11"):
+        fit("next_norm", reference_traces, config=PredictorConfig(ahead=(12,)))
