@@ -190,6 +190,7 @@ def describe(
 def write_files(folder: Path, predictor: Predictor, config: dict[str, Any], metrics: dict[str, Any]) -> None:
     """Write the four files into an existing folder."""
     save_file(_plain_tensors(predictor), folder / files.WEIGHTS, metadata={"format": "pt"})
+    (folder / files.WEIGHTS).chmod(0o666 & ~_umask())  # safetensors leaves it to its owner alone
     (folder / files.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     (folder / files.METRICS).write_text(json.dumps(metrics, indent=2) + "\n")
     (folder / files.CARD).write_text(model_card(config, metrics))

@@ -23,16 +23,16 @@ from expertcast.data.collector import collect
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, names, predictor_class
+from expertcast.predictors import ExpertcastError, Predictor, names, predictor_class
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.hybrid import HybridConfig
+from expertcast.training.curve import PAPER, learning_curve
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit
 from expertcast.training.options import FitOptions
 from expertcast.training.selection import select_hybrid
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
-PAPER = "estimator (paper's form)"
 FAR = ("quasi_hidden", "linear", "estimator")
 CURVE = (20_000, 50_000, 100_000, 200_000, 400_000)
 BATCH = 4096
@@ -76,7 +76,10 @@ def benchmark(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             far = {name: fit(name, traces, config=config).predictor for name, config in configs.items()}
             results[f"ahead_{ahead}"] = _scores(far, traces, ahead)
             print(f"{ahead} ahead: " + ", ".join(f"{n} {v:.3f}" for n, v in _means(results[f"ahead_{ahead}"]).items()))
-    results["curve"] = learning_curve(traces, args.curve)
+    if args.curve:
+        counts = [count for count in args.curve if count <= traces.token_count("train")]
+        results["curve"] = learning_curve(traces, counts)
+        print_curve(results["curve"])
     return results
 
 
@@ -101,25 +104,12 @@ def fit_all(traces: TraceDataset) -> tuple[dict[str, Predictor], dict[str, float
     return fitted, seconds
 
 
-def learning_curve(traces: TraceDataset, counts: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Mean recall@k on test of what was fitted on so many tokens; counts above the train split are left out."""
-    forms: dict[str, tuple[str, PredictorConfig]] = {
-        "linear": ("linear", predictor_class("linear").config_class()),
-        "estimator": ("estimator", EstimatorConfig()),
-        PAPER: ("estimator", EstimatorConfig(form="paper")),
-    }
-    curve: dict[str, dict[str, float]] = {form: {} for form in forms}
-    for count in counts:
-        if count > traces.token_count("train"):
-            print(f"{count} tokens: the train split has {traces.token_count('train')} only, left out")
-            continue
-        # choosing costs tokens too: an eighth of the training tokens, as in the split itself
-        options = FitOptions(tokens=count, validation_tokens=max(1, count // 8))
-        for form, (name, config) in forms.items():
-            predictor = fit(name, traces, config=config, options=options).predictor
-            curve[form][str(count)] = _means(_scores({form: predictor}, traces, 1))[form]
-        print(f"{count} tokens: " + ", ".join(f"{form} {curve[form][str(count)]:.4f}" for form in forms), flush=True)
-    return curve
+def print_curve(curve: dict[str, dict[str, float]]) -> None:
+    """The learning curve as a table."""
+    counts = list(next(iter(curve.values())))
+    print("\n| recall at tokens | " + " | ".join(counts) + " |\n" + "|---" * (len(counts) + 1) + "|")
+    for form, values in curve.items():
+        print(f"| {form} | " + " | ".join(f"{values[count]:.4f}" for count in counts) + " |")
 
 
 def _traces(args: argparse.Namespace, folder: Path) -> TraceDataset:

@@ -19,7 +19,7 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.traces import TraceSource
 from expertcast.predictors.estimator import Estimator
 from expertcast.training.losses import distillation_loss
-from expertcast.training.scoring import states_of, token_recall
+from expertcast.training.scoring import forget_some, states_of, token_recall
 
 WARM_UP = 0.05
 FLOOR = 0.02
@@ -96,7 +96,7 @@ class Distiller(lightning.LightningModule):  # type: ignore[misc]
         """Standardised inputs [P, T, F] and the routers' logits [P, T, E] of a batch."""
         estimator, ahead = self._estimator[0], self._ahead
         with torch.no_grad():
-            states = states_of(self._source, batch)
+            states = states_of(self._source, forget_some(batch) if self.training else batch)
             x_PTF = torch.stack([estimator.features(state, ahead) for state in states[: len(self.scale_P)]])
             y_PTE = batch.logits_TLE[:, ahead:].transpose(0, 1).float().to(x_PTF.device)
             return estimator.standardised(x_PTF, ahead), y_PTE

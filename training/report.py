@@ -12,6 +12,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from torch.utils.tensorboard import SummaryWriter
 
 from expertcast.checkpoints.provenance import provenance as running_provenance
 from expertcast.predictors.errors import ExpertcastError
@@ -62,7 +63,7 @@ def write_report(
     folder = Path(folder)
     _check(folder)
     where_from = dict(running_provenance() if provenance is None else provenance)
-    pictures = {name: _png(figure) for name, figure in _figures(evaluation, learning_curve, quality).items()}
+    pictures = {name: _png(figure) for name, figure in figures_of(evaluation, learning_curve, quality).items()}
     inlined = {name: base64.b64encode(data).decode() for name, data in pictures.items()}
     data = {
         "format": FORMAT,
@@ -78,11 +79,20 @@ def write_report(
     return folder / PAGE
 
 
-def _figures(
+def log_figures(folder: Path | str, evaluation: Mapping[str, Any]) -> None:
+    """Add an evaluation's figures to the TensorBoard logs in `folder`."""
+    with SummaryWriter(str(folder)) as writer:
+        for name, figure in figures_of(evaluation).items():
+            FigureCanvasAgg(figure)
+            writer.add_figure(Path(name).stem, figure)
+
+
+def figures_of(
     evaluation: Mapping[str, Any],
-    learning_curve: Mapping[str, Mapping[Any, float]] | None,
-    quality: Mapping[str, Any] | None,
+    learning_curve: Mapping[str, Mapping[Any, float]] | None = None,
+    quality: Mapping[str, Any] | None = None,
 ) -> dict[str, Figure]:
+    """The report's figures by file name."""
     drawn = {
         RECALL: figures.recall_by_layer(evaluation),
         COVERED: figures.recall_by_layer(evaluation, "weight_covered"),

@@ -6,6 +6,7 @@ T tokens, P layer pairs, E routed experts, K experts per token. Reports are :mod
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from expertcast.predictors import MoEView, Predictor, RouterState
 from expertcast.training.options import FitOptions
 
 RANK_BATCH = 256
+FORGET_EVERY = 10
 
 
 def token_recall(forecast_ids_TK: Tensor, true_ids_TK: Tensor) -> Tensor:
@@ -46,6 +48,19 @@ def states_of(source: TraceSource, batch: TraceBatch) -> list[RouterState]:
     """The router states of a batch at all layers, on the routers' device."""
     batch = batch.to(device_of(source.view))
     return [batch.state(source.view, layer) for layer in range(len(source.view))]
+
+
+def forget_some(batch: TraceBatch) -> TraceBatch:
+    """The batch with the previous token's routing unknown in every tenth row.
+
+    A network trained without gaps leans on it: where nothing is known (a whole prompt at once) recall on the bootstrap
+    was .892, and .902 with gaps in training; where all is known, gaps cost .001.
+    """
+    if batch.previous_TLE is None:
+        return batch
+    previous_TLE = batch.previous_TLE.clone()
+    previous_TLE[::FORGET_EVERY] = float("nan")
+    return replace(batch, previous_TLE=previous_TLE)
 
 
 @torch.no_grad()

@@ -157,6 +157,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", choices=("train", "validation", "test", "all"), help="documents that score")
     parser.add_argument("--ahead", type=_positive, default=1, help="layers ahead (default: %(default)s)")
     parser.add_argument("--report", type=Path, metavar="DIR", help="write one HTML page, PNGs and JSON")
+    parser.add_argument("--curve", type=_positive, nargs="+", metavar="N", help="learning curve at these token counts")
     parser.add_argument("--model", metavar="MODEL", help="also measure what speculative execution costs this model")
     parser.add_argument("--data", nargs="+", metavar="D", help="text for --model; " + DATA_HELP)
     parser.add_argument(

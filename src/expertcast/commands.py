@@ -27,10 +27,11 @@ from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, names, predictor_class
 from expertcast.runtime.offloaded import offload
 from expertcast.runtime.quality import QualityRun, measure_quality, text_windows
+from expertcast.training.curve import learning_curve
 from expertcast.training.evaluation import evaluate as evaluate_predictors
 from expertcast.training.fit import fit, fit_many
 from expertcast.training.options import FitOptions
-from expertcast.training.report import write_report
+from expertcast.training.report import log_figures, write_report
 from expertcast.training.results import recall_table
 
 Outcome = tuple[dict[str, Any], str]
@@ -74,6 +75,8 @@ def train(args: argparse.Namespace) -> Outcome:
         "validation": validation.as_dict(),
     }
     save_predictor(fitted.predictor, args.out, view=source.view, metrics=metrics, extra={"training": fitted.report})
+    if args.log:
+        log_figures(args.log / "evaluation", evaluation.as_dict())
     text = f"{recall_table(evaluation)}\n\nfitted in {fitted.report['seconds']:.0f} s; wrote {args.out}"
     return {"checkpoint": str(args.out), "training": fitted.report, **metrics}, text
 
@@ -95,12 +98,22 @@ def evaluate(args: argparse.Namespace) -> Outcome:
             model, load_tokenizer(args.model), documents, predictors, result, tokens=args.quality_tokens
         )
         text += "\n\n" + quality_table(result["quality"])
+    if args.curve:
+        result["learning_curve"] = learning_curve(traces, args.curve, ahead=args.ahead)
+        text += "\n\n" + curve_table(result["learning_curve"])
     if args.report:
         title = f"Forecasts for {traces.view.model_id}"
         provenance: dict[str, Any] = {
             key: traces.info[key] for key in ("model", "tokens", "command", "versions") if key in traces.info
         }
-        page = write_report(args.report, result, quality=result.get("quality"), title=title, provenance=provenance)
+        page = write_report(
+            args.report,
+            result,
+            learning_curve=result.get("learning_curve"),
+            quality=result.get("quality"),
+            title=title,
+            provenance=provenance,
+        )
         text += f"\n\nwrote {page}"
     return result, text
 
@@ -289,6 +302,13 @@ def quality_table(result: dict[str, Any]) -> str:
     for name, run in result["runs"].items():
         numbers = (run["perplexity"], run["top1_agreement"], run["kl"], run["executed_recall"]["mean"])
         rows.append((name, *(f"{number:.4g}" for number in numbers)))
+    return aligned(rows)
+
+
+def curve_table(curve: dict[str, dict[str, float]]) -> str:
+    counts = list(next(iter(curve.values())))
+    rows = [("recall@k at tokens", *counts)]
+    rows += [(form, *(f"{values[count]:.3f}" for count in counts)) for form, values in curve.items()]
     return aligned(rows)
 
 

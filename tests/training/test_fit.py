@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from expertcast.predictors.linear import Linear, LinearConfig
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit, fit_predictor
 from expertcast.training.options import FitOptions, Fitted
-from expertcast.training.scoring import validation_recall
+from expertcast.training.scoring import forget_some, validation_recall
 from expertcast.training.selection import forecast_flops, select_hybrid
 
 
@@ -112,10 +113,33 @@ def test_network_that_does_not_pay_leaves_plain_ridge(reference_traces: TraceDat
         )
 
 
+def test_estimator_works_without_a_previous_token(
+    fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset
+) -> None:
+    """A whole prompt at once: no state, or a row of NaN, gives the same forecast; training leaves such gaps."""
+    estimator = fitted_predictors["estimator"].predictor
+    batch = next(reference_traces.batches("test", 200))
+    known = batch.state(reference_traces.view, 2)
+    assert known.previous_logits_TLE is not None
+    unknown = replace(known, previous_logits_TLE=None)
+    gaps = replace(known, previous_logits_TLE=torch.full_like(known.previous_logits_TLE, float("nan")))
+    logits_TE = estimator.forecast(unknown).logits_TE
+    assert torch.isfinite(logits_TE).all()
+    torch.testing.assert_close(logits_TE, estimator.forecast(gaps).logits_TE)
+    assert not torch.allclose(logits_TE, estimator.forecast(known).logits_TE)
+    previous_TLE = forget_some(batch).previous_TLE
+    assert previous_TLE is not None
+    assert previous_TLE[::10].isnan().all()
+    assert torch.equal(previous_TLE[1], known.previous_logits_TLE[1])
+
+
 def test_papers_form_learns(reference_traces: TraceDataset) -> None:
-    config = EstimatorConfig(form="paper", parameters=60_000, steps=60, step_tokens=128)
+    config = EstimatorConfig(form="paper", parameters=60_000, steps=60, step_tokens=128, temperatures=[1.0, 2.0])
     fitted = fit("estimator", reference_traces, config=config, options=FitOptions(validation_tokens=600))
-    history = fitted.report["distances"]["1"]["history"]
+    report = fitted.report["distances"]["1"]
+    history = report["history"]
+    assert set(report["trials"]) == {"1.0", "2.0"}
+    assert report["trials"][str(report["temperature"])] == max(report["trials"].values())
     shape = reference_traces.view.shape
     assert history[-1]["recall"] > history[0]["recall"]
     assert max(entry["recall"] for entry in history) > 2 * shape.top_k / shape.experts

@@ -255,6 +255,17 @@ def test_inclusion_probabilities_sum_to_k_and_follow_the_logits(
         torch.testing.assert_close(probability_TE.double(), reference_TE, atol=5e-3, rtol=0)
 
 
+def test_probabilities_of_many_tokens_take_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that converge early must neither drift away nor hold up the batch."""
+    calls: list[int] = []
+    sigmoid = torch.sigmoid
+    monkeypatch.setattr(torch, "sigmoid", lambda values: (calls.append(1), sigmoid(values))[1])
+    logits_TE = 2.5 * torch.randn(2048, 64, generator=torch.Generator().manual_seed(0))
+    probability_TE = inclusion_probability(logits_TE, 4)
+    torch.testing.assert_close(probability_TE.sum(1), torch.full((2048,), 4.0), atol=1.1e-3, rtol=0)
+    assert len(calls) <= 8
+
+
 def test_calibration_bins_and_error_follow_their_definitions() -> None:
     shape = ModelShape(layers=2, experts=16, top_k=4, hidden=4)
     truth = random_routing(0, 200, shape)

@@ -1,0 +1,48 @@
+"""The learning curve: recall against training tokens (Fig. 9 of Speculating Experts)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors import ExpertcastError, PredictorConfig
+from expertcast.predictors.estimator import EstimatorConfig
+from expertcast.predictors.linear import LinearConfig
+from expertcast.training.evaluation import evaluate
+from expertcast.training.fit import fit
+from expertcast.training.options import FitOptions
+
+PAPER = "estimator (paper's form)"
+BATCH = 4096
+VALIDATION_SHARE = 8
+"""Choosing costs tokens too: a budget of N tokens has N / 8 validation tokens beside it, as the split itself has."""
+
+
+def learning_curve(traces: TraceDataset, counts: Sequence[int], *, ahead: int = 1) -> dict[str, dict[str, float]]:
+    """Mean recall@k on the test split of `linear` and both forms of `estimator`, each fitted on so many tokens.
+
+    Returns:
+        Per form `{str(tokens): recall}`.
+
+    Raises:
+        ExpertcastError: a count is under 1 or above the tokens of the train split.
+    """
+    available = traces.token_count("train")
+    for count in counts:
+        if not 1 <= count <= available:
+            raise ExpertcastError(
+                f"learning curve at {count} tokens: give 1 to {available}, what the train split has, or collect more"
+            )
+    forms: dict[str, tuple[str, PredictorConfig]] = {
+        "linear": ("linear", LinearConfig(ahead=(ahead,))),
+        "estimator": ("estimator", EstimatorConfig(ahead=(ahead,))),
+        PAPER: ("estimator", EstimatorConfig(ahead=(ahead,), form="paper")),
+    }
+    curve: dict[str, dict[str, float]] = {form: {} for form in forms}
+    for count in counts:
+        options = FitOptions(tokens=count, validation_tokens=max(1, count // VALIDATION_SHARE))
+        for form, (name, config) in forms.items():
+            predictor = fit(name, traces, config=config, options=options).predictor
+            batches = traces.batches("test", BATCH)
+            curve[form][str(count)] = evaluate({form: predictor}, batches, traces.view, ahead=ahead).recall(form)
+    return curve
