@@ -13,7 +13,7 @@ import json
 import platform
 import subprocess
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     cuda = torch.cuda.is_available()
     try:
         result = {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "hardware": hardware(),
             **provenance(),
             "checks": None if args.skip_tests else run_checks(cuda),

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.families.models import CONFIGS, tiny_model
 from transformers import PreTrainedModel
 
 import expertcast
@@ -18,6 +17,7 @@ from expertcast.data.text import load_documents
 from expertcast.predictors.base import Predictor
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit_predictor
+from tests.families.models import CONFIGS, tiny_model
 
 TOKENS = 3000
 NAMES = ("router_input", "quasi_hidden", "linear")

@@ -14,8 +14,8 @@ COMMANDS = {
     "collect": {"--data", "--tokens", "--out", "--window", "--batch-size", "--dtype", "--device"},
     "train": {"--predictor", "--out", "--ahead", "--set", "--tokens", "--data", "--log", "--seed", "--window",
               "--batch-size", "--dtype", "--device"},
-    "eval": {"--predictor", "--split", "--ahead", "--report", "--curve", "--model", "--data", "--quality-tokens", "--dtype",
-             "--device"},
+    "eval": {"--predictor", "--split", "--ahead", "--report", "--curve", "--model", "--data", "--quality-tokens",
+             "--dtype", "--device"},
     "generate": {"--prompt", "--predictor", "--mode", "--slots", "--bandwidth", "--new-tokens", "--dtype", "--device"},
     "inspect": set(),
 }  # fmt: skip
