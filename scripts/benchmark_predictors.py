@@ -26,7 +26,7 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, names, predictor_class
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.hybrid import HybridConfig
-from expertcast.training.curve import PAPER, learning_curve
+from expertcast.training.curve import PAPER, PAPER_PARAMETERS, learning_curve
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit
 from expertcast.training.options import FitOptions
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--traces", type=Path, help="traces to use, collected there first if there are none")
     parser.add_argument("--ahead", type=int, nargs="*", default=[2, 4], help="further distances (default: 2 4)")
     parser.add_argument("--curve", type=int, nargs="*", default=list(CURVE), help="token counts of the learning curve")
-    parser.add_argument("--skip-table", action="store_true", help="the learning curve only")
+    parser.add_argument("--skip-table", action="store_true", help="leave the table of all predictors out")
     parser.add_argument("--name", required=True, help="name of the result file")
     args = parser.parse_args(arguments)
     try:
@@ -71,11 +71,11 @@ def benchmark(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         fitted, results["fit_seconds"] = fit_all(traces)
         results |= _scores(fitted, traces, 1)
         _print_table(results, traces)
-        for ahead in args.ahead:
-            configs = {name: predictor_class(name).config_class(ahead=(ahead,)) for name in FAR}
-            far = {name: fit(name, traces, config=config).predictor for name, config in configs.items()}
-            results[f"ahead_{ahead}"] = _scores(far, traces, ahead)
-            print(f"{ahead} ahead: " + ", ".join(f"{n} {v:.3f}" for n, v in _means(results[f"ahead_{ahead}"]).items()))
+    for ahead in args.ahead:
+        configs = {name: predictor_class(name).config_class(ahead=(ahead,)) for name in FAR}
+        far = {name: fit(name, traces, config=config).predictor for name, config in configs.items()}
+        results[f"ahead_{ahead}"] = _scores(far, traces, ahead)
+        print(f"{ahead} ahead: " + ", ".join(f"{n} {v:.3f}" for n, v in _means(results[f"ahead_{ahead}"]).items()))
     if args.curve:
         counts = [count for count in args.curve if count <= traces.token_count("train")]
         results["curve"] = learning_curve(traces, counts)
@@ -99,7 +99,8 @@ def fit_all(traces: TraceDataset) -> tuple[dict[str, Predictor], dict[str, float
         seconds[name] = time.perf_counter() - start
         print(f"fitted {name} in {seconds[name]:.0f} s", flush=True)
     start = time.perf_counter()
-    fitted[PAPER] = fit("estimator", traces, config=EstimatorConfig(form="paper")).predictor
+    paper = EstimatorConfig(form="paper", parameters=PAPER_PARAMETERS)
+    fitted[PAPER] = fit("estimator", traces, config=paper).predictor
     seconds[PAPER] = time.perf_counter() - start
     return fitted, seconds
 

@@ -13,6 +13,8 @@ from expertcast.training.fit import fit
 from expertcast.training.options import FitOptions
 
 PAPER = "estimator (paper's form)"
+PAPER_PARAMETERS = 200_000
+"""One network serves all layers there, so a parameter costs as many times more work as there are layer pairs."""
 BATCH = 4096
 VALIDATION_SHARE = 8
 """Choosing costs tokens too: a budget of N tokens has N / 8 validation tokens beside it, as the split itself has."""
@@ -36,7 +38,7 @@ def learning_curve(traces: TraceDataset, counts: Sequence[int], *, ahead: int = 
     forms: dict[str, tuple[str, PredictorConfig]] = {
         "linear": ("linear", LinearConfig(ahead=(ahead,))),
         "estimator": ("estimator", EstimatorConfig(ahead=(ahead,))),
-        PAPER: ("estimator", EstimatorConfig(ahead=(ahead,), form="paper")),
+        PAPER: ("estimator", EstimatorConfig(ahead=(ahead,), form="paper", parameters=PAPER_PARAMETERS)),
     }
     curve: dict[str, dict[str, float]] = {form: {} for form in forms}
     for count in counts:

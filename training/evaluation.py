@@ -58,7 +58,8 @@ def evaluate(
         target layers `ahead`..L-1 (named in `targets`); a cosine is None where the predictor has no input vector.
 
     Raises:
-        ExpertcastError: no predictor, no tokens, or `ahead` is not one a predictor was made for.
+        ExpertcastError: no predictor, no tokens, `ahead` is not one a predictor was made for, or it is bound to
+                another model's routers.
     """
     _check(predictors, view, ahead)
     previous = any(predictor.uses_previous_token for predictor in predictors.values())
@@ -115,6 +116,11 @@ def _check(predictors: Mapping[str, Predictor], view: MoEView, ahead: int) -> No
         if ahead not in predictor.ahead:
             raise ExpertcastError(
                 f"predictor {name} looks {list(predictor.ahead)} layers ahead, not {ahead}: train it with ahead={ahead}"
+            )
+        if predictor.view is not view and predictor.view.fingerprint() != view.fingerprint():
+            raise ExpertcastError(
+                f"predictor {name} is bound to other routers than those of the traces: collect traces with its model, "
+                "or train it on these"
             )
 
 

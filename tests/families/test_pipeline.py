@@ -14,13 +14,19 @@ from expertcast.checkpoints.store import load_predictor, save_predictor
 from expertcast.data.collector import collect
 from expertcast.data.models import load_tokenizer
 from expertcast.data.text import load_documents
-from expertcast.predictors.base import Predictor
+from expertcast.predictors.base import Predictor, PredictorConfig
+from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit_predictor
 from tests.families.models import CONFIGS, tiny_model
 
 TOKENS = 3000
-NAMES = ("router_input", "quasi_hidden", "linear")
+CONFIGURED: dict[str, PredictorConfig | None] = {
+    "router_input": None,
+    "quasi_hidden": None,
+    "linear": None,
+    "estimator": EstimatorConfig(parameters=20_000, steps=12, step_tokens=128),
+}
 
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
@@ -33,8 +39,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         tokens=TOKENS, window=64, batch_size=8,
     )  # fmt: skip
     predictors: dict[str, Predictor] = {}
-    for name in NAMES:
-        save_predictor(fit_predictor(name, traces), folder / name, view=traces.view)
+    for name, config in CONFIGURED.items():
+        save_predictor(fit_predictor(name, traces, config=config), folder / name, view=traces.view)
         predictors[name] = load_predictor(folder / name, traces.view)
     return {"model": model, "traces": traces, "predictors": predictors, "folder": folder}
 
@@ -63,7 +69,7 @@ def test_recall_beats_chance(trained: dict[str, Any]) -> None:
     traces = trained["traces"]
     result = evaluate(trained["predictors"], traces.batches("test", 4096), traces.view).as_dict()
     shape = traces.view.shape
-    for name in NAMES:
+    for name in CONFIGURED:
         recall = result["recall_at_k"][name]
         assert len(recall["per_layer"]) == shape.layers - 1
         assert recall["mean"] > shape.top_k / shape.experts + 0.05

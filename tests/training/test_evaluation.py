@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from expertcast.data.batch import TraceBatch
+from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors.base import PredictorConfig, RouterState
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.quasi_hidden import QuasiHidden
@@ -20,6 +21,7 @@ from expertcast.predictors.router_input import RouterInput
 from expertcast.predictors.view import MoEView
 from expertcast.training import evaluation as module
 from expertcast.training.evaluation import evaluate, recall_table
+from tests.families.models import tiny_model
 from tests.training.synthetic import Before, Oracle, Same, random_batch, tiny_view
 
 
@@ -185,6 +187,9 @@ def test_mistakes_are_named(view: MoEView, batch: TraceBatch) -> None:
         evaluate(predictors, [batch], view, ahead=4)
     with pytest.raises(ExpertcastError, match="quasi_hidden looks \\[1\\] layers ahead, not 2"):
         evaluate(predictors, [batch], view, ahead=2)
+    other = find_moe_layers(tiny_model("qwen3_moe", dtype=torch.float32, seed=1))
+    with pytest.raises(ExpertcastError, match="quasi_hidden is bound to other routers"):
+        evaluate(predictors, [batch], other)
     with pytest.raises(ExpertcastError, match="no metric 'recal'"):
         recall_table(evaluate(predictors, [batch], view), "recal")
 
