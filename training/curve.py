@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tqdm import tqdm
+
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, PredictorConfig
 from expertcast.predictors.estimator import EstimatorConfig
@@ -41,10 +43,12 @@ def learning_curve(traces: TraceDataset, counts: Sequence[int], *, ahead: int = 
         PAPER: ("estimator", EstimatorConfig(ahead=(ahead,), form="paper", parameters=PAPER_PARAMETERS)),
     }
     curve: dict[str, dict[str, float]] = {form: {} for form in forms}
-    for count in counts:
+    fits = [(count, form) for count in counts for form in forms]
+    for count, form in (bar := tqdm(fits, desc="learning curve", unit="fit")):
         options = FitOptions(tokens=count, validation_tokens=max(1, count // VALIDATION_SHARE))
-        for form, (name, config) in forms.items():
-            predictor = fit(name, traces, config=config, options=options).predictor
-            batches = traces.batches("test", BATCH)
-            curve[form][str(count)] = evaluate({form: predictor}, batches, traces.view, ahead=ahead).recall(form)
+        name, config = forms[form]
+        predictor = fit(name, traces, config=config, options=options).predictor
+        evaluation = evaluate({form: predictor}, traces.batches("test", BATCH), traces.view, ahead=ahead, chained=False)
+        curve[form][str(count)] = evaluation.recall(form)
+        bar.set_postfix_str(f"{form} at {count}: {curve[form][str(count)]:.4f}")
     return curve
