@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         result, text = _run(args)
+        if os.environ.get("RANK", "0") != "0":  # under torchrun one rank speaks for all
+            return 0
         if args.json is not None:
             from expertcast.commands import write_json
 

@@ -19,6 +19,7 @@ from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor, sa
 from expertcast.data.collector import collect as collect_traces
 from expertcast.data.datamodule import OnlineDataModule
 from expertcast.data.discovery import find_moe_layers
+from expertcast.data.distributed import current_share
 from expertcast.data.inspection import inspect_model
 from expertcast.data.layout import TRACE_FILE
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
@@ -32,7 +33,7 @@ from expertcast.training.evaluation import evaluate as evaluate_predictors
 from expertcast.training.fit import fit, fit_many
 from expertcast.training.options import FitOptions
 from expertcast.training.report import log_figures, write_report
-from expertcast.training.results import recall_table
+from expertcast.training.results import aligned, recall_table
 
 Outcome = tuple[dict[str, Any], str]
 EVAL_BATCH = 4096  # tokens
@@ -74,8 +75,9 @@ def train(args: argparse.Namespace) -> Outcome:
         **evaluation.as_dict(),
         "validation": validation.as_dict(),
     }
-    save_predictor(fitted.predictor, args.out, view=source.view, metrics=metrics, extra={"training": fitted.report})
-    if args.log:
+    if current_share().rank == 0:  # every rank has fitted and scored the same
+        save_predictor(fitted.predictor, args.out, view=source.view, metrics=metrics, extra={"training": fitted.report})
+    if args.log and current_share().rank == 0:
         log_figures(args.log / "evaluation", evaluation.as_dict())
     text = f"{recall_table(evaluation)}\n\nfitted in {fitted.report['seconds']:.0f} s; wrote {args.out}"
     return {"checkpoint": str(args.out), "training": fitted.report, **metrics}, text
@@ -327,15 +329,6 @@ def describe_traces(traces: TraceDataset) -> str:
     )
     values = {key: traces.info[key] for key in keys if key in traces.info}
     return table({**values, "documents": len(traces.info["documents"])})
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A text table: the first column to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    )
 
 
 def table(values: dict[str, Any]) -> str:

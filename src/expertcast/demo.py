@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from expertcast.commands import EVAL_BATCH, aligned, confident_layers, predictor_config, write_json
+from expertcast.commands import EVAL_BATCH, confident_layers, predictor_config, write_json
 from expertcast.data.collector import collect
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
@@ -22,7 +22,7 @@ from expertcast.runtime.quality import QualityRun, measure_quality, text_windows
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit_many
 from expertcast.training.options import FitOptions
-from expertcast.training.results import recall_table
+from expertcast.training.results import aligned, recall_table
 
 DEMO_FILE = Path("demo.json")
 SLOTS = 96
