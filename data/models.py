@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -45,7 +46,7 @@ def load_model(model_id: str, *, dtype: str = "auto", device: str = "cpu") -> Pr
     path = resolve_model(model_id)
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=_dtype(dtype))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:  # missing, foreign or damaged
         raise ExpertcastError(_load_failure(model_id, error)) from error
     model.config._name_or_path = model_id
     loaded: PreTrainedModel = model.to(torch.device(device)).eval()
@@ -106,7 +107,7 @@ def load_skeleton(folder: Path) -> MoEView:
     try:
         description = json.loads((folder / SKELETON_LAYERS).read_text())
         tensors = load_file(folder / SKELETON_WEIGHTS)
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, json.JSONDecodeError, SafetensorError) as error:
         raise ExpertcastError(f"{folder} holds no router skeleton: collect the traces again") from error
     model = meta_model(str(folder))
     view = layers_by_name(model, description["layers"], description["top_k"], description["model_id"])

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.inspection import describe, inspect_model
-from expertcast.data.models import load_skeleton, meta_model, save_skeleton
+from expertcast.data.models import load_model, load_skeleton, meta_model, save_skeleton
 from expertcast.predictors.errors import ExpertcastError
 from tests.families.models import CONFIGS, DENSE_LAYERS, SHARED, tiny_model
 
@@ -130,3 +130,12 @@ def test_scaled_block_output_is_refused() -> None:
 def test_missing_model_is_one_line() -> None:
     with pytest.raises(ExpertcastError, match="cannot load model 'no/such/model-here'"):
         meta_model("no/such/model-here")
+
+
+def test_truncated_weights_are_one_line(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ExpertcastError, match="cannot load model") as caught:
+        load_model(str(tmp_path))
+    assert "\n" not in str(caught.value)
