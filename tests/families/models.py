@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ SHARED = {"glm4_moe_lite", "qwen2_moe", "deepseek_v2"}
 def tiny_model(family: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> PreTrainedModel:
     """A tiny model of the family whose routers differ enough between tokens to be worth forecasting."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[family])
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family]))
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(std=0.1)
