@@ -78,7 +78,8 @@ def test_trained_predictors(
     with offload(reference_model, predictor=quasi, slots=24, cache=False, ahead=2) as offloaded:
         assert_same(greedy(offloaded, one), expected)
         far = offloaded.stats.total
-    assert near.prefetched_used > far.prefetched_used > 0.4 * far.requests
+    assert near.prefetched_used > far.prefetched_used
+    assert far.prefetched_used > 0.5 * far.prefetched  # chance is K / E = 1/16; prefill requests cannot be forecast
     with offload(reference_model, predictor=previous, slots=24, cache=False) as offloaded:
         assert_same(greedy(offloaded, one), expected)
         assert offloaded.stats.total.prefetched_used > 0
