@@ -15,8 +15,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer
-from expertcast.runtime.kernels import SlotKernel, combine
+from expertcast.runtime.kernels import SlotKernel, combine, row_order
 from expertcast.runtime.prefetcher import Prefetcher
+from expertcast.runtime.recorder import Recorder, State
 from expertcast.runtime.residency import Residency
 from expertcast.runtime.speculation import Speculator
 from expertcast.runtime.taps import RouterCall
@@ -41,12 +42,18 @@ class Engine:
     """Drives residency and kernel from the router hook (:meth:`on_router`) and the experts function (:meth:`run`)."""
 
     def __init__(
-        self, residency: Residency, speculator: Speculator, prefetcher: Prefetcher, kernel: SlotKernel
+        self,
+        residency: Residency,
+        speculator: Speculator,
+        prefetcher: Prefetcher,
+        kernel: SlotKernel,
+        recorder: Recorder | None = None,
     ) -> None:
         self._residency = residency
         self._speculator = speculator
         self._prefetcher = prefetcher
         self._kernel = kernel
+        self._recorder = recorder
         self._pool = residency.pool
         self._stats = residency.stats
         self._experts = speculator.view.shape.experts
@@ -76,15 +83,24 @@ class Engine:
 
     def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
         """Misses of this layer go out first; the forecast is made while they are under way."""
+        self._enter("policy", call.layer)
         executed = self._speculator.executed(call)
         self._begin(call.layer, call.ids_TK if executed is None else executed[0])
+        self._enter("forecast", call.layer)
         forecast = self._speculator.forecast(call, executed)
+        self._enter("policy", call.layer)
         if forecast is not None:
             self._residency.prefetch(self._prefetcher.keys(forecast))
+        self._enter("compute", call.layer)
         return executed
+
+    def _enter(self, state: State, layer: int) -> None:
+        if self._recorder is not None:
+            self._recorder.enter(state, layer)
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """The layer's experts over their slots."""
+        self._enter("policy", layer.index)
         self._check_untouched(layer)
         plan = self._plan
         if plan is None or (plan.ids_TK is not ids_TK and not torch.equal(plan.ids_TK, ids_TK)):
@@ -93,9 +109,10 @@ class Engine:
         stats = self._stats.layers[layer.index]
         stats.steps += 1
         stats.chunks += len(plan.chunks)
-        if len(plan.chunks) == 1:
-            return self._run_whole(layer, plan, hidden_TD, ids_TK, weights_TK)
-        return self._run_chunks(layer, plan, hidden_TD, ids_TK, weights_TK)
+        run = self._run_whole if len(plan.chunks) == 1 else self._run_chunks
+        output_TD = run(layer, plan, hidden_TD, ids_TK, weights_TK)
+        self._enter("compute", layer.index + 1)
+        return output_TD
 
     def _begin(self, layer: int, ids_TK: Tensor) -> _Plan:
         if self._plan is not None:  # another hook changed the routing after ours, or another experts function ran
@@ -119,8 +136,9 @@ class Engine:
         (keys,) = plan.chunks
         # the table goes to the device first: on CUDA that holds the host until the stream has come so far
         slots_TK = self._slot_table(layer.index, keys, ids_TK.device)[ids_TK]
-        self._residency.wait(keys)
-        output_TD = self._kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK)
+        self._wait(layer.index, keys)
+        output_TD = self._kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK, ids_TK)
+        self._enter("policy", layer.index)
         self._residency.release(keys)
         return output_TD
 
@@ -129,17 +147,23 @@ class Engine:
     ) -> Tensor:
         """The same products in several kernel calls, one reduction at the end."""
         top_k = ids_TK.shape[1]
-        ids_P = ids_TK.reshape(-1)
+        ids_P, order_P = ids_TK.reshape(-1), row_order(ids_TK)
         output_PD = hidden_TD.new_empty(ids_P.shape[0], hidden_TD.shape[1])
         for index, keys in enumerate(plan.chunks):
             if index + 1 < len(plan.chunks):
                 self._residency.request(plan.chunks[index + 1])
             slots_P = self._slot_table(layer.index, keys, ids_TK.device)[ids_P]
-            pairs = (slots_P >= 0).nonzero().squeeze(-1)
-            self._residency.wait(keys)
+            pairs = order_P[slots_P[order_P] >= 0]
+            self._wait(layer.index, keys)
             output_PD[pairs] = self._kernel.run_pairs(layer.experts, hidden_TD[pairs // top_k], slots_P[pairs])
+            self._enter("policy", layer.index)
             self._residency.release(keys)
         return combine(output_PD, weights_TK, hidden_TD.dtype)
+
+    def _wait(self, layer: int, keys: list[int]) -> None:
+        self._enter("wait", layer)
+        self._residency.wait(keys)
+        self._enter("compute", layer)
 
     def _slot_table(self, layer: int, keys: list[int], device: torch.device) -> Tensor:
         """[E] slot of each expert, -1 where it has none in this chunk."""

@@ -145,4 +145,7 @@ class CudaLink(Link):
         assert copy.arrived is not None
         copy.done = True
         self._issued.remove(copy)
-        self._count(copy.begun.elapsed_time(copy.arrived) / 1e3)
+        begun, end = 0.0, copy.begun.elapsed_time(copy.arrived) / 1e3
+        if self.recorder is not None:
+            begun, end = self.recorder.device_time(copy.begun), self.recorder.device_time(copy.arrived)
+        self._count(copy, begun, end)

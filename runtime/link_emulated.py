@@ -117,7 +117,7 @@ class EmulatedLink(Link):
                 self._transfer(copy, free_at)
             except BaseException as error:  # handed to the thread that waits for it
                 copy.error = error
-            self._count(free_at - start)
+            self._count(copy, start, free_at)
             copy.done = True
             copy.arrived.release()
 

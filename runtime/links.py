@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from expertcast.runtime.recorder import Recorder
 from expertcast.runtime.slots import SlotPool
 from expertcast.runtime.store import ExpertStore
 
@@ -41,6 +42,7 @@ class Link(ABC):
         self.copies = 0
         self.busy_s = 0.0
         """Seconds in which a copy was under way."""
+        self.recorder: Recorder | None = None
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         """Called once, before the first copy."""
@@ -83,10 +85,13 @@ class Link(ABC):
     def close(self) -> None:  # noqa: B027 (a link with nothing under way has nothing to stop)
         """Stop; no copy is under way afterwards."""
 
-    def _count(self, seconds: float) -> None:
+    def _count(self, copy: Copy, start: float, end: float) -> None:
+        """A copy has arrived; `start` and `end` in seconds of the recorder's clock."""
         self.bytes_moved += self._store.layout.block_bytes
         self.copies += 1
-        self.busy_s += seconds
+        self.busy_s += end - start
+        if self.recorder is not None:
+            self.recorder.copied(copy.key, copy.key // self._store.experts, start, end, copy.urgent)
 
 
 class InstantLink(Link):
@@ -97,8 +102,9 @@ class InstantLink(Link):
     def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
         start = time.perf_counter()
         self._pool.block(slot).copy_(self._store.block(key))
-        self._count(time.perf_counter() - start)
-        return Copy(key, slot, urgent, started=True, done=True)
+        copy = Copy(key, slot, urgent, started=True, done=True)
+        self._count(copy, start, time.perf_counter())
+        return copy
 
     def wait(self, copy: Copy) -> None:
         assert copy.done

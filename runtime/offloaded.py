@@ -22,6 +22,7 @@ from expertcast.runtime.engine import EXPERTS_NAME, Engine
 from expertcast.runtime.kernels import SlotKernel, kernel_of
 from expertcast.runtime.links import Link
 from expertcast.runtime.prefetcher import Prefetcher
+from expertcast.runtime.recorder import Recorder
 from expertcast.runtime.residency import Residency
 from expertcast.runtime.slots import SlotPool
 from expertcast.runtime.speculation import Speculator
@@ -40,7 +41,7 @@ class OffloadedModel:
 
     def __init__(
         self, model: PreTrainedModel, view: MoEView, speculator: Speculator, *, slots: int, link: Link,
-        prefetcher: Prefetcher, cache: bool, kernel_slots: SlotKernel,
+        prefetcher: Prefetcher, cache: bool, kernel_slots: SlotKernel, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.view = view
@@ -48,6 +49,8 @@ class OffloadedModel:
         self.executed_layers = speculator.layers
         """Layers that execute their forecast when there is one."""
         self.link = link
+        self.recorder = recorder
+        link.recorder = recorder
         self.stats = RunStatistics(len(view))
         self._stack = ExitStack()
         self._closed = False
@@ -59,7 +62,7 @@ class OffloadedModel:
             link.attach(self.store, self.pool)
             undo.callback(link.close)
             residency = Residency(self.pool, link, LRUPolicy(), self.stats, experts=view.shape.experts, keep=cache)
-            engine = Engine(residency, speculator, prefetcher, kernel_slots)
+            engine = Engine(residency, speculator, prefetcher, kernel_slots, recorder)
             for layer in view:
                 undo.callback(Engine.detach, layer)
                 engine.attach(layer)
@@ -121,6 +124,7 @@ def offload(
     min_recall: float = 0.9,
     true_weights: bool = False,
     speculate_prefill: bool = False,
+    recorder: Recorder | None = None,
 ) -> OffloadedModel:
     """Move a model's experts to host memory and run it from a few slots.
 
@@ -140,6 +144,7 @@ def offload(
             is `min_recall` or more.
         true_weights: executed forecasts get the true router's weights over the forecast's ids.
         speculate_prefill: forecast and execute in prefill steps too; they are exact otherwise.
+        recorder: collects what the run spends its time on (:class:`expertcast.runtime.recorder.Recorder`).
 
     Returns:
         An object that is also a context manager; `.model` is the model that was given.
@@ -177,6 +182,7 @@ def offload(
         prefetcher=Prefetcher(view.shape.experts, view.shape.top_k, overfetch),
         cache=cache,
         kernel_slots=SlotKernel(kernel_of(model), count),
+        recorder=recorder,
     )
 
 

@@ -1,0 +1,127 @@
+"""What an offloaded run spends its time on: spans of the compute stream, and of the link.
+
+The runtime says what it goes over to (`enter`); one state lasts until the next. On the CPU a state is what the model's
+thread does. On CUDA it is what the stream does, from events: `policy` is then the time in which the device waits for
+the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+State = Literal["compute", "forecast", "wait", "policy"]
+STATES: tuple[State, ...] = ("compute", "forecast", "wait", "policy")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One state of the compute stream, or one copy.
+
+    `layer` is the MoE layer it belongs to: attention and router count to the layer whose experts follow, what
+    comes after the last experts to layer L.
+    """
+
+    state: str
+    """`compute`, `forecast`, `wait` (for copies), `policy` (the runtime's own host work), or `copy`."""
+    layer: int
+    start: float
+    end: float
+    """Seconds on one clock for all spans of a recorder."""
+    step: int
+    """Forward since the recording began; -1 for copies."""
+    key: int = -1
+    """Expert that a copy moved."""
+    urgent: bool = False
+    """A copy that a layer was waiting for, no forecast's."""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class Recorder:
+    """Collects spans of one offloaded run; give it to :func:`expertcast.offload` as `recorder`.
+
+    `step_start` and `step_end` come from whoever runs the forwards: time between two steps is nobody's.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._cuda = torch.device(device).type == "cuda"
+        self._marks: list[tuple[str, int, int, float | torch.cuda.Event]] = []
+        self._copies: list[Span] = []
+        self._step = -1
+        self._origin: torch.cuda.Event | None = None
+
+    def clear(self) -> None:
+        """Forget everything recorded so far."""
+        self._marks.clear()
+        self._copies.clear()
+        self._step = -1
+
+    def step_start(self) -> None:
+        """A forward starts."""
+        self._step += 1
+        self.enter("compute", 0)
+
+    def step_end(self) -> None:
+        """The forward's last kernels have been launched."""
+        self._mark("", -1)
+
+    def enter(self, state: State, layer: int) -> None:
+        """From here on the compute stream is in `state`, for `layer`."""
+        self._mark(state, layer)
+
+    def copied(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
+        """A copy was under way from `start` to `end` (`time.perf_counter`, or :meth:`device_time` on CUDA)."""
+        self._copies.append(Span("copy", layer, start, end, -1, key, urgent))
+
+    def device_time(self, event: torch.cuda.Event) -> float:
+        """Seconds of a finished CUDA event on this recorder's clock."""
+        return float(self._base().elapsed_time(event)) / 1e3
+
+    def spans(self) -> Sequence[Span]:
+        """Spans of the compute stream in order of time. Synchronises a CUDA device."""
+        if self._cuda and self._marks:
+            torch.cuda.synchronize()
+        times = [self._seconds(mark[3]) for mark in self._marks]
+        return [
+            Span(state, layer, start, end, step)
+            for (state, layer, step, _), start, end in zip(self._marks, times, times[1:], strict=False)
+            if state
+        ]
+
+    def copies(self) -> Sequence[Span]:
+        """Copies, in the order in which they ended."""
+        return list(self._copies)
+
+    def steps(self) -> list[tuple[float, float]]:
+        """(start, end) of each forward."""
+        bounds: dict[int, tuple[float, float]] = {}
+        for span in self.spans():
+            start, _ = bounds.get(span.step, (span.start, span.end))
+            bounds[span.step] = (start, span.end)
+        return list(bounds.values())
+
+    def _mark(self, state: str, layer: int) -> None:
+        if not self._cuda:
+            self._marks.append((state, layer, self._step, time.perf_counter()))
+            return
+        self._base()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()  # type: ignore[no-untyped-call]
+        self._marks.append((state, layer, self._step, event))
+
+    def _base(self) -> torch.cuda.Event:
+        if self._origin is None:
+            self._origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._origin.record()  # type: ignore[no-untyped-call]
+            self._origin.synchronize()  # type: ignore[no-untyped-call]
+        return self._origin
+
+    def _seconds(self, when: float | torch.cuda.Event) -> float:
+        return when if isinstance(when, float) else self.device_time(when)
