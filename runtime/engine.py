@@ -13,14 +13,17 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from expertcast.predictors.base import Forecast
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer
 from expertcast.runtime.kernels import SlotKernel, combine, row_order
 from expertcast.runtime.prefetcher import Prefetcher
+from expertcast.runtime.readback import Pending, Readback
 from expertcast.runtime.recorder import Recorder, State
 from expertcast.runtime.residency import Residency
 from expertcast.runtime.speculation import Speculator
 from expertcast.runtime.taps import RouterCall
+from expertcast.runtime.upload import Upload
 
 EXPERTS_NAME = "expertcast"
 """Name of our experts function in transformers' registry."""
@@ -29,13 +32,19 @@ _RUNNING: WeakKeyDictionary[nn.Module, tuple[Engine, MoELayer]] = WeakKeyDiction
 """Experts modules that are offloaded now."""
 
 
+_FEW_IDS = 512
+"""Up to so many ids a list serves better than a table of all experts."""
+
+
 @dataclass(slots=True)
 class _Plan:
     """What one run of a layer needs."""
 
     ids_TK: Tensor
+    keys: list[int] | None
+    """Key of each of the T x K ids, when they are few."""
     chunks: list[list[int]]
-    """Keys, chunk by chunk; one chunk when all fit the slots."""
+    """Distinct keys, chunk by chunk; one chunk when all fit the slots."""
 
 
 class Engine:
@@ -57,7 +66,15 @@ class Engine:
         self._pool = residency.pool
         self._stats = residency.stats
         self._experts = speculator.view.shape.experts
+        self._readback = Readback(self._pool.device)
+        self._upload = Upload(self._pool.device)
+        self._prefetch_late = self._pool.device.type != "cpu"
+        """Whether kernels run beside the host: then a forecast is read back after the layer's kernels are launched."""
         self._plan: _Plan | None = None
+        self._forecast: tuple[Forecast, Pending, Pending] | None = None
+        """The forecast made at this layer, whose ids and weights are on their way to the host."""
+        self._known_ids: dict[int, list[int]] = {}
+        """Ids (flat) of forecasts by target layer, as far as the host has them."""
         self._pointers = {name: view.data_ptr() for name, view in self._pool.views.items()}
 
     def attach(self, layer: MoELayer) -> None:
@@ -78,6 +95,8 @@ class Engine:
     def on_start(self, fresh: bool) -> None:
         """A forward starts; whatever an earlier one left behind when it was cut short is cleared."""
         self._plan = None
+        self._forecast = None
+        self._known_ids.clear()
         self._residency.abandon()
         self._speculator.start(fresh)
 
@@ -85,12 +104,15 @@ class Engine:
         """Misses of this layer go out first; the forecast is made while they are under way."""
         self._enter("policy", call.layer)
         executed = self._speculator.executed(call)
-        self._begin(call.layer, call.ids_TK if executed is None else executed[0])
+        self._begin(call.layer, call.ids_TK if executed is None else executed[0], executed is not None)
         self._enter("forecast", call.layer)
         forecast = self._speculator.forecast(call, executed)
         self._enter("policy", call.layer)
         if forecast is not None:
-            self._residency.prefetch(self._prefetcher.keys(forecast))
+            start = self._readback.start
+            self._forecast = forecast, start(forecast.topk_ids_TK), start(forecast.topk_weights_TK)
+            if not self._prefetch_late:
+                self._prefetch()
         self._enter("compute", call.layer)
         return executed
 
@@ -98,29 +120,49 @@ class Engine:
         if self._recorder is not None:
             self._recorder.enter(state, layer)
 
+    def _prefetch(self) -> None:
+        if self._forecast is None:
+            return
+        forecast, ids, weights = self._forecast
+        self._forecast = None
+        ids_T = ids.tolist()
+        self._known_ids[forecast.layer] = [expert for row in ids_T for expert in row]
+        self._residency.prefetch(self._prefetcher.keys(forecast, ids_T, weights.tolist()))
+
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """The layer's experts over their slots."""
         self._enter("policy", layer.index)
         self._check_untouched(layer)
         plan = self._plan
         if plan is None or (plan.ids_TK is not ids_TK and not torch.equal(plan.ids_TK, ids_TK)):
-            plan = self._begin(layer.index, ids_TK)
+            plan = self._begin(layer.index, ids_TK, False)
         self._plan = None
         stats = self._stats.layers[layer.index]
         stats.steps += 1
         stats.chunks += len(plan.chunks)
         run = self._run_whole if len(plan.chunks) == 1 else self._run_chunks
         output_TD = run(layer, plan, hidden_TD, ids_TK, weights_TK)
+        self._prefetch()
         self._enter("compute", layer.index + 1)
         return output_TD
 
-    def _begin(self, layer: int, ids_TK: Tensor) -> _Plan:
+    def _begin(self, layer: int, ids_TK: Tensor, forecast: bool) -> _Plan:
+        """Request what a layer executes; `forecast`: these are the ids of the layer's forecast."""
         if self._plan is not None:  # another hook changed the routing after ours, or another experts function ran
             self._residency.withdraw(self._plan.chunks[0])
         first = layer * self._experts
-        keys = [first + expert for expert in _distinct(ids_TK)]
-        self._residency.settle(layer, keys)
-        self._plan = _Plan(ids_TK, self._chunks(keys))
+        flat: list[int] | None = self._known_ids.pop(layer, None)
+        if not forecast or flat is None:
+            few = ids_TK.numel() <= _FEW_IDS
+            flat = self._readback.start(ids_TK.reshape(-1)).tolist() if few else None
+        if flat is not None and len(flat) <= _FEW_IDS:
+            all_keys = [first + expert for expert in flat]
+            distinct = list(dict.fromkeys(all_keys))
+        else:
+            all_keys = None
+            distinct = [first + expert for expert in torch.unique(ids_TK).tolist()]
+        self._residency.settle(layer, distinct)
+        self._plan = _Plan(ids_TK, all_keys, self._chunks(distinct))
         self._residency.request(self._plan.chunks[0])
         return self._plan
 
@@ -134,8 +176,11 @@ class Engine:
 
     def _run_whole(self, layer: MoELayer, plan: _Plan, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         (keys,) = plan.chunks
-        # the table goes to the device first: on CUDA that holds the host until the stream has come so far
-        slots_TK = self._slot_table(layer.index, keys, ids_TK.device)[ids_TK]
+        if plan.keys is None:
+            slots_TK = self._slot_table(layer.index, keys)[ids_TK]
+        else:
+            slots = self._pool.slots
+            slots_TK = self._upload.send([slots[key] for key in plan.keys]).view(ids_TK.shape)
         self._wait(layer.index, keys)
         output_TD = self._kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK, ids_TK)
         self._enter("policy", layer.index)
@@ -152,7 +197,7 @@ class Engine:
         for index, keys in enumerate(plan.chunks):
             if index + 1 < len(plan.chunks):
                 self._residency.request(plan.chunks[index + 1])
-            slots_P = self._slot_table(layer.index, keys, ids_TK.device)[ids_P]
+            slots_P = self._slot_table(layer.index, keys)[ids_P]
             pairs = order_P[slots_P[order_P] >= 0]
             self._wait(layer.index, keys)
             output_PD[pairs] = self._kernel.run_pairs(layer.experts, hidden_TD[pairs // top_k], slots_P[pairs])
@@ -165,13 +210,13 @@ class Engine:
         self._residency.wait(keys)
         self._enter("compute", layer)
 
-    def _slot_table(self, layer: int, keys: list[int], device: torch.device) -> Tensor:
+    def _slot_table(self, layer: int, keys: list[int]) -> Tensor:
         """[E] slot of each expert, -1 where it has none in this chunk."""
         table = [-1] * self._experts
         first = layer * self._experts
         for key in keys:
             table[key - first] = self._pool.slots[key]
-        return torch.tensor(table, device=device)
+        return self._upload.send(table)
 
     def _check_untouched(self, layer: MoELayer) -> None:
         for name, pointer in self._pointers.items():
@@ -180,13 +225,6 @@ class Engine:
                     f"{layer.experts_name}.{name} was changed or moved while the model is offloaded: close the offload "
                     "first, then move or change the model"
                 )
-
-
-def _distinct(ids_TK: Tensor) -> list[int]:
-    """Experts that occur, in order of first appearance (of number, for many tokens)."""
-    if ids_TK.numel() > 512:
-        return [int(expert) for expert in torch.unique(ids_TK).tolist()]
-    return list(dict.fromkeys(ids_TK.reshape(-1).tolist()))
 
 
 def _offloaded_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

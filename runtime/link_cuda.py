@@ -5,7 +5,12 @@ Ordering, all on the device and without host synchronisation:
 - a copy into a slot waits (on the copy stream) for the event recorded after the last kernels that read the slot;
 - compute waits (on its stream) for the event recorded after the copy, only for slots that it reads;
 - a stream runs in order, so a copy that has been issued cannot be overtaken: forecasts are issued a few at a time
-  (`window`) and the rest is kept here, where urgent copies overtake them and useless ones are dropped.
+  (`window`) and the rest is kept here, where urgent copies overtake them and useless ones are dropped. Forecasts
+  are asked for layer by layer, the surest first: their order here is the order in which they are needed.
+
+From page-locked memory a copy costs the host a few microseconds. Blocks in pageable memory arrive just as safely, but
+the driver then copies them into a buffer of its own first, in the calling thread, which may also wait for the slot's
+last reader: such copies are as slow as the host's memory and overlap with what the device does, not with the host.
 """
 
 from __future__ import annotations
@@ -16,9 +21,13 @@ from dataclasses import dataclass
 import torch
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.device_driver import CudaDevice, EventPool
 from expertcast.runtime.links import Copy, Link
 from expertcast.runtime.slots import SlotPool
 from expertcast.runtime.store import ExpertStore
+
+_WINDOW_BYTES = 16 << 20
+"""Half a millisecond of PCIe 4: longer than the model's thread stays away, shorter than a miss can wait for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,29 +40,44 @@ class CudaLink(Link):
     """Copies over PCIe or NVLink.
 
     Args:
-        window: forecasts' copies that may be issued and unfinished at a time. A miss waits for these at most; too
-            few leave the link idle between two calls from the model's thread.
+        window: forecasts are issued while fewer copies than this are under way. A miss waits for these at most; too
+            few leave the link idle between two calls from the model's thread. None: 16 MiB worth of blocks.
 
-    `busy_s` is taken from events on the copy stream and is complete after :meth:`synchronize`.
+    `busy_s` is the time between events around each copy, and is complete after :meth:`synchronize`.
     """
 
     name = "cuda"
 
-    def __init__(self, window: int = 8) -> None:
+    def __init__(self, window: int | None = None) -> None:
         super().__init__()
-        if window < 1:
+        if window is not None and window < 1:
             raise ExpertcastError(f"window={window}: give 1 or more")
-        self._window = window
+        self._window_given = window
         self._queued: deque[_DeviceCopy] = deque()
         self._issued: deque[_DeviceCopy] = deque()
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         super().attach(store, pool)
-        self._device = pool.device
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._size = store.layout.block_bytes
+        self._window = self._window_given or -(-_WINDOW_BYTES // self._size)
+        self._target = pool.block(0).data_ptr()
+        self._sources: dict[int, int] = {}
+        self._open(self._device_of(pool), pool.count)
+
+    def _device_of(self, pool: SlotPool) -> CudaDevice:
+        return CudaDevice(pool.device)
+
+    def _open(self, device: CudaDevice, slots: int) -> None:
+        self._device = device
+        self._stream = device.new_stream()
         # the pool was zeroed on the stream that is current now: no copy may come before that
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._last_read: list[torch.cuda.Event | None] = [None] * pool.count
+        self._stream.wait_stream(device.current_stream())
+        self._timed, self._untimed = EventPool(device, timing=True), EventPool(device)
+        self._tick = 0
+        self._last_read = [0] * slots
+        """Tick of the last kernels that read a slot."""
+        self._reads: dict[int, torch.cuda.Event] = {}
+        """Event of each tick that is not known to have passed, oldest first."""
 
     def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
         copy = _DeviceCopy(key, slot, urgent)
@@ -83,21 +107,26 @@ class CudaLink(Link):
         """Make the current stream wait; the host goes on."""
         assert isinstance(copy, _DeviceCopy)
         self.promote(copy)
-        assert copy.arrived is not None
-        torch.cuda.current_stream(self._device).wait_event(copy.arrived)
-        self._pump()
+        if copy.error is not None:
+            raise copy.error
+        if not copy.done:
+            assert copy.arrived is not None
+            self._device.current_stream().wait_event(copy.arrived)
 
     def poll(self, copy: Copy) -> bool:
-        assert isinstance(copy, _DeviceCopy)
-        if not copy.done and copy.arrived is not None and copy.arrived.query():  # type: ignore[no-untyped-call]
-            self._finish(copy)
+        if not copy.done:
+            self._collect()
         return copy.done
 
+    def progress(self) -> None:
+        self._pump()
+
     def mark_read(self, slots: list[int]) -> None:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+        self._tick += 1
+        event = self._reads[self._tick] = self._untimed.take()
+        event.record(self._device.current_stream())
         for slot in slots:
-            self._last_read[slot] = event
+            self._last_read[slot] = self._tick
         self._pump()
 
     def synchronize(self) -> None:
@@ -111,7 +140,8 @@ class CudaLink(Link):
 
     def close(self) -> None:
         self._queued.clear()
-        self.synchronize()  # the buffers of store and pool may be freed after this
+        self._device.synchronize()  # the buffers of store and pool may be freed after this
+        self._collect()
 
     def _pump(self) -> None:
         self._collect()
@@ -120,16 +150,35 @@ class CudaLink(Link):
 
     def _issue(self, copy: _DeviceCopy) -> None:
         copy.started = True
-        last_read = self._last_read[copy.slot]
-        copy.begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        copy.arrived = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            if last_read is not None:
-                self._stream.wait_event(last_read)
-            copy.begun.record(self._stream)
-            self._pool.block(copy.slot).copy_(self._store.block(copy.key), non_blocking=True)
-            copy.arrived.record(self._stream)
+        begun, arrived = self._timed.take(), self._timed.take()
+        target = self._target + copy.slot * self._size
+        try:
+            self._wait_for_reader(copy.slot)
+            begun.record(self._stream)
+            self._device.to_device(target, self._source(copy.key), self._size, self._stream)
+            arrived.record(self._stream)
+        except Exception as error:  # whoever waits for this copy gets it, and nobody else
+            copy.error, copy.done = error, True
+            return
+        copy.begun, copy.arrived = begun, arrived
         self._issued.append(copy)
+
+    def _source(self, key: int) -> int:
+        """Address of a block. It is asked for once: blocks do not move while the link is open."""
+        address = self._sources.get(key)
+        if address is None:
+            address = self._sources[key] = self._store.block(key).data_ptr()
+        return address
+
+    def _wait_for_reader(self, slot: int) -> None:
+        while self._reads:
+            oldest = next(iter(self._reads))
+            if oldest > self._last_read[slot] or not self._reads[oldest].query():  # type: ignore[no-untyped-call]
+                break
+            self._untimed.give(self._reads.pop(oldest))
+        event = self._reads.get(self._last_read[slot])
+        if event is not None:
+            self._stream.wait_event(event)
 
     def _collect(self) -> None:
         """Finish the oldest issued copies that have arrived; one stream finishes in order."""
@@ -138,14 +187,17 @@ class CudaLink(Link):
             assert oldest.arrived is not None
             if not oldest.arrived.query():  # type: ignore[no-untyped-call]
                 return
-            self._finish(oldest)
+            self._finish(self._issued.popleft())
 
     def _finish(self, copy: _DeviceCopy) -> None:
-        assert copy.begun is not None
-        assert copy.arrived is not None
+        begun, arrived = copy.begun, copy.arrived
+        assert begun is not None
+        assert arrived is not None
         copy.done = True
-        self._issued.remove(copy)
-        begun, end = 0.0, copy.begun.elapsed_time(copy.arrived) / 1e3
+        start, end = 0.0, begun.elapsed_time(arrived) / 1e3
         if self.recorder is not None:
-            begun, end = self.recorder.device_time(copy.begun), self.recorder.device_time(copy.arrived)
-        self._count(copy, begun, end)
+            start, end = self.recorder.device_time(begun), self.recorder.device_time(arrived)
+        self._count(copy, start, end)
+        copy.begun = copy.arrived = None
+        self._timed.give(begun)
+        self._timed.give(arrived)

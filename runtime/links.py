@@ -74,6 +74,9 @@ class Link(ABC):
         """Whether the copy has arrived."""
         return copy.done
 
+    def progress(self) -> None:  # noqa: B027 (where another thread sets `done` there is nothing to look up)
+        """Set `done` on the copies that have arrived."""
+
     def mark_read(self, slots: list[int]) -> None:
         """Compute that reads these slots has been launched: later copies into them come after it."""
         del slots

@@ -23,24 +23,29 @@ class Prefetcher:
         self._budget = min(experts, round(overfetch * top_k))
         self._top_k = top_k
 
-    def keys(self, forecast: Forecast) -> list[int]:
-        """Keys of the experts that the forecast wants on the device, most needed first."""
-        experts = self._chosen(forecast)
+    def keys(self, forecast: Forecast, ids: list[list[int]], weights: list[list[float]]) -> list[int]:
+        """Keys of the experts that the forecast wants on the device, most needed first.
+
+        Args:
+            ids, weights: the forecast's own, T rows of K, on the host.
+        """
+        experts = _by_weight(ids, weights)
         if self._budget > self._top_k:
             experts += self._further(forecast, set(experts))
         first = forecast.layer * self._experts
         return [first + expert for expert in experts]
-
-    def _chosen(self, forecast: Forecast) -> list[int]:
-        """The forecast's ids by falling weight, summed over tokens."""
-        weight: dict[int, float] = {}
-        ids, weights = forecast.topk_ids_TK.reshape(-1).tolist(), forecast.topk_weights_TK.reshape(-1).tolist()
-        for expert, value in zip(ids, weights, strict=True):
-            weight[expert] = weight.get(expert, 0.0) + value
-        return sorted(weight, key=lambda expert: -weight[expert])
 
     def _further(self, forecast: Forecast, chosen: set[int]) -> list[int]:
         """Experts within any token's budget by logits, by falling probability summed over tokens."""
         probability_E = forecast.logits_TE.float().softmax(dim=-1).sum(dim=0).tolist()
         ranked = forecast.logits_TE.topk(self._budget, dim=-1).indices.reshape(-1).tolist()
         return sorted(set(ranked) - chosen, key=lambda expert: -probability_E[expert])
+
+
+def _by_weight(ids: list[list[int]], weights: list[list[float]]) -> list[int]:
+    """Experts by falling weight, summed over tokens."""
+    weight: dict[int, float] = {}
+    for row_ids, row_weights in zip(ids, weights, strict=True):
+        for expert, value in zip(row_ids, row_weights, strict=True):
+            weight[expert] = weight.get(expert, 0.0) + value
+    return sorted(weight, key=weight.__getitem__, reverse=True)

@@ -12,7 +12,7 @@ An expert of the running layer is never given up. Everything here is called by t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 
 from expertcast.runtime.cache import CachePolicy
 from expertcast.runtime.links import Copy, Link
@@ -33,15 +33,20 @@ class Residency:
         self.pool, self.link, self.policy, self.stats = pool, link, policy, stats
         self.keep = keep
         self._experts = experts
+        self._block_bytes = pool.layout.block_bytes
         self._running: set[int] = set()
-        self._wanted: dict[int, None] = {}
-        """Keys of outstanding forecasts, in the order they were asked for."""
+        self._wanted: set[int] = set()
+        """Keys of outstanding forecasts that have a slot."""
+        self._asked: dict[int, list[int]] = {}
+        """The same by layer, in the order they were asked for; may name keys that lost their slot since."""
         self._copies: dict[int, Copy] = {}
         """Copies not known to have arrived."""
         self._unused: set[int] = set()
         """Prefetched, not requested so far."""
         self._just_used: set[int] = set()
         """Prefetched, requested by the running layer for the first time."""
+        self._needed = _Union(self._running, self._wanted, self._copies)
+        self._needed_now = _Union(self._running, self._copies)
 
     def holds(self, key: int) -> bool:
         """Whether the expert has a slot, arrived or not."""
@@ -50,93 +55,96 @@ class Residency:
     def settle(self, layer: int, needed: Iterable[int]) -> None:
         """The routing of `layer` is known: forget its forecast, and drop queued prefetches it does not need."""
         self._sweep()
-        keys = set(needed)
-        first = layer * self._experts
-        for key in [key for key in self._wanted if first <= key < first + self._experts]:
-            del self._wanted[key]
-            if key not in keys and not self._drop(key) and not self.keep and key not in self._copies:
+        asked = self._asked.pop(layer, None)
+        if asked is None:
+            return
+        for key in set(asked).difference(needed) & self._wanted:
+            self._wanted.discard(key)
+            if not self._drop(key) and not self.keep and key not in self._copies:
                 self._evict(key)
+        self._wanted.difference_update(asked)
 
-    def request(self, keys: Iterable[int]) -> None:
-        """Bring experts of the running layer in, misses before anything else; they stay until `release`."""
-        keys = list(keys)
-        missing = []
-        for key in keys:
-            stats = self._layer_stats(key)
-            stats.requests += 1
-            self._running.add(key)
-            if not self.holds(key):
-                stats.misses += 1
-                missing.append(key)
-                continue
-            stats.hits += 1
-            copy = self._copies.get(key)
-            if copy is not None and not copy.done:
+    def request(self, keys: Sequence[int]) -> None:
+        """Bring experts of one layer in, which is running; misses before anything else; they stay until `release`."""
+        slots, copies, unused = self.pool.slots, self._copies, self._unused
+        self._running.update(keys)
+        missing = [key for key in keys if key not in slots]
+        stats = self._layer_stats(keys)
+        stats.requests += len(keys)
+        stats.misses += len(missing)
+        stats.hits += len(keys) - len(missing)
+        for key in copies.keys() & keys:
+            copy = copies[key]
+            if not copy.done and not copy.urgent:
                 self.link.promote(copy)
-            if key in self._unused:
-                self._unused.remove(key)
-                self._just_used.add(key)
-                stats.prefetched_used += 1
+        first_used = unused.intersection(keys)
+        unused -= first_used
+        self._just_used |= first_used
+        stats.prefetched_used += len(first_used)
         for key in missing:
             if not self.pool.free_count:
                 self._make_room()
-            self._load(key, urgent=True)
+            self._load(key, stats, urgent=True)
 
-    def prefetch(self, keys: Iterable[int]) -> None:
-        """Ask for experts of later layers, most needed first; those without room are left out."""
+    def prefetch(self, keys: Sequence[int]) -> None:
+        """Ask for experts of one later layer, most needed first; those without room are left out."""
+        if not keys:
+            return
         self._sweep()
-        keys = list(keys)
-        self._wanted.update(dict.fromkeys(key for key in keys if self.holds(key)))
+        slots = self.pool.slots
+        stats = self._layer_stats(keys)
+        self._wanted.update(key for key in keys if key in slots)
+        self._asked.setdefault(keys[0] // self._experts, []).extend(keys)
         for key in keys:
-            if self.holds(key):
+            if key in slots:
                 continue
             if not self.pool.free_count:
-                victim = self.policy.victim(_Either(self._running, self._wanted, self._copies))
+                victim = self.policy.victim(self._needed)
                 if victim is None:
                     return
                 self._evict(victim)
-            self._wanted[key] = None
-            self._load(key, urgent=False)
+            self._wanted.add(key)
+            self._load(key, stats, urgent=False)
             self._unused.add(key)
-            self._layer_stats(key).prefetched += 1
+            stats.prefetched += 1
 
-    def wait(self, keys: Iterable[int]) -> None:
-        """Make compute wait for these requested experts; their slots are in use now."""
+    def wait(self, keys: Sequence[int]) -> None:
+        """Make compute wait for these requested experts of one layer; their slots are in use now."""
         start = time.perf_counter()
-        layer = None
+        stats, copies, just_used, use = self._layer_stats(keys), self._copies, self._just_used, self.policy.use
         for key in keys:
-            layer = self._layer_stats(key)
-            copy = self._copies.get(key)
-            if key in self._just_used:
-                self._just_used.remove(key)
-                layer.prefetched_in_time += copy is None or self.link.poll(copy)
+            copy = copies.get(key)
+            if key in just_used:
+                just_used.remove(key)
+                stats.prefetched_in_time += copy is None or self.link.poll(copy)
             if copy is not None:
                 self._arrive(key, copy)
-            self.policy.use(key)
-            self.pool.mark(key, SlotState.IN_USE)
-        if layer is not None:
-            layer.waited_s += time.perf_counter() - start
+            use(key)
+        self.pool.mark(keys, SlotState.IN_USE)
+        stats.waited_s += time.perf_counter() - start
 
-    def release(self, keys: Iterable[int]) -> None:
+    def release(self, keys: Sequence[int]) -> None:
         """Compute with these experts has been launched."""
-        keys = list(keys)
-        self.link.mark_read([self.pool.slots[key] for key in keys])
-        for key in keys:
-            self._running.discard(key)
-            self.pool.mark(key, SlotState.READY)
-            if not self.keep and key not in self._wanted:
-                self._evict(key)
+        slots = self.pool.slots
+        self.link.mark_read([slots[key] for key in keys])
+        self._running.difference_update(keys)
+        self.pool.mark(keys, SlotState.READY)
+        if not self.keep:
+            for key in keys:
+                if key not in self._wanted:
+                    self._evict(key)
 
     def abandon(self) -> None:
         """A forward was cut short: nothing is running or forecast any more."""
-        for key in self._running:
-            if key in self.pool.slots and key not in self._copies:
-                self.pool.mark(key, SlotState.READY)
+        self.pool.mark(
+            [key for key in self._running if key in self.pool.slots and key not in self._copies], SlotState.READY
+        )
         self._running.clear()
         self._just_used.clear()
         for key in list(self._wanted):
             self._drop(key)
         self._wanted.clear()
+        self._asked.clear()
         if not self.keep:
             for key in [key for key in self.pool.resident() if key not in self._copies]:
                 self._evict(key)
@@ -148,15 +156,17 @@ class Residency:
 
     def _sweep(self) -> None:
         """Notice copies that have arrived by themselves, so that their slots can be given up."""
-        for key, copy in list(self._copies.items()):
-            if key in self._running or not self.link.poll(copy):
-                continue
+        if not self._copies:
+            return
+        self.link.progress()
+        running = self._running
+        for key, copy in [entry for entry in self._copies.items() if entry[1].done and entry[0] not in running]:
             del self._copies[key]
-            self.pool.mark(key, SlotState.READY)
+            self.pool.mark((key,), SlotState.READY)
             if copy.error is not None or (not self.keep and key not in self._wanted):
                 self._evict(key)  # after a failed prefetch the layer's own request tries again
 
-    def _load(self, key: int, *, urgent: bool) -> None:
+    def _load(self, key: int, stats: LayerStatistics, *, urgent: bool) -> None:
         slot = self.pool.take(key)
         self.policy.insert(key)
         try:
@@ -164,7 +174,7 @@ class Residency:
         except BaseException:
             self._evict(key)
             raise
-        self._layer_stats(key).bytes_moved += self.pool.layout.block_bytes
+        stats.bytes_moved += self._block_bytes
 
     def _arrive(self, key: int, copy: Copy) -> None:
         """Wait for a copy; one that failed gives its slot back before the error goes on."""
@@ -176,15 +186,15 @@ class Residency:
             self._evict(key)
             raise
         del self._copies[key]
-        self.pool.mark(key, SlotState.READY)
+        self.pool.mark((key,), SlotState.READY)
 
     def _make_room(self) -> None:
-        victim = self.policy.victim(_Either(self._running, self._wanted, self._copies))
+        victim = self.policy.victim(self._needed)
         if victim is None:
             for key in reversed(list(self._copies)):
                 if key not in self._running and self._drop(key):
                     return
-            victim = self.policy.victim(_Either(self._running, self._copies))
+            victim = self.policy.victim(self._needed_now)
         if victim is None:
             victim = self.policy.victim(self._running)
             assert victim is not None, "a chunk holds more experts than there are slots"
@@ -196,8 +206,8 @@ class Residency:
         copy = self._copies.get(key)
         if copy is None or not self.link.cancel(copy):
             return False
-        stats = self._layer_stats(key)
-        stats.bytes_moved -= self.pool.layout.block_bytes
+        stats = self._layer_stats((key,))
+        stats.bytes_moved -= self._block_bytes
         stats.prefetched -= 1
         stats.dropped += 1
         del self._copies[key]
@@ -208,17 +218,20 @@ class Residency:
         self.policy.remove(key)
         self.pool.release(key)
         self._unused.discard(key)
-        self._wanted.pop(key, None)
+        self._wanted.discard(key)
 
-    def _layer_stats(self, key: int) -> LayerStatistics:
-        return self.stats.layers[key // self._experts]
+    def _layer_stats(self, keys: Sequence[int]) -> LayerStatistics:
+        """Counters of the layer that the keys belong to."""
+        return self.stats.layers[keys[0] // self._experts]
 
 
-class _Either:
-    """Membership in any of several collections, without building their union."""
+class _Union:
+    """Membership in any of two or three live collections."""
 
-    def __init__(self, *collections: set[int] | dict[int, None] | dict[int, Copy]) -> None:
-        self._collections = collections
+    __slots__ = ("_first", "_second", "_third")
+
+    def __init__(self, first: Container[int], second: Container[int], third: Container[int] = ()) -> None:
+        self._first, self._second, self._third = first, second, third
 
     def __contains__(self, key: object) -> bool:
-        return any(key in collection for collection in self._collections)
+        return key in self._first or key in self._second or key in self._third

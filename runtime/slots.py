@@ -5,6 +5,7 @@ S slots. An expert's key is layer * E + expert.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 
 import torch
@@ -76,9 +77,11 @@ class SlotPool:
         self._state[slot] = SlotState.LOADING
         return slot
 
-    def mark(self, key: int, state: SlotState) -> None:
-        """Move a key's slot to another state (loading -> ready -> in use -> ready)."""
-        self._state[self.slots[key]] = state
+    def mark(self, keys: Iterable[int], state: SlotState) -> None:
+        """Move the slots of some keys to another state (loading -> ready -> in use -> ready)."""
+        slots, states = self.slots, self._state
+        for key in keys:
+            states[slots[key]] = state
 
     def release(self, key: int) -> None:
         """Free a key's slot. A slot in use is never freed."""

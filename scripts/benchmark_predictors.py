@@ -13,7 +13,6 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,9 @@ from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, names, predictor_class
 from expertcast.predictors.estimator import EstimatorConfig
-from expertcast.predictors.hybrid import HybridConfig
 from expertcast.training.curve import PAPER, PAPER_PARAMETERS, learning_curve
 from expertcast.training.evaluation import evaluate
-from expertcast.training.fit import fit
-from expertcast.training.options import FitOptions
-from expertcast.training.selection import select_hybrid
+from expertcast.training.fit import fit, fit_many
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 FAR = ("quasi_hidden", "linear", "estimator")
@@ -85,24 +81,10 @@ def benchmark(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def fit_all(traces: TraceDataset) -> tuple[dict[str, Predictor], dict[str, float]]:
     """Every registered predictor and the estimator in the paper's form, and how long each took to fit."""
-    fitted: dict[str, Predictor] = {}
-    seconds: dict[str, float] = {}
-    for name in names():
-        start = time.perf_counter()
-        if name == "hybrid":
-            config = HybridConfig()
-            members = {member: fitted[member] for member in config.candidates}
-            chosen = select_hybrid(members, traces, config, FitOptions())
-            fitted[name] = chosen.predictor.bind(traces.view).eval()
-        else:
-            fitted[name] = fit(name, traces).predictor
-        seconds[name] = time.perf_counter() - start
-        print(f"fitted {name} in {seconds[name]:.0f} s", flush=True)
-    start = time.perf_counter()
     paper = EstimatorConfig(form="paper", parameters=PAPER_PARAMETERS)
-    fitted[PAPER] = fit("estimator", traces, config=paper).predictor
-    seconds[PAPER] = time.perf_counter() - start
-    return fitted, seconds
+    results = fit_many(names(), traces, {}) | {PAPER: fit("estimator", traces, config=paper)}
+    fitted = {name: result.predictor for name, result in results.items()}
+    return fitted, {name: result.report["seconds"] for name, result in results.items()}
 
 
 def print_curve(curve: dict[str, dict[str, float]]) -> None:

@@ -19,11 +19,9 @@ from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import names
 from expertcast.predictors.estimator import EstimatorConfig
-from expertcast.predictors.hybrid import HybridConfig
 from expertcast.predictors.view import MoEView
-from expertcast.training.fit import fit
-from expertcast.training.options import FitOptions, Fitted
-from expertcast.training.selection import select_hybrid
+from expertcast.training.fit import fit_many
+from expertcast.training.options import Fitted
 
 REFERENCE_TOKENS = 12_000
 
@@ -57,13 +55,5 @@ def reference_traces(
 @pytest.fixture(scope="session")
 def fitted_predictors(reference_traces: TraceDataset) -> dict[str, Fitted]:
     """Every registered predictor fitted on the reference traces with its report, the estimator by a short training."""
-    fitted: dict[str, Fitted] = {}
-    for name in names():
-        if name == "hybrid":
-            members = {member: value.predictor for member, value in fitted.items()}
-            fitted[name] = select_hybrid(members, reference_traces, HybridConfig(), FitOptions())
-            fitted[name].predictor.bind(reference_traces.view).eval()
-            continue
-        config = EstimatorConfig(parameters=150_000, steps=120, step_tokens=256) if name == "estimator" else None
-        fitted[name] = fit(name, reference_traces, config=config)
-    return fitted
+    configs = {"estimator": EstimatorConfig(parameters=150_000, steps=120, step_tokens=256)}
+    return fit_many(names(), reference_traces, configs)

@@ -162,6 +162,10 @@ def test_abandon_unpins() -> None:
     _run(residency, 2, [1, 2, 3, 4])
 
 
+def _keys(prefetcher: Prefetcher, forecast: Forecast) -> list[int]:
+    return prefetcher.keys(forecast, forecast.topk_ids_TK.tolist(), forecast.topk_weights_TK.tolist())
+
+
 def test_prefetch_order() -> None:
     """Ids by weight summed over tokens; with overfetch also those next by probability."""
     logits_TE = torch.tensor([[5.0, 4.0, 3.0, 0, 0, 0, 0, 0], [0, 4.0, 0, 0, 2.0, 0, 0, 6.0]])
@@ -171,7 +175,7 @@ def test_prefetch_order() -> None:
         topk_ids_TK=torch.tensor([[0, 1], [7, 1]]),
         topk_weights_TK=torch.tensor([[0.7, 0.3], [0.4, 0.5]]),
     )
-    assert Prefetcher(8, 2).keys(forecast) == [16 + 1, 16 + 0, 16 + 7]
-    assert Prefetcher(8, 2, overfetch=1.5).keys(forecast) == [17, 16, 23, 18, 20]
+    assert _keys(Prefetcher(8, 2), forecast) == [16 + 1, 16 + 0, 16 + 7]
+    assert _keys(Prefetcher(8, 2, overfetch=1.5), forecast) == [17, 16, 23, 18, 20]
     with pytest.raises(ExpertcastError):
         Prefetcher(8, 2, overfetch=0.9)

@@ -1,0 +1,91 @@
+"""What the CUDA links take from the device: streams, events, and copies called straight in the driver.
+
+A copy through `Tensor.copy_` costs two slices, a change of torch's current stream and back, and the dispatcher: more
+host time than all bookkeeping of a layer. The driver's own function takes two addresses, a size and a stream.
+Streams and events are torch's, so that torch's allocator, profiler and stream guards know them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+
+import torch
+
+from expertcast.predictors.errors import ExpertcastError
+
+
+class CudaDevice:
+    """One CUDA device as the links see it; tests put a simulation in its place.
+
+    Every call is allowed whatever device is current in the calling thread: copies and waits take their device from
+    the stream, and torch guards the rest.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._driver = _driver()
+
+    def new_stream(self, priority: int = 0) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
+
+    def current_stream(self) -> torch.cuda.Stream:
+        """The stream on which the caller's kernels run now."""
+        return torch.cuda.current_stream(self.device)
+
+    def new_event(self, *, timing: bool = False) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+
+    def synchronize(self) -> None:
+        """Wait on the host for everything that was launched on the device."""
+        torch.cuda.synchronize(self.device)
+
+    def to_device(self, target: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
+        """Queue a copy host -> device. From pageable memory the driver stages it, and the call takes as long."""
+        self._check(self._driver.cuMemcpyHtoDAsync_v2(target, source, size, stream.cuda_stream))
+
+    def to_host(self, target: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
+        """Queue a copy device -> host."""
+        self._check(self._driver.cuMemcpyDtoHAsync_v2(target, source, size, stream.cuda_stream))
+
+    def _check(self, status: int) -> None:
+        if status:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(status, ctypes.byref(text))
+            reason = text.value.decode() if text.value else "unknown error"
+            raise ExpertcastError(f"the CUDA driver refused a copy: {reason} ({status})")
+
+
+class EventPool:
+    """Events to use again: creating one costs as much as several records.
+
+    An event may be taken again as soon as nobody will ask it anything: a stream that waits for it waits for the
+    record that it saw, whatever is recorded later.
+    """
+
+    def __init__(self, device: CudaDevice, *, timing: bool = False) -> None:
+        self._device = device
+        self._timing = timing
+        self._free: list[torch.cuda.Event] = []
+
+    def take(self) -> torch.cuda.Event:
+        return self._free.pop() if self._free else self._device.new_event(timing=self._timing)
+
+    def give(self, event: torch.cuda.Event) -> None:
+        self._free.append(event)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    """The driver that torch has loaded already, with the types of the functions used here."""
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        driver = ctypes.CDLL(name)
+        address, size = ctypes.c_uint64, ctypes.c_size_t
+        driver.cuMemcpyHtoDAsync_v2.argtypes = (address, ctypes.c_void_p, size, ctypes.c_void_p)
+        driver.cuMemcpyDtoHAsync_v2.argtypes = (ctypes.c_void_p, address, size, ctypes.c_void_p)
+        driver.cuGetErrorString.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
+    except (OSError, AttributeError) as error:
+        raise ExpertcastError(f"NVIDIA's driver library {name} cannot be used ({error}): CUDA links need it") from error
+    return driver

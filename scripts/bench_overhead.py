@@ -1,0 +1,196 @@
+"""Python's own work per MoE layer and token: policy, books, ordering; launches of copies and kernels apart.
+
+    python scripts/bench_overhead.py --json benchmarks/results/overhead.json
+
+The real engine runs decode steps of a model with 128 experts per layer, 8 per token, and 512 slots, from recorded
+routing in which half of the requests miss. What it would launch is replaced: the link's copies arrive at once and move
+nothing, the experts' kernels return their input, forecasts are read from a list. `--profile` shows where time goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from expertcast.checkpoints.provenance import provenance
+from expertcast.data.discovery import find_moe_layers
+from expertcast.predictors.base import Forecast
+from expertcast.runtime.cache import LRUPolicy
+from expertcast.runtime.engine import Engine
+from expertcast.runtime.kernels import SlotKernel, kernel_of
+from expertcast.runtime.links import Copy, Link
+from expertcast.runtime.prefetcher import Prefetcher
+from expertcast.runtime.residency import Residency
+from expertcast.runtime.slots import SlotPool
+from expertcast.runtime.speculation import Speculator
+from expertcast.runtime.statistics import RunStatistics
+from expertcast.runtime.store import ExpertStore
+from expertcast.runtime.taps import RouterCall
+
+LAYERS, EXPERTS, TOP_K, SLOTS = 48, 128, 8, 512
+HIDDEN = 16
+
+
+class NoLink(Link):
+    """Copies arrive at once and move nothing."""
+
+    name = "none"
+
+    def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
+        return Copy(key, slot, urgent, started=True, done=True)
+
+    def wait(self, copy: Copy) -> None:
+        del copy
+
+
+class NoKernel(SlotKernel):
+    """Experts that cost nothing."""
+
+    def run(
+        self, experts: nn.Module, hidden_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, ids_TK: Tensor
+    ) -> Tensor:
+        return hidden_TD
+
+
+class ListedForecasts(Speculator):
+    """Forecasts made beforehand: the true routing of the next layer, with some experts replaced."""
+
+    listed: list[Forecast | None]
+
+    def forecast(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> Forecast | None:
+        return self.listed[call.layer]
+
+
+@dataclass(slots=True)
+class Step:
+    calls: list[RouterCall]
+    forecasts: list[Forecast | None]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=60, help="decode steps per run (default: %(default)s)")
+    parser.add_argument("--repetitions", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--profile", action="store_true", help="print where the time of a prefetching run goes")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    steps = make_steps(args.tokens, missing=0.5)
+    seconds: dict[str, list[float]] = {"on_demand": [], "prefetch": []}
+    missing: dict[str, float] = {}
+    for _ in range(args.repetitions):
+        for name, times in seconds.items():
+            per_layer, missing[name] = run(steps, forecasts=name == "prefetch")
+            times.append(per_layer)
+    runs = {
+        name: {"seconds_per_layer": statistics.median(times), "best": min(times), "not_resident": missing[name]}
+        for name, times in seconds.items()
+    }
+    for name, values in runs.items():
+        print(
+            f"{name}: {values['seconds_per_layer'] * 1e6:.1f} us per layer and token (best "
+            f"{values['best'] * 1e6:.1f}), "
+            f"{values['not_resident']:.2f} of the requested experts copied"
+        )
+    if args.profile:
+        profile = cProfile.Profile()
+        profile.runcall(run, steps, forecasts=True)
+        pstats.Stats(profile).sort_stats("tottime").print_stats(18)
+    if args.json:
+        setting = {"layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K, "slots": SLOTS, "tokens": args.tokens}
+        args.json.write_text(json.dumps({**provenance(), "setting": setting, "runs": runs}, indent=1) + "\n")
+    return 0
+
+
+def make_steps(tokens: int, missing: float) -> list[Step]:
+    """Routing in which each expert of a layer stays from one token to the next with probability 1 - `missing`.
+
+    512 slots hold 10.7 experts of each of the 48 layers: what is not repeated from the last token is most likely gone.
+    """
+    rng = random.Random(0)
+    now = [rng.sample(range(EXPERTS), TOP_K) for _ in range(LAYERS)]
+    steps = []
+    for _ in range(tokens):
+        now = [_moved_on(ids, missing, rng) for ids in now]
+        forecasts: list[Forecast | None] = [
+            _forecast(layer + 1, _moved_on(now[layer + 1], 0.1, rng)) for layer in range(LAYERS - 1)
+        ]
+        steps.append(Step([_call(layer, ids) for layer, ids in enumerate(now)], [*forecasts, None]))
+    return steps
+
+
+def run(steps: list[Step], *, forecasts: bool) -> tuple[float, float]:
+    """(seconds per layer and token, copies per request) of all steps but the first few, which fill the slots."""
+    engine, layers, speculator, stats = build()
+    hidden_TD = torch.zeros(1, HIDDEN)
+    warm = len(steps) // 4
+    begin = 0.0
+    for index, step in enumerate(steps):
+        if index == warm:
+            stats.reset()
+            begin = time.perf_counter()
+        speculator.listed = step.forecasts if forecasts else [None] * LAYERS
+        engine.on_start(False)
+        for layer, call in zip(layers, step.calls, strict=True):
+            engine.on_router(call)
+            engine.run(layer, hidden_TD, call.ids_TK, call.weights_TK)
+    seconds = time.perf_counter() - begin
+    total = stats.total
+    return seconds / ((len(steps) - warm) * LAYERS), (total.misses + total.prefetched) / total.requests
+
+
+def build() -> tuple[Engine, Any, ListedForecasts, RunStatistics]:
+    """The runtime's own parts around a link and a kernel that do nothing."""
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
+        moe_intermediate_size=HIDDEN, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).eval()
+    view = find_moe_layers(model)
+    store = ExpertStore(view)
+    pool = SlotPool(store.layout, SLOTS, torch.device("cpu"))
+    link, stats = NoLink(), RunStatistics(LAYERS)
+    link.attach(store, pool)
+    speculator = ListedForecasts(view, None)
+    residency = Residency(pool, link, LRUPolicy(), stats, experts=EXPERTS)
+    engine = Engine(residency, speculator, Prefetcher(EXPERTS, TOP_K), NoKernel(kernel_of(model), SLOTS))
+    for layer in view:
+        engine.attach(layer)
+    return engine, view, speculator, stats
+
+
+def _moved_on(ids: list[int], share: float, rng: random.Random) -> list[int]:
+    kept = [expert for expert in ids if rng.random() >= share]
+    others = [expert for expert in range(EXPERTS) if expert not in ids]
+    return kept + rng.sample(others, TOP_K - len(kept))
+
+
+def _call(layer: int, ids: list[int]) -> RouterCall:
+    nothing = torch.zeros(1, HIDDEN)
+    return RouterCall(
+        layer=layer, sequences=1, tokens=1, residual_TD=nothing, router_input_TD=nothing,
+        logits_TE=torch.zeros(1, EXPERTS), weights_TK=torch.full((1, TOP_K), 1 / TOP_K), ids_TK=torch.tensor([ids]),
+    )  # fmt: skip
+
+
+def _forecast(layer: int, ids: list[int]) -> Forecast:
+    return Forecast(
+        layer=layer, logits_TE=torch.zeros(1, EXPERTS), topk_ids_TK=torch.tensor([ids]),
+        topk_weights_TK=torch.rand(1, TOP_K),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
