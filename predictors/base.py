@@ -74,6 +74,9 @@ class Predictor(nn.Module, ABC):
     config_class: ClassVar[type[PredictorConfig]] = PredictorConfig
     uses_previous_token: bool = False
     """Whether `RouterState.previous_logits_TLE` must be filled for it."""
+    traceable: bool = False
+    """True promises that a forecast is the same sequence of tensor operations in every decode step (no state kept in
+    Python, no branch on values): the runtime may then run a trace of it, which is faster."""
 
     def __init__(self, config: PredictorConfig, shape: ModelShape) -> None:
         super().__init__()

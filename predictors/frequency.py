@@ -22,6 +22,7 @@ class Frequency(Predictor):
     """
 
     name: ClassVar[str] = "frequency"
+    traceable = True
     count_LE: Tensor
     weight_sum_LE: Tensor
 

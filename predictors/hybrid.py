@@ -57,6 +57,7 @@ class Hybrid(Predictor):
         names = [name for name in config.candidates if name in self.chosen.values()]
         self.members = nn.ModuleDict({name: _member(name, config, shape) for name in names})
         self.uses_previous_token = any(self.member(name).uses_previous_token for name in names)
+        self.traceable = all(self.member(name).traceable for name in names)
 
     def member(self, name: str) -> Predictor:
         """A chosen member by its registry name."""

@@ -20,6 +20,7 @@ from expertcast.predictors.view import ModelShape
 class QuasiInput(Predictor):
     """Base of the predictors that read q_l: it holds the default vectors in fp32."""
 
+    traceable = True
     expert_LED: Tensor
     shared_LD: Tensor
 

@@ -15,6 +15,8 @@ from expertcast.predictors.base import Forecast, Predictor, RouterState
 class ThroughRouter(Predictor):
     """Subclasses give :meth:`input_vector`; ids and weights are what the target's router returns for it."""
 
+    traceable = True
+
     @abstractmethod
     def input_vector(self, state: RouterState, ahead: int) -> Tensor:
         """The [T, D] vector that stands for s_{l+ahead}."""

@@ -19,6 +19,7 @@ from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.taps import RouterCall, RouterTaps
+from expertcast.runtime.traced import TracedForecasts
 
 
 class Speculator:
@@ -59,6 +60,7 @@ class Speculator:
         self.previous_logits_TLE: Tensor | None = None
         """Set from outside to give `previous_token` its router logits in a forward over whole texts."""
         self._memory = _TokenMemory(len(view)) if predictor is not None and predictor.uses_previous_token else None
+        self._traced = None if predictor is None else TracedForecasts(predictor)
         self._forecasts: dict[int, Forecast] = {}
 
     def start(self, fresh: bool) -> None:
@@ -80,7 +82,7 @@ class Speculator:
 
     def forecast(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> Forecast | None:
         """The forecast made at this layer, if one is due; `executed` is what :meth:`executed` said."""
-        if self.predictor is None:
+        if self.predictor is None or self._traced is None:
             return None
         if self._memory is not None:
             self._memory.see(call)
@@ -98,7 +100,7 @@ class Speculator:
             topk_weights_TK=weights_TK,
             previous_logits_TLE=self._previous(call),
         )
-        made = self.predictor.forecast(state, self.ahead)
+        made = (self._traced if call.tokens == 1 else self.predictor).forecast(state, self.ahead)
         self._forecasts[made.layer] = made
         return made
 

@@ -142,6 +142,7 @@ class _Recorder(RouterInput):
 
     name = "recorder"
     uses_previous_token = True
+    traceable = False
 
     def __init__(self, view: MoEView) -> None:
         super().__init__(PredictorConfig(), view.shape)
