@@ -45,7 +45,7 @@ def load_model(model_id: str, *, dtype: str = "auto", device: str = "cpu") -> Pr
     """
     path = resolve_model(model_id)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=_dtype(dtype))
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype(dtype))
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:  # missing, foreign or damaged
         raise ExpertcastError(_load_failure(model_id, error)) from error
     model.config._name_or_path = model_id
@@ -126,7 +126,7 @@ def _materialise(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     module.eval()
 
 
-def _dtype(name: str) -> Any:
+def torch_dtype(name: str) -> Any:
     names = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if name not in names:
         raise ExpertcastError(f"unknown dtype {name!r}: choose from {', '.join(names)}")

@@ -6,13 +6,19 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
 from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, names, predictor_class
+from expertcast.runtime.device_link import KernelLink
+from expertcast.runtime.disk_store import DiskStore
 from expertcast.runtime.link_cuda import CudaLink
 from expertcast.runtime.link_emulated import EmulatedLink
 from expertcast.runtime.links import InstantLink, Link
+from expertcast.runtime.store import ExpertStore
 
 MODES = ("exact", "speculate", "hybrid")
+STORES = ("memory", "disk")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
@@ -64,7 +70,7 @@ def executed_layers(
         return list(layers)
     if mode == "speculate":
         return list(range(len(view)))
-    recall = _recall_per_layer(checkpoint)
+    recall = recall_per_layer(checkpoint)
     if recall is None:
         raise ExpertcastError(
             "mode 'hybrid' needs to know where forecasts are good: give layers=[...], or a checkpoint with recall_at_k "
@@ -73,7 +79,7 @@ def executed_layers(
     return [layer for layer, value in recall.items() if value >= min_recall]
 
 
-def _recall_per_layer(checkpoint: PredictorCheckpoint | None) -> dict[int, float] | None:
+def recall_per_layer(checkpoint: PredictorCheckpoint | None) -> dict[int, float] | None:
     """Recall@k by target layer on the validation split, as metrics.json has it; of whatever it has, without one."""
     if checkpoint is None:
         return None
@@ -105,8 +111,9 @@ def slot_count(
                 f"give {shape.top_k * block_bytes} bytes or more"
             )
     elif slots is None:
-        two_layers = shape.top_k + -(-int(shape.top_k * overfetch * 100) // 100)
-        slots = max(two_layers, everything // 4) if cache else two_layers
+        # the running layer's, a forecast's, and those of a forecast that turned out wrong while its copies are under way
+        least = shape.top_k + 2 * -(-int(shape.top_k * overfetch * 100) // 100)
+        slots = max(least, everything // 4) if cache else least
     if slots < shape.top_k:
         raise ExpertcastError(
             f"slots={slots} is fewer than the {shape.top_k} experts one token needs: give slots={shape.top_k} or more"
@@ -126,8 +133,8 @@ def _bytes(memory: str | int) -> int:
         raise ExpertcastError(f"memory={memory!r} is no size: write bytes, or text such as '2GB' or '512MiB'") from None
 
 
-def make_link(link: str | Link, device: str, bandwidth: float | None, latency: float) -> Link:
-    """The link that `link`, the device type and the emulation's numbers ask for.
+def make_link(link: str | Link, device: str, bandwidth: float | None, latency: float) -> Link | None:
+    """The link that `link`, the device type and the emulation's numbers ask for; None where measurement decides.
 
     Raises:
         ExpertcastError: unknown link, or one that the device or the other arguments rule out.
@@ -135,7 +142,7 @@ def make_link(link: str | Link, device: str, bandwidth: float | None, latency: f
     if isinstance(link, Link):
         return link
     if link == "auto":
-        link = "cuda" if device == "cuda" else "instant" if bandwidth is None and not latency else "emulated"
+        link = "auto" if device == "cuda" else "instant" if bandwidth is None and not latency else "emulated"
     emulated = link == "emulated"
     if not emulated and (bandwidth is not None or latency):
         raise ExpertcastError(f"bandwidth and latency belong to the emulated link, not to {link!r}: leave them out")
@@ -149,4 +156,39 @@ def make_link(link: str | Link, device: str, bandwidth: float | None, latency: f
         return EmulatedLink(float("inf") if bandwidth is None else bandwidth, latency)
     if link == "instant":
         return InstantLink()
-    raise ExpertcastError(f"unknown link {link!r}: choose from auto, instant, emulated, cuda")
+    if link == "kernel":
+        return KernelLink()
+    if link == "auto":
+        return None
+    raise ExpertcastError(f"unknown link {link!r}: choose from auto, instant, emulated, cuda, kernel")
+
+
+def make_store(
+    store: str | ExpertStore,
+    folder: str | Path | None,
+    view: MoEView,
+    device: torch.device,
+    fingerprint: str | None = None,
+) -> ExpertStore:
+    """The store that `store` and `store_folder` ask for.
+
+    Args:
+        fingerprint: of the checkpoint that the experts come from; see :class:`DiskStore`.
+
+    Raises:
+        ExpertcastError: unknown store, or a folder for one that has no file.
+    """
+    check_store(store, folder)
+    if isinstance(store, ExpertStore):
+        return store
+    if store == "disk":
+        return DiskStore(view, folder, device=device, fingerprint=fingerprint)
+    return ExpertStore(view, device=device, pinned=device.type == "cuda")
+
+
+def check_store(store: str | ExpertStore, folder: str | Path | None) -> None:
+    """Refuse what :func:`make_store` cannot make, before anything is read."""
+    if isinstance(store, str) and store not in STORES:
+        raise ExpertcastError(f"unknown store {store!r}: choose from {', '.join(STORES)}")
+    if folder is not None and store != "disk":
+        raise ExpertcastError("store_folder belongs to store='disk': leave it out")

@@ -1,39 +1,47 @@
-"""Time per output token of a model whose experts are offloaded, in several ways on one link (row B16).
+"""The benchmark: time per output token of an offloaded model, in several ways over one link (rows B11, B16, B17).
 
-Greedy decoding is a loop of its own here, not `generate`: each decode step is one forward, timed alone, and its
-logits are kept for the comparison with the resident model. L MoE layers, K experts per token.
+Runs alternate, so that a machine that slows down slows all of them. L MoE layers, K experts per token.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from expertcast.data.discovery import experts_implementation, find_moe_layers
 from expertcast.predictors import ExpertcastError
+from expertcast.runtime.bench_report import Measured, Run, report, step_times
+from expertcast.runtime.decoding import Decoding, balanced_bandwidth, decode_greedily
 from expertcast.runtime.kernels import kernel_name
+from expertcast.runtime.lent_store import LentStore
+from expertcast.runtime.measure import link_rate
 from expertcast.runtime.offloaded import OffloadedModel, offload
+from expertcast.runtime.recorder import Recorder
 from expertcast.runtime.store import ExpertStore
 
 
 @dataclass(slots=True)
-class Decoding:
-    """One greedy decoding."""
+class Bench:
+    """The runs of one prompt, measured."""
 
-    tokens: list[int]
-    logits: list[Tensor]
-    """Logits [V] from which each token was taken."""
-    ttft_s: float
-    """Prefill up to the first token."""
-    steps_s: list[float]
-    """Each further token."""
+    runs: dict[str, Run]
+    resident: Decoding | None
+    link_rate: float | None = None
+    """Bytes per second of one large copy over the link that the runs used."""
+    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def truth(self) -> Decoding | None:
+        """What exact runs are compared with: the resident run, else the first on-demand run."""
+        if self.resident is not None:
+            return self.resident
+        first = next((run for run in self.runs.values() if is_on_demand(run.arguments)), None)
+        return first.repetitions[0].decoding if first is not None else None
 
 
 def benchmark(
@@ -48,7 +56,7 @@ def benchmark(
     new_tokens: int = 32,
     repetitions: int = 3,
 ) -> dict[str, Any]:
-    """Decode the prompt greedily in each way, runs in alternation, and compare with the resident model.
+    """Decode a text greedily in each way, runs in alternation, and compare with the resident model.
 
     Args:
         runs: arguments of :func:`expertcast.offload` by name, such as
@@ -58,95 +66,146 @@ def benchmark(
             the resident model, where prefetching can gain most (on a CUDA model the real link is used).
 
     Returns:
-        `bandwidth`, `latency`, `prompt_tokens`, `new_tokens`, `resident.{tpot_s,ttft_s}`, and `runs.<name>` with
-        `tpot_s` (median over all decode steps), `tpot_quartiles_s`, `ttft_s` (median), `bytes_per_token`, `hit_rate`,
-        `waited_s_per_token`, `identical` (logits of every step bit-equal to the resident model's under the same
-        kernel), `same_tokens` and `stats` of the last repetition's decode steps.
+        `bandwidth`, `latency`, `prompt_tokens`, `new_tokens`, `resident.{tpot_s,ttft_s}`, `link_rate`, and
+        `runs.<name>` as :func:`expertcast.runtime.bench_report.report` has it.
 
     Raises:
-        ExpertcastError: as :func:`expertcast.offload`; fewer than 2 new tokens; no repetition.
+        ExpertcastError: as :func:`expertcast.offload`; fewer than 2 new tokens; no repetition; no token in the prompt.
     """
-    if new_tokens < 2 or repetitions < 1:
-        raise ExpertcastError(f"new_tokens={new_tokens}, repetitions={repetitions}: give 2 or more, and 1 or more")
     prompt_ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(next(model.parameters()).device)
     if not prompt_ids.shape[1]:
         raise ExpertcastError("the prompt has no token: give some text")
-    with experts_implementation(model, kernel_name(model)):
-        decode_greedily(model, prompt_ids, 2)  # warm-up
-        resident = decode_greedily(model, prompt_ids, new_tokens)
+    check_lengths(new_tokens, repetitions)
+    resident = decode_resident(model, prompt_ids, new_tokens)
     link: dict[str, Any] = {}
-    if not next(model.parameters()).is_cuda:
+    if not prompt_ids.is_cuda:
         link = {"bandwidth": bandwidth or balanced_bandwidth(model, resident), "latency": latency}
-    recorded: dict[str, list[tuple[Decoding, dict[str, Any]]]] = {name: [] for name in runs}
-    for _ in range(repetitions):
-        for name, arguments in runs.items():
-            with offload(model, **{"slots": slots, **link, **arguments}) as offloaded:
-                decoding = decode_greedily(model, prompt_ids, new_tokens, offloaded=offloaded)
-                recorded[name].append((decoding, offloaded.stats.as_dict()))
+    store = LentStore(find_moe_layers(model), prompt_ids.device)
+    try:
+        measured = measure(
+            model,
+            prompt_ids,
+            runs=runs,
+            shared={"slots": slots, "store": store, **link},
+            new_tokens=new_tokens,
+            repetitions=repetitions,
+            resident=resident,
+        )
+    finally:
+        store.give_back()
     return {
         **link,
         "prompt_tokens": prompt_ids.shape[1],
         "new_tokens": new_tokens,
         "repetitions": repetitions,
+        "link_rate": measured.link_rate,
         "resident": {"tpot_s": statistics.median(resident.steps_s), "ttft_s": resident.ttft_s},
-        "runs": {name: _report(entries, resident) for name, entries in recorded.items()},
+        "runs": measured.reports,
     }
 
 
-@torch.no_grad()
-def decode_greedily(
-    model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, *, offloaded: OffloadedModel | None = None
-) -> Decoding:
-    """Decode `new_tokens` tokens (an end-of-text token does not stop it); the statistics start after the prefill."""
-    cache = DynamicCache(config=model.config)
-    decoding = Decoding([], [], 0.0, [])
-    inputs = prompt_ids
-    for step in range(new_tokens):
-        start = _now(model)
-        logits_V = model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
-        inputs = logits_V.argmax().view(1, 1)
-        seconds = _now(model) - start
-        decoding.logits.append(logits_V)
-        decoding.tokens.append(int(inputs))
-        if step:
-            decoding.steps_s.append(seconds)
-            continue
-        decoding.ttft_s = seconds
-        if offloaded is not None:
-            offloaded.reset_stats()
-    return decoding
+def measure(
+    model: PreTrainedModel,
+    prompt_ids: Tensor,
+    *,
+    runs: Mapping[str, Mapping[str, Any]],
+    shared: Mapping[str, Any],
+    new_tokens: int,
+    repetitions: int,
+    resident: Decoding | None,
+    say: Callable[[str], None] = lambda _text: None,
+) -> Bench:
+    """Measure all runs on one prompt.
+
+    Args:
+        prompt_ids: [1, T] on the model's device.
+        runs: arguments of :func:`expertcast.offload` by name; `shared` goes below them.
+        resident: what every exact run must decode; None where the whole model does not fit the device, then the first
+            on-demand run says it.
+        say: told of progress, a line at a time.
+    """
+    check_lengths(new_tokens, repetitions)
+    layers = len(find_moe_layers(model))
+    bench = Bench({name: Run({**shared, **arguments}) for name, arguments in runs.items()}, resident)
+    for number in range(repetitions):
+        for name, run in bench.runs.items():
+            say(f"{prompt_ids.shape[1]} tokens, repetition {number + 1} of {repetitions}: {name}")
+            run.recorder = Recorder(prompt_ids.device)
+            with offload(model, **run.arguments, recorder=run.recorder) as offloaded:
+                run.repetitions.append(_repetition(model, offloaded, run.recorder, prompt_ids, new_tokens, layers))
+                run.slots = offloaded.pool.count
+                if bench.link_rate is None:
+                    bench.link_rate = link_rate(offloaded)
+    truth = bench.truth
+    for name, run in bench.runs.items():
+        bench.reports[name] = report(
+            run,
+            on_demand=on_demand_for(run, bench.runs),
+            truth=truth if truth is not None else run.repetitions[0].decoding,
+            link_rate=bench.link_rate,
+        )
+    return bench
 
 
-def balanced_bandwidth(model: PreTrainedModel, resident: Decoding) -> float:
-    """Bytes per second at which K copies take as long as one layer of the resident model."""
-    view = find_moe_layers(model)
-    layer_s = statistics.median(resident.steps_s) / len(view)
-    return view.shape.top_k * ExpertStore.block_bytes_of(view) / layer_s
+def decode_resident(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int) -> Decoding:
+    """The model as it is, under the kernel that its offload will use."""
+    with experts_implementation(model, kernel_name(model)):
+        decode_greedily(model, prompt_ids[:, :64], 2)  # warm-up
+        return decode_greedily(model, prompt_ids, new_tokens)
 
 
-def _report(entries: list[tuple[Decoding, dict[str, Any]]], resident: Decoding) -> dict[str, Any]:
-    steps = [seconds for decoding, _ in entries for seconds in decoding.steps_s]
-    quartiles = statistics.quantiles(steps, n=4) if len(steps) > 1 else [steps[0]] * 3
-    stats = entries[-1][1]
-    tokens = len(entries[-1][0].steps_s)
-    return {
-        "tpot_s": statistics.median(steps),
-        "tpot_quartiles_s": [quartiles[0], quartiles[2]],
-        "ttft_s": statistics.median(decoding.ttft_s for decoding, _ in entries),
-        "bytes_per_token": stats["bytes_moved"] / tokens,
-        "hit_rate": stats["hit_rate"],
-        "waited_s_per_token": stats["waited_s"] / tokens,
-        "identical": all(_same_logits(decoding, resident) for decoding, _ in entries),
-        "same_tokens": all(decoding.tokens == resident.tokens for decoding, _ in entries),
-        "stats": stats,
-    }
+def layer_seconds(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, store: ExpertStore) -> float:
+    """Seconds that one layer computes in a decode step when its experts are there; the last norm and head left out."""
+    layers, recorder = len(find_moe_layers(model)), Recorder(prompt_ids.device)
+    with offload(model, cache=False, link="instant", store=store, recorder=recorder) as offloaded:
+        decode_greedily(model, prompt_ids[:, :64], new_tokens, offloaded=offloaded, recorder=recorder)
+        steps = step_times(recorder, layers)
+    return statistics.median(sum(step.compute_L[:layers]) / layers for step in steps)
 
 
-def _same_logits(decoding: Decoding, resident: Decoding) -> bool:
-    return all(torch.equal(own, other) for own, other in zip(decoding.logits, resident.logits, strict=True))
+def on_demand_for(run: Run, runs: Mapping[str, Run]) -> Run | None:
+    """The run without forecasts and with the same cache setting."""
+    cache = run.arguments.get("cache", True)
+    return next(
+        (
+            other
+            for other in runs.values()
+            if is_on_demand(other.arguments) and other.arguments.get("cache", True) == cache
+        ),
+        None,
+    )
 
 
-def _now(model: PreTrainedModel) -> float:
-    if next(model.parameters()).is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def is_on_demand(arguments: Mapping[str, Any]) -> bool:
+    """Whether these arguments of `offload` load every expert when its layer asks for it."""
+    return arguments.get("predictor") is None
+
+
+def check_lengths(new_tokens: int, repetitions: int) -> None:
+    """
+    Raises:
+        ExpertcastError: too few of one of them.
+    """
+    if new_tokens < 2 or repetitions < 1:
+        raise ExpertcastError(f"new_tokens={new_tokens}, repetitions={repetitions}: give 2 or more, and 1 or more")
+
+
+def _repetition(
+    model: PreTrainedModel,
+    offloaded: OffloadedModel,
+    recorder: Recorder,
+    prompt_ids: Tensor,
+    new_tokens: int,
+    layers: int,
+) -> Measured:
+    decoding = decode_greedily(model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
+    link = offloaded.link
+    if hasattr(link, "synchronize"):
+        link.synchronize()
+    return Measured(
+        decoding=decoding,
+        stats=offloaded.stats.as_dict(),
+        steps=step_times(recorder, layers),
+        link_bytes=link.bytes_moved,
+        link_busy_s=link.busy_s,
+    )

@@ -28,6 +28,10 @@ class CachePolicy(ABC):
         """The expert lost its slot."""
 
     @abstractmethod
+    def clear(self) -> None:
+        """No expert has a slot any more."""
+
+    @abstractmethod
     def victim(self, protected: Container[int]) -> int | None:
         """The resident expert to give up next, none of the protected ones; None when all are protected."""
 
@@ -48,6 +52,9 @@ class LRUPolicy(CachePolicy):
 
     def remove(self, key: int) -> None:
         del self._order[key]
+
+    def clear(self) -> None:
+        self._order.clear()
 
     def victim(self, protected: Container[int]) -> int | None:
         return next((key for key in self._order if key not in protected), None)

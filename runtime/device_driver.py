@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from contextlib import AbstractContextManager
 from functools import cache
 
 import torch
 
 from expertcast.predictors.errors import ExpertcastError
+
+_DEVICE_POINTER = 3
+"""CU_POINTER_ATTRIBUTE_DEVICE_POINTER: unlike the host's, it is right on systems that map memory elsewhere."""
 
 
 class CudaDevice:
@@ -37,6 +41,14 @@ class CudaDevice:
     def new_event(self, *, timing: bool = False) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
 
+    def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
+        """Make a stream the current one for a while."""
+        return torch.cuda.stream(stream)
+
+    def capturing(self) -> bool:
+        """Whether the current stream's work becomes a graph: nothing runs then, and no time passes."""
+        return torch.cuda.is_current_stream_capturing()
+
     def synchronize(self) -> None:
         """Wait on the host for everything that was launched on the device."""
         torch.cuda.synchronize(self.device)
@@ -48,6 +60,14 @@ class CudaDevice:
     def to_host(self, target: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
         """Queue a copy device -> host."""
         self._check(self._driver.cuMemcpyDtoHAsync_v2(target, source, size, stream.cuda_stream))
+
+    def address_of(self, host: int) -> int | None:
+        """Where kernels find a host address: None in memory that is not page-locked."""
+        address = ctypes.c_uint64()
+        with torch.cuda.device(self.device):
+            torch.cuda.current_stream().query()  # type: ignore[no-untyped-call]  # the context is current from here on
+            status = self._driver.cuPointerGetAttribute(ctypes.byref(address), _DEVICE_POINTER, host)
+        return None if status else address.value
 
     def _check(self, status: int) -> None:
         if status:
@@ -85,6 +105,7 @@ def _driver() -> ctypes.CDLL:
         address, size = ctypes.c_uint64, ctypes.c_size_t
         driver.cuMemcpyHtoDAsync_v2.argtypes = (address, ctypes.c_void_p, size, ctypes.c_void_p)
         driver.cuMemcpyDtoHAsync_v2.argtypes = (ctypes.c_void_p, address, size, ctypes.c_void_p)
+        driver.cuPointerGetAttribute.argtypes = (ctypes.c_void_p, ctypes.c_int, address)
         driver.cuGetErrorString.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
     except (OSError, AttributeError) as error:
         raise ExpertcastError(f"NVIDIA's driver library {name} cannot be used ({error}): CUDA links need it") from error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,8 @@ from expertcast.runtime.upload import Upload
 EXPERTS_NAME = "expertcast"
 """Name of our experts function in transformers' registry."""
 
-_RUNNING: WeakKeyDictionary[nn.Module, tuple[Engine, MoELayer]] = WeakKeyDictionary()
-"""Experts modules that are offloaded now."""
+_RUNNING: WeakKeyDictionary[nn.Module, tuple[ref[Engine], int]] = WeakKeyDictionary()
+"""Experts modules that are offloaded now, with their layer. The engine, which holds the model, lives in its hooks."""
 
 
 _FEW_IDS = 512
@@ -40,6 +40,7 @@ _FEW_IDS = 512
 class _Plan:
     """What one run of a layer needs."""
 
+    layer: int
     ids_TK: Tensor
     keys: list[int] | None
     """Key of each of the T x K ids, when they are few."""
@@ -66,26 +67,38 @@ class Engine:
         self._pool = residency.pool
         self._stats = residency.stats
         self._experts = speculator.view.shape.experts
+        self._last = len(speculator.view) - 1
         self._readback = Readback(self._pool.device)
         self._upload = Upload(self._pool.device)
         self._prefetch_late = self._pool.device.type != "cpu"
         """Whether kernels run beside the host: then a forecast is read back after the layer's kernels are launched."""
+        self._halfway = False
+        """A call of ours began and, as far as is known, did not end: books and copies may not agree."""
         self._plan: _Plan | None = None
         self._forecast: tuple[Forecast, Pending, Pending] | None = None
         """The forecast made at this layer, whose ids and weights are on their way to the host."""
         self._known_ids: dict[int, list[int]] = {}
         """Ids (flat) of forecasts by target layer, as far as the host has them."""
+        self._ahead = speculator.ahead if speculator.predictor is not None and not residency.keep else 0
+        self._carried: dict[int, list[int]] = {}
+        """What the last token's first layers needed: no layer of the next token comes early enough to forecast them."""
+        self._complete = False
+        """The last forward ran to its last layer."""
         self._pointers = {name: view.data_ptr() for name, view in self._pool.views.items()}
 
     def attach(self, layer: MoELayer) -> None:
         """Put the slot views in the place of a layer's parameters."""
         for name, view in self._pool.views.items():
             layer.experts._parameters[name] = nn.Parameter(view, requires_grad=False)
-        _RUNNING[layer.experts] = (self, layer)
+        _RUNNING[layer.experts] = (ref(self), layer.index)
+
+    def layer(self, index: int) -> MoELayer:
+        return self._speculator.view[index]
 
     @staticmethod
     def detach(layer: MoELayer) -> None:
         _RUNNING.pop(layer.experts, None)
+        layer.experts.__dict__["num_experts"] = layer.num_experts  # a kernel that was interrupted left that of slots
 
     @staticmethod
     def is_attached(model: nn.Module) -> bool:
@@ -97,11 +110,18 @@ class Engine:
         self._plan = None
         self._forecast = None
         self._known_ids.clear()
-        self._residency.abandon()
+        halfway, self._halfway = self._halfway, True
+        complete, self._complete = self._complete, False
+        if halfway:
+            self._residency.reset()
+        elif fresh or not complete:
+            self._residency.abandon()
+        self._halfway = False
         self._speculator.start(fresh)
 
     def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
         """Misses of this layer go out first; the forecast is made while they are under way."""
+        self._halfway = True
         self._enter("policy", call.layer)
         executed = self._speculator.executed(call)
         self._begin(call.layer, call.ids_TK if executed is None else executed[0], executed is not None)
@@ -111,16 +131,20 @@ class Engine:
         if forecast is not None:
             start = self._readback.start
             self._forecast = forecast, start(forecast.topk_ids_TK), start(forecast.topk_weights_TK)
-            if not self._prefetch_late:
-                self._prefetch()
+        if not self._prefetch_late:
+            self._prefetch(call.layer)
         self._enter("compute", call.layer)
+        self._halfway = False
         return executed
 
     def _enter(self, state: State, layer: int) -> None:
         if self._recorder is not None:
             self._recorder.enter(state, layer)
 
-    def _prefetch(self) -> None:
+    def _prefetch(self, layer: int) -> None:
+        if layer == self._last:
+            for keys in self._carried.values():
+                self._residency.prefetch(keys)
         if self._forecast is None:
             return
         forecast, ids, weights = self._forecast
@@ -131,10 +155,11 @@ class Engine:
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """The layer's experts over their slots."""
+        self._halfway = True
         self._enter("policy", layer.index)
         self._check_untouched(layer)
         plan = self._plan
-        if plan is None or (plan.ids_TK is not ids_TK and not torch.equal(plan.ids_TK, ids_TK)):
+        if plan is None or plan.layer != layer.index or not _same(plan.ids_TK, ids_TK):
             plan = self._begin(layer.index, ids_TK, False)
         self._plan = None
         stats = self._stats.layers[layer.index]
@@ -142,8 +167,11 @@ class Engine:
         stats.chunks += len(plan.chunks)
         run = self._run_whole if len(plan.chunks) == 1 else self._run_chunks
         output_TD = run(layer, plan, hidden_TD, ids_TK, weights_TK)
-        self._prefetch()
+        if self._prefetch_late:
+            self._prefetch(layer.index)
+        self._complete = layer.index == self._last
         self._enter("compute", layer.index + 1)
+        self._halfway = False
         return output_TD
 
     def _begin(self, layer: int, ids_TK: Tensor, forecast: bool) -> _Plan:
@@ -161,8 +189,10 @@ class Engine:
         else:
             all_keys = None
             distinct = [first + expert for expert in torch.unique(ids_TK).tolist()]
+        if layer < self._ahead:
+            self._carried[layer] = distinct if len(distinct) <= self._pool.count // 2 else []
         self._residency.settle(layer, distinct)
-        self._plan = _Plan(ids_TK, all_keys, self._chunks(distinct))
+        self._plan = _Plan(layer, ids_TK, all_keys, self._chunks(distinct))
         self._residency.request(self._plan.chunks[0])
         return self._plan
 
@@ -176,13 +206,15 @@ class Engine:
 
     def _run_whole(self, layer: MoELayer, plan: _Plan, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         (keys,) = plan.chunks
+        slots = None
         if plan.keys is None:
             slots_TK = self._slot_table(layer.index, keys)[ids_TK]
         else:
-            slots = self._pool.slots
-            slots_TK = self._upload.send([slots[key] for key in plan.keys]).view(ids_TK.shape)
+            slot_of = self._pool.slots
+            slots = [slot_of[key] for key in plan.keys]
+            slots_TK = self._upload.send(slots).view(ids_TK.shape)
         self._wait(layer.index, keys)
-        output_TD = self._kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK, ids_TK)
+        output_TD = self._kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK, ids_TK, slots)
         self._enter("policy", layer.index)
         self._residency.release(keys)
         return output_TD
@@ -227,16 +259,22 @@ class Engine:
                 )
 
 
+def _same(ids_TK: Tensor, other_TK: Tensor) -> bool:
+    return ids_TK is other_TK or torch.equal(ids_TK, other_TK)
+
+
+# traced, it would do its books once and for all: a compiled model is compiled around it
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _offloaded_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     found = _RUNNING.get(experts)
-    if found is None:
+    engine = None if found is None else found[0]()
+    if found is None or engine is None:
         raise ExpertcastError(
             f"experts implementation {EXPERTS_NAME!r} runs only inside expertcast.offload(model): set another one, "
-            "such as 'grouped_mm'"
+            "such as 'grouped_mm' (or does this model share its config with an offloaded one?)"
         )
-    engine, layer = found
     with torch.no_grad():
-        output_TD = engine.run(layer, hidden_states, top_k_index, top_k_weights)
+        output_TD = engine.run(engine.layer(found[1]), hidden_states, top_k_index, top_k_weights)
     if torch.is_grad_enabled() and hidden_states.requires_grad:
         refused: Tensor = _NoBackward.apply(hidden_states, output_TD)  # type: ignore[no-untyped-call]
         return refused

@@ -6,7 +6,9 @@ T tokens, D hidden size, E routed experts per layer, K experts per token, S slot
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -35,6 +37,9 @@ _GROUPED_MM = tuple(
 _MANY_GROUPS = 32
 """Empty groups cost about 1 us each on the CPU; telling them apart costs about as much as these."""
 
+_MOST_GROUPS = 1023
+"""torch's CUDA kernel of `grouped_mm` takes no more."""
+
 
 class SlotKernel:
     """Runs an experts module whose parameters are slot views [S, ...]."""
@@ -45,14 +50,21 @@ class SlotKernel:
         self._grouped = forward is grouped_mm_experts_forward
 
     def run(
-        self, experts: nn.Module, hidden_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, ids_TK: Tensor
+        self,
+        experts: nn.Module,
+        hidden_TD: Tensor,
+        slots_TK: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        slots: Sequence[int] | None = None,
     ) -> Tensor:
         """The experts' output [T, D] with slot ids in place of expert ids; the bits of the resident model.
 
         Args:
             ids_TK: the experts that lie in these slots: they, not the slots, say in which order rows are computed.
+            slots: `slots_TK` (flat) on the host, if it is known there: spares a CUDA device from being asked.
         """
-        return self._run(experts, hidden_TD, slots_TK, weights_TK, lambda: row_order(ids_TK))
+        return self._run(experts, hidden_TD, slots_TK, weights_TK, lambda: row_order(ids_TK), slots)
 
     def run_pairs(self, experts: nn.Module, hidden_PD: Tensor, slots_P: Tensor) -> Tensor:
         """Each pair's own expert output [P, D], not weighted: parts of a step that is done in chunks.
@@ -69,17 +81,31 @@ class SlotKernel:
         slots_TK: Tensor,
         weights_TK: Tensor,
         order: Callable[[], Tensor],
+        slots: Sequence[int] | None = None,
     ) -> Tensor:
         own = experts.__dict__
         before = own["num_experts"]
         own["num_experts"] = self._slots
         try:
-            if self._grouped and hidden_TD.device.type == "cpu" and (len(hidden_TD) > 1 or self._slots > _MANY_GROUPS):
-                with _ExpertOrder(slots_TK.reshape(-1), order()):
-                    return self._forward(experts, hidden_TD, slots_TK, weights_TK)
-            return self._forward(experts, hidden_TD, slots_TK, weights_TK)
+            with self._groups(experts, slots_TK, order, slots):
+                return self._forward(experts, hidden_TD, slots_TK, weights_TK)
         finally:
             own["num_experts"] = before
+
+    def _groups(
+        self, experts: nn.Module, slots_TK: Tensor, order: Callable[[], Tensor], slots: Sequence[int] | None
+    ) -> AbstractContextManager[Any]:
+        """What stands between the kernel and `grouped_mm` over so many slots on such a device; often nothing."""
+        if not self._grouped:
+            return nullcontext()
+        if slots_TK.device.type == "cpu":
+            if len(slots_TK) > 1 or self._slots > _MANY_GROUPS:
+                return _ExpertOrder(slots_TK.reshape(-1), order())
+            return nullcontext()
+        native = _is_native(next(experts.parameters(recurse=False)))
+        if slots_TK.device.type != "cuda" or (native and self._slots <= _MOST_GROUPS):
+            return nullcontext()
+        return _SlotRanges(slots_TK.reshape(-1).tolist() if slots is None else slots, native)
 
 
 def row_order(ids_TK: Tensor) -> Tensor:
@@ -136,9 +162,49 @@ class _ExpertOrder(TorchFunctionMode):
         if func not in _GROUPED_MM:
             return func(*args, **(kwargs or {}))
         rows, weight = args[:2]
-        output = rows.new_empty(rows.shape[0], weight.shape[-1])
-        start = 0
-        for slot, count in self._groups:
-            torch.mm(rows[start : start + count], weight[slot], out=output[start : start + count])
-            start += count
-        return output
+        return _products(rows, weight, self._groups)
+
+
+class _SlotRanges(TorchFunctionMode):
+    """On CUDA, `grouped_mm` over more groups than its kernel takes, or on a device that has no kernel of it.
+
+    There torch asks the device for the groups and multiplies slot by slot, empty ones too; the host knows which are
+    not. Rows are sorted by slot.
+    """
+
+    def __init__(self, slots: Sequence[int], native: bool) -> None:
+        super().__init__()
+        self._native = native
+        self._groups = sorted(Counter(slots).items())
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in _GROUPED_MM:
+            return func(*args, **(kwargs or {}))
+        rows, weight = args[:2]
+        if not self._native:
+            return _products(rows, weight, self._groups)
+        offsets = args[2] if len(args) > 2 else (kwargs or {})["offs"]
+        parts, start = [], 0
+        for index, groups in groupby(self._groups, key=lambda group: group[0] // _MOST_GROUPS):
+            end = start + sum(count for _, count in groups)
+            within = slice(index * _MOST_GROUPS, (index + 1) * _MOST_GROUPS)
+            parts.append(func(rows[start:end], weight[within], offs=offsets[within] - start))
+            start = end
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _products(rows: Tensor, weight: Tensor, groups: Sequence[tuple[int, int]]) -> Tensor:
+    """One product per group (slot, rows), the groups' rows one after another."""
+    output = rows.new_empty(rows.shape[0], weight.shape[-1])
+    start = 0
+    for slot, count in groups:
+        torch.mm(rows[start : start + count], weight[slot], out=output[start : start + count])
+        start += count
+    return output
+
+
+def _is_native(weight: Tensor) -> bool:
+    """Whether torch has a kernel of `grouped_mm` for this device and dtype."""
+    return weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability(weight.device)[0] in (9, 10)

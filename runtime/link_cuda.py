@@ -28,6 +28,8 @@ from expertcast.runtime.store import ExpertStore
 
 _WINDOW_BYTES = 16 << 20
 """Half a millisecond of PCIe 4: longer than the model's thread stays away, shorter than a miss can wait for."""
+_READS = 64
+"""Reads whose events may be outstanding before their end is looked for: runs that miss nothing never ask."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +65,11 @@ class CudaLink(Link):
         self._target = pool.block(0).data_ptr()
         self._sources: dict[int, int] = {}
         self._open(self._device_of(pool), pool.count)
+
+    @property
+    def window(self) -> int:
+        """Copies under way below which a forecast is issued; known once attached."""
+        return self._window
 
     def _device_of(self, pool: SlotPool) -> CudaDevice:
         return CudaDevice(pool.device)
@@ -127,6 +134,8 @@ class CudaLink(Link):
         event.record(self._device.current_stream())
         for slot in slots:
             self._last_read[slot] = self._tick
+        if len(self._reads) > _READS:
+            self._forget_reads(self._tick)
         self._pump()
 
     def synchronize(self) -> None:
@@ -171,14 +180,19 @@ class CudaLink(Link):
         return address
 
     def _wait_for_reader(self, slot: int) -> None:
-        while self._reads:
-            oldest = next(iter(self._reads))
-            if oldest > self._last_read[slot] or not self._reads[oldest].query():  # type: ignore[no-untyped-call]
-                break
-            self._untimed.give(self._reads.pop(oldest))
-        event = self._reads.get(self._last_read[slot])
+        tick = self._last_read[slot]
+        self._forget_reads(tick)
+        event = self._reads.get(tick)
         if event is not None:
             self._stream.wait_event(event)
+
+    def _forget_reads(self, last: int) -> None:
+        """Give back the events of reads that are over, the oldest first, up to the tick `last`."""
+        while self._reads:
+            oldest = next(iter(self._reads))
+            if oldest > last or not self._reads[oldest].query():  # type: ignore[no-untyped-call]
+                return
+            self._untimed.give(self._reads.pop(oldest))
 
     def _collect(self) -> None:
         """Finish the oldest issued copies that have arrived; one stream finishes in order."""

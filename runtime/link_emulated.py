@@ -21,6 +21,7 @@ from expertcast.runtime.slots import SlotPool
 from expertcast.runtime.store import ExpertStore
 
 _SPIN_S = 60e-6
+_NEGLIGIBLE_S = 5e-6
 _PR_SET_TIMERSLACK = 29
 
 
@@ -54,6 +55,8 @@ class EmulatedLink(Link):
         self._order = 0
         self._changed = threading.Condition()
         self._closed = False
+        self._awaited = False
+        """Compute is blocked on a copy: only then the thread may hold the interpreter to be on time."""
         self._thread: threading.Thread | None = None
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
@@ -79,8 +82,9 @@ class EmulatedLink(Link):
         assert isinstance(copy, _QueuedCopy)
         assert not copy.cancelled
         if not copy.done:
+            self._awaited = True
             with copy.arrived:
-                pass
+                self._awaited = False
         if copy.error is not None:
             raise copy.error
 
@@ -102,7 +106,7 @@ class EmulatedLink(Link):
             self._closed = True
             self._queue.clear()
             self._changed.notify()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join()
             self._thread = None
 
@@ -126,9 +130,10 @@ class EmulatedLink(Link):
         half = self._store.layout.block_bytes // 2
         begun = time.perf_counter()
         self._mover.move(copy.key, copy.slot, 0, half)
-        _sleep_until(end - (time.perf_counter() - begun))
+        self._sleep_until(end - (time.perf_counter() - begun))
         self._mover.move(copy.key, copy.slot, half)
-        _sleep_until(end)
+        if end - time.perf_counter() > _NEGLIGIBLE_S:
+            self._sleep_until(end)
 
     def _next(self) -> _QueuedCopy | None:
         with self._changed:
@@ -142,15 +147,17 @@ class EmulatedLink(Link):
                     return None
                 self._changed.wait()
 
+    def _sleep_until(self, deadline: float) -> None:
+        """Sleep; while compute is blocked, yield in a short loop at the end: late by 10 us instead of 60 and more."""
+        while (left := deadline - time.perf_counter()) > 0:
+            if left > 2 * _SPIN_S:
+                time.sleep(left - _SPIN_S)
+            else:
+                time.sleep(0 if self._awaited else left)
+
     def _duration(self) -> float:
         extra = self._random.random() * self._jitter if self._jitter else 0.0
         return self.latency + self._store.layout.block_bytes / self.bandwidth + extra
-
-
-def _sleep_until(deadline: float) -> None:
-    """Sleep, then yield in a short loop: late by some 10 us instead of the scheduler's 60 and more."""
-    while (left := deadline - time.perf_counter()) > 0:
-        time.sleep(left - _SPIN_S if left > 2 * _SPIN_S else 0)
 
 
 def _fine_timer() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from expertcast.runtime.recorder import Recorder
@@ -74,6 +75,10 @@ class Link(ABC):
         """Whether the copy has arrived."""
         return copy.done
 
+    def read_ahead(self, keys: Sequence[int]) -> None:
+        """Copies of these will be asked for: a store on disk reads them into memory meanwhile."""
+        self._store.read_ahead(keys)
+
     def progress(self) -> None:  # noqa: B027 (where another thread sets `done` there is nothing to look up)
         """Set `done` on the copies that have arrived."""
 
@@ -85,8 +90,13 @@ class Link(ABC):
         """Set the counters to zero."""
         self.bytes_moved, self.copies, self.busy_s = 0, 0, 0.0
 
+    def restart(self) -> None:
+        """Drop what is queued; no copy is under way afterwards, and new ones may come."""
+        self.close()
+        self.attach(self._store, self._pool)
+
     def close(self) -> None:  # noqa: B027 (a link with nothing under way has nothing to stop)
-        """Stop; no copy is under way afterwards."""
+        """Stop; no copy is under way afterwards. A second call does nothing."""
 
     def _count(self, copy: Copy, start: float, end: float) -> None:
         """A copy has arrived; `start` and `end` in seconds of the recorder's clock."""
@@ -112,9 +122,20 @@ class InstantLink(Link):
     def wait(self, copy: Copy) -> None:
         assert copy.done
 
+    def restart(self) -> None:
+        """Nothing is ever queued."""
+
+
+_SMALL_COPY = 1 << 16
+"""Bytes that move in less time than another thread takes to hand the interpreter's lock back."""
+
+_memmove_locked = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
+
 
 class HostMover:
-    """memmove between two tensors in host memory, with the interpreter's lock released.
+    """memmove between two tensors in host memory, with the interpreter's lock released unless the copy is small.
 
     `Tensor.copy_` would start a second team of OpenMP threads in the copying thread and take cores from compute.
     """
@@ -130,4 +151,5 @@ class HostMover:
         layer, expert = divmod(key, self._experts)
         source = self._sources[layer] + expert * self._size
         target = self._target + slot * self._size
-        ctypes.memmove(target + start, source + start, (self._size if end is None else end) - start)
+        count = (self._size if end is None else end) - start
+        (_memmove_locked if count <= _SMALL_COPY else ctypes.memmove)(target + start, source + start, count)

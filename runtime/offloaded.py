@@ -6,19 +6,25 @@ L MoE layers, E routed experts per layer, K experts per token.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from expertcast.data.discovery import experts_implementation, find_moe_layers
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
-from expertcast.runtime.arguments import MODES, executed_layers, make_link, resolve_predictor, slot_count
+from expertcast.runtime.arguments import MODES, executed_layers, make_link, make_store, resolve_predictor, slot_count
 from expertcast.runtime.cache import LRUPolicy
+from expertcast.runtime.device_choice import fastest_link
+from expertcast.runtime.device_engine import DeviceEngine
+from expertcast.runtime.device_link import DeviceStatistics, KernelLink
 from expertcast.runtime.engine import EXPERTS_NAME, Engine
+from expertcast.runtime.guards import ForwardGuard, in_use, refuse_shared, weights_guarded
 from expertcast.runtime.kernels import SlotKernel, kernel_of
 from expertcast.runtime.links import Link
 from expertcast.runtime.prefetcher import Prefetcher
@@ -36,41 +42,65 @@ class OffloadedModel:
 
     Made by :func:`offload`. The model itself stays what it was: `model.generate`, a pipeline or a plain forward
     run as ever, and find their experts in the slots. `close()`, or leaving the `with` block, puts everything back
-    bit for bit.
+    bit for bit. A model from :func:`expertcast.load_offloaded` has nowhere to put its experts: closing frees them,
+    and the model refuses to run from then on.
     """
 
     def __init__(
-        self, model: PreTrainedModel, view: MoEView, speculator: Speculator, *, slots: int, link: Link,
-        prefetcher: Prefetcher, cache: bool, kernel_slots: SlotKernel, recorder: Recorder | None = None,
+        self, model: PreTrainedModel, view: MoEView, speculator: Speculator, *, slots: int, link: Link | None,
+        prefetcher: Prefetcher, cache: bool, kernel_slots: SlotKernel, store: ExpertStore,
+        recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.view = view
         self.predictor = speculator.predictor
         self.executed_layers = speculator.layers
         """Layers that execute their forecast when there is one."""
-        self.link = link
         self.recorder = recorder
-        link.recorder = recorder
+        if recorder is not None:
+            recorder.experts = view.shape.experts
         self.stats = RunStatistics(len(view))
         self._stack = ExitStack()
         self._closed = False
-        with ExitStack() as undo:
-            self.store = ExpertStore(view, pinned=next(view[0].experts.parameters()).is_cuda)
-            undo.callback(self.store.unpack)
-            self.store.pack(view)
+        with torch.inference_mode(False), ExitStack() as undo:  # slots and weights outlive an inference_mode
+            self.store = store
+            self._reloadable = not next(view[0].experts.parameters()).is_meta
+            if not self._reloadable:
+                undo.callback(_refuse_use, view)
+            undo.enter_context(in_use(link, store, speculator.predictor))
+            undo.callback(self._put_back)
+            store.pack(view)
             self.pool = SlotPool(self.store.layout, slots, self.store.device)
+            if link is None:
+                link = fastest_link(self.store, self.pool)
+            self.link = link
+            link.recorder = recorder
             link.attach(self.store, self.pool)
             undo.callback(link.close)
-            residency = Residency(self.pool, link, LRUPolicy(), self.stats, experts=view.shape.experts, keep=cache)
-            engine = Engine(residency, speculator, prefetcher, kernel_slots, recorder)
+            dropped = weakref.finalize(model, link.close)  # whose thread would keep the store of a dropped model
+            dropped.atexit = False
+            undo.callback(dropped.detach)
+            engine: Engine
+            if isinstance(link, KernelLink):  # its books are on the device
+                self.stats = DeviceStatistics(link, self.store.layout.block_bytes)
+                engine = DeviceEngine(link, self.pool, speculator, prefetcher, kernel_slots, recorder, keep=cache)
+            else:
+                self.residency = Residency(
+                    self.pool, link, LRUPolicy(), self.stats, experts=view.shape.experts, keep=cache
+                )
+                engine = Engine(self.residency, speculator, prefetcher, kernel_slots, recorder)
             for layer in view:
                 undo.callback(Engine.detach, layer)
                 engine.attach(layer)
-                handle = layer.experts.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
-                undo.callback(handle.remove)
+            undo.enter_context(weights_guarded(model, view))
+            speculator.prepare()
+            self._guard = ForwardGuard(model, view, EXPERTS_NAME)
+            undo.callback(self._guard.close)
             taps = RouterTaps(model, view, engine.on_router, engine.on_start)
             undo.callback(taps.close)
             undo.enter_context(experts_implementation(model, EXPERTS_NAME))
+            model.__dict__["_expertcast"] = self  # a model whose offload nobody holds stays offloaded
+            undo.callback(model.__dict__.pop, "_expertcast")
             self._stack = undo.pop_all()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,13 +127,36 @@ class OffloadedModel:
         self.link.reset()
 
     def close(self) -> None:
-        """Put weights, experts implementation and hooks back; a second call does nothing."""
-        if not self._closed:
-            self._closed = True
-            self._stack.close()
+        """Put weights, experts implementation and hooks back; a second call does nothing.
+
+        Raises:
+            ExpertcastError: a forward is running; or the device has no memory for the experts: free some, call again.
+        """
+        if self._closed:
+            return
+        self._guard.stop()
+        self.link.close()
+        self._put_back()
+        self._closed = True
+        self._stack.close()
+
+    def _put_back(self) -> None:
+        """Weights first: until they are all there, the model refuses to run."""
+        if hasattr(self, "pool"):
+            self.pool.free()
+        try:
+            with torch.inference_mode(False):
+                self.store.unpack()
+        except torch.OutOfMemoryError as error:
+            raise ExpertcastError(
+                f"{self.store.device} has no memory to put the experts back: free some and call close() again"
+            ) from error
+        self.store.close()
 
     def _check_open(self) -> None:
         if self._closed:
+            if not self._reloadable:
+                raise ExpertcastError(_EXPERTS_FREED)
             raise ExpertcastError("this offload is closed: call expertcast.offload(model) again, or use the model")
 
 
@@ -124,6 +177,8 @@ def offload(
     min_recall: float = 0.9,
     true_weights: bool = False,
     speculate_prefill: bool = False,
+    store: str | ExpertStore = "memory",
+    store_folder: str | Path | None = None,
     recorder: Recorder | None = None,
 ) -> OffloadedModel:
     """Move a model's experts to host memory and run it from a few slots.
@@ -134,16 +189,20 @@ def offload(
         mode: `exact` (forecasts only bring experts in early), `speculate` (forecasts are executed) or `hybrid`
             (executed at some layers).
         slots: experts that fit on the device; or `memory`, bytes or a text such as "2GB". Default: a quarter of all
-            experts, with `cache=False` two layers' worth of one token.
+            experts, with `cache=False` three layers' worth of one token.
         cache: keep experts until their slot is needed; False gives slots back as soon as a layer has run.
         bandwidth, latency: of the emulated link, bytes per second and seconds per copy (CPU only).
-        link: `auto`, `instant`, `emulated`, `cuda`, or a link object.
+        link: `auto`, `instant`, `emulated`, `cuda`, `kernel` (copies decided and made on the device), or a link
+            object. `auto` on CUDA measures `cuda` and `kernel` on the store and takes the faster.
         overfetch: experts prefetched per token as a multiple of K (exact mode).
         ahead: layers between a forecast and its target.
         layers: with `hybrid`, the layers that execute their forecast. None: those where the checkpoint's own recall@k
             is `min_recall` or more.
         true_weights: executed forecasts get the true router's weights over the forecast's ids.
         speculate_prefill: forecast and execute in prefill steps too; they are exact otherwise.
+        store: where the experts lie: `memory` (page-locked for a model on CUDA, as far as there is room), `disk` (a
+            mapped file, for models larger than memory), or a store object, which is closed with the offload.
+        store_folder: with `disk`, the folder of the file, one per model. Default: a temporary one.
         recorder: collects what the run spends its time on (:class:`expertcast.runtime.recorder.Recorder`).
 
     Returns:
@@ -157,8 +216,14 @@ def offload(
         raise ExpertcastError(f"unknown mode {mode!r}: choose from {', '.join(MODES)}")
     if Engine.is_attached(model):
         raise ExpertcastError("this model is offloaded already: close the other offload first")
+    if EXPERTS_NAME in model.get_experts_implementation().values():
+        raise ExpertcastError(
+            f"the model's config says {EXPERTS_NAME!r}, as that of an offloaded model does: give each model a config "
+            "of its own (copy.deepcopy), or set another experts implementation"
+        )
+    refuse_shared(link, store, predictor)
     view = find_moe_layers(model)
-    store_device = ExpertStore.device_of(view)
+    store_device = store.device if isinstance(store, ExpertStore) else ExpertStore.device_of(view)
     bound, checkpoint = resolve_predictor(predictor, view)
     if bound is not None:
         bound.to(store_device)
@@ -182,9 +247,20 @@ def offload(
         prefetcher=Prefetcher(view.shape.experts, view.shape.top_k, overfetch),
         cache=cache,
         kernel_slots=SlotKernel(kernel_of(model), count),
+        store=make_store(store, store_folder, view, store_device),
         recorder=recorder,
     )
 
 
-def _refuse_state_dict(*_args: Any) -> None:
-    raise ExpertcastError("the model's experts are offloaded: close the offload before saving the model")
+_EXPERTS_FREED = "this model was loaded offloaded and closed, its experts are freed: call load_offloaded again"
+
+
+def _refuse_use(view: MoEView) -> None:
+    """The experts are gone for good: neither a forward nor a saved file may come out of this model."""
+
+    def refuse(*_args: Any) -> None:
+        raise ExpertcastError(_EXPERTS_FREED)
+
+    for layer in view:
+        layer.experts.register_forward_pre_hook(refuse)
+        layer.experts.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]

@@ -5,6 +5,9 @@ T tokens, E routed experts per layer, K experts per token. An expert's key is la
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.errors import ExpertcastError
 
@@ -34,6 +37,14 @@ class Prefetcher:
             experts += self._further(forecast, set(experts))
         first = forecast.layer * self._experts
         return [first + expert for expert in experts]
+
+    def ids(self, forecast: Forecast) -> Tensor:
+        """Experts [N] for the device-side link: each token's first, each one's second ...; some may come twice."""
+        ids_N = forecast.topk_ids_TK.t().reshape(-1)
+        if self._budget <= self._top_k:
+            return ids_N
+        further_N = forecast.logits_TE.topk(self._budget, dim=-1).indices.t().reshape(-1)
+        return torch.cat([ids_N, further_N])
 
     def _further(self, forecast: Forecast, chosen: set[int]) -> list[int]:
         """Experts within any token's budget by logits, by falling probability summed over tokens."""

@@ -35,9 +35,11 @@ class Span:
     step: int
     """Forward since the recording began; -1 for copies."""
     key: int = -1
-    """Expert that a copy moved."""
+    """Expert that a copy moved, layer * E + expert."""
     urgent: bool = False
     """A copy that a layer was waiting for, no forecast's."""
+    expert: int = -1
+    """The same as a number within its layer."""
 
     @property
     def seconds(self) -> float:
@@ -51,6 +53,8 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.experts = 1
+        """E, set by whoever offloads a model."""
         self._cuda = torch.device(device).type == "cuda"
         self._marks: list[tuple[str, int, int, float | torch.cuda.Event]] = []
         self._copies: list[Span] = []
@@ -78,7 +82,7 @@ class Recorder:
 
     def copied(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
         """A copy was under way from `start` to `end` (`time.perf_counter`, or :meth:`device_time` on CUDA)."""
-        self._copies.append(Span("copy", layer, start, end, -1, key, urgent))
+        self._copies.append(Span("copy", layer, start, end, -1, key, urgent, key % self.experts))
 
     def device_time(self, event: torch.cuda.Event) -> float:
         """Seconds of a finished CUDA event on this recorder's clock."""

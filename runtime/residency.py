@@ -52,9 +52,9 @@ class Residency:
         """Whether the expert has a slot, arrived or not."""
         return key in self.pool.slots
 
-    def settle(self, layer: int, needed: Iterable[int]) -> None:
+    def settle(self, layer: int, needed: Sequence[int]) -> None:
         """The routing of `layer` is known: forget its forecast, and drop queued prefetches it does not need."""
-        self._sweep()
+        self._sweep(needed)
         asked = self._asked.pop(layer, None)
         if asked is None:
             return
@@ -90,14 +90,14 @@ class Residency:
         """Ask for experts of one later layer, most needed first; those without room are left out."""
         if not keys:
             return
-        self._sweep()
+        self._sweep(keys)
         slots = self.pool.slots
         stats = self._layer_stats(keys)
         self._wanted.update(key for key in keys if key in slots)
         self._asked.setdefault(keys[0] // self._experts, []).extend(keys)
-        for key in keys:
-            if key in slots:
-                continue
+        missing = [key for key in keys if key not in slots]
+        self.link.read_ahead(missing)
+        for key in missing:
             if not self.pool.free_count:
                 victim = self.policy.victim(self._needed)
                 if victim is None:
@@ -149,13 +149,21 @@ class Residency:
             for key in [key for key in self.pool.resident() if key not in self._copies]:
                 self._evict(key)
 
+    def reset(self) -> None:
+        """Forget every expert: something cut one of our calls short, and books and copies may not agree."""
+        self.link.restart()
+        self.pool.clear()
+        self.policy.clear()
+        for books in (self._running, self._wanted, self._asked, self._copies, self._unused, self._just_used):
+            books.clear()
+
     def withdraw(self, keys: Iterable[int]) -> None:
         """The layer does not need these requested experts after all."""
         self._running.difference_update(keys)
         self._just_used.difference_update(keys)
 
-    def _sweep(self) -> None:
-        """Notice copies that have arrived by themselves, so that their slots can be given up."""
+    def _sweep(self, needed: Container[int] = ()) -> None:
+        """Notice copies that have arrived by themselves, so that their slots can be given up; not the needed ones'."""
         if not self._copies:
             return
         self.link.progress()
@@ -163,7 +171,7 @@ class Residency:
         for key, copy in [entry for entry in self._copies.items() if entry[1].done and entry[0] not in running]:
             del self._copies[key]
             self.pool.mark((key,), SlotState.READY)
-            if copy.error is not None or (not self.keep and key not in self._wanted):
+            if copy.error is not None or (not self.keep and key not in self._wanted and key not in needed):
                 self._evict(key)  # after a failed prefetch the layer's own request tries again
 
     def _load(self, key: int, stats: LayerStatistics, *, urgent: bool) -> None:
@@ -208,8 +216,9 @@ class Residency:
             return False
         stats = self._layer_stats((key,))
         stats.bytes_moved -= self._block_bytes
-        stats.prefetched -= 1
-        stats.dropped += 1
+        if key in self._unused:  # else a request that was withdrawn
+            stats.prefetched -= 1
+            stats.dropped += 1
         del self._copies[key]
         self._evict(key)
         return True

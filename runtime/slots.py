@@ -11,6 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.layout import BlockLayout, aligned_bytes
 
 
@@ -32,14 +33,19 @@ class SlotPool:
         self.layout = layout
         self.count = count
         self.device = device
-        self._buffer = aligned_bytes(count * layout.block_bytes, device)
+        self._buffer = _allocate(layout, count, device)
         self.views = layout.views(self._buffer)
         """Each parameter [S, ...] in the shape transformers' kernels take."""
         self.slots: dict[int, int] = {}
-        """Slot of each key that has one; changed by `take` and `release` only."""
-        self._key_of: list[int | None] = [None] * count
-        self._state = [SlotState.FREE] * count
-        self._free = list(range(count - 1, -1, -1))
+        """Slot of each key that has one; changed by `take`, `release` and `clear` only."""
+        self.clear()
+
+    def clear(self) -> None:
+        """All slots are free."""
+        self.slots.clear()
+        self._key_of: list[int | None] = [None] * self.count
+        self._state = [SlotState.FREE] * self.count
+        self._free = list(range(self.count - 1, -1, -1))
 
     @property
     def nbytes(self) -> int:
@@ -48,6 +54,11 @@ class SlotPool:
     @property
     def free_count(self) -> int:
         return len(self._free)
+
+    def free(self) -> None:
+        """Give the memory back, as far as nobody else holds a view of it."""
+        self.views.clear()
+        self._buffer = self._buffer.new_empty(0)
 
     def block(self, slot: int) -> Tensor:
         """uint8 [block_bytes] of one slot."""
@@ -90,3 +101,16 @@ class SlotPool:
         self._key_of[slot] = None
         self._state[slot] = SlotState.FREE
         self._free.append(slot)
+
+
+def _allocate(layout: BlockLayout, count: int, device: torch.device) -> Tensor:
+    nbytes = count * layout.block_bytes
+    try:
+        return aligned_bytes(nbytes, device)
+    except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, a plain one on the CPU
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
+            raise
+        raise ExpertcastError(
+            f"slots={count} of {layout.block_bytes} bytes each ({nbytes / 1e9:.3g} GB) do not fit in the memory of "
+            f"{device}: give fewer slots, or what is free there as memory=..."
+        ) from error

@@ -63,6 +63,11 @@ class Speculator:
         self._traced = None if predictor is None else TracedForecasts(predictor)
         self._forecasts: dict[int, Forecast] = {}
 
+    def prepare(self) -> None:
+        """Get ready for decode steps of one text."""
+        if self._traced is not None:
+            self._traced.prepare(self.view, self.ahead)
+
     def start(self, fresh: bool) -> None:
         """A forward starts; `fresh`: with new texts."""
         self._forecasts.clear()

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -35,7 +36,8 @@ class RouterCall:
 class RouterTaps:
     """Hooks on the norms and routers of a model, and on the start of each forward.
 
-    Predictors call the model's own norms and routers; while `on_router` runs, the hooks keep still.
+    Predictors call the model's own norms and routers; while `on_router` runs, the hooks keep still. In a compiled
+    model they run between its graphs.
 
     Args:
         on_router: gets the call; returns None to leave the routing, or (ids, weights) to execute instead.
@@ -53,7 +55,11 @@ class RouterTaps:
         self._on_start = on_start
         self._muted = False
         self._residuals: list[Tensor | None] = [None] * len(view)
-        self._stack = ExitStack()
+        with ExitStack() as self._stack:
+            self._register(model, view)
+            self._stack = self._stack.pop_all()
+
+    def _register(self, model: PreTrainedModel, view: MoEView) -> None:
         handle = model.base_model.register_forward_pre_hook(self._before_model, with_kwargs=True)
         self._stack.callback(handle.remove)
         for layer in view:
@@ -74,10 +80,12 @@ class RouterTaps:
         self._stack.callback(layer.norm.register_forward_pre_hook(before_norm).remove)
         self._stack.callback(layer.router.register_forward_hook(after_router).remove)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_model(self, _module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         past = kwargs.get("past_key_values")
-        self._on_start(past is None or not past.get_seq_length())
+        self._on_start(past is None or (not capturing() and not past.get_seq_length()))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _routed(self, layer: MoELayer, router_input: Tensor, output: Any) -> Any:
         logits_TE, weights_TK, ids_TK = output
         residual = self._residuals[layer.index]
@@ -100,3 +108,8 @@ class RouterTaps:
         finally:
             self._muted = False
         return None if replaced is None else (logits_TE, replaced[1], replaced[0])
+
+
+def capturing() -> bool:
+    """Whether this forward becomes a CUDA graph: always a decode step, and no value can be looked at."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

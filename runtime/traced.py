@@ -11,11 +11,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from expertcast.predictors.base import Forecast, Predictor, RouterState
+from expertcast.predictors.view import MoEView
 
 _CHECKED_CALLS = 3
 """Calls, the traced one included, on which a trace is compared with its predictor."""
@@ -41,6 +43,16 @@ class TracedForecasts:
         self._programs: dict[tuple[int, int, int, bool], _Program] = {}
 
     @torch.no_grad()
+    def prepare(self, view: MoEView, ahead: int) -> None:
+        """Trace the forecasts of a single text's decode steps, and check them, before the first one is due."""
+        if not self._predictor.traceable:
+            return
+        generator = torch.Generator().manual_seed(0)  # its own: sampled generation must not change
+        for layer in range(len(view) - ahead):
+            for _ in range(_CHECKED_CALLS):
+                self.forecast(_random_state(view, layer, self._predictor.uses_previous_token, generator), ahead)
+
+    @torch.no_grad()
     def forecast(self, state: RouterState, ahead: int) -> Forecast:
         """As `predictor.forecast`."""
         if not self._predictor.traceable:
@@ -52,7 +64,7 @@ class TracedForecasts:
             program = self._programs[key] = _Program(self._trace(state, ahead))
         if program.run is None:
             return self._predictor.forecast(state, ahead)
-        with torch.jit.optimized_execution(False):  # type: ignore[no-untyped-call]
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined, no-untyped-call]
             outputs = program.run(*_inputs(state))
         logits_TE, ids_TK, weights_TK = outputs
         made = Forecast(layer=state.layer + ahead, logits_TE=logits_TE, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK)
@@ -85,15 +97,10 @@ class TracedForecasts:
         with warnings.catch_warnings(), _frozen(self._predictor, target.norm, target.router):
             warnings.simplefilter("ignore")  # deprecation; and branches on values, which the checked calls look after
             try:
-                traced: Callable[..., _Inputs] = torch.jit.trace(forecast, _inputs(state), check_trace=False)  # type: ignore[no-untyped-call]
-            except (
-                RuntimeError,
-                TypeError,
-                ValueError,
-                AttributeError,
-            ):  # no such predictor, no such torch
+                traced: Any = torch.jit.trace(forecast, _inputs(state), check_trace=False)  # type: ignore[no-untyped-call]
+            except (RuntimeError, TypeError, ValueError, AttributeError):  # not this predictor, or not this torch
                 return None
-        return traced
+        return cast(Callable[..., _Inputs], traced)
 
 
 @contextmanager
@@ -116,3 +123,21 @@ def _inputs(state: RouterState) -> _Inputs:
 
 def _outputs(forecast: Forecast) -> _Inputs:
     return forecast.logits_TE, forecast.topk_ids_TK, forecast.topk_weights_TK
+
+
+def _random_state(view: MoEView, layer: int, previous: bool, generator: torch.Generator) -> RouterState:
+    """A state of one token as the layer's own norm and router make it."""
+    own, shape = view[layer], view.shape
+    weight = next(own.router.parameters())
+    residual_1D = torch.randn(1, shape.hidden, generator=generator).to(weight)
+    router_input_1D = own.router_input(residual_1D)
+    logits_1E, weights_1K, ids_1K = own.router(router_input_1D)
+    return RouterState(
+        layer=layer,
+        residual_TD=residual_1D,
+        router_input_TD=router_input_1D,
+        logits_TE=logits_1E,
+        topk_ids_TK=ids_1K,
+        topk_weights_TK=weights_1K,
+        previous_logits_TLE=logits_1E.expand(shape.layers, -1, -1).transpose(0, 1) if previous else None,
+    )

@@ -16,6 +16,7 @@ import pstats
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,13 @@ class NoKernel(SlotKernel):
     """Experts that cost nothing."""
 
     def run(
-        self, experts: nn.Module, hidden_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, ids_TK: Tensor
+        self,
+        experts: nn.Module,
+        hidden_TD: Tensor,
+        slots_TK: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        slots: Sequence[int] | None = None,
     ) -> Tensor:
         return hidden_TD
 

@@ -6,14 +6,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from expertcast.runtime.loading import load_offloaded
     from expertcast.runtime.offloaded import OffloadedModel, offload
 
 __version__ = "0.1.0"
-__all__ = ["OffloadedModel", "__version__", "offload"]
+__all__ = ["OffloadedModel", "__version__", "load_offloaded", "offload"]
+
+_LAZY = {
+    "OffloadedModel": "expertcast.runtime.offloaded",
+    "load_offloaded": "expertcast.runtime.loading",
+    "offload": "expertcast.runtime.offloaded",
+}
 
 
 def __getattr__(name: str) -> Any:
     """`expertcast.offload` on first use: `import expertcast` and `expertcast --help` need not load torch."""
-    if name in ("OffloadedModel", "offload"):
-        return getattr(importlib.import_module("expertcast.runtime.offloaded"), name)
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'expertcast' has no attribute {name!r}")

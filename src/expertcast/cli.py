@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -15,8 +16,17 @@ from typing import Any, NoReturn
 
 from expertcast import __version__
 
+SHAPES = (
+    "qwen3-30b-a3b, gpt-oss-20b, gpt-oss-120b, glm-4.7-flash, olmoe-1b-7b, mixtral-8x7b, qwen3-235b-a22b, reference"
+)
 DATA_HELP = "hub data set id, or local .parquet/.jsonl/.txt files with a column `text`, or `reference` (bundled text)"
 MODEL_HELP = "local folder or hub id of a transformers model, or `reference` (the bundled model)"
+
+
+BENCH_MODES = ("on_demand", "exact", "speculate", "hybrid")
+PRACTICAL_BANDWIDTH = {"pcie3": 12e9, "pcie4": 25e9, "pcie5": 50e9}
+"""Bytes per second of large page-locked copies over 16 lanes, some 80% of what the standards name."""
+BANDWIDTH_HELP = "emulate a link of this bandwidth: a number, or pcie3, pcie4, pcie5 (12, 25, 50 GB/s)"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,6 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
         ("train", "fit a predictor on traces, or online on a running model", _add_train),
         ("eval", "score predictors on traces: recall@k per layer and the rest", _add_eval),
         ("generate", "generate with experts offloaded and forecast", _add_generate),
+        ("bench", "time per token of offloaded decoding in every mode, for a model or a shape", _add_bench),
+        ("advise", "measure link and layers, and say whether and how to prefetch", _add_advise),
         ("inspect", "say what a model, traces folder or checkpoint is", _add_inspect),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -70,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    from expertcast import commands, demo
+    from expertcast import bench_commands, commands, demo
 
     if args.threads is not None:
         import torch
@@ -82,6 +94,8 @@ def _run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "train": commands.train,
         "eval": commands.evaluate,
         "generate": commands.generate,
+        "bench": bench_commands.bench,
+        "advise": bench_commands.advise,
         "inspect": commands.inspect,
     }
     return functions[args.command](args)
@@ -106,6 +120,32 @@ def _positive(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+    return value
+
+
+def _seconds(text: str) -> float:
+    return 0.0 if text in ("0", "0.0") else _positive_number(text)
+
+
+def _positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
+
+
+def _bandwidth(text: str) -> float:
+    """Bytes per second: a number, or the name of a bus of 16 lanes with what it reaches in practice."""
+    try:
+        value = PRACTICAL_BANDWIDTH[text] if text in PRACTICAL_BANDWIDTH else float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        names = ", ".join(PRACTICAL_BANDWIDTH)
+        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth: give bytes per second such as 4e9, or {names}")
     return value
 
 
@@ -178,9 +218,70 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slots", type=_positive, metavar="S", help="experts that fit on the device (default: a quarter)"
     )
-    parser.add_argument("--bandwidth", type=float, metavar="BYTES/S", help="emulate a link of this bandwidth")
+    parser.add_argument("--bandwidth", type=_bandwidth, metavar="BYTES/S", help=BANDWIDTH_HELP)
     parser.add_argument("--new-tokens", type=_positive, default=64, metavar="N", help="(default: %(default)s)")
     _add_model_options(parser)
+
+
+def _add_target_options(parser: argparse.ArgumentParser) -> None:
+    """What `bench` and `advise` both need to run something offloaded."""
+    parser.add_argument(
+        "target", metavar="MODEL|SHAPE", help=MODEL_HELP + "; or a shape with random weights: " + SHAPES
+    )
+    parser.add_argument("--layers", type=_positive, metavar="N", help="cut a shape to N MoE layers")
+    parser.add_argument("--slots", type=_positive, metavar="S", help="experts that fit on the device")
+    parser.add_argument("--memory", metavar="BYTES", help="device memory for experts instead of --slots, such as 2GB")
+    parser.add_argument("--bandwidth", type=_bandwidth, metavar="BYTES/S", help=BANDWIDTH_HELP)
+    parser.add_argument(
+        "--copy-over-compute",
+        type=_positive_number,
+        metavar="R",
+        help="emulate a link on which K copies take R layers' time (default: 5)",
+    )
+    parser.add_argument("--latency", type=_seconds, default=0.0, metavar="S", help="of the emulated link, per copy")
+    parser.add_argument(
+        "--link",
+        default="auto",
+        metavar="NAME",
+        help="instant, emulated, cuda or kernel (default: emulated, or cuda on a GPU)",
+    )
+    parser.add_argument("--predictor", metavar="NAME|CKPT", help="for a model's own routing (default: next_norm)")
+    process = parser.add_argument_group(
+        "routing", "random weights route at random: a process routes a shape instead, and a model where it is asked for"
+    )
+    process.add_argument("--persistence", type=float, metavar="P", help="chance that an expert stays (default: 0.3)")
+    process.add_argument("--skew", type=float, metavar="Z", help="Zipf exponent of experts' popularity (default: 0.8)")
+    process.add_argument("--accuracy", type=float, metavar="A", help="chance of a right forecast (default: 0.9)")
+    process.add_argument("--replay", type=Path, metavar="TRACES", help="route as recorded in a traces folder")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    _add_model_options(parser)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    _add_target_options(parser)
+    parser.add_argument("--mode", nargs="+", default=list(BENCH_MODES), choices=BENCH_MODES, help="(default: all)")
+    parser.add_argument("--cache", default="both", choices=("both", "with", "without"), help="(default: %(default)s)")
+    parser.add_argument("--ahead", type=_positive, default=1, metavar="N", help="layers ahead (default: %(default)s)")
+    parser.add_argument(
+        "--prompt-tokens", type=_positive, nargs="+", default=[1024], metavar="N", help="(default: 1024)"
+    )
+    parser.add_argument("--new-tokens", type=_positive, default=32, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--repetitions", type=_positive, default=3, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--no-advice", action="store_true", help="do not check what `advise` would have expected")
+    parser.add_argument(
+        "--peer", action="store_true", help="the first prompt under accelerate's own CPU offload as well"
+    )
+    parser.add_argument(
+        "--minutes", type=_positive_number, default=math.inf, metavar="M", help="begin no further prompt after so long"
+    )
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="Chrome trace of the runs, and a PNG beside it")
+
+
+def _add_advise(parser: argparse.ArgumentParser) -> None:
+    _add_target_options(parser)
+    parser.set_defaults(ahead=1)
+    parser.add_argument("--prompt-tokens", type=_positive, default=64, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--new-tokens", type=_positive, default=32, metavar="N", help="(default: %(default)s)")
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,9 @@ import pytest
 
 from expertcast.cli import build_parser, main
 
+_TARGET = {"--layers", "--slots", "--memory", "--bandwidth", "--copy-over-compute", "--latency", "--link",
+           "--predictor", "--persistence", "--skew", "--accuracy", "--replay", "--seed", "--dtype",
+           "--device"}  # fmt: skip
 COMMANDS = {
     "demo": {"--tokens", "--steps"},
     "collect": {"--data", "--tokens", "--out", "--window", "--batch-size", "--dtype", "--device"},
@@ -18,6 +21,9 @@ COMMANDS = {
              "--dtype", "--device"},
     "generate": {"--prompt", "--predictor", "--mode", "--slots", "--bandwidth", "--new-tokens", "--dtype", "--device"},
     "inspect": set(),
+    "bench": {*_TARGET, "--mode", "--cache", "--ahead", "--prompt-tokens", "--new-tokens", "--repetitions",
+              "--no-advice", "--peer", "--minutes", "--timeline"},
+    "advise": {*_TARGET, "--prompt-tokens", "--new-tokens"},
 }  # fmt: skip
 
 
@@ -60,6 +66,74 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "no/traces" in fails(capsys, "eval", "no/traces", "--predictor", "linear")
     assert "slots" in fails(capsys, "generate", "reference", "--prompt", "x", "--slots", "1", "--new-tokens", "1")
     assert not Path(out).exists()
+
+
+def test_bench_and_advise_refuse_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "'pcie9'" in fails(capsys, "bench", "reference", "--bandwidth", "pcie9")
+    assert "--copy-over-compute" in fails(capsys, "bench", "reference", "--copy-over-compute", "0")
+    assert "both set" in fails(capsys, "bench", "reference", "--copy-over-compute", "2", "--bandwidth", "1e9")
+    assert "--layers cuts shapes" in fails(capsys, "bench", "no/model", "--layers", "2")
+    assert "--layers 99" in fails(capsys, "bench", "olmoe-1b-7b", "--layers", "99")
+    assert "leave it out" in fails(capsys, "bench", "olmoe-1b-7b", "--predictor", "next_norm")
+    assert "--accuracy 1.5" in fails(capsys, "advise", "olmoe-1b-7b", "--accuracy", "1.5")
+    assert "--accuracy 2" in fails(capsys, "bench", "reference", "--accuracy", "2", "--persistence", "0.5")
+    assert "give --layers" in fails(capsys, "bench", "qwen3-235b-a22b")
+    assert "emulated link" in fails(capsys, "bench", "reference", "--link", "instant", "--bandwidth", "1e9")
+    assert "no/folder" in fails(capsys, "bench", "reference", "--timeline", "no/folder/trace.json")
+    assert "new_tokens=1" in fails(capsys, "bench", "reference", "--new-tokens", "1")
+    assert "no/traces" in fails(capsys, "advise", "reference", "--replay", "no/traces")
+
+
+def test_names_of_links_are_bandwidths() -> None:
+    for name, value in (("pcie3", 12e9), ("pcie4", 25e9), ("pcie5", 50e9), ("1.5e9", 1.5e9)):
+        assert build_parser().parse_args(["bench", "reference", "--bandwidth", name]).bandwidth == value
+
+
+def test_bench_a_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    result, trace = tmp_path / "result.json", tmp_path / "trace.json"
+    options = ["--layers", "3", "--slots", "24", "--accuracy", "1", "--prompt-tokens", "6", "12", "--new-tokens", "4"]
+    assert (
+        main(["bench", "reference", *options, "--repetitions", "1", "--timeline", str(trace), "--json", str(result)])
+        == 0
+    )
+    got = json.loads(result.read_text())
+    modes = ["on_demand", "exact", "speculate", "hybrid"]
+    assert list(got["runs"]) == [*modes, *(f"{mode}_cache" for mode in modes)]
+    wanted = {
+        "tpot_s", "ttft_s", "compute_s", "copy_s", "idle_s", "bytes_per_token", "hit_rate", "overlap_efficiency",
+        "link_utilisation", "tpot_over_bound", "identical",
+    }  # fmt: skip
+    assert all(wanted <= set(run) for run in got["runs"].values())
+    assert all(run["identical"] for run in got["runs"].values())  # forecasts were set to be right
+    per_layer = got["runs"]["exact"]["stats"]["per_layer"]
+    assert all(layer["hits"] == layer["requests"] > 0 for layer in per_layer[1:])  # layer 0 has no forecast
+    assert got["measured_routing"]["accuracy"] == 1.0
+    assert "drawn" in got["routing"]
+    assert list(got["prompts"]) == ["6", "12"]
+    assert set(got["advice"]["errors"]) == set(got["runs"])
+    assert got["hardware"]["machine"]
+    assert got["versions"]["torch"]
+    assert {"command", "date", "git_revision"} <= set(got)
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert trace.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "routing: drawn" in capsys.readouterr().out
+
+
+def test_bench_and_advise_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    options = ["--prompt-tokens", "8", "--new-tokens", "3", "--slots", "96", "--json", str(result)]
+    command = ["bench", "reference", *options, "--mode", "on_demand", "exact", "--cache", "with", "--repetitions", "1"]
+    assert main([*command, "--no-advice", "--bandwidth", "pcie3"]) == 0
+    got = json.loads(result.read_text())
+    assert list(got["runs"]) == ["on_demand_cache", "exact_cache"]
+    assert all(run["identical"] for run in got["runs"].values())
+    assert got["routing"] == "the model's own routers"
+    assert got["bandwidth"] == 12e9
+    assert main(["advise", "reference", *options]) == 0
+    advice = json.loads(result.read_text())
+    assert advice["slots"] == 96
+    assert {option["mode"] for option in advice["options"]} == {"on_demand", "exact", "speculate"}
+    assert "advice: " in capsys.readouterr().out
 
 
 def test_collect_train_eval_generate_inspect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

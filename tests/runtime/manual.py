@@ -69,6 +69,8 @@ class SteppedLink(Link):
         self.pace: deque[int] = deque()
         self.failing = 0
         """So many copies fail from now on, half of their bytes written."""
+        self.refusing = 0
+        """So many copies are refused from now on."""
         self._queue: list[Copy] = []
         self._under_way: Copy | None = None
 
@@ -88,6 +90,9 @@ class SteppedLink(Link):
 
     def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
         self._go_on()
+        if self.refusing:
+            self.refusing -= 1
+            raise OSError("the link is down")
         copy = Copy(key, slot, urgent)
         self._queue.append(copy)
         self._go_on()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from expertcast.data.discovery import find_moe_layers
-from expertcast.runtime import CudaLink, EmulatedLink, InstantLink, Link
+from expertcast.runtime import EmulatedLink, InstantLink, Link
 from expertcast.runtime.slots import SlotPool
 from expertcast.runtime.store import ExpertStore
 from tests.families.models import tiny_model
@@ -111,60 +111,3 @@ def test_a_copy_that_fails(store: ExpertStore, monkeypatch: pytest.MonkeyPatch) 
             link.wait(broken)
     link.wait(link.submit(2, 2, urgent=True))
     link.close()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-class TestCuda:
-    def test_bytes_arrive_in_order(self) -> None:
-        model = tiny_model("gpt_oss").to("cuda")
-        view = find_moe_layers(model)
-        store = ExpertStore(view, pinned=True)
-        store.pack(view)
-        assert store.block(0).is_pinned()
-        link = CudaLink(window=2)
-        pool = _attached(link, store, "cuda")
-        copies = [link.submit(key, key, urgent=False) for key in range(8)]
-        assert [copy.started for copy in copies].count(True) <= 8
-        if not copies[7].started:
-            assert link.cancel(copies[7])
-        urgent = link.submit(20, 8, urgent=True)
-        for copy in (*copies[:7], urgent):
-            link.wait(copy)
-            assert torch.equal(pool.block(copy.slot).cpu(), store.block(copy.key))
-        link.synchronize()
-        assert link.copies >= 8
-        assert link.busy_s > 0
-        link.close()
-
-    def test_a_slot_is_not_overwritten_while_it_is_read(self) -> None:
-        model = tiny_model("qwen3_moe").to("cuda")
-        view = find_moe_layers(model)
-        store = ExpertStore(view, pinned=True)
-        store.pack(view)
-        link = CudaLink()
-        pool = _attached(link, store, "cuda")
-        link.wait(link.submit(0, 0, urgent=True))
-        torch.cuda._sleep(50_000_000)
-        read = pool.block(0).clone()
-        link.mark_read([0])
-        copy = link.submit(9, 0, urgent=True)
-        assert torch.equal(read.cpu(), store.block(0))
-        link.wait(copy)
-        assert torch.equal(pool.block(0).cpu(), store.block(9))
-        link.close()
-
-    @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-    def test_exact_generation(self, family: str) -> None:
-        from expertcast.runtime import offload
-        from tests.runtime.conftest import greedy
-
-        model = tiny_model(family).to("cuda")
-        inputs = {"input_ids": torch.tensor([[3, 4, 5]], device="cuda")}
-        model.set_experts_implementation("batched_mm")
-        expected = greedy(model, inputs, 16)
-        with offload(model, slots=5, predictor="next_norm") as offloaded:
-            assert offloaded.link.name == "cuda"
-            got = greedy(offloaded, inputs, 16)
-        assert torch.equal(got[0], expected[0])
-        assert all(torch.equal(own, other) for own, other in zip(got[1], expected[1], strict=True))

@@ -135,7 +135,10 @@ def test_no_gradients(reference_model: PreTrainedModel, one: dict[str, Tensor]) 
 def test_weights_moved_under_us() -> None:
     model = tiny_model("qwen3_moe")
     with offload(model, slots=8) as offloaded:
-        model.to(torch.float64)
+        with pytest.raises(ExpertcastError, match="close the offload before moving or converting"):
+            model.to(torch.float64)
+        offloaded(input_ids=torch.tensor([[1]]))
+        offloaded.view[1].experts.down_proj = nn.Parameter(torch.zeros(8, 32, 16, dtype=torch.bfloat16))
         with pytest.raises(ExpertcastError, match="changed or moved while the model is offloaded"):
             offloaded(input_ids=torch.tensor([[1]]))
 
@@ -195,7 +198,7 @@ def test_defaults_and_memory(reference_model: PreTrainedModel) -> None:
     with offload(reference_model) as offloaded:
         assert offloaded.pool.count == 12 * 64 // 4
     with offload(reference_model, cache=False, overfetch=1.5) as offloaded:
-        assert offloaded.pool.count == 4 + 6
+        assert offloaded.pool.count == 4 + 2 * 6
     with offload(reference_model, memory="1MiB") as offloaded:
         assert offloaded.pool.count == 2**20 // 36864
         assert isinstance(offloaded.link, InstantLink)

@@ -20,6 +20,9 @@ def test_small_form_runs_on_this_machine(tmp_path: Path) -> None:
     assert all(runs[name]["identical"] for name in runs if name != "speculate")
     assert runs["on_demand_no_cache"]["hit_rate"] == 0
     assert result["hardware"]["machine"]
+    assert set(result["links"]) == {"instant", "kernel"}
+    assert all(0 < link["misses_s"] < 1 for link in result["links"].values())
+    assert result["graph"]["eager_tpot_s"] > 0
 
 
 def test_bad_slots_are_one_line(tmp_path: Path) -> None:

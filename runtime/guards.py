@@ -1,0 +1,178 @@
+"""Refusals while a model is offloaded: whatever would read or write slots as if they were the model's weights.
+
+An offloaded model's experts hold slots, of which nobody outside the runtime knows whose weights lie in them. To save,
+load, copy or move them, or to compute with another experts function, would go wrong without a word. Two forwards at
+once would overwrite each other's slots. Each is one clear error here, before anything has changed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from expertcast.data.discovery import PROBE_EXPERTS
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import MoEView
+
+_IN_USE: WeakSet[Any] = WeakSet()
+"""Links, stores and predictors of open offloads."""
+
+
+def refuse_shared(*parts: Any) -> None:
+    """Refuse a link, store or predictor object that serves another offload now.
+
+    Raises:
+        ExpertcastError: it does; copies or forecasts of one model would reach the other.
+    """
+    for part in parts:
+        if part is not None and not isinstance(part, str | os.PathLike) and part in _IN_USE:
+            raise ExpertcastError(
+                f"this {type(part).__name__} serves another offload: close that one first, or give each its own"
+            )
+
+
+@contextmanager
+def in_use(*parts: Any) -> Iterator[None]:
+    """These objects belong to one offload."""
+    mine = [part for part in parts if part is not None]
+    _IN_USE.update(mine)
+    try:
+        yield
+    finally:
+        _IN_USE.difference_update(mine)
+
+
+class ForwardGuard:
+    """Lets one forward run at a time, in the process that made the offload, with our experts function.
+
+    Args:
+        name: the experts function that an offloaded model runs.
+    """
+
+    def __init__(self, model: PreTrainedModel, view: MoEView, name: str) -> None:
+        self._base = model.base_model
+        self._name = name
+        configs: list[Any] = [layer.experts.config for layer in view]
+        self._configs = list({id(config): config for config in configs}.values())
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._running: int | None = None
+        """Thread whose forward has begun and, as far as is known, not ended: one that raises does not say so."""
+        self._stopped = False
+        self._handles = [
+            self._base.register_forward_pre_hook(self._before),
+            self._base.register_forward_hook(self._after),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def stop(self) -> None:
+        """Let no forward begin from now on.
+
+        Raises:
+            ExpertcastError: one is running, in whatever thread.
+        """
+        with self._lock:
+            if any(_depth(frame, self._base) for frame in sys._current_frames().values()):
+                raise ExpertcastError("a forward of this model is running: close the offload when it has ended")
+            self._stopped = True
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before(self, _module: nn.Module, _args: Any) -> None:
+        for config in self._configs:
+            name = config._experts_implementation
+            if name not in (self._name, PROBE_EXPERTS):
+                raise ExpertcastError(
+                    f"the model's experts implementation was changed to {name!r} while it is offloaded: set it back "
+                    f"with model.set_experts_implementation({self._name!r}), or close the offload first"
+                )
+        if os.getpid() != self._process:
+            raise ExpertcastError(
+                "this model was offloaded in another process, whose threads and copies a fork does not have: "
+                "load and offload the model in each process"
+            )
+        with self._lock:
+            if self._stopped:
+                raise ExpertcastError("this offload was not closed to its end: call close() again")
+            own = threading.get_ident()
+            if self._running is not None:
+                frames = sys._current_frames()
+                if self._running != own and _depth(frames.get(self._running), self._base):
+                    raise ExpertcastError(
+                        "another thread is running this offloaded model: run one forward at a time, or offload a "
+                        "second copy of the model"
+                    )
+                if _depth(frames[own], self._base) > 1:
+                    raise ExpertcastError("a forward of this offloaded model was started inside another one")
+            self._running = own
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        self._running = None
+
+
+def _depth(frame: FrameType | None, module: nn.Module) -> int:
+    """How many calls of the module a thread is in."""
+    depth, code = 0, nn.Module._call_impl.__code__
+    while frame is not None:
+        depth += frame.f_code is code and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return depth
+
+
+@contextmanager
+def weights_guarded(model: PreTrainedModel, view: MoEView) -> Iterator[None]:
+    """Refuse to save, load, copy, move or convert the model or any part of it that holds experts.
+
+    To move it to where it is, or convert it to what it is (as pipelines do), is allowed.
+    """
+    experts = {layer.experts for layer in view}
+    parts = [module for module in model.modules() if not experts.isdisjoint(module.modules())]
+    with ExitStack() as stack:
+        for part in parts:
+            for handle in (
+                part.register_state_dict_pre_hook(_refuse("saving the model")),  # type: ignore[no-untyped-call]
+                part.register_load_state_dict_pre_hook(_refuse("loading weights into the model")),  # type: ignore[no-untyped-call]
+            ):
+                stack.callback(handle.remove)
+            for name, value in (("_apply", _guarded_apply(part)), ("__deepcopy__", _refuse("copying the model"))):
+                part.__dict__[name] = value
+                stack.callback(part.__dict__.pop, name, None)
+        yield
+
+
+def _refuse(what: str) -> Callable[..., Any]:
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise ExpertcastError(f"the model's experts are offloaded: close the offload before {what}")
+
+    return refuse
+
+
+def _guarded_apply(part: nn.Module) -> Callable[..., nn.Module]:
+    """`to`, `cuda`, `half`, `share_memory` and the like all end in a module's `_apply`."""
+
+    def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        sample = next(part.parameters())[:1].detach().clone()
+        pointer = sample.data_ptr()
+        if function(sample) is not sample or sample.data_ptr() != pointer:
+            raise ExpertcastError(
+                "the model's experts are offloaded: close the offload before moving or converting the model"
+            )
+        with torch.no_grad():
+            type(part)._apply(part, function, recurse)  # type: ignore[no-untyped-call]
+        return part
+
+    return apply

@@ -1,0 +1,166 @@
+"""Routing that is known before a run: drawn from a process with set properties, or read from recorded traces.
+
+P positions of a text, L MoE layers, E routed experts per layer, K experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expertcast.data.traces import ALL, TraceDataset
+from expertcast.predictors import ExpertcastError, ModelShape
+
+_RANK_DECAY = 0.8
+"""Combine weight of each drawn expert, as a multiple of the one before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingOptions:
+    """What a routing process is asked for."""
+
+    persistence: float = 0.3
+    """Each of a token's experts stays for the next token with this probability; others are drawn anew."""
+    skew: float = 0.8
+    """Zipf exponent of the experts' popularity (each layer has an order of its own): 0 for all alike."""
+    accuracy: float = 0.9
+    """Each of a token's experts is in the forecast with this probability."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("persistence", "accuracy"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ExpertcastError(f"--{name} {value}: give a probability, 0 to 1")
+        if self.skew < 0:
+            raise ExpertcastError(f"--skew {self.skew}: give 0 or more, such as 0.8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingTables:
+    """The routing of every position, and forecasts for positions from `prompt` on. On the CPU."""
+
+    ids_PLK: Tensor
+    weights_PLK: Tensor
+    """float32"""
+    forecast_NLK: Tensor
+    """Forecast ids for position prompt + n; a wrong one stands at the rank of the one it missed."""
+    prompt: int
+    experts: int
+    source: str
+    """Where the routing comes from, for people."""
+
+    def measured(self) -> dict[str, float]:
+        """What the decode positions came out as."""
+        return {
+            "reuse": _overlap(self.ids_PLK[self.prompt :], self.ids_PLK[self.prompt - 1 : -1]),
+            "accuracy": _overlap(self.ids_PLK[self.prompt :, 1:], self.forecast_NLK[:, 1:]),
+            "distinct_experts": float(
+                np.mean([len(np.unique(layer_PK)) for layer_PK in self.ids_PLK[self.prompt :].unbind(1)])
+            ),
+        }
+
+
+def drawn(shape: ModelShape, *, prompt: int, new_tokens: int, options: RoutingOptions) -> RoutingTables:
+    """Tables of a process; the same options give the same tables.
+
+    Args:
+        prompt: positions of the prompt, 1 or more.
+    """
+    rng = np.random.default_rng(options.seed)
+    ids_PLK = torch.from_numpy(_draw(rng, shape, prompt + new_tokens, options))
+    weights_K = torch.tensor([_RANK_DECAY**rank for rank in range(shape.top_k)])
+    return RoutingTables(
+        ids_PLK=ids_PLK,
+        weights_PLK=(weights_K / weights_K.sum()).expand(ids_PLK.shape),
+        forecast_NLK=_forecasts(rng, ids_PLK[prompt:], shape.experts, options.accuracy),
+        prompt=prompt,
+        experts=shape.experts,
+        source=f"drawn: persistence {options.persistence:g}, Zipf exponent {options.skew:g}, "
+        f"forecast accuracy {options.accuracy:g}, seed {options.seed}",
+    )
+
+
+def replayed(
+    folder: str | Path, shape: ModelShape, *, prompt: int, new_tokens: int, options: RoutingOptions
+) -> RoutingTables:
+    """Tables of the first tokens of a trace dataset; forecasts are drawn with the set accuracy.
+
+    Raises:
+        ExpertcastError: no traces there, or of other E or K, of fewer layers or fewer tokens.
+    """
+    traces = TraceDataset.open(Path(folder))
+    recorded, wanted = traces.view.shape, prompt + new_tokens
+    if (recorded.experts, recorded.top_k) != (shape.experts, shape.top_k) or recorded.layers < shape.layers:
+        raise ExpertcastError(
+            f"--replay {folder}: recorded from {recorded.as_dict()}, the model has {shape.as_dict()}: "
+            "E and K must be the same, and as many layers recorded"
+        )
+    if traces.token_count() < wanted:
+        raise ExpertcastError(f"--replay {folder}: {traces.token_count()} tokens recorded, {wanted} are needed")
+    batch = next(iter(traces.batches(ALL, wanted)))
+    routed = [traces.view[layer].route(batch.logits_TLE[:, layer]) for layer in range(shape.layers)]
+    ids_PLK = torch.stack([ids_TK for ids_TK, _ in routed], dim=1)
+    rng = np.random.default_rng(options.seed)
+    return RoutingTables(
+        ids_PLK=ids_PLK,
+        weights_PLK=torch.stack([weights_TK.float() for _, weights_TK in routed], dim=1),
+        forecast_NLK=_forecasts(rng, ids_PLK[prompt:], shape.experts, options.accuracy),
+        prompt=prompt,
+        experts=shape.experts,
+        source=f"replayed from traces of {traces.info.get('model', 'a model')}, "
+        f"forecast accuracy {options.accuracy:g}, seed {options.seed}",
+    )
+
+
+def _draw(rng: np.random.Generator, shape: ModelShape, positions: int, options: RoutingOptions) -> Any:
+    """ids [P, L, K]: a Markov chain over positions, layers independent of each other."""
+    layers, experts, top_k = shape.layers, shape.experts, shape.top_k
+    popularity_LE = -options.skew * np.log(1.0 + rng.permuted(np.tile(np.arange(experts), (layers, 1)), axis=1))
+    ids_PLK = np.empty((positions, layers, top_k), dtype=np.int64)
+    ids_LK = _ranked(popularity_LE + rng.gumbel(size=(layers, experts)), top_k)
+    for position in range(positions):
+        stays_LK = rng.random((layers, top_k)) < options.persistence
+        score_LE = popularity_LE + rng.gumbel(size=(layers, experts))
+        ids_LK = _refilled(ids_LK, stays_LK, score_LE)
+        ids_PLK[position] = ids_LK
+    return ids_PLK
+
+
+def _forecasts(rng: np.random.Generator, ids_NLK: Tensor, experts: int, accuracy: float) -> Tensor:
+    """The true ids, each replaced with probability 1 - accuracy by an expert that is not among them."""
+    made_NLK = ids_NLK.numpy().copy()
+    for ids_LK in made_NLK:
+        right_LK = rng.random(ids_LK.shape) < accuracy
+        score_LE = rng.random((len(ids_LK), experts))
+        np.put_along_axis(score_LE, ids_LK, -np.inf, axis=1)  # a wrong forecast is none of the true experts
+        ids_LK[:] = _refilled(ids_LK, right_LK, score_LE)
+    return torch.from_numpy(made_NLK)
+
+
+def _refilled(ids_LK: Any, stays_LK: Any, score_LE: Any) -> Any:
+    """Where ids do not stay, the experts of the highest score that are not among those that stay."""
+    rows, columns = np.nonzero(stays_LK)
+    score_LE[rows, ids_LK[rows, columns]] = -np.inf
+    fresh_LK = _ranked(score_LE, ids_LK.shape[1])
+    which_LK = np.cumsum(~stays_LK, axis=1) - 1
+    return np.where(stays_LK, ids_LK, np.take_along_axis(fresh_LK, which_LK.clip(min=0), axis=1))
+
+
+def _ranked(score_LE: Any, count: int) -> Any:
+    """[L, count] experts by falling score."""
+    top_LK = np.argpartition(-score_LE, count - 1, axis=1)[:, :count]
+    order_LK = np.argsort(-np.take_along_axis(score_LE, top_LK, axis=1), axis=1)
+    return np.take_along_axis(top_LK, order_LK, axis=1)
+
+
+def _overlap(ids_PLK: Tensor, other_PLK: Tensor) -> float:
+    """Mean share of each row's K ids that the other's row holds."""
+    if not ids_PLK.numel():
+        return 1.0
+    return float((ids_PLK.unsqueeze(-1) == other_PLK.unsqueeze(-2)).any(-1).float().mean())

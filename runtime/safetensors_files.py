@@ -1,0 +1,106 @@
+"""The safetensors files of a checkpoint, read tensor by tensor and part by part.
+
+Read with `pread`: of a mapped file every page that was looked at would count as this process's memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.core_model_loading import dot_natural_key
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from expertcast.predictors.errors import ExpertcastError
+
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class TensorFile:
+    """One tensor of a checkpoint; read when indexed, each time anew."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        self.shape: tuple[int, ...] = tuple(data.get_shape())
+        self.dtype: torch.dtype | None = _FLOATS.get(data.get_dtype())
+        """Of floating tensors; None for others."""
+
+    def __getitem__(self, part: Any) -> Tensor:
+        tensor: Tensor = self._data[part]
+        return tensor
+
+
+class SafetensorsFiles:
+    """All tensors of one checkpoint by name; a context manager, since files stay open.
+
+    Args:
+        path: folder or hub id.
+
+    Raises:
+        ExpertcastError: no safetensors there, or damaged ones.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.paths = _weight_files(path)
+        self._stack = ExitStack()
+        self.tensors: dict[str, TensorFile] = {}
+        """In the order in which transformers reads them."""
+        tensors = {}
+        try:
+            for file in self.paths:
+                opened = self._stack.enter_context(safe_open(file, framework="pt", device="cpu", backend="pread"))
+                tensors.update({name: TensorFile(opened.get_slice(name)) for name in opened.keys()})  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            self._stack.close()
+            raise ExpertcastError(f"cannot read the weights of {path!r}: {error}") from error
+        for name in sorted(tensors, key=dot_natural_key):
+            self.tensors[name] = tensors[name]
+
+    def __enter__(self) -> SafetensorsFiles:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._stack.close()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first floating tensor."""
+        return next((tensor.dtype for tensor in self.tensors.values() if tensor.dtype is not None), torch.float32)
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the files' names, sizes, times of change and headers: cheap, and other after any change."""
+        digest = hashlib.sha256()
+        for part in self._fingerprint_parts():
+            digest.update(part)
+        return digest.hexdigest()
+
+    def _fingerprint_parts(self) -> Iterator[bytes]:
+        for path in map(Path, self.paths):
+            status = path.stat()
+            yield f"{path.name} {status.st_size} {status.st_mtime_ns}".encode()
+            with path.open("rb") as file:
+                yield file.read(int.from_bytes(file.read(8), "little"))
+
+
+def _weight_files(path: str) -> list[str]:
+    """The one file, or the shards that the index names; a hub id's files are downloaded into the hub's cache."""
+    try:
+        single = cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+        if single is not None:
+            return [single]
+        index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+        if index is not None:
+            files, _ = get_checkpoint_shard_files(path, index)
+            return list(files)
+    except (OSError, ValueError, KeyError) as error:
+        raise ExpertcastError(f"cannot find the weights of {path!r}: {str(error).strip().splitlines()[0]}") from error
+    raise ExpertcastError(
+        f"{path!r} has no {SAFE_WEIGHTS_NAME}: load it with transformers and save it once with save_pretrained"
+    )

@@ -1,0 +1,176 @@
+"""What loading takes: time, and the most memory the host holds, for load_offloaded and for the ways around it.
+
+A checkpoint of random weights in the shape of Qwen3-MoE (one tensor per expert, several shards) is made in a
+temporary folder. Every measurement is a fresh process that has loaded the bundled model once before, so that
+libraries are not counted; while it loads, this process reads its memory from /proc every millisecond.
+
+rss       peak resident memory above the level before loading, files of this process's own mapping included
+anonymous the same without file pages: what cannot be dropped
+
+    python scripts/bench_loading.py --json benchmarks/results/loading.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import expertcast
+from expertcast.checkpoints.provenance import provenance
+from expertcast.data.models import load_model
+from expertcast.runtime import OffloadedModel
+from expertcast.runtime.hardware import hardware
+
+METHODS = ("load_offloaded memory", "load_offloaded disk", "from_pretrained", "from_pretrained then offload")
+
+
+def main() -> None:
+    """Measure and write the JSON; or, as a child, load and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--experts", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--intermediate", type=int, default=768)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", nargs=2, metavar=("METHOD", "FOLDER"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(*args.child)
+        return
+    with tempfile.TemporaryDirectory(prefix="expertcast-bench-") as folder:
+        checkpoint = Path(folder) / "model"
+        size = make_checkpoint(checkpoint, args)
+        runs: dict[str, list[dict[str, float]]] = {method: [] for method in args.methods}
+        for _ in range(args.rounds):
+            for method in args.methods:
+                runs[method].append(measure(method, checkpoint))
+    result = {
+        "checkpoint_bytes": size,
+        "shape": {name: getattr(args, name) for name in ("layers", "experts", "hidden", "intermediate")},
+        "rounds": args.rounds,
+        "runs": {method: summary(measured, size) for method, measured in runs.items()},
+        "hardware": hardware(),
+        **provenance(),
+    }
+    print_table(result)
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def make_checkpoint(folder: Path, args: argparse.Namespace) -> int:
+    """Random weights in bf16, saved as on the hub; bytes of its safetensors."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=4096, hidden_size=args.hidden, num_hidden_layers=args.layers, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, num_experts=args.experts, num_experts_per_tok=4,
+        moe_intermediate_size=args.intermediate, max_position_embeddings=512,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.02)
+    model.save_pretrained(folder, max_shard_size="200MB")
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def child(method: str, folder: str) -> None:
+    """Warm up, wait for the word, load, run one token, and say how long loading took."""
+    finish(load(method, "reference"))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    start = time.perf_counter()
+    model = load(method, folder)
+    seconds = time.perf_counter() - start
+    print(json.dumps({"seconds": seconds}), flush=True)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[1, 2, 3]]))
+    finish(model)
+
+
+def load(method: str, folder: str) -> Any:
+    if method.startswith("load_offloaded"):
+        return expertcast.load_offloaded(folder, device="cpu", slots=16, store=method.split()[1])
+    model = load_model(folder)
+    return expertcast.offload(model, slots=16) if method.endswith("offload") else model
+
+
+def finish(model: Any) -> None:
+    if isinstance(model, OffloadedModel):
+        model.close()
+
+
+def measure(method: str, folder: Path) -> dict[str, float]:
+    """One child: seconds, and peak bytes above the level before loading."""
+    command = [sys.executable, __file__, "--child", method, str(folder)]
+    environment = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        while process.stdout.readline().strip() != "ready":
+            if process.poll() is not None:
+                raise SystemExit(f"the process for {method!r} failed")
+        before = memory(process.pid)
+        peak = dict(before)
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        while process.poll() is None:  # to the end: the first forward counts
+            with contextlib.suppress(OSError):
+                for name, value in memory(process.pid).items():
+                    peak[name] = max(peak[name], value)
+            time.sleep(0.001)
+        line = process.stdout.read()
+    return {name: float(peak[name] - before[name]) for name in peak} | json.loads(line)
+
+
+def memory(pid: int) -> dict[str, int]:
+    """Resident bytes of a process, by kind."""
+    rows = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    if "VmRSS" not in rows:  # it is ending
+        return {}
+    size = {name: int(rows[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon")}
+    return {"rss": size["VmRSS"], "anonymous": size["RssAnon"]}
+
+
+def summary(measured: list[dict[str, float]], size: int) -> dict[str, float]:
+    """Median seconds; the worst peak."""
+    seconds = statistics.median(run["seconds"] for run in measured)
+    worst = {name: max(run[name] for run in measured) for name in ("rss", "anonymous")}
+    return {
+        "seconds": seconds,
+        "bytes_per_s": size / seconds,
+        "peak_rss_bytes": worst["rss"],
+        "peak_anonymous_bytes": worst["anonymous"],
+        "peak_rss_over_checkpoint": worst["rss"] / size,
+        "peak_anonymous_over_checkpoint": worst["anonymous"] / size,
+    }
+
+
+def print_table(result: dict[str, Any]) -> None:
+    print(f"checkpoint {result['checkpoint_bytes'] / 1e6:.0f} MB")
+    print(f"{'':30}{'seconds':>9}{'MB/s':>9}{'rss':>8}{'anonymous':>11}   (peak, times the checkpoint)")
+    for method, run in result["runs"].items():
+        print(
+            f"{method:30}{run['seconds']:9.2f}{run['bytes_per_s'] / 1e6:9.0f}"
+            f"{run['peak_rss_over_checkpoint']:8.3f}{run['peak_anonymous_over_checkpoint']:11.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

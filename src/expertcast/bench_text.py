@@ -1,0 +1,78 @@
+"""What `expertcast bench` prints: its result, as it goes into the JSON, in words and one table per prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from expertcast.training.results import aligned
+
+
+def describe(result: dict[str, Any]) -> str:
+    """The whole result as text."""
+    shape = ", ".join(f"{key}={value}" for key, value in result["shape"].items())
+    weights = "random weights" if result["random_weights"] else "its own weights"
+    lines = [
+        f"{result['target']} ({weights}; {shape}; {result['dtype']}), {result['new_tokens']} new tokens, "
+        f"{result['repetitions']} repetitions, {result['hardware']['threads']} threads",
+        f"routing: {result['routing']}",
+    ]
+    for prompt in result["prompts"].values():
+        lines += ["", *describe_prompt(prompt)]
+    if "timeline" in result:
+        lines += ["", "wrote " + " and ".join(result["timeline"].values())]
+    return "\n".join(lines)
+
+
+def describe_prompt(prompt: dict[str, Any]) -> list[str]:
+    """One prompt's table, with what the figures are measured against."""
+    speed = f"{prompt['bandwidth'] / 1e9:.3g} GB/s emulated" if "bandwidth" in prompt else "the machine's own link"
+    lines = [f"prompt of {prompt['prompt_tokens']} tokens, {speed}, identical means as {prompt['compared_with']}"]
+    if "measured_routing" in prompt:
+        lines.append("routing came out as " + ", ".join(f"{k} {v:.3g}" for k, v in prompt["measured_routing"].items()))
+    lines.append(runs_table(prompt["runs"]))
+    if prompt["resident"] is not None:
+        lines.append(f"resident model: {prompt['resident']['tpot_s'] * 1e3:.2f} ms per token")
+    if "advice" in prompt:
+        errors = ", ".join(
+            f"{name} {error['relative_error']:+.0%}" for name, error in prompt["advice"]["errors"].items()
+        )
+        lines.append(f"advise would expect, against what was measured: {errors}")
+    if "peer" in prompt:
+        lines.append("accelerate: " + peer_text(prompt["peer"]))
+    return lines
+
+
+def runs_table(runs: dict[str, Any]) -> str:
+    rows: list[tuple[str, ...]] = [
+        ("run", "TPOT ms", "quartiles", "compute", "copy", "idle", "TTFT s", "MB/token", "hits", "overlap", "link",
+         "x bound", "identical")
+    ]  # fmt: skip
+    for name, run in runs.items():
+        first, third = run["tpot_quartiles_s"]
+        rows.append(
+            (
+                name,
+                f"{run['tpot_s'] * 1e3:.2f}",
+                f"{first * 1e3:.1f}-{third * 1e3:.1f}",
+                *(f"{run[key] * 1e3:.2f}" for key in ("compute_s", "copy_s", "idle_s")),
+                f"{run['ttft_s']:.3f}",
+                f"{run['bytes_per_token'] / 1e6:.2f}",
+                f"{run['hit_rate']:.3f}",
+                *(_number(run.get(key)) for key in ("overlap_efficiency", "link_utilisation", "tpot_over_bound")),
+                "yes" if run["identical"] else "no",
+            )
+        )
+    return aligned(rows)
+
+
+def peer_text(found: dict[str, Any]) -> str:
+    if "skipped" in found:
+        return str(found["skipped"])
+    text = f"{found['tpot_s'] * 1e3:.2f} ms per token, moves {found['moved_bytes'] / 1e6:.1f} MB per token"
+    if found["least_tpot_s"] is not None:
+        text += f" (at least {found['least_tpot_s'] * 1e3:.1f} ms over this link)"
+    return text if found["note"] == "measured" else f"{text}; {found['note']}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"

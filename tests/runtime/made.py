@@ -1,0 +1,98 @@
+"""Recorders and surveys made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from expertcast.runtime.decoding import decode_greedily
+from expertcast.runtime.event_model import Setting, Trace
+from expertcast.runtime.layer_times import LayerTimes
+from expertcast.runtime.measure import LinkSpeed
+from expertcast.runtime.offloaded import OffloadedModel
+from expertcast.runtime.recorder import Recorder, Span
+from expertcast.runtime.survey import Forecasting, Survey
+
+
+class MadeRecorder(Recorder):
+    """Says what it was given."""
+
+    def __init__(self, spans: Sequence[Span], copies: Sequence[Span] = ()) -> None:
+        super().__init__()
+        self._given = list(spans), list(copies)
+
+    def spans(self) -> Sequence[Span]:
+        return self._given[0]
+
+    def copies(self) -> Sequence[Span]:
+        return self._given[1]
+
+
+def spans_of(states: Sequence[tuple[str, int, float]], *, step: int = 0, start: float = 0.0) -> list[Span]:
+    """One after another: (state, layer, seconds)."""
+    spans = []
+    for state, layer, seconds in states:
+        spans.append(Span(state, layer, start, start + seconds, step))
+        start += seconds
+    return spans
+
+
+def layer_times(
+    before: Sequence[float],
+    experts: Sequence[float],
+    *,
+    request: float = 0.0,
+    forecast: float = 0.0,
+    prefetch: float = 0.0,
+    launch: float = 0.0,
+    tail: float = 0.0,
+) -> LayerTimes:
+    """Times of L layers; the runtime's own work is the same in all."""
+    count = len(before)
+    return LayerTimes(
+        before_s=list(before),
+        request_s=[request] * count,
+        forecast_s=[forecast] * count,
+        prefetch_s=[prefetch] * count,
+        launch_s=[launch] * count,
+        experts_s=list(experts),
+        tail_s=tail,
+    )
+
+
+def perfect(trace: Trace, ahead: int = 1) -> list[dict[int, Sequence[int]]]:
+    """Forecasts that ask for what every layer needs."""
+    return [{layer: routing[layer] for layer in range(ahead, len(routing))} for routing in trace.steps]
+
+
+def made_survey(
+    trace: Trace,
+    times: LayerTimes,
+    setting: Setting,
+    forecasting: Mapping[tuple[str, int], tuple[Sequence[Mapping[int, Sequence[int]]], LayerTimes]],
+    *,
+    top_k: int = 2,
+) -> Survey:
+    """A survey without a model; forecasts by predictor and distance, with the layer times of their run."""
+    return Survey(
+        layers=len(trace.prefill),
+        top_k=top_k,
+        block_bytes=1000,
+        speed=LinkSpeed(rate=1000 / setting.copy_s, copy_s=setting.copy_s, latency_s=0.0),
+        setting=setting,
+        times=times,
+        trace=trace,
+        tpot_s=1.0,
+        forecasting={
+            name: Forecasting(forecasts=forecasts, recall={1: 0.5}, source="measured", times=own)
+            for name, (forecasts, own) in forecasting.items()
+        },
+    )
+
+
+def record(offloaded: OffloadedModel, prompt_ids: Tensor, new_tokens: int) -> list[float]:
+    """Decode into the recorder of an offloaded model; seconds of each decode step."""
+    return decode_greedily(
+        offloaded.model, prompt_ids, new_tokens, offloaded=offloaded, recorder=offloaded.recorder
+    ).steps_s
