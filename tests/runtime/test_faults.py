@@ -1,29 +1,23 @@
-"""What goes wrong while a model is offloaded: it stays usable or there is one clear error, and never a wrong number.
+"""What goes wrong in an offloaded forward: the model stays usable or there is one clear error, never a wrong number.
 
 "Usable" is checked to the bit: the logits of a generation after the fault are those of the resident model.
 """
 
 from __future__ import annotations
 
-import copy
-import gc
 import linecache
-import multiprocessing
 import os
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from expertcast.predictors import ExpertcastError, predictor_class
+from expertcast.predictors import ExpertcastError
 from expertcast.runtime import EmulatedLink, OffloadedModel, offload
 from expertcast.runtime import offloaded as offloaded_module
 from expertcast.runtime.links import Copy
@@ -32,9 +26,7 @@ from expertcast.runtime.store import ExpertStore
 from expertcast.runtime.taps import RouterTaps
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
-
-INPUTS = {"input_ids": torch.tensor([[3, 4, 5, 9]])}
-Result = tuple[Tensor, list[Tensor]]
+from tests.runtime.faults import INPUTS, RaiseAt, Result, facts_of, slow_link, still_right
 
 
 @pytest.fixture
@@ -45,42 +37,6 @@ def model() -> PreTrainedModel:
 @pytest.fixture
 def expected(model: PreTrainedModel) -> Result:
     return greedy(model, INPUTS)
-
-
-def _link() -> EmulatedLink:
-    return EmulatedLink(1e9, 2e-5, jitter=1e-4, seed=1)
-
-
-def _facts(model: nn.Module) -> list[Any]:
-    """What an offload changes besides weights."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
-    counts = [len(getattr(module, kind)) for module in model.modules() for kind in hooks]
-    return [counts, model.get_experts_implementation(), [sorted(module.__dict__) for module in model.modules()]]  # type: ignore[operator]
-
-
-@contextmanager
-def _still_right(model: PreTrainedModel, expected: Result, **configuration: Any) -> Iterator[OffloadedModel]:
-    """Whatever the body does to the offloaded model, it gives the resident model's bits after it, open and closed."""
-    facts, threads = _facts(model), threading.active_count()
-    configuration = {"slots": 5, "predictor": "next_norm", "link": _link()} | configuration
-    with offload(model, **configuration) as offloaded:
-        yield offloaded
-        assert_same(greedy(offloaded, INPUTS), expected)
-    assert _facts(model) == facts
-    assert threading.active_count() == threads
-    assert_same(greedy(model, INPUTS), expected)
-
-
-class _At:
-    """Raises at the n-th call of something."""
-
-    def __init__(self, count: int, error: BaseException) -> None:
-        self.count, self.error = count, error
-
-    def __call__(self, *_args: Any, **_kwargs: Any) -> None:
-        self.count -= 1
-        if self.count == 0:
-            raise self.error
 
 
 # a forward that is cut short ---------------------------------------------------------------------------------------
@@ -97,11 +53,11 @@ PLACES: dict[str, Callable[[OffloadedModel, int], nn.Module]] = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("cache", [True, False])
 def test_the_forward_raises(place: str, cache: bool, model: PreTrainedModel, expected: Result) -> None:
-    with _still_right(model, expected, cache=cache) as offloaded:
+    with still_right(model, expected, cache=cache) as offloaded:
         for layer, error, count in ((0, ValueError(), 1), (2, KeyboardInterrupt(), 3), (3, SystemExit(), 2)):
             module = PLACES[place](offloaded, layer)
             for register in (module.register_forward_pre_hook, module.register_forward_hook):
-                handle = register(_At(count, error))
+                handle = register(RaiseAt(count, error))
                 with pytest.raises(type(error)):
                     greedy(offloaded, INPUTS)
                 handle.remove()
@@ -109,7 +65,7 @@ def test_the_forward_raises(place: str, cache: bool, model: PreTrainedModel, exp
 
 class _Interrupting(LogitsProcessor):  # type: ignore[misc]
     def __init__(self, step: int) -> None:
-        self.raise_ = _At(step, KeyboardInterrupt())
+        self.raise_ = RaiseAt(step, KeyboardInterrupt())
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.raise_()
@@ -118,7 +74,7 @@ class _Interrupting(LogitsProcessor):  # type: ignore[misc]
 
 @pytest.mark.parametrize("mode", ["exact", "speculate"])
 def test_interrupt_between_steps(mode: str, model: PreTrainedModel, expected: Result) -> None:
-    with offload(model, slots=5, predictor="next_norm", mode=mode, link=_link()) as offloaded:
+    with offload(model, slots=5, predictor="next_norm", mode=mode, link=slow_link()) as offloaded:
         own = greedy(offloaded, INPUTS)
         for step in (1, 4):
             with pytest.raises(KeyboardInterrupt):
@@ -136,8 +92,8 @@ def test_interrupt_inside_the_link(
     method: str, after: bool, cache: bool, model: PreTrainedModel, expected: Result, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the link did what it was called for, or after, when only the caller does not know."""
-    link = _link()
-    called, raise_ = getattr(link, method), _At(0, KeyboardInterrupt())
+    link = slow_link()
+    called, raise_ = getattr(link, method), RaiseAt(0, KeyboardInterrupt())
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         if not after:
@@ -148,7 +104,7 @@ def test_interrupt_inside_the_link(
         return result
 
     monkeypatch.setattr(link, method, interrupted)
-    with _still_right(model, expected, link=link, cache=cache) as offloaded:
+    with still_right(model, expected, link=link, cache=cache) as offloaded:
         for count in (1, 2, 7, 20):
             raise_.count = count
             try:
@@ -178,7 +134,7 @@ def test_interrupt_at_any_line(model: PreTrainedModel, expected: Result) -> None
 
     short = greedy(model, INPUTS, 2)
     interrupted = 0
-    with _still_right(model, expected, slots=4) as offloaded:
+    with still_right(model, expected, slots=4) as offloaded:
         for lines in range(1, 3000, 37):
             left = lines
             sys.settrace(trace)
@@ -201,7 +157,7 @@ class _Unreliable(EmulatedLink):
     def __init__(self, *, submitting: bool) -> None:
         super().__init__(1e9, 2e-5, jitter=1e-4, seed=1)
         self.submitting = submitting
-        self.fails = _At(0, OSError("bus error"))
+        self.fails = RaiseAt(0, OSError("bus error"))
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         super().attach(store, pool)
@@ -224,7 +180,7 @@ class _Unreliable(EmulatedLink):
 @pytest.mark.parametrize("cache", [True, False])
 def test_a_copy_fails(submitting: bool, cache: bool, model: PreTrainedModel, expected: Result) -> None:
     link, failed = _Unreliable(submitting=submitting), 0
-    with _still_right(model, expected, link=link, cache=cache) as offloaded:
+    with still_right(model, expected, link=link, cache=cache) as offloaded:
         for count in range(1, 60, 4):
             link.fails.count = count
             try:
@@ -239,13 +195,13 @@ def test_a_copy_fails(submitting: bool, cache: bool, model: PreTrainedModel, exp
 
 
 def test_no_memory_for_the_slots(model: PreTrainedModel, expected: Result, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = _facts(model)
+    facts = facts_of(model)
     monkeypatch.setattr(offloaded_module, "slot_count", lambda *_args: 10**11)
     with pytest.raises(ExpertcastError, match=r"slots=100000000000 of 3072 bytes each .* give fewer slots") as caught:
         offload(model)
     assert "\n" not in str(caught.value)
     monkeypatch.undo()
-    assert _facts(model) == facts
+    assert facts_of(model) == facts
     assert_same(greedy(model, INPUTS), expected)
 
 
@@ -253,9 +209,9 @@ def test_no_memory_to_put_the_experts_back(
     model: PreTrainedModel, expected: Result, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights stay in the store, the model refuses to run, and closing again puts them back."""
-    facts = _facts(model)
-    offloaded = offload(model, slots=5, link=_link())
-    allocate, fails = torch.empty_strided, _At(4, torch.OutOfMemoryError("no memory"))
+    facts = facts_of(model)
+    offloaded = offload(model, slots=5, link=slow_link())
+    allocate, fails = torch.empty_strided, RaiseAt(4, torch.OutOfMemoryError("no memory"))
     monkeypatch.setattr(torch, "empty_strided", lambda *args, **kwargs: fails() or allocate(*args, **kwargs))
     with pytest.raises(ExpertcastError, match=r"no memory to put the experts back: free some and call close\(\) again"):
         offloaded.close()
@@ -263,7 +219,7 @@ def test_no_memory_to_put_the_experts_back(
         with pytest.raises(ExpertcastError, match="close"):
             run()
     offloaded.close()
-    assert _facts(model) == facts
+    assert facts_of(model) == facts
     assert_same(greedy(model, INPUTS), expected)
 
 
@@ -272,7 +228,7 @@ def test_offload_fails_on_the_way(
     step: int, model: PreTrainedModel, expected: Result, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupted while packing (within a layer too), making slots, starting the link, hooking, switching."""
-    facts, threads = _facts(model), threading.active_count()
+    facts, threads = facts_of(model), threading.active_count()
     target, name, count = [
         (ExpertStore, "fill", 1),
         (ExpertStore, "fill", 3),
@@ -283,327 +239,13 @@ def test_offload_fails_on_the_way(
         (RouterTaps, "_attach", 2),
         (type(model), "set_experts_implementation", 3),
     ][step]
-    called, raise_ = getattr(target, name), _At(count, KeyboardInterrupt())
+    called, raise_ = getattr(target, name), RaiseAt(count, KeyboardInterrupt())
     monkeypatch.setattr(target, name, lambda *args, **kwargs: raise_() or called(*args, **kwargs))
     with pytest.raises(KeyboardInterrupt):
-        offload(model, slots=5, link=_link())
+        offload(model, slots=5, link=slow_link())
     monkeypatch.undo()
-    assert _facts(model) == facts
+    assert facts_of(model) == facts
     assert threading.active_count() == threads
     assert_same(greedy(model, INPUTS), expected)
-    with _still_right(model, expected):
+    with still_right(model, expected):
         pass
-
-
-# several models, threads, processes --------------------------------------------------------------------------------
-
-
-def test_two_models_at_once() -> None:
-    models = [tiny_model("qwen3_moe"), tiny_model("qwen3_moe", seed=7), tiny_model("gpt_oss")]
-    expected = [greedy(model, INPUTS) for model in models]
-    assert not torch.equal(expected[0][0], expected[1][0])
-    with (
-        offload(models[0], slots=4, predictor="next_norm", link=_link()) as first,
-        offload(models[1], slots=4, predictor="next_norm", link=_link(), cache=False) as second,
-        offload(models[2], slots=4) as third,
-    ):
-        for _ in range(2):
-            for offloaded, own in zip((first, second, third), expected, strict=True):
-                assert_same(greedy(offloaded, INPUTS, 8), own)
-        caches = [None, None]
-        for token in expected[0][0][0]:  # step by step in turns
-            for index, offloaded in enumerate((first, second)):
-                output = offloaded(input_ids=token.view(1, 1), past_key_values=caches[index], use_cache=True)
-                caches[index] = output.past_key_values
-        with pytest.raises(ExpertcastError, match="offloaded already: close the other offload first"):
-            offload(models[0], slots=4)
-        first.close()
-        assert_same(greedy(second, INPUTS), expected[1])
-    for model, own in zip(models, expected, strict=True):
-        assert_same(greedy(model, INPUTS), own)
-
-
-def test_what_two_offloads_may_not_share(model: PreTrainedModel, expected: Result) -> None:
-    other = tiny_model("qwen3_moe", seed=7)
-    link = _link()
-    predictor = predictor_class("next_norm")(*_predictor_arguments(model))
-    with offload(model, slots=5, link=link, predictor=predictor) as offloaded:
-        for shared in ({"link": link}, {"predictor": predictor}, {"store": offloaded.store}):
-            with pytest.raises(ExpertcastError, match="serves another offload: close that one first"):
-                offload(other, slots=5, **shared)
-        assert_same(greedy(offloaded, INPUTS), expected)
-    with offload(other, slots=5, link=link, predictor=predictor):
-        pass
-
-
-def _predictor_arguments(model: PreTrainedModel) -> tuple[Any, Any]:
-    from expertcast.data.discovery import find_moe_layers
-
-    cls = predictor_class("next_norm")
-    return cls.config_class(), find_moe_layers(model).shape
-
-
-def test_two_models_with_one_config(expected: Result) -> None:
-    """transformers keeps the experts implementation in the config: offloading one would switch the other."""
-    model = tiny_model("qwen3_moe")
-    twin = type(model)(model.config).to(torch.bfloat16).eval()
-    own = greedy(twin, INPUTS)
-    with offload(model, slots=5) as offloaded:
-        with pytest.raises(ExpertcastError, match="config"):
-            twin(**INPUTS)
-        with pytest.raises(ExpertcastError, match="give each model a config of its own"):
-            offload(twin, slots=5)
-        assert_same(greedy(offloaded, INPUTS), expected)
-    assert_same(greedy(twin, INPUTS), own)
-
-
-def test_two_threads(model: PreTrainedModel, expected: Result) -> None:
-    """A forward beside a running one is refused; after it, any thread may run."""
-    with _still_right(model, expected) as offloaded:
-        inside, go_on = threading.Event(), threading.Event()
-
-        def hold(*_args: Any) -> None:
-            inside.set()
-            assert go_on.wait(20)
-
-        handle = offloaded.view[2].experts.act_fn.register_forward_hook(hold)  # type: ignore[operator, union-attr]
-        results: list[Result] = []
-        thread = threading.Thread(target=lambda: results.append(greedy(offloaded, INPUTS)))
-        thread.start()
-        assert inside.wait(20)
-        with pytest.raises(ExpertcastError, match="another thread is running this offloaded model"):
-            offloaded(**INPUTS)
-        with pytest.raises(ExpertcastError, match="a forward of this model is running"):
-            offloaded.close()
-        go_on.set()
-        thread.join()
-        handle.remove()
-        assert_same(results[0], expected)
-
-
-def test_many_threads(model: PreTrainedModel, expected: Result) -> None:
-    """Each generation is right or refused."""
-    right, refused, wrong = [], [], []
-
-    def work() -> None:
-        for _ in range(6):
-            try:
-                assert_same(greedy(offloaded, INPUTS), expected)
-                right.append(1)
-            except ExpertcastError:
-                refused.append(1)
-            except BaseException as error:
-                wrong.append(error)
-
-    with _still_right(model, expected) as offloaded:
-        threads = [threading.Thread(target=work) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert wrong == []
-    assert len(right) + len(refused) == 18
-
-
-def test_a_forward_inside_a_forward(model: PreTrainedModel, expected: Result) -> None:
-    with _still_right(model, expected) as offloaded:
-        handle = offloaded.view[1].experts.act_fn.register_forward_hook(lambda *_args: model(**INPUTS) and None)  # type: ignore[operator, union-attr]
-        with pytest.raises(ExpertcastError, match="inside another one"):
-            greedy(offloaded, INPUTS)
-        handle.remove()
-
-
-def test_experts_of_another_layer_called_from_a_hook(model: PreTrainedModel, expected: Result) -> None:
-    """The same ids at another layer are other experts."""
-    outputs: list[Tensor] = []
-
-    def ask_layer_three(_module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
-        outputs.append(layers[3].mlp.experts(args[0].reshape(-1, 32), output[2], output[1]))
-
-    layers: Any = model.model.layers
-    handle = layers[1].mlp.gate.register_forward_hook(ask_layer_three)
-    greedy(model, INPUTS)
-    handle.remove()
-    reference, outputs = outputs, []
-    with _still_right(model, expected):
-        handle = layers[1].mlp.gate.register_forward_hook(ask_layer_three)
-        assert_same(greedy(model, INPUTS), expected)
-        handle.remove()
-    assert len(outputs) == len(reference) > 1
-    assert all(torch.equal(own, other) for own, other in zip(outputs, reference, strict=True))
-
-
-def _in_child(run: Callable[[], Any], answer: Any) -> None:
-    torch.set_num_threads(1)
-    try:
-        run()
-        answer.put("ran")
-    except ExpertcastError as error:
-        answer.put(str(error))
-
-
-def test_fork(model: PreTrainedModel, expected: Result) -> None:
-    """The link's thread does not live on in the child: it is told so, and the parent goes on."""
-    context = multiprocessing.get_context("fork")
-    answer = context.SimpleQueue()
-    with _still_right(model, expected) as offloaded:
-        child = context.Process(target=_in_child, args=(lambda: offloaded(**INPUTS), answer))
-        child.start()
-        child.join(30)
-        assert child.exitcode == 0
-        assert "offloaded in another process" in answer.get()
-
-
-# what users do to an offloaded model -------------------------------------------------------------------------------
-
-
-def test_use_after_close(model: PreTrainedModel, expected: Result) -> None:
-    offloaded = offload(model, slots=5, predictor="next_norm", link=_link())
-    offloaded.close()
-    offloaded.close()
-    for use in (lambda: offloaded.generate(**INPUTS), lambda: offloaded(**INPUTS), offloaded.__enter__):
-        with pytest.raises(ExpertcastError, match="this offload is closed"):
-            use()
-    assert_same(greedy(model, INPUTS), expected)
-    with _still_right(model, expected):
-        pass
-
-
-@pytest.mark.parametrize(
-    "move",
-    [
-        lambda model: model.to(torch.float32),
-        lambda model: model.half(),
-        lambda model: model.to("meta"),
-        lambda model: model.share_memory(),
-        lambda model: model.base_model.to(torch.float32),
-        lambda model: model.model.layers[2].float(),
-        lambda model: model.model.layers[2].mlp.experts.double(),
-        lambda model: model.to_empty(device="cpu"),
-    ],
-)
-def test_the_model_is_moved(move: Callable[[Any], Any], model: PreTrainedModel, expected: Result) -> None:
-    with _still_right(model, expected) as offloaded:
-        with pytest.raises(ExpertcastError, match="close the offload before moving or converting"):
-            move(model)
-        assert model.to("cpu").to(torch.bfloat16) is model, "to where it is"
-        assert_same(greedy(offloaded, INPUTS), expected)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("slots", [5, 8])
-def test_weights_cannot_be_saved_loaded_or_copied(
-    slots: int, model: PreTrainedModel, expected: Result, tmp_path: Path
-) -> None:
-    """With as many slots as experts, slots even have the weights' shapes."""
-    weights = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
-    part = {name: tensor for name, tensor in weights.items() if ".2.mlp.experts." in name}
-    with _still_right(model, expected, slots=slots):
-        for what in (
-            lambda: model.state_dict(),
-            lambda: model.model.layers[2].mlp.state_dict(),
-            lambda: model.save_pretrained(tmp_path),
-            lambda: model.load_state_dict(weights),
-            lambda: model.load_state_dict(part, strict=False),
-            lambda: model.model.layers[2].mlp.experts.load_state_dict(
-                {name.rpartition(".")[2]: tensor for name, tensor in part.items()}
-            ),
-            lambda: copy.deepcopy(model),
-            lambda: copy.deepcopy(model.model.layers[2]),
-        ):
-            with pytest.raises(ExpertcastError, match="close the offload before"):
-                what()
-    assert not list(tmp_path.glob("*.safetensors"))
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
-
-
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
-def test_the_experts_implementation_is_changed(implementation: str, model: PreTrainedModel, expected: Result) -> None:
-    with _still_right(model, expected, slots=16) as offloaded:
-        model.set_experts_implementation(implementation)
-        for run in (lambda: offloaded(**INPUTS), lambda: model.generate(**INPUTS, max_new_tokens=2)):
-            with pytest.raises(ExpertcastError, match=f"implementation was changed to '{implementation}'"):
-                run()
-        model.set_experts_implementation("expertcast")
-        assert_same(greedy(offloaded, INPUTS), expected)
-        model.set_experts_implementation(implementation)
-        model.set_experts_implementation("expertcast")
-
-
-def test_closed_while_the_implementation_is_another(model: PreTrainedModel, expected: Result) -> None:
-    facts = _facts(model)
-    with offload(model, slots=5):
-        model.set_experts_implementation("eager")
-    assert _facts(model) == facts
-    assert_same(greedy(model, INPUTS), expected)
-
-
-def test_parameters_replaced(model: PreTrainedModel, expected: Result) -> None:
-    with _still_right(model, expected) as offloaded:
-        experts = offloaded.view[1].experts
-        mine = experts.down_proj
-        experts.down_proj = nn.Parameter(torch.zeros_like(mine), requires_grad=False)
-        with pytest.raises(ExpertcastError, match="down_proj was changed or moved while the model is offloaded"):
-            offloaded(**INPUTS)
-        experts.down_proj = mine
-
-
-def test_inference_mode(model: PreTrainedModel, expected: Result) -> None:
-    """Offloaded and closed within: the weights that are put back are no inference tensors."""
-    with torch.inference_mode(), _still_right(model, expected):
-        pass
-    assert not any(parameter.is_inference() for parameter in model.parameters())
-    with torch.inference_mode():
-        offloaded = offload(model, slots=5, predictor="next_norm")
-    assert_same(greedy(offloaded, INPUTS), expected)
-    offloaded.close()
-    model(**INPUTS, labels=INPUTS["input_ids"]).loss.backward()
-
-
-# the end -----------------------------------------------------------------------------------------------------------
-
-
-def test_closed_with_prefetches_under_way(model: PreTrainedModel, expected: Result) -> None:
-    """A slow link is still busy with forecasts when the offload is closed."""
-    link = EmulatedLink(1e9, 5e-3)
-    facts, threads = _facts(model), threading.active_count()
-    offloaded = offload(model, slots=16, predictor="next_norm", link=link, overfetch=4.0)
-    handle = offloaded.view[2].block.register_forward_pre_hook(_At(2, KeyError()))
-    with pytest.raises(KeyError), offloaded:
-        greedy(offloaded, INPUTS)
-    handle.remove()
-    assert _facts(model) == facts
-    assert threading.active_count() == threads
-    assert_same(greedy(model, INPUTS), expected)
-
-
-def test_closed_from_a_hook(model: PreTrainedModel, expected: Result) -> None:
-    """Within a forward the slots cannot be taken away: one error, and the offload is as it was."""
-    with _still_right(model, expected) as offloaded:
-        handle = offloaded.view[1].block.register_forward_hook(lambda *_args: offloaded.close())
-        with pytest.raises(ExpertcastError, match="a forward of this model is running"):
-            greedy(offloaded, INPUTS)
-        handle.remove()
-
-
-def test_dropped_without_close() -> None:
-    """Model, store and the link's thread go when nobody holds the model any more."""
-    threads = threading.active_count()
-    model = tiny_model("qwen3_moe")
-    offloaded = offload(model, slots=5, predictor="next_norm", link=_link())
-    greedy(offloaded, INPUTS)
-    gone = [weakref.ref(thing) for thing in (model, offloaded.store, offloaded.link, offloaded.view[0].experts)]
-    del model, offloaded
-    gc.collect()
-    gc.collect()  # the link's thread lets go of the store as it ends
-    assert [thing() for thing in gone] == [None] * len(gone)
-    assert threading.active_count() == threads
-
-
-def test_the_handle_is_dropped(model: PreTrainedModel, expected: Result) -> None:
-    """The model goes on from its slots."""
-    offload(model, slots=5, predictor="next_norm", link=_link())
-    gc.collect()
-    assert_same(greedy(model, INPUTS), expected)
