@@ -24,12 +24,13 @@ from expertcast.runtime.store import ExpertStore
 _ROUNDS = 5
 _EXPERTS = 8
 
-_CHOSEN: dict[tuple[str, int, int], type[Link]] = {}
+_CHOSEN: dict[tuple[str, int, int, bool], type[Link]] = {}
 
 
 def fastest_link(store: ExpertStore, pool: SlotPool) -> Link:
     """A new link for this store and pool, of the kind that was fastest; not attached."""
-    key = torch.cuda.get_device_name(pool.device), store.layout.block_bytes, min(_EXPERTS, pool.count)
+    locked = all(store.pinned_layers)  # another store may not be: what was chosen for the one cannot read the other
+    key = torch.cuda.get_device_name(pool.device), store.layout.block_bytes, min(_EXPERTS, pool.count), locked
     if key not in _CHOSEN:
         _CHOSEN[key] = choose(store, pool, (CudaLink, KernelLink))
     return _CHOSEN[key]()

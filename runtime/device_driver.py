@@ -24,7 +24,8 @@ class CudaDevice:
     """One CUDA device as the links see it; tests put a simulation in its place.
 
     Every call is allowed whatever device is current in the calling thread: copies and waits take their device from
-    the stream, and torch guards the rest.
+    the stream, and torch guards the rest. Copies need some context to be current in the thread; an event recorded in
+    it before, as links and readback do, makes one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,7 +68,7 @@ class CudaDevice:
         with torch.cuda.device(self.device):
             torch.cuda.current_stream().query()  # type: ignore[no-untyped-call]  # the context is current from here on
             status = self._driver.cuPointerGetAttribute(ctypes.byref(address), _DEVICE_POINTER, host)
-        return None if status else address.value
+        return None if status else address.value or None
 
     def _check(self, status: int) -> None:
         if status:
@@ -94,6 +95,26 @@ class EventPool:
 
     def give(self, event: torch.cuda.Event) -> None:
         self._free.append(event)
+
+
+class ForwardOrder:
+    """Makes a forward's stream follow that of the forward before: slots and tables are the same for both.
+
+    Within a forward copies and kernels are ordered by events; that a slot is ready is known on one stream only.
+    """
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._last = device.current_stream()
+
+    def enter(self) -> None:
+        """A forward, or a graph's replay, starts on the current stream."""
+        if self._device.capturing():  # nothing runs now, and a graph may not wait for what was launched before it
+            return
+        stream = self._device.current_stream()
+        if stream != self._last:
+            stream.wait_stream(self._last)
+            self._last = stream
 
 
 @cache

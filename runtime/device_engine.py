@@ -62,6 +62,7 @@ class DeviceEngine(Engine):
 
     def on_start(self, fresh: bool) -> None:
         """A forward starts. The tables stay true whatever cut the last one short, but for a call between the two."""
+        self._link.follow()
         if self._halfway:
             self._tables.clear()
             self._halfway = False

@@ -97,6 +97,9 @@ class GraphDecoder:
             raise ExpertcastError(f"max_length={self.max_length} is reached: make a decoder with more")
         self._left -= 1
         if self._graph is not None:
+            # the graph waits for its own copies only: not for another stream's forward, nor for one cut short
+            self._link.follow()
+            self._link.join(self._link.ticket())
             self._graph.replay()
         else:
             self._step()
@@ -137,13 +140,20 @@ class GraphDecoder:
         self._logits_V.copy_(logits_V)
         self._token.copy_(logits_V.argmax().view(1, 1))
 
+    def _capture_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
     def _capture(self) -> None:
         """Record a step without running it; only what lies in tensors may differ from one step to the next."""
         self._link.synchronize()  # the graph may wait for nothing that was launched before it
         graph = torch.cuda.CUDAGraph()
         try:
-            # only this thread is kept from calls that a capture forbids: others may go on
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            # torch's own capture stream belongs to whatever device was current first: kernels of another device would
+            # run beside it and not be captured. Only this thread is kept from calls that a capture forbids
+            with (
+                torch.cuda.device(self._device),
+                torch.cuda.graph(graph, stream=self._capture_stream(), capture_error_mode="thread_local"),
+            ):
                 self._step()
         except RuntimeError as error:
             raise ExpertcastError(

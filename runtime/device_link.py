@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from expertcast.runtime.device_copy import BlockCopier, block_copier
-from expertcast.runtime.device_driver import CudaDevice
+from expertcast.runtime.device_driver import CudaDevice, ForwardOrder
 from expertcast.runtime.device_residency import COUNTS, DeviceResidency, KernelResidency, Moves
 from expertcast.runtime.links import Copy, Link
 from expertcast.runtime.slots import SlotPool
@@ -59,6 +59,7 @@ class KernelLink(Link):
         self._counts = self.residency.counts
         self._cuda = self._device_of(pool)
         self._stream = None if self._cuda is None else self._cuda.new_stream()
+        self._order = None if self._cuda is None else ForwardOrder(self._cuda)
         self._under_way: list[tuple[torch.cuda.Event, Moves]] = []
         """(event, tables) of calls that compute has not waited for: a table that was freed could be written over."""
         self._timed: deque[_Timed] = deque()
@@ -104,6 +105,10 @@ class KernelLink(Link):
         self._cuda.current_stream().wait_event(event)
         del self._under_way[:ticket]
 
+    def follow(self) -> None:
+        if self._order is not None:
+            self._order.enter()
+
     def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
         moved = torch.ones(1, dtype=torch.bool, device=self._pool.device)
         numbers = torch.tensor([key, slot], device=self._pool.device)
@@ -146,15 +151,14 @@ class KernelLink(Link):
 
     def close(self) -> None:
         self.synchronize()
+        self.__dict__.pop("_copier", None)  # it may hold the slots' memory, which the experts need to be put back
 
     def _collect(self) -> None:
         """Count the times of calls that are over."""
         while self._timed and self._timed[0].arrived.query():  # type: ignore[no-untyped-call]
             timed = self._timed.popleft()
-            start, end = 0.0, timed.begun.elapsed_time(timed.arrived) / 1e3
-            if self.recorder is not None:
-                start, end = self.recorder.device_time(timed.begun), self.recorder.device_time(timed.arrived)
-            self._took(timed.layer, start, end, timed.urgent)
+            start = 0.0 if self.recorder is None else self.recorder.device_time(timed.begun)
+            self._took(timed.layer, start, start + timed.begun.elapsed_time(timed.arrived) / 1e3, timed.urgent)
 
     def _took(self, layer: int, start: float, end: float, urgent: bool) -> None:
         self.busy_s += end - start

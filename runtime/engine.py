@@ -107,6 +107,7 @@ class Engine:
 
     def on_start(self, fresh: bool) -> None:
         """A forward starts; whatever an earlier one left behind when it was cut short is cleared."""
+        self._residency.link.follow()
         self._plan = None
         self._forecast = None
         self._known_ids.clear()

@@ -45,13 +45,18 @@ class CudaDriver:
         code = runtime.cudaHostRegister(pointer, nbytes, _PORTABLE_AND_MAPPED)
         if int(code) == 0:
             return None
-        # the refusal stays behind as the runtime's last error: the next kernel launch would raise it, so launch one
-        with contextlib.suppress(RuntimeError):
-            torch.ones(1, device="cuda").add_(1)
+        self._forget_error()
         return str(runtime.cudaGetErrorString(code))
 
     def unregister(self, pointer: int) -> None:
-        torch.cuda.cudart().cudaHostUnregister(pointer)  # type: ignore[no-untyped-call]
+        if int(torch.cuda.cudart().cudaHostUnregister(pointer)) != 0:  # type: ignore[no-untyped-call]
+            self._forget_error()
+
+    @staticmethod
+    def _forget_error() -> None:
+        """A refusal stays behind as the runtime's last error: the next kernel launch would raise it, so launch one."""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda").add_(1)
 
 
 class PageLock:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.device_driver import CudaDevice, EventPool
+from expertcast.runtime.device_driver import CudaDevice, EventPool, ForwardOrder
 from expertcast.runtime.links import Copy, Link
 from expertcast.runtime.slots import SlotPool
 from expertcast.runtime.store import ExpertStore
@@ -79,6 +79,7 @@ class CudaLink(Link):
         self._stream = device.new_stream()
         # the pool was zeroed on the stream that is current now: no copy may come before that
         self._stream.wait_stream(device.current_stream())
+        self._order = ForwardOrder(device)
         self._timed, self._untimed = EventPool(device, timing=True), EventPool(device)
         self._tick = 0
         self._last_read = [0] * slots
@@ -124,6 +125,9 @@ class CudaLink(Link):
         if not copy.done:
             self._collect()
         return copy.done
+
+    def follow(self) -> None:
+        self._order.enter()
 
     def progress(self) -> None:
         self._pump()
@@ -208,10 +212,9 @@ class CudaLink(Link):
         assert begun is not None
         assert arrived is not None
         copy.done = True
-        start, end = 0.0, begun.elapsed_time(arrived) / 1e3
-        if self.recorder is not None:
-            start, end = self.recorder.device_time(begun), self.recorder.device_time(arrived)
-        self._count(copy, start, end)
+        # the clock's numbers are single precision: a short time is exact only between two events close together
+        start = 0.0 if self.recorder is None else self.recorder.device_time(begun)
+        self._count(copy, start, start + begun.elapsed_time(arrived) / 1e3)
         copy.begun = copy.arrived = None
         self._timed.give(begun)
         self._timed.give(arrived)

@@ -79,6 +79,9 @@ class Link(ABC):
         """Copies of these will be asked for: a store on disk reads them into memory meanwhile."""
         self._store.read_ahead(keys)
 
+    def follow(self) -> None:  # noqa: B027 (a device without streams runs everything in order)
+        """A forward starts: what it computes comes after what the one before it did, whatever stream is current."""
+
     def progress(self) -> None:  # noqa: B027 (where another thread sets `done` there is nothing to look up)
         """Set `done` on the copies that have arrived."""
 

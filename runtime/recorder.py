@@ -55,7 +55,8 @@ class Recorder:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.experts = 1
         """E, set by whoever offloads a model."""
-        self._cuda = torch.device(device).type == "cuda"
+        self._device = torch.device(device)
+        self._cuda = self._device.type == "cuda"
         self._marks: list[tuple[str, int, int, float | torch.cuda.Event]] = []
         self._copies: list[Span] = []
         self._step = -1
@@ -66,6 +67,7 @@ class Recorder:
         self._marks.clear()
         self._copies.clear()
         self._step = -1
+        self._origin = None  # CUDA's times are single precision: near their origin they are fine enough
 
     def step_start(self) -> None:
         """A forward starts."""
@@ -91,7 +93,7 @@ class Recorder:
     def spans(self) -> Sequence[Span]:
         """Spans of the compute stream in order of time. Synchronises a CUDA device."""
         if self._cuda and self._marks:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
         times = [self._seconds(mark[3]) for mark in self._marks]
         return [
             Span(state, layer, start, end, step)
@@ -116,16 +118,19 @@ class Recorder:
             self._marks.append((state, layer, self._step, time.perf_counter()))
             return
         self._base()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()  # type: ignore[no-untyped-call]
-        self._marks.append((state, layer, self._step, event))
+        self._marks.append((state, layer, self._step, self._event_now()))
 
     def _base(self) -> torch.cuda.Event:
         if self._origin is None:
-            self._origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._origin.record()  # type: ignore[no-untyped-call]
+            self._origin = self._event_now()
             self._origin.synchronize()  # type: ignore[no-untyped-call]
         return self._origin
+
+    def _event_now(self) -> torch.cuda.Event:
+        """Recorded on the compute stream of the recorder's device, which need not be the current one."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))  # type: ignore[no-untyped-call]
+        return event
 
     def _seconds(self, when: float | torch.cuda.Event) -> float:
         return when if isinstance(when, float) else self.device_time(when)

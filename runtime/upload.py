@@ -29,7 +29,8 @@ class Upload:
         self._next = (index + 1) % len(self._ring)
         entry = self._ring[index]
         if entry is None or entry[0].numel() < len(values):
-            buffer = torch.empty(len(values), dtype=torch.int64, pin_memory=True)
+            with torch.inference_mode(False):  # a buffer made in one could not be written to outside of it
+                buffer = torch.empty(len(values), dtype=torch.int64, pin_memory=torch.cuda.is_available())
             entry = buffer, torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ring[index] = entry
         else:

@@ -18,7 +18,10 @@ STAND_INS = {
     "MODEL": "reference",
     "200000": "6000",
     "1024": "256",
+    "qwen3-30b-a3b": "reference",
+    "8": "2",
 }
+FEW_TOKENS = ["--prompt-tokens", "8", "--new-tokens", "4", "--repetitions", "1", "--slots", "96"]
 SHORT = ["--set", "steps=8", "parameters=60000", "step_tokens=128"]
 """Fewer steps than a user would take; the rest of each command is the README's."""
 
@@ -35,11 +38,14 @@ def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for name in ("my.parquet", "other.parquet"):
         pq.write_table(few, tmp_path / name)
     commands = readme_commands()
-    assert {command[0] for command in commands} == {"inspect", "collect", "train", "eval", "generate"}
+    assert {command[0] for command in commands} == {
+        "inspect", "collect", "train", "eval", "generate", "advise", "bench"
+    }  # fmt: skip
     for command in commands:
-        short = [*command, *SHORT] if command[0] == "train" else command
+        short = command + {"train": SHORT, "bench": FEW_TOKENS, "advise": FEW_TOKENS[:4]}.get(command[0], [])
         assert main(short) == 0, command
     assert (tmp_path / "report" / "index.html").is_file()
+    assert (tmp_path / "steps.trace.json").is_file()
     assert list((tmp_path / "runs").rglob("events.out.tfevents*"))
 
 

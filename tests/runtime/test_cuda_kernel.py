@@ -77,6 +77,8 @@ def test_compute_waits_for_the_copy(joined: bool) -> None:
     link = KernelLink()
     store, pool = attached(link)
     assert link._stream is not None
+    link.move(_moves((6, 1)))  # compiles the kernel, which takes longer than the other stream sleeps
+    link.synchronize()
     with torch.cuda.stream(link._stream):
         torch.cuda._sleep(LONG)
     link.move(_moves((5, 0)))

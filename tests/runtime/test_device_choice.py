@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import InstantLink
+from expertcast.runtime import InstantLink, device_choice
 from expertcast.runtime.arguments import make_link
-from expertcast.runtime.device_choice import choose, misses_s
+from expertcast.runtime.device_choice import choose, fastest_link, misses_s
 from expertcast.runtime.device_link import KernelLink
 from expertcast.runtime.layout import BlockLayout, Field
-from expertcast.runtime.links import Copy
+from expertcast.runtime.links import Copy, Link
 from expertcast.runtime.slots import SlotPool
 from expertcast.runtime.store import ExpertStore
 from tests.runtime.blocks import Blocks
@@ -63,6 +63,24 @@ def test_a_link_that_cannot_be_used_or_copies_wrongly_is_left_out() -> None:
         assert choose(store, pool, (_Slow, _Wrong)) is _Slow
     with pytest.raises(ExpertcastError, match="not here"):
         choose(store, pool, (_Unusable, _Slow))
+
+
+def test_what_was_chosen_holds_for_stores_that_are_as_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that was the fastest for one store cannot read another that found no memory to lock."""
+    store, pool = _store_and_pool()
+    asked: list[list[bool]] = []
+
+    def chosen(store: ExpertStore, *_: object) -> type[Link]:
+        asked.append(store.pinned_layers)
+        return KernelLink if all(store.pinned_layers) else InstantLink
+
+    monkeypatch.setattr(device_choice, "choose", chosen)
+    monkeypatch.setattr(device_choice, "_CHOSEN", {})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "made up")
+    for locked, kind in ((True, KernelLink), (False, InstantLink), (True, KernelLink), (False, InstantLink)):
+        monkeypatch.setattr(Blocks, "pinned_layers", [locked])
+        assert isinstance(fastest_link(store, pool), kind)
+    assert asked == [[True], [False]]
 
 
 def test_auto_measures_on_cuda_only() -> None:

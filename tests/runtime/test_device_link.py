@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from functools import partial
 from typing import Any, cast
+from weakref import ref
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from expertcast.runtime.layout import BlockLayout, Field
 from expertcast.runtime.recorder import Recorder
 from expertcast.runtime.slots import SlotPool
 from tests.runtime.blocks import Blocks
-from tests.runtime.simulated_device import SimulatedDevice
+from tests.runtime.simulated_device import SimulatedDevice, SimulatedStream
 
 EXPERTS, SLOTS = 12, 5
 LAYOUT = BlockLayout(fields=(Field(name="w", shape=(64,), dtype=torch.float32, offset=0),), block_bytes=256)
@@ -103,6 +104,43 @@ def test_either_event_left_out_is_seen(missing: str, monkeypatch: pytest.MonkeyP
 def _without_fork(stream: Any) -> Any:
     stream.wait_stream = lambda _other: None
     return stream
+
+
+@pytest.mark.parametrize("followed", [True, False])
+def test_forwards_on_two_streams(followed: bool) -> None:
+    """What one stream may still read is not overwritten for the other."""
+    store, wrong = Blocks(LAYOUT, EXPERTS, torch.Generator().manual_seed(1)), []
+
+    def read(pool: SlotPool, slot: int, key: int) -> None:
+        wrong.append(not torch.equal(pool.block(slot), store.block(key)))
+
+    for seed in range(20):
+        link, pool = _SimulatedLink(seed), SlotPool(LAYOUT, SLOTS, torch.device("cpu"))
+        link.attach(store, pool)
+        link._copier = _LateCopier(link, store, pool)
+        for ids in ([3, 7], [0, 1, 2, 4, 5]):
+            link.device.compute = SimulatedStream(link.device)
+            if followed:
+                link.follow()
+            link.move(link.residency.bring(0, torch.tensor([ids])))
+            slots = link.residency.slots_for(0, torch.tensor(ids)).tolist()
+            link.join(link.ticket())
+            for slot, key in zip(slots, ids, strict=True):
+                link.device.compute.push(partial(read, pool, slot, key))
+        link.synchronize()
+    assert len(wrong) == 20 * 7
+    assert any(wrong) is not followed
+
+
+def test_closing_lets_go_of_the_slots() -> None:
+    """The memory that they took has to be free when the experts are put back."""
+    link, pool = _SimulatedLink(0), SlotPool(LAYOUT, SLOTS, torch.device("cpu"))
+    link.attach(Blocks(LAYOUT, EXPERTS, torch.Generator().manual_seed(1)), pool)
+    link._copier.words = pool.block(0).view(torch.int64)  # type: ignore[attr-defined]  # as the kernel's copier has them
+    words = ref(link._copier.words)  # type: ignore[attr-defined]
+    link.close()
+    link.close()
+    assert words() is None
 
 
 def test_calls_are_timed_and_counted() -> None:

@@ -17,7 +17,7 @@ from expertcast.runtime.links import Copy
 from expertcast.runtime.recorder import Recorder
 from expertcast.runtime.slots import SlotPool
 from expertcast.runtime.store import ExpertStore
-from tests.runtime.simulated_device import SimulatedDevice
+from tests.runtime.simulated_device import SimulatedDevice, SimulatedStream
 
 KEYS, SLOTS = 24, 4
 LAYOUT = BlockLayout(fields=(Field(name="w", shape=(64,), dtype=torch.float32, offset=0),), block_bytes=256)
@@ -119,6 +119,41 @@ def test_either_event_left_out_is_seen(missing: str, monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(link, "mark_read", lambda _slots: None)
         wrong += _drive(seed, link, pool).wrong
     assert wrong > 0
+
+
+@pytest.mark.parametrize("followed", [True, False])
+def test_forwards_on_two_streams(followed: bool) -> None:
+    """A slot that one stream has waited for is a hit on the other, and is then overwritten while both may read it."""
+    wrong = 0
+    for seed in range(60):
+        link, pool = _attached(seed)
+        reader = _Reader(link, pool)
+        for forward in range(4):
+            link.device.compute = SimulatedStream(link.device)
+            if followed:
+                link.follow()
+            if forward == 0:
+                link.wait(link.submit(5, 0, urgent=True))
+            reader.launch({5: 0})
+            link.mark_read([0])
+        link.wait(link.submit(6, 0, urgent=True))
+        link.device.synchronize()
+        assert reader.read == 8
+        wrong += reader.wrong
+        link.close()
+    assert (wrong == 0) is followed
+
+
+def test_nothing_is_waited_for_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    link, _ = _attached()
+    link.device.compute.push(lambda: None)
+    link.device.compute = SimulatedStream(link.device)
+    monkeypatch.setattr(link.device, "capturing", lambda: True)
+    link.follow()
+    assert not link.device.compute.queue
+    monkeypatch.undo()
+    link.follow()
+    assert link.device.compute.queue
 
 
 def test_misses_overtake_queued_forecasts_and_those_follow_in_order() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from expertcast.runtime.device_driver import CudaDevice
 from expertcast.runtime.readback import Pending, Readback
+from expertcast.runtime.upload import Upload
 from tests.runtime.simulated_device import SimulatedDevice
 
 
@@ -71,6 +72,20 @@ def test_more_than_an_entry_holds_and_strided_values() -> None:
     pending: list[Pending] = [readback.start(_produced(device, large)) for _ in range(3)]
     assert all(entry.tolist() == large.tolist() for entry in pending)
     assert readback.start(large[:3, ::2]).tolist() == large[:3, ::2].tolist()
+
+
+def test_an_uploads_buffer_outlives_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first forward may run in inference_mode and the next, as `generate` does, in no_grad."""
+    device = SimulatedDevice()
+    monkeypatch.setattr(torch.cuda, "Event", device.new_event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: device.compute)
+    upload = Upload(torch.device("cpu"), capacity=1)
+    upload._cuda = True
+    with torch.inference_mode():
+        assert upload.send([3, 4]).tolist() == [3, 4]
+    with torch.no_grad():
+        assert upload.send([5]).tolist() == [5]
+    assert device.events == 1
 
 
 def test_values_would_be_wrong_without_the_event(monkeypatch: pytest.MonkeyPatch) -> None:
