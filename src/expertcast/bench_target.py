@@ -115,10 +115,6 @@ def routing_process(args: argparse.Namespace, target: Target, tokens: int) -> Ro
     Raises:
         ExpertcastError: traces of another model, or too few.
     """
-    if has_random_weights(args):
-        check_shape(args.target, layers=args.layers, dtype=args.dtype)
-    if args.replay is not None:
-        TraceDataset.open(args.replay)
     options = routing_options(args)
     if options is None:
         return None

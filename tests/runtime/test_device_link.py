@@ -118,7 +118,7 @@ def test_forwards_on_two_streams(followed: bool) -> None:
         link, pool = _SimulatedLink(seed), SlotPool(LAYOUT, SLOTS, torch.device("cpu"))
         link.attach(store, pool)
         link._copier = _LateCopier(link, store, pool)
-        for ids in ([3, 7], [0, 1, 2, 4, 5]):
+        for ids in ([3, 7, 8, 9, 10], [0, 1, 2, 4, 5]):
             link.device.compute = SimulatedStream(link.device)
             if followed:
                 link.follow()
@@ -128,7 +128,7 @@ def test_forwards_on_two_streams(followed: bool) -> None:
             for slot, key in zip(slots, ids, strict=True):
                 link.device.compute.push(partial(read, pool, slot, key))
         link.synchronize()
-    assert len(wrong) == 20 * 7
+    assert len(wrong) == 20 * 10
     assert any(wrong) is not followed
 
 
