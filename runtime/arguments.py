@@ -10,12 +10,12 @@ import torch
 
 from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, names, predictor_class
-from expertcast.runtime.device_link import KernelLink
-from expertcast.runtime.disk_store import DiskStore
+from expertcast.runtime.device.link import KernelLink
 from expertcast.runtime.link_cuda import CudaLink
 from expertcast.runtime.link_emulated import EmulatedLink
 from expertcast.runtime.links import InstantLink, Link
-from expertcast.runtime.store import ExpertStore
+from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.store import ExpertStore
 
 MODES = ("exact", "speculate", "hybrid")
 STORES = ("memory", "disk")
@@ -111,7 +111,7 @@ def slot_count(
                 f"give {shape.top_k * block_bytes} bytes or more"
             )
     elif slots is None:
-        # the running layer's, a forecast's, and those of a forecast that turned out wrong while its copies are under way
+        # the running layer's, a forecast's, and those of a wrong forecast whose copies are under way
         least = shape.top_k + 2 * -(-int(shape.top_k * overfetch * 100) // 100)
         slots = max(least, everything // 4) if cache else least
     if slots < shape.top_k:

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import torch
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.device_driver import CudaDevice, EventPool, ForwardOrder
+from expertcast.runtime.device.driver import CudaDevice, EventPool, ForwardOrder
 from expertcast.runtime.links import Copy, Link
 from expertcast.runtime.slots import SlotPool
-from expertcast.runtime.store import ExpertStore
+from expertcast.runtime.storage.store import ExpertStore
 
 _WINDOW_BYTES = 16 << 20
 """Half a millisecond of PCIe 4: longer than the model's thread stays away, shorter than a miss can wait for."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.links import Copy, HostMover, Link
 from expertcast.runtime.slots import SlotPool
-from expertcast.runtime.store import ExpertStore
+from expertcast.runtime.storage.store import ExpertStore
 
 _SPIN_S = 60e-6
 _NEGLIGIBLE_S = 5e-6

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from expertcast.runtime.recorder import Recorder
 from expertcast.runtime.slots import SlotPool
-from expertcast.runtime.store import ExpertStore
+from expertcast.runtime.storage.store import ExpertStore
 
 
 @dataclass(slots=True, eq=False)

@@ -20,9 +20,9 @@ from expertcast.data.discovery import experts_implementation, find_moe_layers
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.runtime.arguments import MODES, executed_layers, make_link, make_store, resolve_predictor, slot_count
 from expertcast.runtime.cache import LRUPolicy
-from expertcast.runtime.device_choice import fastest_link
-from expertcast.runtime.device_engine import DeviceEngine
-from expertcast.runtime.device_link import DeviceStatistics, KernelLink
+from expertcast.runtime.device.choice import fastest_link
+from expertcast.runtime.device.engine import DeviceEngine
+from expertcast.runtime.device.link import DeviceStatistics, KernelLink
 from expertcast.runtime.engine import EXPERTS_NAME, Engine
 from expertcast.runtime.guards import ForwardGuard, in_use, refuse_shared, weights_guarded
 from expertcast.runtime.kernels import SlotKernel, kernel_of
@@ -33,7 +33,7 @@ from expertcast.runtime.residency import Residency
 from expertcast.runtime.slots import SlotPool
 from expertcast.runtime.speculation import Speculator
 from expertcast.runtime.statistics import RunStatistics
-from expertcast.runtime.store import ExpertStore
+from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.taps import RouterTaps
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertcast.runtime.device_driver import CudaDevice
+from expertcast.runtime.device.driver import CudaDevice
 
 _ENTRIES = 32
 _ENTRY_BYTES = 4096

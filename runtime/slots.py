@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.layout import BlockLayout, aligned_bytes
+from expertcast.runtime.storage.layout import BlockLayout, aligned_bytes
 
 
 class SlotState(Enum):

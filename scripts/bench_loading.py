@@ -31,7 +31,7 @@ import expertcast
 from expertcast.checkpoints.provenance import provenance
 from expertcast.data.models import load_model
 from expertcast.runtime import OffloadedModel
-from expertcast.runtime.hardware import hardware
+from expertcast.runtime.benchmarking.hardware import hardware
 
 METHODS = ("load_offloaded memory", "load_offloaded disk", "from_pretrained", "from_pretrained then offload")
 

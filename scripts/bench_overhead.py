@@ -37,7 +37,7 @@ from expertcast.runtime.residency import Residency
 from expertcast.runtime.slots import SlotPool
 from expertcast.runtime.speculation import Speculator
 from expertcast.runtime.statistics import RunStatistics
-from expertcast.runtime.store import ExpertStore
+from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.taps import RouterCall
 
 LAYERS, EXPERTS, TOP_K, SLOTS = 48, 128, 8, 512

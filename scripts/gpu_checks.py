@@ -31,13 +31,13 @@ from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime import CudaLink, InstantLink, Link, benchmark, offload
-from expertcast.runtime.device_choice import misses_s
-from expertcast.runtime.device_graph import GraphDecoder
-from expertcast.runtime.device_link import KernelLink
+from expertcast.runtime.benchmarking.shapes import build_shape
+from expertcast.runtime.device.choice import misses_s
+from expertcast.runtime.device.graph import GraphDecoder
+from expertcast.runtime.device.link import KernelLink
 from expertcast.runtime.kernels import kernel_name
-from expertcast.runtime.shapes import build_shape
 from expertcast.runtime.slots import SlotPool
-from expertcast.runtime.store import ExpertStore
+from expertcast.runtime.storage.store import ExpertStore
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU_TEST = "tests/runtime/test_exact.py"

@@ -1,4 +1,4 @@
-"""`expertcast bench` and `expertcast advise`. What is measured is in :mod:`expertcast.runtime.bench`."""
+"""`expertcast bench` and `expertcast advise`. What is measured is in :mod:`expertcast.runtime.benchmarking.bench`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from expertcast.bench_text import describe
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands import Outcome
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.advise import advice_errors, advice_from
-from expertcast.runtime.advise import advise as advise_model
-from expertcast.runtime.bench import Bench, check_lengths, decode_resident, measure
-from expertcast.runtime.hardware import hardware
-from expertcast.runtime.peer import measure_peer
-from expertcast.runtime.random_weights import weight_bytes
-from expertcast.runtime.routing_process import RoutingProcess
-from expertcast.runtime.survey import survey
+from expertcast.runtime.advising.advise import advice_errors, advice_from
+from expertcast.runtime.advising.advise import advise as advise_model
+from expertcast.runtime.advising.survey import survey
+from expertcast.runtime.benchmarking.bench import Bench, check_lengths, decode_resident, measure
+from expertcast.runtime.benchmarking.hardware import hardware
+from expertcast.runtime.benchmarking.peer import measure_peer
+from expertcast.runtime.benchmarking.random_weights import weight_bytes
+from expertcast.runtime.benchmarking.routing_process import RoutingProcess
 from expertcast.runtime.timeline import draw_steps
 from expertcast.runtime.timeline import write_timeline as write_trace
 

@@ -18,11 +18,11 @@ from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
-from expertcast.runtime.bench import layer_seconds
-from expertcast.runtime.lent_store import LentStore, without_experts_to
-from expertcast.runtime.routing_process import RoutingProcess
-from expertcast.runtime.routing_tables import RoutingOptions, drawn, replayed
-from expertcast.runtime.shapes import SHAPES, build_shape, check_shape
+from expertcast.runtime.benchmarking.bench import layer_seconds
+from expertcast.runtime.benchmarking.lent_store import LentStore, without_experts_to
+from expertcast.runtime.benchmarking.routing_process import RoutingProcess
+from expertcast.runtime.benchmarking.routing_tables import RoutingOptions, drawn, replayed
+from expertcast.runtime.benchmarking.shapes import SHAPES, build_shape, check_shape
 
 DEFAULT_PREDICTOR = "next_norm"
 """For models with routers of their own: it needs no training."""

@@ -17,8 +17,8 @@ from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.text import load_documents
 from expertcast.predictors import Predictor, names
-from expertcast.runtime.bench import benchmark
-from expertcast.runtime.decoding import balanced_bandwidth, decode_greedily
+from expertcast.runtime.benchmarking.bench import benchmark
+from expertcast.runtime.benchmarking.decoding import balanced_bandwidth, decode_greedily
 from expertcast.runtime.quality import QualityRun, measure_quality, text_windows
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit_many

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from expertcast.runtime.layout import BlockLayout
-from expertcast.runtime.store import ExpertStore
+from expertcast.runtime.storage.layout import BlockLayout
+from expertcast.runtime.storage.store import ExpertStore
 
 
 class Blocks(ExpertStore):

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from expertcast.runtime.decoding import decode_greedily
-from expertcast.runtime.event_model import Setting, Trace
-from expertcast.runtime.layer_times import LayerTimes
-from expertcast.runtime.measure import LinkSpeed
+from expertcast.runtime.advising.event_model import Setting, Trace
+from expertcast.runtime.advising.layer_times import LayerTimes
+from expertcast.runtime.advising.measure import LinkSpeed
+from expertcast.runtime.advising.survey import Forecasting, Survey
+from expertcast.runtime.benchmarking.decoding import decode_greedily
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.recorder import Recorder, Span
-from expertcast.runtime.survey import Forecasting, Survey
 
 
 class MadeRecorder(Recorder):

@@ -6,7 +6,7 @@ from collections import deque
 
 from expertcast.runtime.links import Copy, HostMover, Link
 from expertcast.runtime.slots import SlotPool
-from expertcast.runtime.store import ExpertStore
+from expertcast.runtime.storage.store import ExpertStore
 
 
 class ManualLink(Link):

@@ -25,7 +25,7 @@ from expertcast.runtime.links import Copy, Link
 from expertcast.runtime.residency import Residency
 from expertcast.runtime.slots import SlotPool, SlotState
 from expertcast.runtime.statistics import RunStatistics
-from expertcast.runtime.store import ExpertStore
+from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 from tests.runtime.manual import SteppedLink
 

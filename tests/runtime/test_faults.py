@@ -22,7 +22,7 @@ from expertcast.runtime import EmulatedLink, OffloadedModel, offload
 from expertcast.runtime import offloaded as offloaded_module
 from expertcast.runtime.links import Copy
 from expertcast.runtime.slots import SlotPool
-from expertcast.runtime.store import ExpertStore
+from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.taps import RouterTaps
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy

@@ -12,7 +12,7 @@ import torch
 from expertcast.data.discovery import find_moe_layers
 from expertcast.runtime import EmulatedLink, InstantLink, Link
 from expertcast.runtime.slots import SlotPool
-from expertcast.runtime.store import ExpertStore
+from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 
 

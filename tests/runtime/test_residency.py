@@ -16,7 +16,7 @@ from expertcast.runtime.prefetcher import Prefetcher
 from expertcast.runtime.residency import Residency
 from expertcast.runtime.slots import SlotPool, SlotState
 from expertcast.runtime.statistics import LayerStatistics, RunStatistics
-from expertcast.runtime.store import ExpertStore
+from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 from tests.runtime.manual import ManualLink
 

@@ -1,0 +1,1 @@
+"""Whether prefetching pays: short runs, a model of the runtime, advice."""

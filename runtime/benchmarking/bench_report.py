@@ -1,0 +1,170 @@
+"""From recordings of a benchmark's runs to what it reports.
+
+L MoE layers. A step is the forward of one token; its times are split by MoE layer, and what follows the last one
+counts to layer L. All figures are of decode steps, the prefill left out.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from expertcast.runtime.benchmarking.decoding import Decoding, same_logits
+from expertcast.runtime.recorder import Recorder
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """One decode step, in seconds."""
+
+    compute_L: list[float]
+    """Computing each layer, [L + 1], forecasts left out."""
+    copy_L: list[float]
+    """Copying experts of each layer, [L + 1]."""
+    forecast: float = 0.0
+    wait: float = 0.0
+    idle: float = 0.0
+
+    def hideable(self, first: int = 0) -> float:
+        """What is hidden where each layer's copies run beside as much computation: sum of min(copy, compute)."""
+        return sum(map(min, self.compute_L[first:], self.copy_L[first:]))
+
+
+@dataclass(slots=True)
+class Measured:
+    """One repetition of one run."""
+
+    decoding: Decoding
+    stats: dict[str, Any]
+    steps: list[StepTimes]
+    link_bytes: int
+    link_busy_s: float
+
+
+@dataclass(slots=True)
+class Run:
+    """A way of running, with all its repetitions."""
+
+    arguments: dict[str, Any]
+    repetitions: list[Measured] = field(default_factory=list)
+    recorder: Recorder | None = None
+    """Of the last repetition."""
+    slots: int = 0
+
+    @property
+    def steps_s(self) -> list[float]:
+        return [seconds for measured in self.repetitions for seconds in measured.decoding.steps_s]
+
+    @property
+    def steps(self) -> list[StepTimes]:
+        return [step for measured in self.repetitions for step in measured.steps]
+
+    @property
+    def tpot_s(self) -> float:
+        return statistics.median(self.steps_s)
+
+
+def step_times(recorder: Recorder, layers: int) -> list[StepTimes]:
+    """The recorded steps; a copy counts to the step in which it began."""
+    starts = [start for start, _ in recorder.steps()]
+    steps = [StepTimes([0.0] * (layers + 1), [0.0] * (layers + 1)) for _ in starts]
+    for span in recorder.spans():
+        step = steps[span.step]
+        if span.state == "compute":
+            step.compute_L[span.layer] += span.seconds
+        elif span.state == "forecast":
+            step.forecast += span.seconds
+        elif span.state == "wait":
+            step.wait += span.seconds
+        else:
+            step.idle += span.seconds
+    for copy in recorder.copies():
+        number = bisect_right(starts, copy.start) - 1
+        if number >= 0:
+            steps[number].copy_L[copy.layer] += copy.seconds
+    return steps
+
+
+def report(run: Run, *, on_demand: Run | None, truth: Decoding, link_rate: float | None) -> dict[str, Any]:
+    """What the benchmark says of one run.
+
+    Args:
+        on_demand: the run without forecasts and with the same cache setting; None where there was none.
+        truth: what every exact run must decode, bit for bit.
+        link_rate: bytes per second of one large copy over the same link.
+    """
+    steps_s, tokens = run.steps_s, len(run.steps)
+    quartiles = statistics.quantiles(steps_s, n=4) if len(steps_s) > 1 else [steps_s[0]] * 3
+    last = run.repetitions[-1]
+    decodings = [measured.decoding for measured in run.repetitions]
+    bytes_moved = sum(measured.link_bytes for measured in run.repetitions)
+    busy_s = sum(measured.link_busy_s for measured in run.repetitions)
+    return {
+        "tpot_s": run.tpot_s,
+        "tpot_quartiles_s": [quartiles[0], quartiles[2]],
+        "tpot_mean_s": statistics.fmean(steps_s),
+        "ttft_s": statistics.median(decoding.ttft_s for decoding in decodings),
+        "compute_s": sum(sum(step.compute_L) + step.forecast for step in run.steps) / tokens,
+        "copy_s": sum(step.wait for step in run.steps) / tokens,
+        "idle_s": sum(step.idle for step in run.steps) / tokens,
+        "forecast_s": sum(step.forecast for step in run.steps) / tokens,
+        "bytes_per_token": last.stats["bytes_moved"] / len(last.steps),
+        "hit_rate": last.stats["hit_rate"],
+        "waited_s_per_token": last.stats["waited_s"] / len(last.steps),
+        "link_busy_s": busy_s / tokens,
+        "link_utilisation": bytes_moved / busy_s / link_rate if busy_s and link_rate else None,
+        **_against(run, on_demand),
+        "identical": all(
+            len(decoding.logits) == len(truth.logits) and same_logits(decoding, truth) for decoding in decodings
+        ),
+        "same_tokens": all(decoding.tokens == truth.tokens for decoding in decodings),
+        "stats": last.stats,
+    }
+
+
+_AGAINST = (
+    "overlap_efficiency",
+    "overlap_efficiency_forecast_layers",
+    "hideable_s",
+    "bound_s",
+    "tpot_over_bound",
+)
+"""What is None without an on-demand run to compare with."""
+
+
+def _against(run: Run, on_demand: Run | None) -> dict[str, Any]:
+    """Overlap efficiency and the bound, from the on-demand run's own measurement; medians as TPOT is one.
+
+    The first `ahead` layers have no forecast, at most their last token's experts: the efficiency over all layers counts
+    them in, the one over the layers that have a forecast leaves them out.
+    """
+    if on_demand is None:
+        return dict.fromkeys(_AGAINST)
+    compute_s, copy_s = bound_parts(on_demand.steps)
+    hideable_s = statistics.median(step.hideable() for step in on_demand.steps)
+    forecast_s = statistics.median(step.hideable(run.arguments.get("ahead", 1)) for step in on_demand.steps)
+    gained_s = on_demand.tpot_s - run.tpot_s if run is not on_demand else None
+    bound_s = max(compute_s, copy_s)
+    values = (
+        _ratio(gained_s, hideable_s),
+        _ratio(gained_s, forecast_s),
+        hideable_s,
+        bound_s,
+        _ratio(run.tpot_s, bound_s),
+    )
+    return dict(zip(_AGAINST, values, strict=True))
+
+
+def bound_parts(steps: Sequence[StepTimes]) -> tuple[float, float]:
+    """(sum of compute, sum of copies) per token: no schedule is faster than the greater of the two."""
+    return (
+        statistics.median(sum(step.compute_L) for step in steps),
+        statistics.median(sum(step.copy_L) for step in steps),
+    )
+
+
+def _ratio(value: float | None, of: float) -> float | None:
+    return value / of if value is not None and of else None

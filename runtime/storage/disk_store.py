@@ -1,0 +1,168 @@
+"""The experts of a model in a mapped file, for models larger than memory.
+
+The system's file cache is the memory: what is copied often stays in it, what is forecast is read ahead by a thread.
+
+L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+import tempfile
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from expertcast.predictors.view import MoEView
+from expertcast.runtime.storage.store import ExpertStore, Write
+from expertcast.runtime.storage.store_file import FILE_NAME, StaleFileError, StoreFile, StoreFormat, read_header
+
+_MADV_WILLNEED = 3
+_MADV_POPULATE_READ = 22
+"""Linux 5.14 and later: read and map the pages, and return when they are there."""
+
+
+class DiskStore(ExpertStore):
+    """Blocks in one file (:mod:`expertcast.runtime.storage.store_file`).
+
+    Args:
+        folder: where the file lies; made if need be, one folder per model. None: a temporary one, removed by `close`.
+        fingerprint: of what the blocks are made from. A file in `folder` with the same is used as it is, another is
+            made again. None: it is made again in any case.
+
+    Raises:
+        ExpertcastError: the folder holds a file of that name that is not ours.
+    """
+
+    name = "disk"
+
+    def __init__(
+        self,
+        view: MoEView,
+        folder: str | Path | None = None,
+        *,
+        device: torch.device | None = None,
+        fingerprint: str | None = None,
+    ) -> None:
+        super().__init__(view, device=device)
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        if folder is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="expertcast-")
+            folder = self._temporary.name
+        self.path = Path(folder) / FILE_NAME
+        self._form = StoreFormat(
+            layers=self.layers,
+            experts=self.experts,
+            layout=self.layout,
+            model_id=view.model_id,
+            fingerprint=fingerprint or "",
+        )
+        self._file: StoreFile | None = None
+        self._reader: ReadAhead | None = None
+        if self.path.exists():
+            read_header(self.path)
+            if fingerprint is not None:
+                self._reuse()
+
+    def _reuse(self) -> None:
+        try:
+            self._use(StoreFile.open(self.path, self._form))
+        except StaleFileError as reason:
+            warnings.warn(f"{str(self.path)!r} is made again: {reason}", stacklevel=4)
+
+    def _use(self, file: StoreFile) -> None:
+        self._file = file
+        for layer in range(self.layers):
+            self._hold(layer, file.layer(layer))
+        self._reader = ReadAhead()
+        weakref.finalize(self, self._reader.close)
+
+    def fill(self, layer: int, write: Write) -> None:
+        if self._file is None or self._reader is not None:
+            self._drop()
+            self._file = StoreFile.create(self.path, self._form)
+        self._hold(layer, self._file.layer(layer))
+        write(self.views(layer))
+        self._file.close_layer(layer)
+
+    def finish(self) -> None:
+        """Give the file its name and map it anew, so that nothing can be written to it any more."""
+        assert self._file is not None
+        self._file.commit(self.path)
+        self._use(StoreFile.open(self.path, self._form))
+
+    def read_ahead(self, keys: Iterable[int]) -> None:
+        """Read these experts' pages in a thread, in the order in which they are asked for."""
+        if self._reader is not None:
+            size = self.layout.block_bytes
+            self._reader.ask((block.data_ptr(), size) for key in keys if (block := self._blocks[key]) is not None)
+
+    def close(self) -> None:
+        self._drop()
+        super().close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _drop(self) -> None:
+        """Stop reading, and remove a file that was not completed."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+        if self._file is not None and self._file.path != self.path:
+            self._file.path.unlink(missing_ok=True)
+        self._file = None
+
+
+class ReadAhead:
+    """A thread that brings ranges of mapped files into memory."""
+
+    def __init__(self, limit: int = 256) -> None:
+        self._queue: deque[tuple[int, int]] = deque(maxlen=limit)
+        """(pointer, bytes); a full queue forgets what was asked for first."""
+        self._changed = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="expertcast-read-ahead", daemon=True)
+        self._thread.start()
+        self.ranges_read = 0
+
+    def ask(self, ranges: Iterable[tuple[int, int]]) -> None:
+        self._queue.extend(ranges)
+        self._changed.set()
+
+    def close(self) -> None:
+        """Return when nothing is being read: the mapping may go then."""
+        self._closed = True
+        self._queue.clear()
+        self._changed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._changed.wait()
+            self._changed.clear()
+            while self._queue and not self._closed:
+                try:
+                    pointer, size = self._queue.popleft()
+                except IndexError:  # cleared meanwhile
+                    break
+                populate(pointer, size)
+                self.ranges_read += 1
+
+
+def populate(pointer: int, size: int) -> None:
+    """Bring the pages that hold these bytes into memory; on older systems, ask for them and return."""
+    if sys.platform == "win32":
+        return
+    start = pointer - pointer % mmap.PAGESIZE
+    length = pointer + size - start
+    advise = ctypes.CDLL(None).madvise  # with the interpreter's lock released, as mmap.madvise is not
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    if sys.platform != "linux" or advise(start, length, _MADV_POPULATE_READ) != 0:
+        advise(start, length, _MADV_WILLNEED)

@@ -1,0 +1,203 @@
+"""expertcast.load_offloaded: a model straight from its files into its offloaded form, one layer at a time.
+
+At no time does the host hold more than the experts' blocks, a few experts on their way there, and everything else
+of the model once (until it is on its device).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import GenerationConfig, Mxfp4Config, PreTrainedModel
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
+
+from expertcast.data.discovery import find_moe_layers
+from expertcast.data.models import meta_model, resolve_model, torch_dtype
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.arguments import check_store, make_store
+from expertcast.runtime.offloaded import OffloadedModel, offload
+from expertcast.runtime.storage.expert_sources import ExpertSources
+from expertcast.runtime.storage.host_memory import available_memory
+from expertcast.runtime.storage.safetensors_files import SafetensorsFiles
+from expertcast.runtime.storage.store import ExpertStore
+
+
+def load_offloaded(
+    model_id: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    store: str = "memory",
+    store_folder: str | Path | None = None,
+    **arguments: Any,
+) -> OffloadedModel:
+    """Load a model into its offloaded form without ever holding it whole.
+
+    What :func:`expertcast.offload` of the loaded model computes, this computes bit for bit.
+
+    Args:
+        model_id: folder or hub id of a checkpoint in safetensors, of any layout that transformers reads. Experts in
+            MXFP4 (gpt-oss) are dequantised.
+        device: where the model computes. None: the CUDA device where there is one, else the CPU.
+        dtype: `auto`, `bf16`, `fp16`, `fp32` or a torch dtype. None is `auto`: what the model's configuration says.
+        store: `memory`, or `disk` for models larger than memory.
+        store_folder: with `disk`, where the packed experts are kept. A later load of the same files finds them there
+            and reads no expert again. Default: a temporary folder.
+        arguments: those of :func:`expertcast.offload`.
+
+    Returns:
+        An open offload. Its `close()` frees the experts for good: the model refuses forwards from then on.
+
+    Raises:
+        ExpertcastError: no such model, no safetensors, no MoE, a quantised or incomplete checkpoint, not enough memory,
+            an unknown dtype, device or store, or what :func:`expertcast.offload` refuses.
+    """
+    check_store(store, store_folder)
+    target, wanted = _device(device), _dtype(dtype)
+    name = str(model_id)
+    skeleton = meta_model(name)
+    quantizer = _dequantizer(skeleton, name)
+    with SafetensorsFiles(resolve_model(name)) as files:
+        configured = getattr(skeleton.config, "dtype", None) or files.dtype
+        skeleton.to(configured if wanted is None else wanted)
+        view = find_moe_layers(skeleton)
+        sources = ExpertSources(skeleton, view, files, quantizer)
+        model = _load_others(skeleton, sources, files, name).to(target)
+        _put_placeholders(model, sources)
+        fingerprint = f"{files.fingerprint()} {skeleton.dtype} transformers {transformers.__version__}"
+        made = make_store(store, store_folder, view, target, fingerprint)
+        reader = _Reader(sources, len(view), name)
+        try:
+            made.source = reader
+            _check_memory(made)
+            return offload(model, store=made, **arguments)
+        except BaseException:
+            made.close()
+            raise
+        finally:
+            made.source = None
+            reader.close()
+
+
+class _Reader:
+    """Reads layers for the store, with a progress bar."""
+
+    def __init__(self, sources: ExpertSources, layers: int, model_id: str) -> None:
+        self._sources = sources
+        self._model_id = model_id
+        self._layers = layers
+        self._bar: Any = None
+
+    def __call__(self, layer: int, views: dict[str, Tensor]) -> None:
+        try:
+            self._sources.read_layer(layer, views)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            if isinstance(error, ExpertcastError):
+                raise
+            raise _failure(self._model_id, error) from error
+        if self._bar is None:
+            self._bar = logging.tqdm(total=self._layers, desc="Loading experts")
+        self._bar.update()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _load_others(skeleton: PreTrainedModel, sources: ExpertSources, files: SafetensorsFiles, name: str) -> Any:
+    """The model with everything but its experts, on the CPU, by transformers' own loading.
+
+    transformers fills in at random what a checkpoint lacks. So it is given the experts too: tensors of the right
+    shape in which every element is the same one in memory.
+    """
+    state: dict[str, Any] = {other: files.tensors[other] for other in sources.others}
+    for full, parameter in sources.parameters.items():
+        state[full] = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+    try:
+        model = type(skeleton).from_pretrained(None, config=skeleton.config, state_dict=state, dtype=skeleton.dtype)
+        model.generation_config = _generation_config(resolve_model(name))
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise _failure(name, error) from error
+    model.config._name_or_path = name
+    return _without_experts(model.eval(), sources)
+
+
+def _without_experts(model: PreTrainedModel, sources: ExpertSources) -> PreTrainedModel:
+    """The same, with nothing in the experts' place, so that the rest can be moved."""
+    for full in sources.parameters:
+        module, _, parameter = full.rpartition(".")
+        model.get_submodule(module)._parameters[parameter] = None
+    return model
+
+
+def _put_placeholders(model: PreTrainedModel, sources: ExpertSources) -> None:
+    """Experts without weights: what the store takes the place of, and what a closed model is left with."""
+    for full, parameter in sources.parameters.items():
+        module, _, local = full.rpartition(".")
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        model.get_submodule(module)._parameters[local] = nn.Parameter(empty, requires_grad=False)
+
+
+def _generation_config(path: str) -> GenerationConfig:
+    """As `from_pretrained` finds it: in its own file, else in the model's configuration."""
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)
+
+
+def _dequantizer(model: PreTrainedModel, name: str) -> HfQuantizer | None:
+    """What turns a checkpoint with MXFP4 experts (gpt-oss) into bf16; None for one that is not quantised.
+
+    The model's configuration forgets that it was quantised: what is loaded is not.
+    """
+    settings = getattr(model.config, "quantization_config", None)
+    if settings is None:
+        return None
+    values = dict(settings if isinstance(settings, dict) else settings.to_dict())
+    if values.get("quant_method") != "mxfp4":  # others quantise more than the experts
+        raise ExpertcastError(
+            f"{name!r} is quantised ({values.get('quant_method')}): load a checkpoint in bf16, fp16, fp32 or MXFP4"
+        )
+    del model.config.quantization_config
+    return AutoHfQuantizer.from_config(Mxfp4Config.from_dict(values | {"dequantize": True}), pre_quantized=True)
+
+
+def _check_memory(store: ExpertStore) -> None:
+    available = available_memory()
+    if store.name == "memory" and available is not None and store.nbytes > available:
+        raise ExpertcastError(
+            f"the experts need {store.nbytes} bytes of host memory and {available} are available: use store='disk'"
+        )
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ExpertcastError(f"unknown device {device!r}: write 'cpu', 'cuda' or 'cuda:0'") from None
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ExpertcastError(f"device {str(chosen)!r} is not available here: use 'cpu'")
+    if chosen.type not in ("cpu", "cuda"):
+        raise ExpertcastError(f"device {str(chosen)!r} is not supported: use 'cpu' or 'cuda'")
+    return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """None stands for what the model's configuration says."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    named = torch_dtype(dtype or "auto")
+    return None if named == "auto" else named
+
+
+def _failure(name: str, error: Exception) -> ExpertcastError:
+    text = str(error).strip() or type(error).__name__
+    return ExpertcastError(f"cannot load model {name!r}: {text.splitlines()[0]}")

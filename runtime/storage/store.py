@@ -1,0 +1,205 @@
+"""The experts of a model in host memory: one contiguous, aligned block per expert.
+
+L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import MoELayer, MoEView
+from expertcast.runtime.storage.host_memory import HostMemory, PageLock, give_back_freed
+from expertcast.runtime.storage.layout import BlockLayout, expert_parameters
+
+Write = Callable[[dict[str, Tensor]], None]
+"""Fills one layer's parameters [E, ...], by name."""
+
+
+@dataclass(slots=True)
+class _Origin:
+    """Where one layer's parameter came from, so that it can be put back exactly."""
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class ExpertStore:
+    """Host copies of all experts; page-locked when the model computes on CUDA.
+
+    Filled layer by layer, either by `pack` from a model that holds its experts, or by `fill` with whatever a
+    checkpoint is read with. `pack` takes the weights out of the model as it goes (no second copy of the whole model
+    exists at any time) and `unpack` puts them back into the very same `nn.Parameter` objects, bit for bit.
+    The blocks of one layer lie one after another.
+
+    Args:
+        device: where the model computes. None: where the experts lie.
+        pinned: page-lock the memory, as far as there is a budget for it.
+        lock: page-locks it, in place of the default one.
+
+    Raises:
+        ExpertcastError: no device is given and the experts lie on several, or have no weights.
+    """
+
+    name = "memory"
+
+    def __init__(
+        self,
+        view: MoEView,
+        *,
+        device: torch.device | None = None,
+        pinned: bool = False,
+        lock: PageLock | None = None,
+    ) -> None:
+        self.layers = len(view)
+        self.experts = view.shape.experts
+        self.layout = BlockLayout.of(view)
+        self.device = self.device_of(view) if device is None else device
+        self._lock = PageLock() if lock is None and pinned else lock
+        self._memory: list[HostMemory | None] = [None] * self.layers
+        self._layer_bytes: list[Tensor | None] = [None] * self.layers
+        self._blocks: list[Tensor | None] = [None] * (self.layers * self.experts)
+        self._origins: list[list[_Origin]] = []
+        self.source: Callable[[int, dict[str, Tensor]], None] | None = None
+        """Fills a layer's parameters [E, ...] when a model without experts' weights is packed."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.layers * self.layer_nbytes
+
+    @property
+    def layer_nbytes(self) -> int:
+        return self.experts * self.layout.block_bytes
+
+    @property
+    def pinned_layers(self) -> list[bool]:
+        """Per layer, whether its blocks are page-locked."""
+        return [memory is not None and memory.pinned for memory in self._memory]
+
+    def key(self, layer: int, expert: int) -> int:
+        return layer * self.experts + expert
+
+    def block(self, key: int) -> Tensor:
+        """uint8 [block_bytes] of one expert."""
+        block = self._blocks[key]
+        assert block is not None, f"the store holds no expert {key}"
+        return block
+
+    def views(self, layer: int) -> dict[str, Tensor]:
+        """One layer's parameters in host memory, [E, ...] by name."""
+        blocks = self._layer_bytes[layer]
+        assert blocks is not None, f"the store holds no layer {layer}"
+        return self.layout.views(blocks)
+
+    def read_ahead(self, keys: Iterable[int]) -> None:
+        """These experts will be copied soon. Nothing to do for a store in memory."""
+
+    def fill(self, layer: int, write: Write) -> None:
+        """Make one layer's blocks and let `write` fill them. Layers come first to last."""
+        memory = HostMemory(self.layer_nbytes, self._lock)
+        self._memory[layer] = memory
+        self._hold(layer, memory.bytes)
+        write(self.views(layer))
+
+    def finish(self) -> None:
+        """Called once, when all layers are filled."""
+
+    def pack(self, view: MoEView) -> None:
+        """Take every expert out of the model and release the model's own memory for it.
+
+        Experts without weights (on the meta device) are read from `source`, unless the store holds them already.
+
+        Raises:
+            ExpertcastError: the model's experts differ in shape or dtype from the store's, or have no weights.
+        """
+        if BlockLayout.of(view) != self.layout or (len(view), view.shape.experts) != (self.layers, self.experts):
+            raise ExpertcastError("the store was made for experts of another shape, dtype or number: make a new one")
+        written = [self._pack_layer(layer) for layer in view]
+        if any(written):
+            self.finish()
+
+    def _pack_layer(self, layer: MoELayer) -> bool:
+        """Whether anything had to be written."""
+        parameters = expert_parameters(layer.experts, layer.num_experts)
+        self._origins.append([_Origin(layer.experts, name, p, p.shape, p.stride()) for name, p in parameters.items()])
+        if any(parameter.is_meta for parameter in parameters.values()):
+            if self._layer_bytes[layer.index] is not None:
+                return False
+            if self.source is None:
+                raise ExpertcastError("the model has no weights (meta device): load it before offloading")
+            self.fill(layer.index, partial(self.source, layer.index))
+            return True
+        self.fill(layer.index, partial(_copy_parameters, parameters))
+        for parameter in parameters.values():
+            parameter.data = parameter.data.new_empty(0)
+        give_back_freed()
+        return True
+
+    def unpack(self) -> None:
+        """Give every parameter its weights back, on the device it came from, and free the blocks as it goes.
+
+        Parameters that had no weights get none.
+        """
+        for origin in (origin for origins in self._origins for origin in origins):
+            origin.module._parameters[origin.name] = origin.parameter  # the slots' memory may go before ours is taken
+        for layer, origins in enumerate(self._origins):
+            for origin in origins:
+                parameter = origin.parameter
+                if not parameter.is_meta and parameter.numel() == 0:
+                    data = torch.empty_strided(origin.size, origin.stride, dtype=parameter.dtype, device=self.device)
+                    parameter.data = data.copy_(self.views(layer)[origin.name])
+            self._free(layer)
+        self._origins = []
+
+    def close(self) -> None:
+        """Free everything; called by whoever made the store, after `unpack` if a model was packed."""
+        for layer in range(self.layers):
+            self._free(layer)
+
+    def _hold(self, layer: int, blocks: Tensor) -> None:
+        """These bytes [E * block_bytes] are the layer's blocks."""
+        self._layer_bytes[layer] = blocks
+        first = layer * self.experts
+        self._blocks[first : first + self.experts] = blocks.view(self.experts, -1).unbind(0)
+
+    def _free(self, layer: int) -> None:
+        first = layer * self.experts
+        self._blocks[first : first + self.experts] = [None] * self.experts
+        self._layer_bytes[layer] = None
+        memory, self._memory[layer] = self._memory[layer], None
+        if memory is not None:
+            memory.release()
+
+    @staticmethod
+    def block_bytes_of(view: MoEView) -> int:
+        """Bytes of one expert's block, before anything is packed."""
+        return BlockLayout.of(view).block_bytes
+
+    @staticmethod
+    def device_of(view: MoEView) -> torch.device:
+        """The one device that all experts lie on.
+
+        Raises:
+            ExpertcastError: the model has no weights, or is spread over devices.
+        """
+        devices = {parameter.device for layer in view for parameter in layer.experts.parameters()}
+        if any(device.type == "meta" for device in devices):
+            raise ExpertcastError("the model has no weights (meta device): load it before offloading")
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            raise ExpertcastError(f"the experts lie on several devices ({names}): load the model onto one")
+        return devices.pop()
+
+
+def _copy_parameters(parameters: dict[str, nn.Parameter], views: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            views[name].copy_(parameter)

@@ -1,0 +1,263 @@
+"""Advice: on surveys made by hand, where the right answer is known, and on the reference model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from expertcast.checkpoints.store import save_predictor
+from expertcast.predictors import ExpertcastError, MoEView, predictor_class
+from expertcast.predictors.next_norm import NextNorm
+from expertcast.runtime.advising.advise import WORTH, advice_errors, advice_from, advise, expected_tpot, most_to_gain
+from expertcast.runtime.advising.event_model import Replay, Setting, Trace
+from expertcast.runtime.advising.observation import Forward, executed, measured_recall, trace_of, with_recall
+from expertcast.runtime.advising.survey import survey
+from tests.runtime.made import layer_times, made_survey, perfect
+
+LAYERS, EXPERTS = 4, 8
+# two tokens that share no expert: without a cache, or with few slots, everything is copied
+TRACE = Trace(
+    experts=EXPERTS,
+    prefill=[[8 * layer, 8 * layer + 1] for layer in range(LAYERS)],
+    steps=[
+        [[8 * layer + 2 * (step % 3), 8 * layer + 2 * (step % 3) + 1] for layer in range(LAYERS)] for step in range(6)
+    ],
+)
+WRONG = [{layer: [8 * layer + 6, 8 * layer + 7] for layer in range(1, LAYERS)} for _ in TRACE.steps]
+COPIES = Setting(slots=12, copy_s=1.0, cache=False, carry=False)
+TIMES = layer_times([1.0] * LAYERS, [1.0] * LAYERS)
+
+
+def _survey(forecasts: Any, *, forecast_s: float = 0.0, setting: Setting = COPIES, ahead: int = 1) -> Any:
+    own = replace(TIMES, forecast_s=[forecast_s] * LAYERS)
+    return made_survey(TRACE, TIMES, setting, {("made", ahead): (forecasts, own)})
+
+
+def test_copies_as_long_as_compute_are_prefetched() -> None:
+    advice = advice_from(_survey(perfect(TRACE)))
+    assert (advice.prefetch, advice.predictor, advice.ahead) == (True, "made", 1)
+    assert advice.options[0].tpot_s == 4 * (2.0 + 2.0)
+    assert advice.tpot_s == 2.0 + 4 * 2.0  # the first layer's copies, then compute alone
+    assert advice.most_to_gain == 0.5
+    assert "waiting for copies is 50%" in advice.reasons[0]
+    assert "can gain at most 50%" in advice.reasons[0]
+    assert "made 1 ahead" in advice.reasons[1]
+    assert "-38%" in advice.reasons[1]
+    assert advice.text().startswith("advice: prefetch with made, 1 layer ahead; expect 1e+04 ms per token")
+
+
+def test_forecasts_that_cost_more_than_they_hide() -> None:
+    advice = advice_from(_survey(perfect(TRACE), forecast_s=3.0))
+    assert (advice.prefetch, advice.predictor, advice.ahead) == (False, None, None)
+    assert advice.tpot_s == 16.0
+    assert "costs 9e+03 ms of forecasts" in advice.reasons[1]
+    assert "more than" in advice.reasons[1]
+    assert advice.text().startswith("advice: load on demand")
+
+
+def test_wrong_forecasts_are_not_followed() -> None:
+    advice = advice_from(_survey(WRONG))
+    assert not advice.prefetch
+    assert advice.options[1].tpot_s >= 16.0
+    assert "hides nothing" in advice.reasons[1]
+
+
+def test_a_gain_too_small_to_be_worth_it() -> None:
+    right_once = [{1: TRACE.steps[index][1][:1]} for index in range(6)]
+    small = replace(COPIES, copy_s=0.1)
+    advice = advice_from(_survey(right_once, setting=small))
+    assert 1 - advice.options[1].tpot_s / advice.options[0].tpot_s == pytest.approx(0.1 / 8.8)
+    assert WORTH > 0.1 / 8.8
+    assert not advice.prefetch
+    assert "too little to be worth it" in advice.reasons[1]
+
+
+def test_further_ahead_pays_where_misses_are_uneven() -> None:
+    """Layer 3 alone has new experts: two layers' compute hides its copies, one layer's does not."""
+    steady = [[0, 1], [8, 9], [16, 17]]
+    trace = Trace(
+        experts=EXPERTS,
+        prefill=[*steady, [24, 25]],
+        steps=[[*steady, [24 + 2 * (step % 3) + 2, 24 + 2 * (step % 3) + 3]] for step in range(6)],
+    )
+    setting = Setting(slots=10, copy_s=2.0)
+    forecasts = {ahead: [{3: routing[3]} for routing in trace.steps] for ahead in (1, 2)}
+    found = made_survey(trace, TIMES, setting, {("made", ahead): (forecasts[ahead], TIMES) for ahead in (1, 2)})
+    advice = advice_from(found)
+    assert [option.tpot_s for option in advice.options[:3]] == [12.0, 10.0, 8.0]
+    assert (advice.prefetch, advice.ahead) == (True, 2)
+    assert "made 1 ahead would take" in advice.reasons[2]
+
+
+def test_what_would_help_most() -> None:
+    """Three tokens' experts in turn: room for all of them would save every copy, a faster link half of them."""
+    cached = Setting(slots=12, copy_s=1.0)
+    advice = advice_from(made_survey(TRACE, TIMES, cached, {}))
+    assert advice.levers == {"twice the slots": 8.0, "a link of twice the speed": 12.0}
+    assert advice.reasons[-1] == "twice the slots would help most: 8e+03 ms per token, 50% less"
+    halved = advice_from(made_survey(TRACE, TIMES, replace(cached, slots=8, cache=False), {}))
+    assert halved.reasons[-1].startswith("a link of twice the speed would help most")
+
+
+def test_speculation_is_named_with_its_price() -> None:
+    advice = advice_from(_survey(WRONG))
+    assert advice.options[2].mode == "speculate"
+    assert advice.options[2].tpot_s == 10.0
+    assert any("changes what the model writes" in reason for reason in advice.reasons)
+
+
+def test_most_to_gain() -> None:
+    run = Replay(steps_s=[20.0], waits_s=[[5.0, 1.0, 4.0]], hit_rate=0.0, copies=0.0)
+    assert most_to_gain(run, [2.0, 2.0, 6.0]) == (2.0 + 1.0 + 4.0) / 20.0
+    assert most_to_gain(run, [2.0, 0.5, 6.0]) == (2.0 + 0.5 + 4.0) / 20.0
+    assert most_to_gain(run, [2.0, 2.0, 6.0], ahead=2) == (4.0 + 1.0 + 4.0) / 20.0
+    assert most_to_gain(run, [0.5, 0.5, 0.5], ahead=9) == 1.5 / 20.0
+
+
+def test_expected_and_measured() -> None:
+    found = _survey(perfect(TRACE))
+    runs: dict[str, dict[str, Any]] = {
+        "on_demand": {"cache": False},
+        "cached": {"cache": True, "slots": 32},
+        "exact": {"predictor": "made", "cache": False},
+        "speculate": {"predictor": "made", "mode": "speculate"},
+        "hybrid": {"predictor": "made", "mode": "hybrid", "min_recall": 0.4},
+    }
+    got = advice_errors(
+        found, runs, {"on_demand": 20.0, "cached": 8.0, "exact": 10.0, "speculate": 8.0, "hybrid": 10.0}
+    )
+    assert got["on_demand"]["expected_tpot_s"] == got["on_demand"]["model_tpot_s"] == 16.0
+    assert (got["on_demand"]["tpot_s"], got["on_demand"]["relative_error"]) == (20.0, pytest.approx(-0.2))
+    late = advice_errors(replace(found, times=replace(TIMES, late_s=2.0)), {"a": {}}, {"a": 18.0})["a"]
+    assert (late["relative_error"], late["expected_tpot_s"], late["model_tpot_s"]) == (0.0, 18.0, 16.0)
+    assert got["cached"]["relative_error"] == 0.0
+    assert got["exact"]["relative_error"] == 0.0
+    assert got["speculate"]["relative_error"] == 0.25
+    assert got["hybrid"]["expected_tpot_s"] == 10.0
+    with pytest.raises(ExpertcastError, match=r"predictor='other', ahead=1 is not in this survey \(it has made"):
+        expected_tpot(found, {"predictor": "other"})
+    with pytest.raises(ExpertcastError, match="ahead=2"):
+        expected_tpot(found, {"predictor": "made", "ahead": 2, "mode": "hybrid"})
+
+
+# ---- forecasts of a run
+
+
+def test_trace_of_forwards() -> None:
+    forwards = [Forward({0: [3, 1], 1: [9]}, {}), Forward({0: [2], 1: [8]}, {1: [9]})]
+    trace = trace_of(forwards, 8)
+    assert trace == Trace(experts=8, prefill=[[3, 1], [9]], steps=[[[2], [8]]])
+    assert measured_recall(trace, [forwards[1].forecast], 2) == {1: 0.0}
+    assert executed(trace, [forwards[1].forecast], [1], 2).steps == [[[2], [9]]]
+    assert executed(trace, [forwards[1].forecast], [0], 2).steps == trace.steps
+
+
+@pytest.mark.parametrize("wanted", [0.0, 0.3, 0.6, 1.0])
+def test_forecasts_at_another_recall(wanted: float) -> None:
+    many = _repeated(TRACE, 400)
+    half = [{layer: [routing[layer][0], 8 * layer + 7] for layer in range(1, LAYERS)} for routing in many.steps]
+    assert measured_recall(many, half, 2) == {1: 0.5, 2: 0.5, 3: 0.5}
+    changed = with_recall(many, half, dict.fromkeys(range(1, LAYERS), wanted), 2)
+    for value in measured_recall(many, changed, 2).values():
+        assert value == pytest.approx(wanted, abs=0.06)
+    for forecasts in changed:
+        for layer, keys in forecasts.items():
+            assert len(set(keys)) == 2
+            assert {key // EXPERTS for key in keys} == {layer}
+    assert with_recall(many, half, dict.fromkeys(range(1, LAYERS), 0.5), 2) == half
+
+
+def _repeated(trace: Trace, count: int) -> Trace:
+    return replace(trace, steps=[trace.steps[step % len(trace.steps)] for step in range(count)])
+
+
+# ---- the reference model
+
+
+def test_survey_and_advice(reference_model: PreTrainedModel, one: dict[str, Any]) -> None:
+    found = survey(
+        reference_model,
+        one["input_ids"],
+        predictors=["next_norm"],
+        new_tokens=6,
+        repetitions=1,
+        slots=64,
+        cache=False,
+        bandwidth=2e7,
+    )
+    assert (found.layers, found.top_k, found.experts, found.block_bytes) == (12, 4, 768, 36864)
+    assert found.setting.copy_s >= 36864 / 2e7
+    assert (found.setting.slots, found.setting.cache, found.setting.window) == (64, False, 1)
+    assert len(found.trace.steps) == 5
+    assert found.known("next_norm", 1).source == "measured"
+    assert 0.5 < found.known("next_norm", 1).mean_recall < 1
+    assert set(found.known("next_norm", 1).recall) == set(range(1, 12))
+    advice = advice_from(found)
+    on_demand, exact, speculated = advice.options
+    assert on_demand.bytes_per_token == 12 * 4 * 36864
+    assert on_demand.tpot_s == pytest.approx(found.tpot_s)  # what it was calibrated to
+    assert 0.8 * on_demand.bytes_per_token < exact.bytes_per_token < 1.5 * on_demand.bytes_per_token
+    assert on_demand.tpot_s > 12 * 4 * 36864 / 2e7
+    assert exact.wait_s < on_demand.wait_s
+    assert 11 / 12 <= speculated.hit_rate < 1  # the rest is the first layer's, which are the last token's again
+    assert json.loads(json.dumps(advice.as_dict(), allow_nan=False))["options"][1]["predictor"] == "next_norm"
+    for line in ("on_demand", "exact", "speculate", "64 of 768 experts in 2.359 MB"):
+        assert line in advice.text()
+
+
+def test_recall_from_a_checkpoint(
+    reference_model: PreTrainedModel, reference_view: MoEView, one: dict[str, Any], tmp_path: Path
+) -> None:
+    predictor = NextNorm(NextNorm.config_class(), reference_view.shape)
+    recall = {"next_norm": {"mean": 1.0, "per_layer": [1.0] * 11}}
+    metrics = {"ahead": 1, "targets": list(range(1, 12)), "recall_at_k": recall}
+    save_predictor(predictor, tmp_path / "ckpt", view=reference_view, metrics=metrics)
+    common = {"new_tokens": 4, "repetitions": 1, "slots": 64, "cache": False, "bandwidth": 1e8}
+    found = survey(reference_model, one["input_ids"], predictors=[tmp_path / "ckpt"], **common)
+    known = found.known(str(tmp_path / "ckpt"), 1)
+    assert (known.source, known.mean_recall) == ("metrics.json", 1.0)
+    assert measured_recall(found.trace, known.forecasts, 4) == dict.fromkeys(range(1, 12), 1.0)
+    assert found.predict(str(tmp_path / "ckpt")).hit_rate >= 11 / 12
+
+
+def test_every_distance_is_surveyed(
+    reference_model: PreTrainedModel, reference_view: MoEView, one: dict[str, Any]
+) -> None:
+    cls = predictor_class("next_norm")
+    predictor = cls(cls.config_class(ahead=(1, 3)), reference_view.shape)
+    common = {"new_tokens": 3, "repetitions": 1, "slots": 128, "bandwidth": 1e9}
+    found = survey(reference_model, one["input_ids"], predictors=[predictor], **common)
+    assert set(found.forecasting) == {("next_norm", 1), ("next_norm", 3)}
+    assert set(found.known("next_norm", 3).recall) == set(range(3, 12))
+
+
+def test_when_nothing_can_be_hidden(reference_model: PreTrainedModel, one: dict[str, Any]) -> None:
+    common: dict[str, Any] = {"new_tokens": 4, "repetitions": 1, "predictors": ["next_norm"]}
+    advice = advise(reference_model, one["input_ids"], slots=64, **common)  # copies in the model's own thread
+    assert not advice.prefetch
+    assert "nothing can be hidden" in advice.reasons[0]
+    every = torch.arange(3, 4000, 9)[None]
+    advice = advise(reference_model, every, slots=768, bandwidth=1e9, **common)
+    assert not advice.prefetch
+    assert advice.slots == advice.experts == 768
+    assert "all 768 experts fit" in advice.reasons[0]
+
+
+def test_bad_input(reference_model: PreTrainedModel, one: dict[str, Any]) -> None:
+    ids = one["input_ids"]
+    with pytest.raises(ExpertcastError, match="new_tokens=1"):
+        survey(reference_model, ids, new_tokens=1)
+    with pytest.raises(ExpertcastError, match="repetitions=0"):
+        survey(reference_model, ids, repetitions=0)
+    with pytest.raises(ExpertcastError, match=r"prompt_ids has shape \[2, "):
+        survey(reference_model, ids.repeat(2, 1))
+    with pytest.raises(ExpertcastError, match="neither a folder nor one of"):
+        survey(reference_model, ids, predictors=["nobody"])
+    with pytest.raises(ExpertcastError, match="slots=2"):
+        survey(reference_model, ids, slots=2)

@@ -1,0 +1,53 @@
+"""A lent store serves one offload after another, and the model gets its own parameters back in the end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from expertcast.data.discovery import experts_implementation, find_moe_layers
+from expertcast.runtime import offload
+from expertcast.runtime.benchmarking.decoding import decode_greedily, same_logits
+from expertcast.runtime.benchmarking.lent_store import LentStore, without_experts_to
+from tests.families.models import tiny_model
+
+PROMPT_IDS = torch.arange(5).unsqueeze(0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_offloads_in_turn(family: str) -> None:
+    model = tiny_model(family)
+    parameters = dict(model.named_parameters())
+    weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    with experts_implementation(model, "grouped_mm"):
+        expected = decode_greedily(model, PROMPT_IDS, 4)
+        store = LentStore(find_moe_layers(model), torch.device("cpu"))
+        with store.resident():
+            assert same_logits(decode_greedily(model, PROMPT_IDS, 4), expected)
+        for slots in (4, 9):
+            with offload(model, store=store, slots=slots) as offloaded:
+                assert offloaded.store is store
+                assert same_logits(decode_greedily(model, PROMPT_IDS, 4), expected)
+        store.give_back()
+        assert same_logits(decode_greedily(model, PROMPT_IDS, 4), expected)
+    for name, parameter in model.named_parameters():
+        assert parameter is parameters[name]
+        assert parameter.equal(weights[name]), name
+
+
+def test_the_weights_lie_once() -> None:
+    model = tiny_model("qwen3_moe")
+    view = find_moe_layers(model)
+    store = LentStore(view, torch.device("cpu"))
+    block = store.block(store.key(1, 3))
+    lent = view[1].experts.down_proj[3]
+    assert block.data_ptr() <= lent.data_ptr() < block.data_ptr() + len(block)
+
+
+def test_everything_but_experts_moves() -> None:
+    model = tiny_model("glm4_moe_lite")
+    without_experts_to(model, torch.device("meta"))
+    experts = tuple(layer.experts_name for layer in find_moe_layers(model))
+    for name, parameter in model.named_parameters():
+        assert parameter.is_meta != name.startswith(experts), name
+    assert all(buffer.is_meta for buffer in model.buffers())

@@ -1,0 +1,106 @@
+"""Shapes are the published models' sizes, with random weights of the right kind and no second copy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from expertcast.data.discovery import find_moe_layers
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime.benchmarking.random_weights import meta_model, random_model, weight_bytes
+from expertcast.runtime.benchmarking.shapes import SHAPES, build_shape, check_memory
+from tests.families.models import CONFIGS
+
+PUBLISHED = {  # parameters in billions as the model cards have them; L, E, K, D
+    "qwen3-30b-a3b": (30.5, 48, 128, 8, 2048),
+    "qwen3-235b-a22b": (235.1, 94, 128, 8, 4096),
+    "gpt-oss-20b": (20.9, 24, 32, 4, 2880),
+    "gpt-oss-120b": (116.8, 36, 128, 4, 2880),
+    "glm-4.7-flash": (29.9, 46, 64, 4, 2048),
+    "olmoe-1b-7b": (6.9, 16, 64, 8, 2048),
+    "mixtral-8x7b": (46.7, 32, 8, 2, 4096),
+    "reference": (0.0163, 12, 64, 4, 192),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_sizes(name: str) -> None:
+    billions, *numbers = PUBLISHED[name]
+    model = meta_model(SHAPES[name].config(), torch.bfloat16)
+    assert weight_bytes(model) / 2e9 == pytest.approx(billions, rel=0.005)
+    shape = find_moe_layers(model).shape
+    assert [shape.layers, shape.experts, shape.top_k, shape.hidden] == numbers
+    assert SHAPES[name].layers == shape.layers
+
+
+def test_layers_cut_moe_layers_and_keep_dense_ones() -> None:
+    model = meta_model(SHAPES["glm-4.7-flash"].config(2), torch.bfloat16)
+    assert len(find_moe_layers(model)) == 2
+    assert len(model.model.layers) == 3
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "glm4_moe_lite", "olmoe", "mixtral"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_random_weights(family: str, dtype: torch.dtype) -> None:
+    model = random_model(CONFIGS[family], dtype=dtype, device="cpu", seed=0)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == dtype
+        if parameter.dim() > 1:
+            assert 0.01 < parameter.float().std() < 0.04, name
+            assert abs(parameter.float().mean()) < 0.01, name
+        elif "norm" in name:
+            assert (parameter == 1).all(), name
+    with torch.no_grad():
+        assert model(torch.arange(8).unsqueeze(0)).logits.isfinite().all()
+
+
+def test_seed_decides() -> None:
+    one, same, other = (build_shape("reference", layers=1, seed=seed) for seed in (1, 1, 2))
+    weights = [model.model.layers[0].mlp.experts.down_proj for model in (one, same, other)]
+    assert weights[0].equal(weights[1])
+    assert not weights[0].equal(weights[2])
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = build_shape("reference", layers=1)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_too_small_memory_names_the_layers_that_fit() -> None:
+    cpu = torch.device("cpu")
+    with pytest.raises(ExpertcastError, match=r"with 48 layers needs 62\.\d GB .* give --layers 14 or fewer"):
+        check_memory("qwen3-30b-a3b", 48, torch.bfloat16, cpu, free=20 * 10**9)
+    check_memory("qwen3-30b-a3b", 14, torch.bfloat16, cpu, free=20 * 10**9)
+    with pytest.raises(ExpertcastError, match="not even --layers 1 fits"):
+        check_memory("mixtral-8x7b", 32, torch.bfloat16, cpu, free=10**9)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ExpertcastError, match="unknown shape 'nope'"):
+        build_shape("nope")
+    with pytest.raises(ExpertcastError, match="--layers 13"):
+        build_shape("reference", layers=13)
+    with pytest.raises(ExpertcastError, match="unknown dtype 'int3'"):
+        build_shape("reference", dtype="int3")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+def test_no_second_copy() -> None:
+    program = (
+        "import re, torch; from expertcast.runtime.benchmarking.shapes import SHAPES\n"
+        "from expertcast.runtime.benchmarking.random_weights import random_model, weight_bytes\n"
+        "def peak():\n"
+        "    return int(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1]) * 1024\n"
+        "config = SHAPES['olmoe-1b-7b'].config(1)\n"
+        "config.vocab_size, config.intermediate_size = 100, 512\n"
+        "small = random_model(SHAPES['reference'].config(1), dtype=torch.bfloat16, device='cpu', seed=0)\n"
+        "open('/proc/self/clear_refs', 'w').write('5')\n"  # the peak is what is there now
+        "before = peak()\n"
+        "model = random_model(config, dtype=torch.bfloat16, device='cpu', seed=0)\n"
+        "print((peak() - before) / weight_bytes(model))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert 0.9 < float(run.stdout) < 1.2

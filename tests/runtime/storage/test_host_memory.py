@@ -1,0 +1,189 @@
+"""Memory of the exact size; what cannot be page-locked stays pageable with one warning and works as well."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from expertcast.data.discovery import find_moe_layers
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime.storage.host_memory import HostMemory, PageLock, available_memory
+from expertcast.runtime.storage.store import ExpertStore
+from tests.families.models import tiny_model
+
+PAGE = mmap.PAGESIZE
+
+
+class CountingDriver:
+    """Locks up to `room` bytes and refuses the rest, as a driver does; keeps the books."""
+
+    def __init__(self, room: int = 1 << 40) -> None:
+        self.room = room
+        self.locked: dict[int, int] = {}
+        self.refused = 0
+
+    def register(self, pointer: int, nbytes: int) -> str | None:
+        assert pointer % PAGE == 0
+        assert nbytes % PAGE == 0
+        assert pointer not in self.locked
+        if sum(self.locked.values()) + nbytes > self.room:
+            self.refused += 1
+            return "out of memory"
+        self.locked[pointer] = nbytes
+        return None
+
+    def unregister(self, pointer: int) -> None:
+        del self.locked[pointer]
+
+
+def test_exact_size_aligned_and_zeroed() -> None:
+    driver = CountingDriver()
+    lock = PageLock(driver=driver)
+    memory = HostMemory(5 * PAGE + 1, lock)
+    assert memory.bytes.shape == (5 * PAGE + 1,)
+    assert memory.bytes.data_ptr() % PAGE == 0
+    assert not memory.bytes.any()
+    memory.bytes.fill_(7)
+    assert memory.pinned
+    assert list(driver.locked.values()) == [6 * PAGE], "whole pages, and no power of two"
+    assert lock.locked_bytes == 6 * PAGE
+    memory.release()
+    memory.release()
+    assert driver.locked == {}
+    assert lock.locked_bytes == 0
+
+
+def test_unlocked_when_forgotten() -> None:
+    driver = CountingDriver()
+    memory = HostMemory(100, PageLock(driver=driver))
+    kept = memory.bytes
+    del memory
+    gc.collect()
+    assert driver.locked == {}
+    kept.fill_(1)  # the mapping lives as long as a tensor views it
+
+
+def test_released_memory_lives_as_long_as_a_tensor_views_it() -> None:
+    memory = HostMemory(10 * PAGE)
+    row = memory.bytes[PAGE:]
+    memory.release()
+    row.fill_(3)
+    assert int(row.sum()) == 3 * 9 * PAGE
+    assert not memory.pinned
+
+
+@pytest.mark.parametrize("limit", ["budget", "driver"])
+def test_what_does_not_fit_is_pageable_with_one_warning(limit: str) -> None:
+    driver = CountingDriver(3 * PAGE if limit == "driver" else 1 << 40)
+    lock = PageLock(3 * PAGE if limit == "budget" else None, driver)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        memories = [HostMemory(PAGE * 3 // 2, lock) for _ in range(4)]
+    assert [memory.pinned for memory in memories] == [True, False, False, False]
+    assert driver.refused == (limit == "driver"), "not asked again after a refusal"
+    assert len(caught) == 1
+    words = "out of memory" if limit == "driver" else f"{PAGE} bytes of memory are available"
+    assert words in str(caught[0].message)
+    assert f"only {2 * PAGE} bytes of the experts are page-locked" in str(caught[0].message)
+    for memory in memories:
+        memory.bytes.fill_(1)
+        memory.release()
+    assert driver.locked == {}
+
+
+def test_store_locks_the_layers_that_fit() -> None:
+    """Two of four layers are page-locked; every block holds its expert and comes back bit for bit."""
+    model = tiny_model("gpt_oss")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    view = find_moe_layers(model)
+    layer_bytes = -(-8 * ExpertStore.block_bytes_of(view) // PAGE) * PAGE
+    driver = CountingDriver(2 * layer_bytes)
+    store = ExpertStore(view, lock=PageLock(driver=driver))
+    with pytest.warns(UserWarning, match="stays pageable"):
+        store.pack(view)
+    assert store.pinned_layers == [True, True, False, False]
+    for layer in view:
+        for name, parameter in store.views(layer.index).items():
+            assert torch.equal(parameter, before[f"{layer.experts_name}.{name}"])
+    assert all(store.block(key).data_ptr() % 256 == 0 for key in range(32))
+    store.unpack()
+    assert driver.locked == {}
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_default_budget_is_the_memory_at_hand() -> None:
+    available = available_memory()
+    assert available is not None
+    assert 0 < available < 1 << 50
+    driver = CountingDriver()
+    with pytest.warns(UserWarning, match="are available for it"):
+        assert not PageLock(driver=driver).lock(0, available + (1 << 34))
+
+
+def test_impossible_size_is_one_line() -> None:
+    with pytest.raises(ExpertcastError, match="cannot map 72057594037927936 bytes of host memory"):
+        HostMemory(1 << 56)
+
+
+_PACK = """
+import sys, torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from expertcast.data.discovery import find_moe_layers
+from expertcast.runtime.storage.store import ExpertStore
+
+def peak():
+    rows = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+    return int(rows["VmHWM"].split()[0]) * 1024
+
+config = Qwen3MoeConfig(vocab_size=64, hidden_size=256, num_hidden_layers=10, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=16, num_experts=16, num_experts_per_tok=2, moe_intermediate_size=512)
+model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+view = find_moe_layers(model)
+store = ExpertStore(view)
+size = store.nbytes
+for step in (lambda: store.pack(view), store.unpack):
+    open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+    before = peak()
+    step()
+    print((peak() - before) / size)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_packing_and_unpacking_never_hold_two_copies() -> None:
+    """Of ten layers: one is in both places at a time, with some room for what the allocator keeps."""
+    run = subprocess.run([sys.executable, "-c", _PACK], capture_output=True, text=True, check=True, timeout=120)
+    packing, unpacking = map(float, run.stdout.split())
+    assert packing < 0.35
+    assert unpacking < 0.35
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+class TestCuda:
+    def test_locked_and_copied(self) -> None:
+        memory = HostMemory(3 * PAGE + 5, PageLock())
+        assert memory.pinned
+        assert memory.bytes.is_pinned()
+        memory.bytes.copy_(torch.arange(len(memory.bytes)).to(torch.uint8))
+        copied = memory.bytes.to("cuda", non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(copied.cpu(), memory.bytes)
+        kept = memory.bytes
+        memory.release()
+        assert not kept.is_pinned()
+
+    def test_a_refusal_leaves_no_error_behind(self) -> None:
+        """The same range twice is what a driver refuses for certain."""
+        first = HostMemory(4 * PAGE, PageLock())
+        with pytest.warns(UserWarning, match="the driver refused"):
+            assert not PageLock().lock(first.bytes.data_ptr(), 4 * PAGE)
+        assert torch.ones(3, device="cuda").add_(1).sum().item() == 6
+        first.release()
