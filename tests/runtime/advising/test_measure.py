@@ -134,4 +134,4 @@ def test_speed_of_a_cuda_link(reference_model: PreTrainedModel) -> None:
         reference_model.to("cpu")
     assert speed.rate > 1e8
     assert speed.copy_s >= 36864 / speed.rate / 2
-    assert 0 <= speed.latency_s < 1e-2
+    assert speed.latency_s >= 0
