@@ -59,9 +59,18 @@ def load_target(args: argparse.Namespace) -> Target:
         say(f"building {name} with random weights")
         model = build_shape(name, layers=args.layers, dtype=args.dtype, seed=args.seed)
     else:
-        model = load_model(name, dtype=args.dtype)
+        model = _load_model(name, args.dtype)
     view = find_moe_layers(model)
     return Target(name, without_experts_to(model, device), view, random, LentStore(view, device))
+
+
+def _load_model(name: str, dtype: str) -> PreTrainedModel:
+    try:
+        return load_model(name, dtype=dtype)
+    except ExpertcastError as error:
+        if "/" in name or Path(name).exists():
+            raise
+        raise ExpertcastError(f"{name!r} is no shape ({', '.join(SHAPES)}) and {error}") from error
 
 
 def has_random_weights(args: argparse.Namespace) -> bool:

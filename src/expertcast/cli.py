@@ -218,6 +218,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slots", type=_positive, metavar="S", help="experts that fit on the device (default: a quarter)"
     )
+    parser.add_argument("--memory", metavar="BYTES", help="device memory for experts instead of --slots, such as 2GB")
+    parser.add_argument(
+        "--store-folder", metavar="DIR", help="keep the experts packed in this folder, for models larger than memory"
+    )
     parser.add_argument("--bandwidth", type=_bandwidth, metavar="BYTES/S", help=BANDWIDTH_HELP)
     parser.add_argument("--new-tokens", type=_positive, default=64, metavar="N", help="(default: %(default)s)")
     _add_model_options(parser)

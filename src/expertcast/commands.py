@@ -26,8 +26,8 @@ from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, names, predictor_class
-from expertcast.runtime.offloaded import offload
 from expertcast.runtime.quality import QualityRun, measure_quality, text_windows
+from expertcast.runtime.storage.loading import load_offloaded
 from expertcast.training.curve import learning_curve
 from expertcast.training.evaluation import evaluate as evaluate_predictors
 from expertcast.training.fit import fit, fit_many
@@ -122,15 +122,23 @@ def evaluate(args: argparse.Namespace) -> Outcome:
 
 def generate(args: argparse.Namespace) -> Outcome:
     """`expertcast generate`."""
-    model = load_model(args.model, dtype=args.dtype, device=device_of(args))
     tokenizer = load_tokenizer(args.model)
-    inputs = tokenizer(args.prompt, return_tensors="pt").to(model.device)
+    inputs = tokenizer(args.prompt, return_tensors="pt").to(device_of(args))
     if not inputs["input_ids"].shape[1]:
         raise ExpertcastError("--prompt holds no token: give some text")
-    with offload(
-        model, predictor=args.predictor, mode=args.mode, slots=args.slots, bandwidth=args.bandwidth
+    with load_offloaded(
+        args.model,
+        device=device_of(args),
+        dtype=args.dtype,
+        store="memory" if args.store_folder is None else "disk",
+        store_folder=args.store_folder,
+        predictor=args.predictor,
+        mode=args.mode,
+        slots=args.slots,
+        memory=args.memory,
+        bandwidth=args.bandwidth,
     ) as offloaded:
-        output = model.generate(**inputs, max_new_tokens=args.new_tokens, do_sample=False)
+        output = offloaded.generate(**inputs, max_new_tokens=args.new_tokens, do_sample=False)
         stats = offloaded.stats.as_dict()
     text = tokenizer.decode(output[0], skip_special_tokens=True)
     totals = {key: value for key, value in stats.items() if isinstance(value, (int, float))}

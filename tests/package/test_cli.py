@@ -19,7 +19,8 @@ COMMANDS = {
               "--batch-size", "--dtype", "--device"},
     "eval": {"--predictor", "--split", "--ahead", "--report", "--curve", "--model", "--data", "--quality-tokens",
              "--dtype", "--device"},
-    "generate": {"--prompt", "--predictor", "--mode", "--slots", "--bandwidth", "--new-tokens", "--dtype", "--device"},
+    "generate": {"--prompt", "--predictor", "--mode", "--slots", "--memory", "--store-folder", "--bandwidth",
+                 "--new-tokens", "--dtype", "--device"},
     "inspect": set(),
     "bench": {*_TARGET, "--mode", "--cache", "--ahead", "--prompt-tokens", "--new-tokens", "--repetitions",
               "--no-advice", "--peer", "--minutes", "--timeline"},
@@ -153,6 +154,9 @@ def test_collect_train_eval_generate_inspect(capsys: pytest.CaptureFixture[str],
     assert main([*command, "--json", str(result)]) == 0
     exact = json.loads(result.read_text())
     assert main([*command[:4], "--new-tokens", "4", "--json", str(result)]) == 0
+    assert json.loads(result.read_text())["tokens"] == exact["tokens"]
+    on_disk = ["--store-folder", str(tmp_path / "packed"), "--memory", "4MB"]
+    assert main([*command, *on_disk, "--json", str(result)]) == 0
     assert json.loads(result.read_text())["tokens"] == exact["tokens"]
     for target in ("reference", traces, checkpoint):
         capsys.readouterr()
