@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,11 @@ from expertcast.predictors.view import MoEView
 
 _CHECKED_CALLS = 3
 """Calls, the traced one included, on which a trace is compared with its predictor."""
+
+_TENSORS = (
+    "residual_TD", "router_input_TD", "logits_TE", "topk_ids_TK", "topk_weights_TK", "previous_logits_TLE"
+)  # fmt: skip
+"""A state's tensors, in the order of a trace's inputs; the last one may be missing."""
 
 _Inputs = tuple[Tensor, ...]
 
@@ -78,22 +83,11 @@ class TracedForecasts:
         return own
 
     def _trace(self, state: RouterState, ahead: int) -> Callable[..., _Inputs] | None:
-        layer, has_previous = state.layer, state.previous_logits_TLE is not None
-
         def forecast(*tensors: Tensor) -> _Inputs:
-            residual_TD, router_input_TD, logits_TE, ids_TK, weights_TK = tensors[:5]
-            own = RouterState(
-                layer=layer,
-                residual_TD=residual_TD,
-                router_input_TD=router_input_TD,
-                logits_TE=logits_TE,
-                topk_ids_TK=ids_TK,
-                topk_weights_TK=weights_TK,
-                previous_logits_TLE=tensors[5] if has_previous else None,
-            )
-            return _outputs(self._predictor.forecast(own, ahead))
+            given: dict[str, Any] = dict(zip(_TENSORS, tensors, strict=False))
+            return _outputs(self._predictor.forecast(replace(state, **given), ahead))
 
-        target = self._predictor.view[layer + ahead]
+        target = self._predictor.view[state.layer + ahead]
         with warnings.catch_warnings(), _frozen(self._predictor, target.norm, target.router):
             warnings.simplefilter("ignore")  # deprecation; and branches on values, which the checked calls look after
             try:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime import CudaLink, InstantLink, Link, benchmark, offload
+from expertcast.runtime.benchmarking.hardware import hardware
 from expertcast.runtime.benchmarking.shapes import build_shape
 from expertcast.runtime.device.choice import misses_s
 from expertcast.runtime.device.graph import GraphDecoder
@@ -73,20 +73,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print(json.dumps({"checks": result["checks"], "out": str(args.out)}, indent=1))
     return 0 if args.skip_tests or result["checks"]["passed"] else 1
-
-
-def hardware() -> dict[str, Any]:
-    """What it ran on."""
-    found: dict[str, Any] = {"machine": platform.machine(), "threads": torch.get_num_threads(), "gpu": None}
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        found["gpu"] = {
-            "name": properties.name,
-            "memory": properties.total_memory,
-            "capability": [properties.major, properties.minor],
-            "cuda": torch.version.cuda,
-        }
-    return found
 
 
 def run_checks(device: str) -> dict[str, Any]:

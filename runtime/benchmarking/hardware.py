@@ -22,7 +22,12 @@ def hardware() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        found["gpu"] = {"name": properties.name, "memory": properties.total_memory, "cuda": torch.version.cuda}
+        found["gpu"] = {
+            "name": properties.name,
+            "memory": properties.total_memory,
+            "capability": [properties.major, properties.minor],
+            "cuda": torch.version.cuda,
+        }
     return found
 
 

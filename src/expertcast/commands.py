@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from expertcast.data.layout import TRACE_FILE
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset, TraceSource
+from expertcast.data.writer import write_atomically
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, names, predictor_class
 from expertcast.runtime.quality import QualityRun, measure_quality, text_windows
 from expertcast.runtime.storage.loading import load_offloaded
@@ -166,10 +166,9 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
     Raises:
         ExpertcastError: the folder does not exist or cannot be written.
     """
-    partial = path.with_name(path.name + ".partial")
+    content = (json.dumps(result, indent=2, allow_nan=False) + "\n").encode()
     try:
-        partial.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
-        os.replace(partial, path)
+        write_atomically(path, content)
     except OSError as error:
         raise ExpertcastError(
             f"cannot write {path}: {error.strerror}; give --json a path in a folder that exists"
