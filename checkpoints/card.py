@@ -12,7 +12,7 @@ tags: [mixture-of-experts, expert-prediction, expertcast, {predictor}]
 
 # {predictor} for {model_id}
 
-Forecasts which experts `{model_id}` routes to {ahead} MoE layers ahead.
+Forecasts which experts `{model_id}` routes to {ahead} ahead.
 
 | | |
 |---|---|
@@ -41,7 +41,7 @@ Config:
 
 def model_card(config: dict[str, Any], metrics: dict[str, Any]) -> str:
     """README.md from the contents of config.json and metrics.json."""
-    ahead = config["predictor_config"].get("ahead", [1])
+    ahead = ", ".join(map(str, config["predictor_config"].get("ahead", [1])))
     model_id = str(config["model_id"])
     # the hub refuses cards whose base model is a path
     is_hub_id = model_id.count("/") == 1 and not model_id.startswith((".", "/", "~"))
@@ -50,7 +50,7 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any]) -> str:
         **config["shape"],
         model_id=model_id,
         base_model=f"base_model: {model_id}\n" if is_hub_id else "",
-        ahead=", ".join(str(value) for value in ahead),
+        ahead=f"{ahead} MoE layers" if ahead else f"1 to {config['predictor_config']['tokens']} tokens",
         recall=_recall(metrics, str(config["predictor"])),
         predictor_config=json.dumps(config["predictor_config"], indent=2),
     )

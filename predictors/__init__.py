@@ -8,6 +8,7 @@ from expertcast.predictors.frequency import Frequency
 from expertcast.predictors.hybrid import Hybrid
 from expertcast.predictors.linear import Linear
 from expertcast.predictors.next_norm import NextNorm
+from expertcast.predictors.next_token import NextToken
 from expertcast.predictors.previous_token import PreviousToken
 from expertcast.predictors.quasi_hidden import QuasiHidden
 from expertcast.predictors.registry import names, predictor_class, register
@@ -22,6 +23,7 @@ register(QuasiHidden)
 register(Linear)
 register(Estimator)
 register(Hybrid)
+register(NextToken)
 
 __all__ = [
     "DefaultVectors",
@@ -30,6 +32,7 @@ __all__ = [
     "MoELayer",
     "MoEView",
     "ModelShape",
+    "NextToken",
     "Predictor",
     "PredictorConfig",
     "RouterState",

@@ -71,6 +71,8 @@ class Predictor(nn.Module, ABC):
     """
 
     name: ClassVar[str]
+    looks: ClassVar[str] = "layers"
+    """What it looks ahead by: `layers`, or `tokens` (then :meth:`forecast` refuses)."""
     config_class: ClassVar[type[PredictorConfig]] = PredictorConfig
     uses_previous_token: bool = False
     """Whether `RouterState.previous_logits_TLE` must be filled for it."""

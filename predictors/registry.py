@@ -26,10 +26,10 @@ def predictor_class(name: str) -> type[Predictor]:
         ExpertcastError: unknown name; the message lists the known ones.
     """
     if name not in _CLASSES:
-        raise ExpertcastError(f"unknown predictor {name!r}: choose from {', '.join(names())}")
+        raise ExpertcastError(f"unknown predictor {name!r}: choose from {', '.join(_CLASSES)}")
     return _CLASSES[name]
 
 
-def names() -> list[str]:
-    """Registered names, in order of registration."""
-    return list(_CLASSES)
+def names(looks: str = "layers") -> list[str]:
+    """Registered names of the predictors that look ahead by `layers` or by `tokens`, in order of registration."""
+    return [name for name, cls in _CLASSES.items() if cls.looks == looks]

@@ -19,6 +19,7 @@ from expertcast.training.fit_counts import fit_frequency, fit_previous_token
 from expertcast.training.fit_defaults import fit_quasi_hidden
 from expertcast.training.fit_estimator import fit_estimator
 from expertcast.training.fit_linear import fit_linear
+from expertcast.training.fit_next_token import fit_next_token
 from expertcast.training.options import FitOptions, Fitted, train_tokens
 from expertcast.training.scoring import device_of
 from expertcast.training.selection import select_hybrid
@@ -47,6 +48,7 @@ FITTERS: dict[str, Fitter] = {
     "quasi_hidden": fit_quasi_hidden,
     "linear": fit_linear,
     "estimator": fit_estimator,
+    "next_token": fit_next_token,
 }
 
 
@@ -83,7 +85,7 @@ def fit(
     options = FitOptions() if options is None else options
     if not isinstance(config, cls.config_class):
         raise ExpertcastError(f"predictor {name!r} takes a {cls.config_class.__name__}, not {type(config).__name__}")
-    if max(config.ahead) >= source.view.shape.layers:
+    if max(config.ahead, default=0) >= source.view.shape.layers:
         raise ExpertcastError(
             f"ahead={max(config.ahead)}: the model has {source.view.shape.layers} MoE layers, "
             f"give distances of at most {source.view.shape.layers - 1}"

@@ -21,7 +21,7 @@ from expertcast.training.losses import suited_loss
 from expertcast.training.options import FitOptions, Fitted, train_tokens
 from expertcast.training.ridge import RidgeStatistics
 from expertcast.training.scoring import device_of, states_of, token_recall, validation_batches
-from expertcast.training.trainer import run
+from expertcast.training.trainer import StepBatches, run
 
 GATES = (0.5, 1.0)
 """Shares of the network's output to choose from, beside none of it."""
@@ -159,15 +159,8 @@ def _distil(
     def attempt(temperature: float, steps: int, log_name: str) -> Distiller:
         network.load_state_dict(initial)
         module = Distiller(predictor, source, ahead, loss=loss, temperature=temperature, scale_P=scale_P, steps=steps)
-        run(
-            module,
-            source,
-            options,
-            step_tokens=config.step_tokens,
-            steps=steps,
-            patience=config.patience,
-            log_name=log_name,
-        )
+        data = StepBatches(source, options, config.step_tokens)
+        run(module, data, options, steps=steps, patience=config.patience, log_name=log_name)
         return module
 
     temperature, trials = config.temperatures[0], {}

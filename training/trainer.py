@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from expertcast.data.datamodule import TraceDataModule
 from expertcast.data.distributed import training_share
 from expertcast.data.traces import TraceSource
-from expertcast.training.distill import Distiller
 from expertcast.training.options import FitOptions
 
 ROUNDS = 12
@@ -26,18 +25,21 @@ ROUNDS = 12
 
 
 def run(
-    module: Distiller,
-    source: TraceSource,
+    module: lightning.LightningModule,
+    data: lightning.LightningDataModule,
     options: FitOptions,
     *,
-    step_tokens: int,
     steps: int,
     patience: int,
     log_name: str,
+    watch: tuple[str, str] = ("recall", "max"),
 ) -> None:
-    """Train `module` for at most `steps` steps; its best validation round is in `module.best` afterwards."""
-    data = _Data(source, options, step_tokens)
-    callbacks: list[Callback] = [EarlyStopping("recall", mode="max", patience=patience, min_delta=1e-4)]
+    """Train `module` for at most `steps` steps; its best validation round is in `module.best` afterwards.
+
+    Args:
+        watch: what the module logs in a validation round, and whether more of it (`max`) or less (`min`) is better.
+    """
+    callbacks: list[Callback] = [EarlyStopping(watch[0], mode=watch[1], patience=patience, min_delta=1e-4)]
     logger: Any = False
     if options.log_folder is not None:
         logger = TensorBoardLogger(str(options.log_folder), name=log_name)
@@ -60,7 +62,7 @@ def run(
         trainer.fit(module, datamodule=data)
 
 
-class _Data(TraceDataModule):
+class StepBatches(TraceDataModule):
     """The source's data module, its validation cut to what the options allow."""
 
     def __init__(self, source: TraceSource, options: FitOptions, step_tokens: int) -> None:
@@ -71,13 +73,14 @@ class _Data(TraceDataModule):
         return self._loader("validation", max_tokens=self._options.validation_tokens)
 
 
-def _placement(module: Distiller) -> dict[str, Any]:
-    """Device and strategy: where the routers are, and DDP over gloo or nccl in a process group of several ranks."""
-    on_gpu = module.scale_P.is_cuda
+def _placement(module: lightning.LightningModule) -> dict[str, Any]:
+    """Device and strategy: where the network is, and DDP over gloo or nccl in a process group of several ranks."""
+    device = next(module.parameters()).device
+    on_gpu = device.type == "cuda"
     world = training_share().world
     placement: dict[str, Any] = {"accelerator": "gpu" if on_gpu else "cpu"}
     if world == 1:
-        return placement | {"devices": [module.scale_P.device.index or 0] if on_gpu else 1}
+        return placement | {"devices": [device.index or 0] if on_gpu else 1}
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     strategy = DDPStrategy(process_group_backend="nccl" if on_gpu else "gloo")
     return placement | {"devices": per_node, "num_nodes": world // per_node, "strategy": strategy}

@@ -28,6 +28,7 @@ from expertcast.data.writer import write_atomically
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, names, predictor_class
 from expertcast.runtime.quality import QualityRun, measure_quality, text_windows
 from expertcast.runtime.storage.loading import load_offloaded
+from expertcast.token_commands import save_token_predictor, split_by_looks, token_scores
 from expertcast.training.curve import learning_curve
 from expertcast.training.evaluation import evaluate as evaluate_predictors
 from expertcast.training.fit import fit, fit_many
@@ -58,10 +59,14 @@ def collect(args: argparse.Namespace) -> Outcome:
 
 def train(args: argparse.Namespace) -> Outcome:
     """`expertcast train`: fit, score on the validation and test splits, save."""
+    if predictor_class(args.predictor).looks == "tokens" and args.ahead != [1]:
+        raise ExpertcastError(f"--ahead counts layers and {args.predictor} looks tokens ahead: give --set tokens=N")
     config = predictor_config(args.predictor, args.ahead, args.set)
     source = training_source(args)
     options = FitOptions(tokens=args.tokens, seed=args.seed, log_folder=args.log, progress=True)
     fitted = fit(args.predictor, source, config=config, options=options)
+    if fitted.predictor.looks == "tokens":
+        return save_token_predictor(args, fitted, source)
     validation, evaluation = (
         evaluate_predictors(
             {args.predictor: fitted.predictor}, source.batches(split, EVAL_BATCH), source.view, ahead=min(config.ahead)
@@ -88,11 +93,19 @@ def evaluate(args: argparse.Namespace) -> Outcome:
     if args.model and not args.data and args.model != REFERENCE:
         raise ExpertcastError("--model needs text to run on: give --data")
     traces = TraceDataset.open(args.traces)
-    predictors = evaluated_predictors(args, traces)
+    predictors, tokens_ahead = split_by_looks(args, evaluated_predictors(args, traces))
     split, note = scoring_split(args, traces)
-    evaluation = evaluate_predictors(predictors, traces.batches(split, EVAL_BATCH), traces.view, ahead=args.ahead)
-    result: dict[str, Any] = {"split": split, **evaluation.as_dict()}
-    text = f"{recall_table(evaluation)}\n\nscored on split {split!r}, {result['tokens']} tokens{note}"
+    result: dict[str, Any] = {"split": split}
+    tables = []
+    if tokens_ahead is not None:
+        found, token_table = token_scores(tokens_ahead, traces, split)
+        result |= found
+        tables.append(token_table)
+    if predictors:
+        evaluation = evaluate_predictors(predictors, traces.batches(split, EVAL_BATCH), traces.view, ahead=args.ahead)
+        result |= evaluation.as_dict()
+        tables.insert(0, recall_table(evaluation))
+    text = "\n\n".join([*tables, f"scored on split {split!r}, {result['tokens']} tokens{note}"])
     if args.model:
         model = load_model(args.model, dtype=args.dtype, device=device_of(args))
         documents = load_documents(args.data or REFERENCE)
@@ -191,7 +204,7 @@ def predictor_config(name: str, ahead: list[int], settings: list[str]) -> Predic
     cls = predictor_class(name).config_class
     types = typing.get_type_hints(cls)
     fields = [field.name for field in dataclasses.fields(cls) if field.name != "ahead"]
-    values: dict[str, Any] = {"ahead": tuple(ahead)}
+    values: dict[str, Any] = {} if predictor_class(name).looks == "tokens" else {"ahead": tuple(ahead)}
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or key not in fields:
@@ -240,10 +253,11 @@ def evaluated_predictors(args: argparse.Namespace, traces: TraceDataset) -> dict
     """
     loaded = {given: load_predictor(given, traces.view) for given in args.predictor if is_checkpoint(given)}
     wanted = [given for given in args.predictor if given not in loaded]
+    known = names() + names("tokens")
     for given in wanted:
-        if given not in names():
+        if given not in known:
             raise ExpertcastError(
-                f"{given!r} is neither a checkpoint folder nor a predictor name: names are {', '.join(names())}"
+                f"{given!r} is neither a checkpoint folder nor a predictor name: names are {', '.join(known)}"
             )
     predictors: dict[str, Predictor] = {}
     configs = {name: predictor_config(name, [args.ahead], []) for name in wanted}

@@ -1,0 +1,109 @@
+"""Recall of forecasts some tokens ahead, at all layers: `next_token` against frequencies and the last token's routing.
+
+B tokens, L MoE layers, E routed experts, N = L * E, K experts per token, S tokens ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertcast.data.traces import TraceSource
+from expertcast.predictors import ExpertcastError
+from expertcast.predictors.next_token import NextToken
+from expertcast.training.results import aligned
+from expertcast.training.token_examples import TokenExamples, token_chunks
+
+FURTHER = 3
+"""Experts beyond K that the wider recall allows (FIELD.md (g))."""
+BATCH = 512
+RECALLS = ("recall_at_k", f"recall_at_k_plus_{FURTHER}")
+
+
+@torch.no_grad()
+def evaluate_tokens(predictor: NextToken, source: TraceSource, split: str) -> dict[str, Any]:
+    """Score a split, all forecasts on the same tokens.
+
+    Returns:
+        `tokens` that were forecast one ahead, and `tokens_ahead`: per forecast, the mean share of a token's experts
+        that are among the K, and the K + 3, forecast ones of their layer: `mean` [S] over layers and `per_layer`
+        [S][L], one token ahead first. `next_token` forecasts at the end of a token, `next_token_from_<l>` after layer l
+        of the next one: its first number is of that token's own later layers (None for those that have run).
+
+    Raises:
+        ExpertcastError: the split holds no token with one before it.
+    """
+    shape = predictor.shape
+    scores: dict[str, _Score] = {}
+    for chunk in token_chunks(predictor, source, split):
+        follows_T = chunk.document_T == chunk.document_T.roll(1)
+        follows_T[0] = False  # its token before is in another chunk, if anywhere
+        for index_B in torch.split(follows_T.nonzero().flatten(), BATCH):
+            examples = chunk.examples(index_B)
+            for name, rank_BSN, ran in _forecasts(predictor, examples, chunk.member_TN[index_B - 1]):
+                score = scores.setdefault(name, _Score(predictor, ran))
+                score.add(rank_BSN.reshape(*rank_BSN.shape[:2], shape.layers, shape.experts), examples)
+    if not scores:
+        raise ExpertcastError(f"no tokens to score: split {split!r} is empty; collect more tokens or choose another")
+    return {
+        "tokens": int(scores["frequency"].count_S[0]),
+        "tokens_ahead": {name: score.as_dict() for name, score in scores.items()},
+    }
+
+
+def tokens_table(tokens_ahead: Mapping[str, Any]) -> str:
+    """A text table for the terminal: a row per forecast and recall, a column per token ahead."""
+    steps = len(next(iter(tokens_ahead.values()))[RECALLS[0]]["mean"])
+    rows = [["tokens ahead", *(str(step + 1) for step in range(steps))]]
+    for recall in RECALLS:
+        for name, values in tokens_ahead.items():
+            means = (f"{value:.3f}" for value in values[recall]["mean"])
+            rows.append([f"{name} {recall}", *means])
+    return aligned(rows)
+
+
+def _forecasts(predictor: NextToken, examples: TokenExamples, before_BN: Tensor) -> Iterator[tuple[str, Tensor, int]]:
+    """Name, something to rank experts by [B, S, N], and how many layers of the first token have run."""
+    steps = predictor.config.tokens
+    start_BW = predictor.network.start(examples.average_BAN, examples.last_BN)
+    for at, layer in enumerate(predictor.layers):
+        residual_BD = examples.residual_RBD[at]
+        logits_BSN = predictor.network(start_BW, examples.average_BAN, examples.last_BN, residual_BD, at)[:, :steps]
+        yield (f"next_token_from_{layer}", logits_BSN, layer + 1) if at else ("next_token", logits_BSN, 0)
+    yield "frequency", predictor.usual_LE.flatten().expand(len(examples), steps, -1), 0
+    # the last token's own experts in front, whatever the router's rule, then its next likeliest ones
+    yield "previous_token", (before_BN + examples.last_BN)[:, None].expand(-1, steps, -1), 0
+
+
+class _Score:
+    """Sums of recall per token ahead and layer."""
+
+    def __init__(self, predictor: NextToken, ran: int) -> None:
+        shape, steps = predictor.shape, predictor.config.tokens
+        self._top_k, self._ran = shape.top_k, ran
+        self._wider = min(shape.experts, shape.top_k + FURTHER)
+        self._total_2SL = torch.zeros(2, steps, shape.layers, dtype=torch.float64)
+        self.count_S = torch.zeros(steps, dtype=torch.long)
+
+    def add(self, rank_BSLE: Tensor, examples: TokenExamples) -> None:
+        used_BSLE = examples.used_BSN.view(rank_BSLE.shape)
+        ids_BSLW = rank_BSLE.topk(self._wider, dim=-1).indices
+        hits_BSLW = used_BSLE.gather(3, ids_BSLW) * examples.known_BS[:, :, None, None]
+        for row, budget in enumerate((self._top_k, self._wider)):
+            self._total_2SL[row] += hits_BSLW[..., :budget].sum(dim=(0, 3)).double().cpu() / self._top_k
+        self.count_S += examples.known_BS.sum(dim=0).cpu()
+
+    def as_dict(self) -> dict[str, Any]:
+        mean_2SL = self._total_2SL / self.count_S[:, None]
+        mean_2SL[:, 0, : self._ran] = torch.nan
+        return {
+            name: {"mean": _plain(mean_SL.nanmean(dim=1)), "per_layer": [_plain(mean_L) for mean_L in mean_SL]}
+            for name, mean_SL in zip(RECALLS, mean_2SL, strict=True)
+        }
+
+
+def _plain(values: Tensor) -> list[float | None]:
+    return [None if value != value else value for value in values.tolist()]

@@ -1,0 +1,210 @@
+"""Whole documents in order, as examples for `next_token`: what was known before each token, and what came from there.
+
+T tokens of a chunk, B examples, N experts of all layers, A averages, D hidden size, R triggers, S tokens one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import lightning
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from expertcast.data.batch import TraceBatch
+from expertcast.data.distributed import training_share
+from expertcast.data.traces import TraceSource
+from expertcast.predictors.next_token import NextToken
+from expertcast.training.options import FitOptions
+
+CHUNK_BYTES = 96 * 2**20
+"""Size of a chunk's averages in memory: steps are drawn at random from one chunk after another."""
+LEAST_CHUNK = 2048
+"""Tokens of a chunk at least."""
+BLOCK = 32
+"""Tokens whose averages are computed together."""
+LEAST_LATER = 8
+"""Tokens that a mean over later ones must have to be learnt from."""
+VALIDATION_STRIDE = 4
+"""One in so many tokens of the validation split is scored: neighbours say nearly the same."""
+
+
+@dataclass(slots=True)
+class TokenExamples:
+    """Examples at some tokens: the state before each, its residuals, and the routing from it on."""
+
+    average_BAN: Tensor
+    last_BN: Tensor
+    """Router probabilities of the token before; zeros at a document's first."""
+    residual_RBD: Tensor
+    """Per trigger, standardised; the first is the last one of the token before, zeros at a document's first."""
+    used_BSN: Tensor
+    """1 where a token (the example's own and those after it) uses an expert."""
+    known_BS: Tensor
+    """False beyond the end of the document."""
+    later_BN: Tensor
+    """Mean use over the tokens after those S."""
+    later_B: Tensor
+    """False where they are too few."""
+
+    def __len__(self) -> int:
+        return len(self.later_B)
+
+    def part(self, first: int, every: int) -> TokenExamples:
+        """One in `every` examples, from `first` on."""
+        rows = slice(first, None, every)
+        return TokenExamples(
+            average_BAN=self.average_BAN[rows],
+            last_BN=self.last_BN[rows],
+            residual_RBD=self.residual_RBD[:, rows],
+            used_BSN=self.used_BSN[rows],
+            known_BS=self.known_BS[rows],
+            later_BN=self.later_BN[rows],
+            later_B=self.later_B[rows],
+        )
+
+
+class TokenChunk:
+    """Consecutive tokens of a split, and what they leave for the next chunk.
+
+    Args:
+        before: the chunk in front of this one, if there is one.
+    """
+
+    def __init__(self, predictor: NextToken, batch: TraceBatch, before: TokenChunk | None = None) -> None:
+        self._predictor = predictor
+        device = predictor.usual_LE.device
+        logits_TLE = batch.logits_TLE.to(device).float()
+        self.document_T = batch.document_T.to(device)
+        self.ids_TLK = predictor.chosen(logits_TLE)
+        self.member_TN = predictor.membership(self.ids_TLK)
+        zero_1N = torch.zeros_like(self.member_TN[:1])
+        self._count_TN = torch.cat([zero_1N, self.member_TN.cumsum(dim=0)])
+        carries = before is not None and bool(before.document_T[-1] == self.document_T[0])
+        self._front = before if carries else None
+        self._begins, self._end_T = self._spans()
+        self._average_TAN, self._left_AN = self._averages()
+        probability_TN = logits_TLE.softmax(dim=-1).flatten(1).half()
+        residual_TRD = torch.stack(
+            [
+                predictor.standardised(batch.residual_TLD[:, layer].to(device), trigger)
+                for trigger, layer in enumerate(predictor.layers)
+            ],
+            dim=1,
+        )
+        self._left_N, self._left_D = probability_TN[-1].clone(), residual_TRD[-1, 0].clone()
+        self._last_TN = self._shifted(probability_TN, None if self._front is None else self._front._left_N)
+        residual_TRD[:, 0] = self._shifted(residual_TRD[:, 0], None if self._front is None else self._front._left_D)
+        self._residual_RTD = residual_TRD.transpose(0, 1)
+
+    def __len__(self) -> int:
+        return len(self.document_T)
+
+    def examples(self, index_B: Tensor) -> TokenExamples:
+        """The examples at tokens `index_B` of the chunk."""
+        config = self._predictor.config
+        end_B = self._end_T[index_B]
+        coming_BS = index_B[:, None] + torch.arange(config.tokens, device=index_B.device)
+        begin_B = torch.minimum(index_B + config.tokens, end_B)
+        stop_B = torch.minimum(begin_B + config.later_tokens, end_B)
+        count_B = stop_B - begin_B
+        total_BN = self._count_TN[stop_B] - self._count_TN[begin_B]
+        return TokenExamples(
+            average_BAN=self._average_TAN[index_B].float(),
+            last_BN=self._last_TN[index_B].float(),
+            residual_RBD=self._residual_RTD[:, index_B],
+            used_BSN=self.member_TN[coming_BS.clamp(max=len(self) - 1)],
+            known_BS=coming_BS < end_B[:, None],
+            later_BN=total_BN / count_B.clamp(min=1)[:, None],
+            later_B=count_B >= LEAST_LATER,
+        )
+
+    def _spans(self) -> tuple[list[int], Tensor]:
+        """First token of each document here, and for each token [T] the end of its document."""
+        changes_T = (self.document_T[1:] != self.document_T[:-1]).nonzero().flatten() + 1
+        begins = [0, *changes_T.tolist()]
+        ends = torch.tensor([*begins[1:], len(self)], device=self.document_T.device)
+        lengths = ends - torch.tensor(begins, device=ends.device)
+        return begins, ends.repeat_interleave(lengths)
+
+    def _averages(self) -> tuple[Tensor, Tensor]:
+        """The averages [T, A, N] that each token finds, and those [A, N] that the last one leaves."""
+        predictor = self._predictor
+        keep_A1 = predictor.keep_A[:, None]
+        parts = []
+        average_AN = predictor.start(1).average_BAN[0] if self._front is None else self._front._left_AN
+        for begin in self._begins:
+            if begin:
+                average_AN = predictor.start(1).average_BAN[0]
+            for member_TN in torch.split(self.member_TN[begin : int(self._end_T[begin])], BLOCK):
+                before_TAN = predictor.averages_before(average_AN, member_TN)
+                average_AN = before_TAN[-1] * keep_A1 + (1 - keep_A1) * member_TN[-1]
+                parts.append(before_TAN.half())
+        return torch.cat(parts), average_AN
+
+    def _shifted(self, rows: Tensor, front: Tensor | None) -> Tensor:
+        """Each token's row is that of the token before it; zeros at a document's first."""
+        shifted = rows.roll(1, dims=0)
+        shifted[self._begins] = 0
+        if front is not None:
+            shifted[0] = front
+        return shifted
+
+
+def token_chunks(
+    predictor: NextToken, source: TraceSource, split: str, *, max_tokens: int | None = None
+) -> Iterator[TokenChunk]:
+    """A split as chunks in order; of the train split this rank's documents."""
+    share = training_share() if split == "train" else None
+    shape, config = predictor.shape, predictor.config
+    size = max(LEAST_CHUNK, CHUNK_BYTES // (2 * shape.layers * shape.experts * len(config.memories)))
+    if share is not None and share.world > 1:
+        size = LEAST_CHUNK  # ranks get equally many full chunks: small ones leave few tokens over
+    before: TokenChunk | None = None
+    for batch in source.batches(split, size, max_tokens=max_tokens, share=share):
+        before = TokenChunk(predictor, batch, before)
+        yield before
+        before._front = None  # or each chunk would keep all before it
+
+
+class TokenDataModule(lightning.LightningDataModule):  # type: ignore[misc]
+    """`train`: examples in an order drawn anew in every epoch within each chunk; `validation`: some, in order."""
+
+    def __init__(self, predictor: NextToken, source: TraceSource, options: FitOptions) -> None:
+        super().__init__()
+        self._predictor, self._source, self._options = predictor, source, options
+
+    def train_dataloader(self) -> DataLoader[TokenExamples]:
+        rows = _Train(self._predictor, self._source, self._options.tokens, self._options.seed)
+        return DataLoader(rows, batch_size=None)
+
+    def val_dataloader(self) -> DataLoader[TokenExamples]:
+        rows = _Validation(self._predictor, self._source, self._options.validation_tokens)
+        return DataLoader(rows, batch_size=None)
+
+
+class _Train(IterableDataset[TokenExamples]):
+    def __init__(self, predictor: NextToken, source: TraceSource, limit: int | None, seed: int) -> None:
+        self._predictor, self._source, self._limit = predictor, source, limit
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Iterator[TokenExamples]:
+        size = self._predictor.config.step_tokens
+        for chunk in token_chunks(self._predictor, self._source, "train", max_tokens=self._limit):
+            order_T = torch.randperm(len(chunk), generator=self._generator).to(chunk.document_T.device)
+            for index_B in torch.split(order_T, size):
+                if len(index_B) == size or len(chunk) < size:
+                    yield chunk.examples(index_B)
+
+
+class _Validation(IterableDataset[TokenExamples]):
+    def __init__(self, predictor: NextToken, source: TraceSource, limit: int | None) -> None:
+        self._predictor, self._source, self._limit = predictor, source, limit
+
+    def __iter__(self) -> Iterator[TokenExamples]:
+        for chunk in token_chunks(self._predictor, self._source, "validation", max_tokens=self._limit):
+            every_T = torch.arange(0, len(chunk), VALIDATION_STRIDE, device=chunk.document_T.device)
+            for index_B in torch.split(every_T, self._predictor.config.step_tokens):
+                yield chunk.examples(index_B)
