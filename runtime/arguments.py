@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor
-from expertcast.predictors import ExpertcastError, MoEView, Predictor, names, predictor_class
+from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor, names, predictor_class
 from expertcast.runtime.device.link import KernelLink
 from expertcast.runtime.link_cuda import CudaLink
 from expertcast.runtime.link_emulated import EmulatedLink
 from expertcast.runtime.links import InstantLink, Link
+from expertcast.runtime.policies import LRU, PRESETS, Fetch, Policies, Standard, TopK
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -133,12 +134,70 @@ def _bytes(memory: str | int) -> int:
         raise ExpertcastError(f"memory={memory!r} is no size: write bytes, or text such as '2GB' or '512MiB'") from None
 
 
-def make_link(link: str | Link, device: str, bandwidth: float | None, latency: float) -> Link | None:
+def resolve_policies(given: Policies | str | None, overfetch: float) -> Policies:
+    """The policies that a preset's name or nothing stands for.
+
+    Raises:
+        ExpertcastError: unknown preset, or `overfetch` beside policies that say what is prefetched.
+    """
+    if given is None:
+        return Policies(prefetch=f"top_k:overfetch={overfetch}")
+    if overfetch != 1.0:
+        raise ExpertcastError("overfetch belongs to the policies here: give Policies(prefetch='top_k:overfetch=1.5')")
+    if isinstance(given, Policies):
+        if given.eviction.cls.offline:
+            raise ExpertcastError(
+                f"eviction {given.eviction.name!r} needs to know the future: run it with `expertcast simulate`"
+            )
+        return given
+    if given not in PRESETS:
+        raise ExpertcastError(f"unknown preset {given!r}: choose from {', '.join(PRESETS)}, or give Policies(...)")
+    return PRESETS[given].policies
+
+
+def resolve_next_token(
+    given: str | Path | Predictor | None, view: MoEView, policies: Policies, device: torch.device
+) -> NextToken | None:
+    """The forecaster of the next tokens, bound to the model and on its device.
+
+    Raises:
+        ExpertcastError: another predictor, or no policy that reads its forecasts.
+    """
+    if given is None:
+        return None
+    found, _ = resolve_predictor(given, view)
+    if not isinstance(found, NextToken):
+        raise ExpertcastError(
+            f"next_token={str(given)!r} forecasts no tokens: give what `expertcast train --predictor next_token` wrote"
+        )
+    if not policies.eviction.cls.reads_tokens:
+        raise ExpertcastError(
+            f"next_token serves the eviction policy 'forecast', not {policies.eviction.name!r}: give "
+            "policies=Policies(eviction='forecast')"
+        )
+    return found.to(device)
+
+
+def device_decides(policies: Policies) -> bool:
+    """Whether the kernel link can follow these policies, which it does on the device."""
+    chosen = (policies.eviction.cls, policies.prefetch.cls, policies.miss.cls, policies.routing.cls)
+    plain = policies.scope == "global" and policies.pre_eviction.name == "none"
+    return plain and chosen == (LRU, TopK, Fetch, Standard)
+
+
+def make_link(
+    link: str | Link, device: str, bandwidth: float | None, latency: float, policies: Policies | None = None
+) -> Link | None:
     """The link that `link`, the device type and the emulation's numbers ask for; None where measurement decides.
 
     Raises:
         ExpertcastError: unknown link, or one that the device or the other arguments rule out.
     """
+    if (link == "kernel" or isinstance(link, KernelLink)) and policies is not None and not device_decides(policies):
+        raise ExpertcastError(
+            "the kernel link decides on the device: lru over all slots, top_k prefetches, every miss fetched; "
+            "take link='cuda' for other policies"
+        )
     if isinstance(link, Link):
         return link
     if link == "auto":

@@ -16,11 +16,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer
+from expertcast.runtime.flow import LayerFlow
 from expertcast.runtime.kernels import SlotKernel, combine, row_order
-from expertcast.runtime.prefetcher import Prefetcher
 from expertcast.runtime.readback import Pending, Readback
 from expertcast.runtime.recorder import Recorder, State
-from expertcast.runtime.residency import Residency
 from expertcast.runtime.speculation import Speculator
 from expertcast.runtime.taps import RouterCall
 from expertcast.runtime.upload import Upload
@@ -46,22 +45,23 @@ class _Plan:
     """Key of each of the T x K ids, when they are few."""
     chunks: list[list[int]]
     """Distinct keys, chunk by chunk; one chunk when all fit the slots."""
+    precision: dict[int, str] | None
+    """Of the keys that need not come in full."""
 
 
 class Engine:
-    """Drives residency and kernel from the router hook (:meth:`on_router`) and the experts function (:meth:`run`)."""
+    """Drives flow and kernel from the router hook (:meth:`on_router`) and the experts function (:meth:`run`)."""
 
     def __init__(
         self,
-        residency: Residency,
+        flow: LayerFlow,
         speculator: Speculator,
-        prefetcher: Prefetcher,
         kernel: SlotKernel,
         recorder: Recorder | None = None,
     ) -> None:
-        self._residency = residency
+        self._flow = flow
+        self._residency = residency = flow.residency
         self._speculator = speculator
-        self._prefetcher = prefetcher
         self._kernel = kernel
         self._recorder = recorder
         self._pool = residency.pool
@@ -79,9 +79,6 @@ class Engine:
         """The forecast made at this layer, whose ids and weights are on their way to the host."""
         self._known_ids: dict[int, list[int]] = {}
         """Ids (flat) of forecasts by target layer, as far as the host has them."""
-        self._ahead = speculator.ahead if speculator.predictor is not None and not residency.keep else 0
-        self._carried: dict[int, list[int]] = {}
-        """What the last token's first layers needed: no layer of the next token comes early enough to forecast them."""
         self._complete = False
         """The last forward ran to its last layer."""
         self._pointers = {name: view.data_ptr() for name, view in self._pool.views.items()}
@@ -117,6 +114,7 @@ class Engine:
             self._residency.reset()
         elif fresh or not complete:
             self._residency.abandon()
+        self._flow.start_pass(fresh)
         self._halfway = False
         self._speculator.start(fresh)
 
@@ -124,8 +122,14 @@ class Engine:
         """Misses of this layer go out first; the forecast is made while they are under way."""
         self._halfway = True
         self._enter("policy", call.layer)
-        executed = self._speculator.executed(call)
-        self._begin(call.layer, call.ids_TK if executed is None else executed[0], executed is not None)
+        executed = forecast_executed = self._speculator.executed(call)
+        precision = None
+        if self._flow.reads_logits:
+            self._flow.see(call.layer, call.residual_TD, call.logits_TE, call.sequences)
+        if self._flow.decides:
+            executed, precision = self._decide(call, executed)
+        ids_TK = call.ids_TK if executed is None else executed[0]
+        self._begin(call.layer, ids_TK, executed is not None and executed is forecast_executed, precision)
         self._enter("forecast", call.layer)
         forecast = self._speculator.forecast(call, executed)
         self._enter("policy", call.layer)
@@ -138,21 +142,28 @@ class Engine:
         self._halfway = False
         return executed
 
+    def _decide(
+        self, call: RouterCall, executed: tuple[Tensor, Tensor] | None
+    ) -> tuple[tuple[Tensor, Tensor] | None, dict[int, str] | None]:
+        """What routing and miss policies make of what would be executed, and the precision it comes in."""
+        ids_TK, weights_TK = (call.ids_TK, call.weights_TK) if executed is None else executed
+        decision = self._flow.decide(call.layer, call.logits_TE, ids_TK, weights_TK, routed=executed is None)
+        if decision is None:
+            return executed, None
+        return (decision.ids_TK, decision.weights_TK), decision.precision
+
     def _enter(self, state: State, layer: int) -> None:
         if self._recorder is not None:
             self._recorder.enter(state, layer)
 
     def _prefetch(self, layer: int) -> None:
-        if layer == self._last:
-            for keys in self._carried.values():
-                self._residency.prefetch(keys)
-        if self._forecast is None:
-            return
-        forecast, ids, weights = self._forecast
-        self._forecast = None
-        ids_T = ids.tolist()
-        self._known_ids[forecast.layer] = [expert for row in ids_T for expert in row]
-        self._residency.prefetch(self._prefetcher.keys(forecast, ids_T, weights.tolist()))
+        if self._forecast is not None:
+            forecast, ids, weights = self._forecast
+            self._forecast = None
+            ids_T = ids.tolist()
+            self._known_ids[forecast.layer] = [expert for row in ids_T for expert in row]
+            self._flow.hint(forecast, ids_T, weights.tolist())
+        self._flow.finish(layer)
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """The layer's experts over their slots."""
@@ -175,7 +186,7 @@ class Engine:
         self._halfway = False
         return output_TD
 
-    def _begin(self, layer: int, ids_TK: Tensor, forecast: bool) -> _Plan:
+    def _begin(self, layer: int, ids_TK: Tensor, forecast: bool, precision: dict[int, str] | None = None) -> _Plan:
         """Request what a layer executes; `forecast`: these are the ids of the layer's forecast."""
         if self._plan is not None:  # another hook changed the routing after ours, or another experts function ran
             self._residency.withdraw(self._plan.chunks[0])
@@ -190,20 +201,8 @@ class Engine:
         else:
             all_keys = None
             distinct = [first + expert for expert in torch.unique(ids_TK).tolist()]
-        if layer < self._ahead:
-            self._carried[layer] = distinct if len(distinct) <= self._pool.count // 2 else []
-        self._residency.settle(layer, distinct)
-        self._plan = _Plan(layer, ids_TK, all_keys, self._chunks(distinct))
-        self._residency.request(self._plan.chunks[0])
+        self._plan = _Plan(layer, ids_TK, all_keys, self._flow.begin(layer, distinct, precision), precision)
         return self._plan
-
-    def _chunks(self, keys: list[int]) -> list[list[int]]:
-        """All at once if they fit; else chunks of half the slots, so that one loads while another computes."""
-        if len(keys) <= self._pool.count:
-            return [keys]
-        keys = sorted(keys, key=lambda key: (not self._residency.holds(key), key))
-        size = max(1, self._pool.count // 2)
-        return [keys[start : start + size] for start in range(0, len(keys), size)]
 
     def _run_whole(self, layer: MoELayer, plan: _Plan, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         (keys,) = plan.chunks
@@ -229,7 +228,7 @@ class Engine:
         output_PD = hidden_TD.new_empty(ids_P.shape[0], hidden_TD.shape[1])
         for index, keys in enumerate(plan.chunks):
             if index + 1 < len(plan.chunks):
-                self._residency.request(plan.chunks[index + 1])
+                self._residency.request(plan.chunks[index + 1], plan.precision)
             slots_P = self._slot_table(layer.index, keys)[ids_P]
             pairs = order_P[slots_P[order_P] >= 0]
             self._wait(layer.index, keys)

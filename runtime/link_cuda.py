@@ -11,6 +11,8 @@ Ordering, all on the device and without host synchronisation:
 From page-locked memory a copy costs the host a few microseconds. Blocks in pageable memory arrive just as safely, but
 the driver then copies them into a buffer of its own first, in the calling thread, which may also wait for the slot's
 last reader: such copies are as slow as the host's memory and overlap with what the device does, not with the host.
+
+A packed copy is expanded by kernels of compute's stream, after it has waited for the copy; they count as readers.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.device.driver import CudaDevice, EventPool, ForwardOrder
 from expertcast.runtime.links import Copy, Link
+from expertcast.runtime.policies.miss.base import FULL
 from expertcast.runtime.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -87,8 +90,11 @@ class CudaLink(Link):
         self._reads: dict[int, torch.cuda.Event] = {}
         """Event of each tick that is not known to have passed, oldest first."""
 
-    def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
         copy = _DeviceCopy(key, slot, urgent)
+        if precision != FULL:
+            self._store.copies(precision)
+            copy.precision = precision
         if urgent:
             self._issue(copy)
         else:
@@ -168,7 +174,7 @@ class CudaLink(Link):
         try:
             self._wait_for_reader(copy.slot)
             begun.record(self._stream)
-            self._device.to_device(target, self._source(copy.key), self._size, self._stream)
+            self._device.to_device(target, *self._source(copy), self._stream)
             arrived.record(self._stream)
         except Exception as error:  # whoever waits for this copy gets it, and nobody else
             copy.error, copy.done = error, True
@@ -176,12 +182,16 @@ class CudaLink(Link):
         copy.begun, copy.arrived = begun, arrived
         self._issued.append(copy)
 
-    def _source(self, key: int) -> int:
-        """Address of a block. It is asked for once: blocks do not move while the link is open."""
+    def _source(self, copy: _DeviceCopy) -> tuple[int, int]:
+        """Address and bytes of what is copied. Blocks do not move while the link is open: it is asked for once."""
+        key = copy.key
+        if copy.precision != FULL:
+            packed = self._store.copies(copy.precision)
+            return packed.address + key * packed.block_bytes, packed.block_bytes
         address = self._sources.get(key)
         if address is None:
             address = self._sources[key] = self._store.block(key).data_ptr()
-        return address
+        return address, self._size
 
     def _wait_for_reader(self, slot: int) -> None:
         tick = self._last_read[slot]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.links import Copy, HostMover, Link
+from expertcast.runtime.policies.miss.base import FULL
 from expertcast.runtime.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -66,11 +67,18 @@ class EmulatedLink(Link):
         self._thread = threading.Thread(target=self._run, name="expertcast-link", daemon=True)
         self._thread.start()
 
-    def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
         copy = _QueuedCopy(key, slot, urgent)
+        if precision != FULL:
+            self._store.copies(precision)
+            copy.precision = precision
         copy.arrived.acquire()
         self._push(copy)
         return copy
+
+    @property
+    def copy_s(self) -> float:
+        return self.latency + self._store.layout.block_bytes / self.bandwidth
 
     def _push(self, copy: _QueuedCopy) -> None:
         with self._changed:
@@ -116,7 +124,7 @@ class EmulatedLink(Link):
         while (copy := self._next()) is not None:
             # from the moment it was due, not from when this thread woke up: a late wake-up costs no bandwidth
             start = max(copy.submitted, free_at)
-            free_at = start + self._duration()
+            free_at = start + self._duration(copy)
             try:
                 self._transfer(copy, free_at)
             except BaseException as error:  # handed to the thread that waits for it
@@ -127,11 +135,11 @@ class EmulatedLink(Link):
 
     def _transfer(self, copy: _QueuedCopy, end: float) -> None:
         """Half of the block at once, half at the end: whoever computes without waiting finds a torn block."""
-        half = self._store.layout.block_bytes // 2
+        half = self.block_bytes(copy.precision) // 2
         begun = time.perf_counter()
-        self._mover.move(copy.key, copy.slot, 0, half)
+        self._mover.move(copy.key, copy.slot, 0, half, copy.precision)
         self._sleep_until(end - (time.perf_counter() - begun))
-        self._mover.move(copy.key, copy.slot, half)
+        self._mover.move(copy.key, copy.slot, half, None, copy.precision)
         if end - time.perf_counter() > _NEGLIGIBLE_S:
             self._sleep_until(end)
 
@@ -155,9 +163,9 @@ class EmulatedLink(Link):
             else:
                 time.sleep(0 if self._awaited else left)
 
-    def _duration(self) -> float:
+    def _duration(self, copy: Copy) -> float:
         extra = self._random.random() * self._jitter if self._jitter else 0.0
-        return self.latency + self._store.layout.block_bytes / self.bandwidth + extra
+        return self.latency + self.block_bytes(copy.precision) / self.bandwidth + extra
 
 
 def _fine_timer() -> None:

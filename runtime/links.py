@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from expertcast.runtime.policies.miss.base import FULL
 from expertcast.runtime.recorder import Recorder
 from expertcast.runtime.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -28,6 +29,7 @@ class Copy:
     done: bool = False
     cancelled: bool = False
     error: BaseException | None = None
+    precision: str = FULL
 
 
 class Link(ABC):
@@ -50,9 +52,41 @@ class Link(ABC):
         self._store = store
         self._pool = pool
 
+    def clock(self) -> float:
+        """Seconds, from any start."""
+        return time.perf_counter()
+
+    @property
+    def copy_s(self) -> float:
+        """Seconds that one expert's copy in full takes, measured unless the link knows; 0 before the first."""
+        moved = self.bytes_moved
+        return self.busy_s * self._store.layout.block_bytes / moved if moved else 0.0
+
+    def block_bytes(self, precision: str) -> int:
+        """Bytes of one expert's copy.
+
+        Raises:
+            ExpertcastError: the store holds no copies in this precision.
+        """
+        return self._store.layout.block_bytes if precision == FULL else self._store.copies(precision).block_bytes
+
+    def expand(self, copy: Copy) -> None:
+        """A packed copy has arrived: make it the block that kernels read, in its slot.
+
+        Called once, after :meth:`wait` or when the copy is done, with compute's stream the current one.
+        """
+        self._pool.expand(copy.slot, self._store.copies(copy.precision))
+        self.mark_read([copy.slot])  # it may be given up before anything else reads it
+
     @abstractmethod
-    def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
-        """Queue a copy; returns at once where the link can."""
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+        """Queue a copy; returns at once where the link can.
+
+        In less than full precision the packed block goes to the slot's first bytes: :meth:`expand` it.
+
+        Raises:
+            ExpertcastError: the store holds no copies in this precision, or the link moves full ones only.
+        """
 
     @abstractmethod
     def wait(self, copy: Copy) -> None:
@@ -79,10 +113,10 @@ class Link(ABC):
         """Copies of these will be asked for: a store on disk reads them into memory meanwhile."""
         self._store.read_ahead(keys)
 
-    def follow(self) -> None:  # noqa: B027 (a device without streams runs everything in order)
+    def follow(self) -> None:
         """A forward starts: what it computes comes after what the one before it did, whatever stream is current."""
 
-    def progress(self) -> None:  # noqa: B027 (where another thread sets `done` there is nothing to look up)
+    def progress(self) -> None:
         """Set `done` on the copies that have arrived."""
 
     def mark_read(self, slots: list[int]) -> None:
@@ -98,12 +132,12 @@ class Link(ABC):
         self.close()
         self.attach(self._store, self._pool)
 
-    def close(self) -> None:  # noqa: B027 (a link with nothing under way has nothing to stop)
+    def close(self) -> None:
         """Stop; no copy is under way afterwards. A second call does nothing."""
 
     def _count(self, copy: Copy, start: float, end: float) -> None:
         """A copy has arrived; `start` and `end` in seconds of the recorder's clock."""
-        self.bytes_moved += self._store.layout.block_bytes
+        self.bytes_moved += self.block_bytes(copy.precision)
         self.copies += 1
         self.busy_s += end - start
         if self.recorder is not None:
@@ -115,10 +149,14 @@ class InstantLink(Link):
 
     name = "instant"
 
-    def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
         start = time.perf_counter()
-        self._pool.block(slot).copy_(self._store.block(key))
-        copy = Copy(key, slot, urgent, started=True, done=True)
+        if precision == FULL:
+            self._pool.block(slot).copy_(self._store.block(key))
+        else:
+            packed = self._store.copies(precision).block(key)
+            self._pool.block(slot)[: packed.numel()] = packed
+        copy = Copy(key, slot, urgent, started=True, done=True, precision=precision)
         self._count(copy, start, time.perf_counter())
         return copy
 
@@ -144,15 +182,22 @@ class HostMover:
     """
 
     def __init__(self, store: ExpertStore, pool: SlotPool) -> None:
+        self._store = store
         self._size = store.layout.block_bytes
         self._experts = store.experts
         self._sources = [store.block(layer * store.experts).data_ptr() for layer in range(store.layers)]
         self._target = pool.block(0).data_ptr()
 
-    def move(self, key: int, slot: int, start: int = 0, end: int | None = None) -> None:
-        """Copy the bytes [start, end) of a block."""
-        layer, expert = divmod(key, self._experts)
-        source = self._sources[layer] + expert * self._size
+    def move(self, key: int, slot: int, start: int = 0, end: int | None = None, precision: str = FULL) -> None:
+        """Copy the bytes [start, end) of a block to the same place in its slot."""
+        if precision == FULL:
+            size = self._size
+            layer, expert = divmod(key, self._experts)
+            source = self._sources[layer] + expert * size
+        else:
+            packed = self._store.copies(precision)
+            size = packed.block_bytes
+            source = packed.address + key * size
         target = self._target + slot * self._size
-        count = (self._size if end is None else end) - start
+        count = (size if end is None else end) - start
         (_memmove_locked if count <= _SMALL_COPY else ctypes.memmove)(target + start, source + start, count)

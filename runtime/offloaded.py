@@ -17,17 +17,29 @@ import torch
 from transformers import PreTrainedModel
 
 from expertcast.data.discovery import experts_implementation, find_moe_layers
-from expertcast.predictors import ExpertcastError, MoEView, Predictor
-from expertcast.runtime.arguments import MODES, executed_layers, make_link, make_store, resolve_predictor, slot_count
-from expertcast.runtime.cache import LRUPolicy
+from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor
+from expertcast.predictors.next_token_tracker import NextTokenTracker
+from expertcast.runtime.arguments import (
+    MODES,
+    device_decides,
+    executed_layers,
+    make_link,
+    make_store,
+    resolve_next_token,
+    resolve_policies,
+    resolve_predictor,
+    slot_count,
+)
 from expertcast.runtime.device.choice import fastest_link
 from expertcast.runtime.device.engine import DeviceEngine
 from expertcast.runtime.device.link import DeviceStatistics, KernelLink
 from expertcast.runtime.engine import EXPERTS_NAME, Engine
+from expertcast.runtime.flow import LayerFlow
 from expertcast.runtime.guards import ForwardGuard, in_use, refuse_shared, weights_guarded
 from expertcast.runtime.kernels import SlotKernel, kernel_of
+from expertcast.runtime.link_cuda import CudaLink
 from expertcast.runtime.links import Link
-from expertcast.runtime.prefetcher import Prefetcher
+from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.recorder import Recorder
 from expertcast.runtime.residency import Residency
 from expertcast.runtime.slots import SlotPool
@@ -48,12 +60,14 @@ class OffloadedModel:
 
     def __init__(
         self, model: PreTrainedModel, view: MoEView, speculator: Speculator, *, slots: int, link: Link | None,
-        prefetcher: Prefetcher, cache: bool, kernel_slots: SlotKernel, store: ExpertStore,
+        policies: Policies, next_token: NextToken | None, cache: bool, kernel_slots: SlotKernel, store: ExpertStore,
         recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.view = view
         self.predictor = speculator.predictor
+        self.policies = policies
+        """Which policies decide what is kept, loaded and dropped."""
         self.executed_layers = speculator.layers
         """Layers that execute their forecast when there is one."""
         self.recorder = recorder
@@ -70,9 +84,15 @@ class OffloadedModel:
             undo.enter_context(in_use(link, store, speculator.predictor))
             undo.callback(self._put_back)
             store.pack(view)
+            shape = view.shape
+            decide = policies.make(
+                CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=slots)
+            )
+            if decide.miss.precisions:
+                store.add_copies(decide.miss.precisions)
             self.pool = SlotPool(self.store.layout, slots, self.store.device)
             if link is None:
-                link = fastest_link(self.store, self.pool)
+                link = fastest_link(self.store, self.pool) if device_decides(policies) else CudaLink()
             self.link = link
             link.recorder = recorder
             link.attach(self.store, self.pool)
@@ -83,12 +103,15 @@ class OffloadedModel:
             engine: Engine
             if isinstance(link, KernelLink):  # its books are on the device
                 self.stats = DeviceStatistics(link, self.store.layout.block_bytes)
-                engine = DeviceEngine(link, self.pool, speculator, prefetcher, kernel_slots, recorder, keep=cache)
+                engine = DeviceEngine(link, self.pool, speculator, decide.prefetch, kernel_slots, recorder, keep=cache)
             else:
                 self.residency = Residency(
-                    self.pool, link, LRUPolicy(), self.stats, experts=view.shape.experts, keep=cache
+                    self.pool, link, decide.eviction, self.stats, experts=shape.experts, keep=cache
                 )
-                engine = Engine(self.residency, speculator, prefetcher, kernel_slots, recorder)
+                carry = 0 if speculator.predictor is None else speculator.ahead
+                follows = None if next_token is None else NextTokenTracker(next_token)
+                self.flow = LayerFlow(self.residency, decide, view, carry=carry, tokens_ahead=follows)
+                engine = Engine(self.flow, speculator, kernel_slots, recorder)
             for layer in view:
                 undo.callback(Engine.detach, layer)
                 engine.attach(layer)
@@ -171,6 +194,8 @@ def offload(
     bandwidth: float | None = None,
     latency: float = 0.0,
     link: str | Link = "auto",
+    policies: Policies | str | None = None,
+    next_token: str | Path | Predictor | None = None,
     overfetch: float = 1.0,
     ahead: int = 1,
     layers: Iterable[int] | None = None,
@@ -194,6 +219,9 @@ def offload(
         bandwidth, latency: of the emulated link, bytes per second and seconds per copy (CPU only).
         link: `auto`, `instant`, `emulated`, `cuda`, `kernel` (copies decided and made on the device), or a link
             object. `auto` on CUDA measures `cuda` and `kernel` on the store and takes the faster.
+        policies: which experts are kept, loaded and dropped: :class:`expertcast.runtime.policies.Policies`, or the name
+            of a preset. Default: lru over all slots, the forecast's own experts prefetched, every miss fetched.
+        next_token: a `next_token` predictor or its checkpoint's folder, for the eviction policy `forecast`.
         overfetch: experts prefetched per token as a multiple of K (exact mode).
         ahead: layers between a forecast and its target.
         layers: with `hybrid`, the layers that execute their forecast. None: those where the checkpoint's own recall@k
@@ -226,6 +254,8 @@ def offload(
     store_device = store.device if isinstance(store, ExpertStore) else ExpertStore.device_of(view)
     bound, checkpoint = resolve_predictor(predictor, view)
     if bound is not None:
+        if bound.looks != "layers":
+            raise ExpertcastError(f"{bound.name} forecasts tokens, not layers: give it as next_token=, not predictor=")
         bound.to(store_device)
     speculator = Speculator(
         view,
@@ -237,14 +267,16 @@ def offload(
     )
     if mode == "exact" and (true_weights or layers is not None):
         warnings.warn("layers and true_weights have no effect in mode 'exact'", stacklevel=2)
+    chosen = resolve_policies(policies, overfetch)
     count = slot_count(view, ExpertStore.block_bytes_of(view), slots, memory, cache, overfetch)
     return OffloadedModel(
         model,
         view,
         speculator,
         slots=count,
-        link=make_link(link, store_device.type, bandwidth, latency),
-        prefetcher=Prefetcher(view.shape.experts, view.shape.top_k, overfetch),
+        link=make_link(link, store_device.type, bandwidth, latency, chosen),
+        policies=chosen,
+        next_token=resolve_next_token(next_token, view, chosen, store_device),
         cache=cache,
         kernel_slots=SlotKernel(kernel_of(model), count),
         store=make_store(store, store_folder, view, store_device),

@@ -6,17 +6,16 @@ per layer, K experts per token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
+from expertcast.runtime.divergence import Pass, Sums, report
 from expertcast.runtime.speculation import speculate
 from expertcast.runtime.taps import RouterCall, RouterTaps
 
@@ -61,7 +60,7 @@ def measure_quality(
         ExpertcastError: no windows, windows of fewer than two tokens, or a run called `exact`.
     """
     _check(windows_by_domain, runs)
-    sums = {name: {domain: _Sums(len(view)) for domain in windows_by_domain} for name in (EXACT, *runs)}
+    sums = {name: {domain: Sums(len(view)) for domain in windows_by_domain} for name in (EXACT, *runs)}
     device = next(model.parameters()).device
     for domain, windows_NW in windows_by_domain.items():
         for windows_BW in torch.split(windows_NW, batch_size):
@@ -72,7 +71,7 @@ def measure_quality(
                 sums[name][domain].add(_speculative(model, view, run, ids_BW, exact), exact, ids_BW)
     return {
         "tokens": sum(part.tokens for part in sums[EXACT].values()),
-        "runs": {name: _report(parts) for name, parts in sums.items()},
+        "runs": {name: report(parts) for name, parts in sums.items()},
     }
 
 
@@ -93,18 +92,7 @@ def text_windows(tokenizer: Any, texts: Iterable[str], *, length: int, count: in
     return torch.tensor(windows[:count])
 
 
-@dataclass(slots=True)
-class _Pass:
-    """One forward over [B, W]."""
-
-    log_probs_BWV: Tensor
-    executed: list[Tensor]
-    """Per layer the executed ids [T, K]."""
-    logits: list[Tensor]
-    """Per layer the router's logits [T, E]; of the exact pass only."""
-
-
-def _exact(model: PreTrainedModel, view: MoEView, ids_BW: Tensor) -> _Pass:
+def _exact(model: PreTrainedModel, view: MoEView, ids_BW: Tensor) -> Pass:
     executed: list[Tensor] = []
     logits: list[Tensor] = []
 
@@ -114,12 +102,12 @@ def _exact(model: PreTrainedModel, view: MoEView, ids_BW: Tensor) -> _Pass:
 
     taps = RouterTaps(model, view, on_router, lambda _fresh: None)
     try:
-        return _Pass(_log_probs(model, ids_BW), executed, logits)
+        return Pass(_log_probs(model, ids_BW), executed, logits)
     finally:
         taps.close()
 
 
-def _speculative(model: PreTrainedModel, view: MoEView, run: QualityRun, ids_BW: Tensor, exact: _Pass) -> _Pass:
+def _speculative(model: PreTrainedModel, view: MoEView, run: QualityRun, ids_BW: Tensor, exact: Pass) -> Pass:
     executed: list[Tensor] = []
     with speculate(
         model,
@@ -132,7 +120,7 @@ def _speculative(model: PreTrainedModel, view: MoEView, run: QualityRun, ids_BW:
     ) as speculator:
         if run.predictor.uses_previous_token:
             speculator.previous_logits_TLE = _shifted(exact.logits, *ids_BW.shape)
-        return _Pass(_log_probs(model, ids_BW), executed, [])
+        return Pass(_log_probs(model, ids_BW), executed, [])
 
 
 def _shifted(logits: list[Tensor], batch: int, window: int) -> Tensor:
@@ -148,58 +136,6 @@ def _log_probs(model: PreTrainedModel, ids_BW: Tensor) -> Tensor:
     with torch.no_grad():
         logits_BWV: Tensor = model(input_ids=ids_BW, use_cache=False).logits
     return logits_BWV.float().log_softmax(dim=-1)
-
-
-class _Sums:
-    """Sums over tokens of one run on one domain."""
-
-    def __init__(self, layers: int) -> None:
-        self.tokens = 0
-        self.nll = 0.0
-        self.agreement = 0.0
-        self.kl = 0.0
-        self.routed_tokens = 0
-        self.recall = [0.0] * layers
-
-    def add(self, run: _Pass, exact: _Pass, ids_BW: Tensor) -> None:
-        scored, reference = run.log_probs_BWV[:, :-1], exact.log_probs_BWV[:, :-1]
-        self.tokens += ids_BW[:, 1:].numel()
-        self.nll += float(functional.nll_loss(scored.flatten(0, 1), ids_BW[:, 1:].flatten(), reduction="sum"))
-        self.agreement += float((scored.argmax(-1) == reference.argmax(-1)).sum())
-        if run is not exact:
-            self.kl += float(functional.kl_div(scored, reference, reduction="sum", log_target=True))
-        self.routed_tokens += ids_BW.numel()
-        for layer, (ids_TK, true_TK) in enumerate(zip(run.executed, exact.executed, strict=True)):
-            found_TK = (true_TK.unsqueeze(-1) == ids_TK.unsqueeze(-2)).any(-1)
-            self.recall[layer] += float(found_TK.float().mean(-1).sum())
-
-    def as_dict(self) -> dict[str, float]:
-        return {
-            "perplexity": math.exp(self.nll / self.tokens),
-            "top1_agreement": self.agreement / self.tokens,
-            "kl": max(0.0, self.kl / self.tokens),
-        }
-
-    def __iadd__(self, other: _Sums) -> _Sums:
-        self.tokens += other.tokens
-        self.nll += other.nll
-        self.agreement += other.agreement
-        self.kl += other.kl
-        self.routed_tokens += other.routed_tokens
-        self.recall = [own + more for own, more in zip(self.recall, other.recall, strict=True)]
-        return self
-
-
-def _report(parts: dict[str, _Sums]) -> dict[str, Any]:
-    total = _Sums(len(next(iter(parts.values())).recall))
-    for part in parts.values():
-        total += part
-    recall = [value / total.routed_tokens for value in total.recall[1:]]
-    return {
-        **total.as_dict(),
-        "executed_recall": {"mean": sum(recall) / len(recall) if recall else 1.0, "per_layer": recall},
-        "domains": {domain: part.as_dict() for domain, part in parts.items()},
-    }
 
 
 def _check(windows_by_domain: Mapping[str, Tensor], runs: Mapping[str, QualityRun]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.storage.layout import BlockLayout, aligned_bytes
+from expertcast.runtime.storage.packed import PackedExperts
 
 
 class SlotState(Enum):
@@ -64,6 +65,11 @@ class SlotPool:
         """uint8 [block_bytes] of one slot."""
         size = self.layout.block_bytes
         return self._buffer[slot * size : (slot + 1) * size]
+
+    def expand(self, slot: int, packed: PackedExperts) -> None:
+        """A packed copy lies in a slot's first bytes: make it the full block, on the current stream."""
+        block = self.block(slot)
+        packed.layout.expand(block[: packed.block_bytes], block)
 
     def slot_of(self, key: int) -> int | None:
         return self.slots.get(key)

@@ -14,7 +14,13 @@ class LayerStatistics:
     hits: int = 0
     """Requests whose expert had a slot, arrived or on its way, when the layer's routing was known."""
     misses: int = 0
-    """Requests whose copy was started only then."""
+    """Requests whose copy was started only then; dropped and substituted experts are none."""
+    collisions: int = 0
+    """Misses of experts that were evicted earlier in the same forward."""
+    evicted: int = 0
+    """Experts that gave their slot to another one."""
+    skipped: int = 0
+    """Experts that the router chose and a lossy policy left out or replaced."""
     prefetched: int = 0
     """Copies asked for by a forecast, the dropped ones left out."""
     prefetched_used: int = 0

@@ -28,11 +28,11 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from expertcast.checkpoints.provenance import provenance
 from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors.base import Forecast
-from expertcast.runtime.cache import LRUPolicy
 from expertcast.runtime.engine import Engine
+from expertcast.runtime.flow import LayerFlow
 from expertcast.runtime.kernels import SlotKernel, kernel_of
 from expertcast.runtime.links import Copy, Link
-from expertcast.runtime.prefetcher import Prefetcher
+from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.residency import Residency
 from expertcast.runtime.slots import SlotPool
 from expertcast.runtime.speculation import Speculator
@@ -171,8 +171,9 @@ def build() -> tuple[Engine, Any, ListedForecasts, RunStatistics]:
     link, stats = NoLink(), RunStatistics(LAYERS)
     link.attach(store, pool)
     speculator = ListedForecasts(view, None)
-    residency = Residency(pool, link, LRUPolicy(), stats, experts=EXPERTS)
-    engine = Engine(residency, speculator, Prefetcher(EXPERTS, TOP_K), NoKernel(kernel_of(model), SLOTS))
+    policies = Policies().make(CacheShape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, slots=SLOTS))
+    flow = LayerFlow(Residency(pool, link, policies.eviction, stats, experts=EXPERTS), policies, view)
+    engine = Engine(flow, speculator, NoKernel(kernel_of(model), SLOTS))
     for layer in view:
         engine.attach(layer)
     return engine, view, speculator, stats

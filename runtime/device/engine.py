@@ -17,7 +17,7 @@ from expertcast.predictors.view import MoELayer
 from expertcast.runtime.device.link import KernelLink
 from expertcast.runtime.engine import Engine
 from expertcast.runtime.kernels import SlotKernel, combine, row_order
-from expertcast.runtime.prefetcher import Prefetcher
+from expertcast.runtime.policies.prefetch import PrefetchPolicy
 from expertcast.runtime.recorder import Recorder, State
 from expertcast.runtime.slots import SlotPool
 from expertcast.runtime.speculation import Speculator
@@ -36,7 +36,7 @@ class DeviceEngine(Engine):
         link: KernelLink,
         pool: SlotPool,
         speculator: Speculator,
-        prefetcher: Prefetcher,
+        prefetch: PrefetchPolicy,
         kernel: SlotKernel,
         recorder: Recorder | None = None,
         *,
@@ -46,7 +46,7 @@ class DeviceEngine(Engine):
         self._tables = link.residency
         self._pool = pool
         self._speculator = speculator
-        self._prefetcher = prefetcher
+        self._prefetch_policy = prefetch
         self._kernel = kernel
         self._recorder = recorder
         self._keep = keep
@@ -125,7 +125,9 @@ class DeviceEngine(Engine):
         if self._pool.count <= running:
             return
         self._halfway = True
-        moves = self._tables.expect(forecast.layer, self._prefetcher.ids(forecast), running)
+        ids_N = self._prefetch_policy.device_ids(forecast)
+        assert ids_N is not None, "offload lets only such selections through"
+        moves = self._tables.expect(forecast.layer, ids_N, running)
         self._link.move(moves, forecast.layer, urgent=False)
         self._halfway = False
 

@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 import torch
 
+from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.device.copy import BlockCopier, block_copier
 from expertcast.runtime.device.driver import CudaDevice, ForwardOrder
 from expertcast.runtime.device.residency import COUNTS, DeviceResidency, KernelResidency, Moves
 from expertcast.runtime.links import Copy, Link
+from expertcast.runtime.policies.miss.base import FULL
 from expertcast.runtime.slots import SlotPool
 from expertcast.runtime.statistics import LayerStatistics, RunStatistics
 from expertcast.runtime.storage.store import ExpertStore
@@ -109,7 +111,9 @@ class KernelLink(Link):
         if self._order is not None:
             self._order.enter()
 
-    def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+        if precision != FULL:
+            raise ExpertcastError(f"link 'kernel' moves experts in full, not as {precision}: take link 'cuda'")
         moved = torch.ones(1, dtype=torch.bool, device=self._pool.device)
         numbers = torch.tensor([key, slot], device=self._pool.device)
         self.move(Moves(numbers[:1], numbers[1:], moved), key // self._store.experts, urgent=urgent)
@@ -169,7 +173,8 @@ class KernelLink(Link):
 class DeviceStatistics(RunStatistics):
     """The run's counters, kept on the device; reading them waits for it.
 
-    Nobody there sees whether a forecast's copy came in time, or how long a layer waited: these stay 0.
+    Nobody there sees whether a forecast's copy came in time, how long a layer waited, or what was evicted: `waited_s`,
+    `prefetched_in_time`, `evicted` and `collisions` stay 0.
     """
 
     def __init__(self, link: KernelLink, block_bytes: int) -> None:

@@ -11,11 +11,14 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
+from expertcast.runtime.policies.miss.base import FULL
 from expertcast.runtime.storage.host_memory import HostMemory, PageLock, give_back_freed
 from expertcast.runtime.storage.layout import BlockLayout, expert_parameters
+from expertcast.runtime.storage.packed import PackedExperts, PackedLayout
 
 Write = Callable[[dict[str, Tensor]], None]
 """Fills one layer's parameters [E, ...], by name."""
@@ -68,6 +71,8 @@ class ExpertStore:
         self._layer_bytes: list[Tensor | None] = [None] * self.layers
         self._blocks: list[Tensor | None] = [None] * (self.layers * self.experts)
         self._origins: list[list[_Origin]] = []
+        self.packed: dict[str, PackedExperts] = {}
+        """Copies in lower precisions, beside the full ones."""
         self.source: Callable[[int, dict[str, Tensor]], None] | None = None
         """Fills a layer's parameters [E, ...] when a model without experts' weights is packed."""
 
@@ -143,11 +148,42 @@ class ExpertStore:
         give_back_freed()
         return True
 
+    def add_copies(self, precisions: Iterable[str]) -> None:
+        """Make copies of all experts in lower precisions; called when the store is filled.
+
+        They are held in memory, whatever the store itself is, and freed by `unpack` and `close`.
+
+        Raises:
+            ExpertcastError: unknown precision, or one that would not make these experts smaller.
+        """
+        layouts = {name: PackedLayout.of(self.layout, name) for name in precisions if name not in self.packed}
+        for name, layout in layouts.items():
+            copies = PackedExperts(layout, self.layers, self.experts, self._lock)
+            for layer in logging.tqdm(range(self.layers), desc=f"Packing experts as {name}"):
+                copies.fill(layer, self.views(layer))
+            self.packed[name] = copies
+
+    def copies(self, precision: str) -> PackedExperts:
+        """The copies in a lower precision.
+
+        Raises:
+            ExpertcastError: there are none.
+        """
+        found = self.packed.get(precision)
+        if found is None:
+            there = ", ".join((FULL, *self.packed))
+            raise ExpertcastError(
+                f"the store holds no {precision!r} copies of the experts: choose from {there}, or make them with "
+                "store.add_copies"
+            )
+        return found
+
     def unpack(self) -> None:
         """Give every parameter its weights back, on the device it came from, and free the blocks as it goes.
 
         Parameters that had no weights get none.
         """
+        self._free_copies()
         for origin in (origin for origins in self._origins for origin in origins):
             origin.module._parameters[origin.name] = origin.parameter  # the slots' memory may go before ours is taken
         for layer, origins in enumerate(self._origins):
@@ -161,6 +197,7 @@ class ExpertStore:
 
     def close(self) -> None:
         """Free everything; called by whoever made the store, after `unpack` if a model was packed."""
+        self._free_copies()
         for layer in range(self.layers):
             self._free(layer)
 
@@ -169,6 +206,10 @@ class ExpertStore:
         self._layer_bytes[layer] = blocks
         first = layer * self.experts
         self._blocks[first : first + self.experts] = blocks.view(self.experts, -1).unbind(0)
+
+    def _free_copies(self) -> None:
+        while self.packed:
+            self.packed.popitem()[1].release()
 
     def _free(self, layer: int) -> None:
         first = layer * self.experts

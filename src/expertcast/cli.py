@@ -1,4 +1,4 @@
-"""The command line: `expertcast COMMAND ...`. Parsing and output only; the work is in `commands` and `demo`.
+"""The command line: `expertcast COMMAND ...`. Parsing and output only; the work is in other modules.
 
 Exit status 0, or 2 with one line on standard error that names what was wrong and what to do.
 """
@@ -48,6 +48,11 @@ def build_parser() -> argparse.ArgumentParser:
         ("generate", "generate with experts offloaded and forecast", _add_generate),
         ("bench", "time per token of offloaded decoding in every mode, for a model or a shape", _add_bench),
         ("advise", "measure link and layers, and say whether and how to prefetch", _add_advise),
+        (
+            "simulate",
+            "what is kept, loaded and dropped: policies over recorded routing, in virtual time",
+            _add_simulate,
+        ),
         ("inspect", "say what a model, traces folder or checkpoint is", _add_inspect),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -82,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    from expertcast import bench_commands, commands, demo
+    from expertcast import bench_commands, commands, demo, simulate_commands
 
     if args.threads is not None:
         import torch
@@ -96,6 +101,7 @@ def _run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "generate": commands.generate,
         "bench": bench_commands.bench,
         "advise": bench_commands.advise,
+        "simulate": simulate_commands.simulate,
         "inspect": commands.inspect,
     }
     return functions[args.command](args)
@@ -286,6 +292,80 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(ahead=1)
     parser.add_argument("--prompt-tokens", type=_positive, default=64, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--new-tokens", type=_positive, default=32, metavar="N", help="(default: %(default)s)")
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("traces", type=Path, metavar="TRACES", help="traces folder")
+    parser.add_argument(
+        "--sweep", action="store_true", help="every eviction policy at 1, 5, 10, 25 and 45%%, with Belady's bounds"
+    )
+    _add_policy_options(parser)
+    parser.add_argument(
+        "--predictor",
+        nargs="+",
+        metavar="NAME|CKPT",
+        help="names are fitted on the train split; their forecasts prefetch",
+    )
+    parser.add_argument("--ahead", type=_positive, default=1, metavar="N", help="layers ahead (default: %(default)s)")
+    parser.add_argument(
+        "--next-token", metavar="CKPT", help="next_token checkpoint, for the eviction policy `forecast`"
+    )
+    parser.add_argument("--slots", type=_positive, nargs="+", metavar="S", help="experts that fit on the device")
+    parser.add_argument(
+        "--capacity", type=_positive_number, nargs="+", metavar="C", help="the same as shares of all (default: 0.25)"
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=_bandwidth,
+        nargs="+",
+        metavar="BYTES/S",
+        help="of the link: a number, or pcie3, pcie4, pcie5",
+    )
+    parser.add_argument("--latency", type=_seconds, default=0.0, metavar="S", help="of the link, per copy")
+    parser.add_argument(
+        "--layer-time",
+        type=_positive_number,
+        nargs="+",
+        metavar="S",
+        help="compute of all layers, or of each, in seconds",
+    )
+    parser.add_argument(
+        "--split", default="test", choices=("train", "validation", "test", "all"), help="documents to run"
+    )
+    parser.add_argument(
+        "--tokens", type=_positive, default=10_000, metavar="N", help="of the split (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prefill", type=_positive, default=64, metavar="N", help="of each document (default: %(default)s)"
+    )
+    parser.add_argument("--batch", type=_positive, default=1, metavar="B", help="documents decoded together")
+    parser.add_argument("--model", metavar="MODEL", help="measure what lossy policies cost this model, too")
+    parser.add_argument("--data", nargs="+", metavar="D", help="text for --model; " + DATA_HELP)
+    parser.add_argument(
+        "--quality-tokens", type=_positive, default=512, help="tokens for --model (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--processes", type=_positive, metavar="N", help="simulations at a time (default: one per core)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the results, a table and PNGs there")
+    _add_model_options(parser)
+
+
+def _add_policy_options(parser: argparse.ArgumentParser) -> None:
+    """Which experts are kept, loaded and dropped; several of a kind are all combined."""
+    policies = parser.add_argument_group(
+        "policies", "NAME, or NAME:OPTION=VALUE,...; several of a kind are all combined"
+    )
+    for flag, default, text in (
+        ("--policy", None, "which expert gives up its slot (default: lru)"),
+        ("--prefetch", None, "which of a forecast's experts are asked for (default: top_k with --predictor)"),
+        ("--miss", ["fetch"], "what becomes of missing experts (default: fetch)"),
+        ("--routing", ["standard"], "which experts a layer executes (default: standard)"),
+        ("--pre-eviction", ["none"], "slots given up before the routing is known (default: none)"),
+        ("--scope", ["global"], "global, or layer: each has an equal share of the slots (default: global)"),
+        ("--preset", None, "published systems' policies, by name"),
+    ):
+        policies.add_argument(flag, nargs="+", default=default, metavar="P", help=text)
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:

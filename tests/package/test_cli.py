@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from expertcast.cli import build_parser, main
+from expertcast.data.traces import TraceDataset
 
 _TARGET = {"--layers", "--slots", "--memory", "--bandwidth", "--copy-over-compute", "--latency", "--link",
            "--predictor", "--persistence", "--skew", "--accuracy", "--replay", "--seed", "--dtype",
@@ -25,6 +26,10 @@ COMMANDS = {
     "bench": {*_TARGET, "--mode", "--cache", "--ahead", "--prompt-tokens", "--new-tokens", "--repetitions",
               "--no-advice", "--peer", "--minutes", "--timeline"},
     "advise": {*_TARGET, "--prompt-tokens", "--new-tokens"},
+    "simulate": {"--sweep", "--policy", "--prefetch", "--miss", "--routing", "--pre-eviction", "--scope", "--preset",
+                 "--predictor", "--ahead", "--next-token", "--slots", "--capacity", "--bandwidth", "--latency",
+                 "--layer-time", "--split", "--tokens", "--prefill", "--batch", "--model", "--data",
+                 "--quality-tokens", "--processes", "--out", "--dtype", "--device"},
 }  # fmt: skip
 
 
@@ -83,6 +88,70 @@ def test_bench_and_advise_refuse_in_one_line(capsys: pytest.CaptureFixture[str])
     assert "no/folder" in fails(capsys, "bench", "reference", "--timeline", "no/folder/trace.json")
     assert "new_tokens=1" in fails(capsys, "bench", "reference", "--new-tokens", "1")
     assert "no/traces" in fails(capsys, "advise", "reference", "--replay", "no/traces")
+
+
+def test_simulate_refuses_in_one_line(
+    capsys: pytest.CaptureFixture[str], reference_traces: TraceDataset, tmp_path: Path
+) -> None:
+    traces = str(reference_traces.folder)
+    assert "no/traces" in fails(capsys, "simulate", "no/traces")
+    assert "choose from lru, lfu" in fails(capsys, "simulate", traces, "--policy", "mru")
+    assert "'top_k' has no option" in fails(
+        capsys, "simulate", traces, "--predictor", "next_norm", "--prefetch", "top_k:depth=2"
+    )
+    assert "give --predictor" in fails(capsys, "simulate", traces, "--prefetch", "top_k")
+    assert "unknown preset 'fastest': choose from on_demand" in fails(capsys, "simulate", traces, "--preset", "fastest")
+    assert "choose from global, layer" in fails(capsys, "simulate", traces, "--scope", "token")
+    assert "slots=3 is fewer than the 4 experts" in fails(capsys, "simulate", traces, "--slots", "3")
+    assert "give one of them" in fails(capsys, "simulate", traces, "--slots", "9", "--capacity", "0.1")
+    assert "capacity=2: give the share" in fails(capsys, "simulate", traces, "--capacity", "2")
+    assert "'0' is no bandwidth" in fails(capsys, "simulate", traces, "--bandwidth", "0")
+    assert "one for each of 12 layers" in fails(capsys, "simulate", traces, "--layer-time", "1", "2")
+    assert "not so many documents" in fails(capsys, "simulate", traces, "--batch", "500")
+    assert "neither a checkpoint folder nor a predictor" in fails(capsys, "simulate", traces, "--predictor", "nobody")
+    assert "give --data" in fails(capsys, "simulate", traces, "--model", "no/model")
+    assert "there is no folder" in fails(capsys, "simulate", traces, "--out", str(tmp_path / "no" / "folder"))
+
+
+def test_simulate(capsys: pytest.CaptureFixture[str], reference_traces: TraceDataset, tmp_path: Path) -> None:
+    out, result = tmp_path / "out", tmp_path / "result.json"
+    command = ["simulate", str(reference_traces.folder), "--tokens", "200", "--processes", "1"]
+    assert main([*command, "--sweep", "--policy", "lru", "lfu", "--out", str(out), "--json", str(result)]) == 0
+    got = json.loads(result.read_text())
+    assert json.loads((out / "results.json").read_text())["results"] == got["results"]
+    evictions = ["lru", "lfu", "belady", "belady_bypass"]
+    assert [row["eviction"] for row in got["results"]] == ["lru", "lfu"] * 5 + evictions[2:] * 5
+    assert [row["slots"] for row in got["results"][:10:2]] == [7, 38, 76, 192, 345]
+    wanted = {
+        "eviction", "prefetch", "miss", "routing", "scope", "slots", "capacity", "bandwidth", "hit_rate", "misses",
+        "collisions", "bytes", "tpot_s", "perplexity", "agreement",
+    }  # fmt: skip
+    assert all(wanted <= set(row) for row in got["results"])
+    assert {path.name for path in out.iterdir()} == {
+        "results.json", "table.txt", "hit_rate.png", "tpot.png", "collisions.png",
+    }  # fmt: skip
+    assert "belady_bypass" in (out / "table.txt").read_text()
+    capsys.readouterr()
+    options = ["--scope", "layer", "--capacity", "0.01", "0.25", "--bandwidth", "1e9", "--miss", "fetch", "drop"]
+    assert main([*command, *options, "--model", "reference", "--quality-tokens", "40", "--json", str(result)]) == 0
+    got = json.loads(result.read_text())
+    assert "left out 2" in capsys.readouterr().out
+    exact, lossy = got["results"]
+    assert (exact["agreement"], exact["kl"]) == (1.0, 0.0)
+    assert lossy["perplexity"] != exact["perplexity"]
+    assert lossy["kl"] > 0
+    assert lossy["tpot_s"] < exact["tpot_s"]
+
+
+def test_simulate_with_forecasts(reference_traces: TraceDataset, tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = ["simulate", str(reference_traces.folder), "--tokens", "200", "--processes", "1", "--json", str(result)]
+    options = ["--predictor", "next_norm", "--prefetch", "none", "top_k", "--preset", "on_demand", "--policy", "lru"]
+    assert main([*command, *options, "--bandwidth", "4e9"]) == 0
+    preset, without, forecast = json.loads(result.read_text())["results"]
+    assert preset["predictor"] is None
+    assert without["misses"] == preset["misses"] > forecast["misses"]
+    assert forecast["prefetch_precision"] > 0.5
 
 
 def test_names_of_links_are_bandwidths() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from expertcast.runtime.links import Copy, HostMover, Link
+from expertcast.runtime.policies.miss.base import FULL
 from expertcast.runtime.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -21,9 +22,9 @@ class ManualLink(Link):
         super().attach(store, pool)
         self._mover = HostMover(store, pool)
 
-    def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
         self.submitted.append((key, "urgent" if urgent else "forecast"))
-        copy = Copy(key, slot, urgent)
+        copy = Copy(key, slot, urgent, precision=precision)
         self.queue.append(copy)
         return copy
 
@@ -34,7 +35,7 @@ class ManualLink(Link):
         """The first `count` copies of the queue (all) arrive."""
         for copy in self.queue[:count]:
             copy.started = True
-            self._mover.move(copy.key, copy.slot)
+            self._mover.move(copy.key, copy.slot, precision=copy.precision)
             self._count(copy, 0.0, 0.0)
             copy.done = True
         del self.queue[:count]
@@ -88,12 +89,12 @@ class SteppedLink(Link):
                 self._under_way = min(self._queue, key=lambda copy: not copy.urgent)
                 self._begin(self._under_way)
 
-    def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
         self._go_on()
         if self.refusing:
             self.refusing -= 1
             raise OSError("the link is down")
-        copy = Copy(key, slot, urgent)
+        copy = Copy(key, slot, urgent, precision=precision)
         self._queue.append(copy)
         self._go_on()
         return copy
@@ -141,13 +142,13 @@ class SteppedLink(Link):
         self._queue.remove(copy)
         copy.started = True
         self._pool.block(copy.slot).fill_(0xFF)  # nobody may take the slot's last content for the new one
-        self._mover.move(copy.key, copy.slot, 0, self._store.layout.block_bytes // 2)
+        self._mover.move(copy.key, copy.slot, 0, self.block_bytes(copy.precision) // 2, copy.precision)
 
     def _finish(self, copy: Copy) -> None:
         if self.failing:
             self.failing -= 1
             copy.error = OSError("the copy was lost")
         else:
-            self._mover.move(copy.key, copy.slot, self._store.layout.block_bytes // 2)
+            self._mover.move(copy.key, copy.slot, self.block_bytes(copy.precision) // 2, None, copy.precision)
         self._count(copy, 0.0, 0.0)
         copy.done = True

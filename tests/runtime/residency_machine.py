@@ -19,14 +19,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from expertcast.data.discovery import find_moe_layers
-from expertcast.runtime.cache import CachePolicy, LRUPolicy
 from expertcast.runtime.link_emulated import EmulatedLink
 from expertcast.runtime.links import Copy, Link
+from expertcast.runtime.policies import LRU, CacheShape, EvictionPolicy
+from expertcast.runtime.policies.miss.base import FULL
 from expertcast.runtime.residency import Residency
 from expertcast.runtime.slots import SlotPool, SlotState
 from expertcast.runtime.statistics import RunStatistics
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
+from tests.runtime.evictions import eviction
 from tests.runtime.manual import SteppedLink
 
 LAYERS, EXPERTS = 4, 8
@@ -67,9 +69,9 @@ def logged(base: type[Link]) -> type[Any]:
     class Logged(base):  # type: ignore[misc, valid-type]
         log: _Log
 
-        def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
+        def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
             assert all(copy.slot != slot for copy in self.log.active()), "two copies into one slot"
-            copy: Copy = super().submit(key, slot, urgent=urgent)
+            copy: Copy = super().submit(key, slot, urgent=urgent, precision=precision)
             self.log.copies.append(copy)
             if not urgent:
                 self.log.forecasts.append(copy)
@@ -84,17 +86,17 @@ def logged(base: type[Link]) -> type[Any]:
     return Logged
 
 
-class LoggedPolicy(LRUPolicy):
+class LoggedPolicy(LRU):
     """Knows what it was told is resident."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, config: Any, shape: CacheShape) -> None:
+        super().__init__(config, shape)
         self.keys: set[int] = set()
 
-    def insert(self, key: int) -> None:
+    def insert(self, key: int, full: bool = True) -> None:
         assert key not in self.keys
         self.keys.add(key)
-        super().insert(key)
+        super().insert(key, full)
 
     def remove(self, key: int) -> None:
         self.keys.remove(key)
@@ -105,7 +107,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     """One forward after another, cut short at times."""
 
     make_link: Callable[[], Any]
-    make_policy: Callable[[], CachePolicy] = LoggedPolicy
+    policy_class: type[EvictionPolicy] = LoggedPolicy
 
     @initialize(slots=st.integers(2, 9), keep=st.booleans())
     def set_up(self, slots: int, keep: bool) -> None:
@@ -115,8 +117,9 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.link.log = self.log = _Log()
         self.link.attach(store, self.pool)
         self.stats = RunStatistics(LAYERS)
-        self.policy = type(self).make_policy()
-        self.residency = Residency(self.pool, self.link, self.policy, self.stats, experts=EXPERTS, keep=keep)
+        policies = eviction(type(self).policy_class, layers=LAYERS, experts=EXPERTS, slots=slots)
+        (self.policy,) = policies.policies
+        self.residency = Residency(self.pool, self.link, policies, self.stats, experts=EXPERTS, keep=keep)
         self.slots, self.keep = slots, keep
         self.layer = LAYERS - 1
         self.forget()

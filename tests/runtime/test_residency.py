@@ -11,13 +11,14 @@ import torch
 
 from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors import ExpertcastError, Forecast
-from expertcast.runtime.cache import LRUPolicy
-from expertcast.runtime.prefetcher import Prefetcher
+from expertcast.runtime.policies import PREFETCH, CacheShape
+from expertcast.runtime.policies.prefetch import Wanted
 from expertcast.runtime.residency import Residency
 from expertcast.runtime.slots import SlotPool, SlotState
 from expertcast.runtime.statistics import LayerStatistics, RunStatistics
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
+from tests.runtime.evictions import eviction
 from tests.runtime.manual import ManualLink
 
 
@@ -29,7 +30,8 @@ def _residency(slots: int, *, keep: bool = True) -> tuple[Residency, ManualLink]
     pool = SlotPool(store.layout, slots, store.device)
     link = ManualLink()
     link.attach(store, pool)
-    return Residency(pool, link, LRUPolicy(), RunStatistics(len(view)), experts=8, keep=keep), link
+    policies = eviction(layers=len(view), experts=8, slots=slots)
+    return Residency(pool, link, policies, RunStatistics(len(view)), experts=8, keep=keep), link
 
 
 def _run(residency: Residency, layer: int, experts: list[int]) -> None:
@@ -53,7 +55,7 @@ def test_hand_worked_trace() -> None:
     5     0     0.4 0.5                all 6 taken     2 misses; victims by LRU are 0.1 (step 1) and 1.0 (step 2)
 
     Layer 0: 6 requests, 1 hit, 5 misses, 5 blocks. Layer 1: 4 requests, 3 hits, 1 miss, 2 prefetched (1.1 does not
-    count), 2 used, 1 in time, 1 dropped, 3 blocks (1.0, 1.2, 1.3).
+    count), 2 used, 1 in time, 1 dropped, 3 blocks (1.0, 1.2, 1.3). Each lost one expert to step 5.
     """
     residency, link = _residency(6)
     block = residency.pool.layout.block_bytes
@@ -70,9 +72,9 @@ def test_hand_worked_trace() -> None:
     for layer in residency.stats.layers:
         layer.waited_s = 0.0
     assert residency.stats.layers == [
-        LayerStatistics(requests=6, hits=1, misses=5, bytes_moved=5 * block),
+        LayerStatistics(requests=6, hits=1, misses=5, evicted=1, bytes_moved=5 * block),
         LayerStatistics(
-            requests=4, hits=3, misses=1, prefetched=2, prefetched_used=2, prefetched_in_time=1, dropped=1,
+            requests=4, hits=3, misses=1, evicted=1, prefetched=2, prefetched_used=2, prefetched_in_time=1, dropped=1,
             bytes_moved=3 * block,
         ),
         LayerStatistics(),
@@ -162,8 +164,9 @@ def test_abandon_unpins() -> None:
     _run(residency, 2, [1, 2, 3, 4])
 
 
-def _keys(prefetcher: Prefetcher, forecast: Forecast) -> list[int]:
-    return prefetcher.keys(forecast, forecast.topk_ids_TK.tolist(), forecast.topk_weights_TK.tolist())
+def _experts(selection: str, forecast: Forecast) -> list[int]:
+    policy = PREFETCH.choose(selection).make(CacheShape(layers=4, experts=8, top_k=2, slots=8))
+    return policy.experts(Wanted(forecast, forecast.topk_ids_TK.tolist(), forecast.topk_weights_TK.tolist()), None)
 
 
 def test_prefetch_order() -> None:
@@ -175,7 +178,7 @@ def test_prefetch_order() -> None:
         topk_ids_TK=torch.tensor([[0, 1], [7, 1]]),
         topk_weights_TK=torch.tensor([[0.7, 0.3], [0.4, 0.5]]),
     )
-    assert _keys(Prefetcher(8, 2), forecast) == [16 + 1, 16 + 0, 16 + 7]
-    assert _keys(Prefetcher(8, 2, overfetch=1.5), forecast) == [17, 16, 23, 18, 20]
+    assert _experts("top_k", forecast) == [1, 0, 7]
+    assert _experts("top_k:overfetch=1.5", forecast) == [1, 0, 7, 2, 4]
     with pytest.raises(ExpertcastError):
-        Prefetcher(8, 2, overfetch=0.9)
+        PREFETCH.choose("top_k:overfetch=0.9")

@@ -24,9 +24,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from expertcast.runtime.cache import CachePolicy
 from expertcast.runtime.link_emulated import EmulatedLink
 from expertcast.runtime.links import Copy, Link
+from expertcast.runtime.policies import EvictionPolicy
 from expertcast.runtime.slots import SlotPool
 from tests.runtime.manual import SteppedLink
 from tests.runtime.residency_machine import LoggedPolicy, ResidencyMachine, canary, canary_store, logged
@@ -236,7 +236,7 @@ def test_broken_rules_are_seen(broken: type[Any]) -> None:
 
     class Broken(ResidencyMachine):
         make_link = logged(broken if issubclass(broken, Link) else SteppedLink)
-        make_policy = broken if issubclass(broken, CachePolicy) else LoggedPolicy
+        policy_class = broken if issubclass(broken, EvictionPolicy) else LoggedPolicy
 
     with pytest.raises((AssertionError, KeyError)):
         run_state_machine_as_test(Broken, settings=settings(PROFILE, max_examples=120, phases=[Phase.generate]))

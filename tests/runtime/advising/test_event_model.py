@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertcast.runtime.advising.event_model import Forecasts, Setting, Trace, VirtualLink, calibrated, replay
+from expertcast.runtime.advising.event_model import Forecasts, Setting, Trace, calibrated, replay
 from expertcast.runtime.advising.layer_times import LayerTimes
 from expertcast.runtime.advising.observation import executed, observe, trace_of
 from expertcast.runtime.offloaded import offload
@@ -118,36 +118,6 @@ def test_calibrated_to_the_run_it_comes_from() -> None:
     assert slower.compute_s == times.compute_s
     assert replay(trace, slower, setting).tpot_s == own + 2.25
     assert calibrated(own - 1.0, trace, times, setting).late_s == -1.0
-
-
-# ---- the link
-
-
-@pytest.mark.parametrize(("window", "arrival"), [(1, 2.0), (2, 3.0), (3, 4.0), (8, 4.0)])
-def test_misses_overtake_what_has_not_been_issued(window: int, arrival: float) -> None:
-    link = VirtualLink(1.0, window=window)
-    forecasts = [link.submit(key, key, urgent=False) for key in range(3)]
-    assert [copy.started for copy in forecasts] == [n < window for n in range(3)]
-    miss = link.submit(9, 9, urgent=True)
-    link.wait(miss)
-    assert link.now == arrival
-    assert [link.cancel(copy) for copy in forecasts] == [False, False, window == 1]
-
-
-def test_promoted_copies_go_before_forecasts() -> None:
-    link = VirtualLink(1.0)
-    first, second, third = (link.submit(key, key, urgent=False) for key in range(3))
-    link.promote(third)
-    link.wait(third)
-    assert (link.now, first.done, second.done) == (2.0, True, False)
-    link.spend(0.5)
-    assert not second.done
-    link.spend(0.5)
-    assert second.done
-    link.spend(5.0)
-    late = link.submit(3, 3, urgent=False)
-    link.wait(late)
-    assert link.now == 9.0  # an idle link has saved nothing up
 
 
 # ---- a clock that ticks: independent of the books that the event model borrows

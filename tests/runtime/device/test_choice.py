@@ -14,6 +14,7 @@ from expertcast.runtime.device import choice as device_choice
 from expertcast.runtime.device.choice import choose, fastest_link, misses_s
 from expertcast.runtime.device.link import KernelLink
 from expertcast.runtime.links import Copy, Link
+from expertcast.runtime.policies.miss.base import FULL
 from expertcast.runtime.slots import SlotPool
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.store import ExpertStore
@@ -33,8 +34,8 @@ class _Slow(InstantLink):
 
 
 class _Wrong(InstantLink):
-    def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
-        return super().submit(0, slot, urgent=urgent)
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+        return super().submit(0, slot, urgent=urgent, precision=precision)
 
 
 class _Unusable(InstantLink):

@@ -161,7 +161,7 @@ def test_misses_overtake_queued_forecasts_and_those_follow_in_order() -> None:
     moved: list[int] = []
     original = link.device.to_device
     link.device.to_device = lambda target, source, size, stream: (  # type: ignore[method-assign]
-        moved.append((source - link._source(0)) // size),
+        moved.append((source - link._store.block(0).data_ptr()) // size),
         original(target, source, size, stream),
     )
     forecasts = [link.submit(key, slot, urgent=False) for slot, key in enumerate((5, 6, 7))]

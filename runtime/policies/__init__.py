@@ -1,0 +1,37 @@
+"""What to keep, load and drop: policies of five kinds, chosen together by :class:`Policies` or by a preset's name."""
+
+from expertcast.runtime.policies.eviction import EVICTION, LRU, EvictionPolicy
+from expertcast.runtime.policies.miss import MISS, Fetch, MissPolicy
+from expertcast.runtime.policies.pre_eviction import PRE_EVICTION, PreEviction
+from expertcast.runtime.policies.prefetch import PREFETCH, PrefetchPolicy, TopK
+from expertcast.runtime.policies.presets import PRESETS, Preset
+from expertcast.runtime.policies.registry import CacheShape, Choice, PolicyConfig, Registry
+from expertcast.runtime.policies.routing import ROUTING, RoutingPolicy, Standard
+from expertcast.runtime.policies.scope import Eviction
+from expertcast.runtime.policies.settings import Policies, PolicySet
+
+__all__ = [
+    "EVICTION",
+    "LRU",
+    "MISS",
+    "PREFETCH",
+    "PRESETS",
+    "PRE_EVICTION",
+    "ROUTING",
+    "CacheShape",
+    "Choice",
+    "Eviction",
+    "EvictionPolicy",
+    "Fetch",
+    "MissPolicy",
+    "Policies",
+    "PolicyConfig",
+    "PolicySet",
+    "PreEviction",
+    "PrefetchPolicy",
+    "Preset",
+    "Registry",
+    "RoutingPolicy",
+    "Standard",
+    "TopK",
+]

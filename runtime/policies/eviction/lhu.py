@@ -1,0 +1,39 @@
+"""Least high-precision used (row A14)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from expertcast.runtime.policies.eviction.lfu import LFU
+from expertcast.runtime.policies.registry import CacheShape
+
+
+class LHU(LFU):
+    """LFU that counts only uses while the expert was held in the model's own precision; without copies in a lower one
+    it is LFU."""
+
+    name: ClassVar[str] = "lhu"
+
+    def __init__(self, config: Any, shape: CacheShape) -> None:
+        super().__init__(config, shape)
+        self._full: set[int] = set()
+        """Residents in the model's own precision."""
+
+    def insert(self, key: int, full: bool = True) -> None:
+        (self._full.add if full else self._full.discard)(key)
+        self._access(key)
+
+    def use(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            if key in self._full:
+                self._uses[key] += 1
+            self._access(key)
+
+    def remove(self, key: int) -> None:
+        super().remove(key)
+        self._full.discard(key)
+
+    def clear(self) -> None:
+        super().clear()
+        self._full.clear()

@@ -1,0 +1,18 @@
+"""Load whatever is missing, in full (row A5)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from expertcast.runtime.policies.miss.base import Lookup, MissPolicy, Verdict
+
+
+class Fetch(MissPolicy):
+    """Waits for every missing expert: the output is the resident model's."""
+
+    name: ClassVar[str] = "fetch"
+    lossy: ClassVar[bool] = False
+
+    def decide(self, lookup: Lookup) -> Verdict:
+        del lookup
+        return Verdict()

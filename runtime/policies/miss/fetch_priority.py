@@ -1,0 +1,73 @@
+"""Load what is missing in the highest precision, and less important experts in lower ones under pressure (row A7).
+
+The paper gives the levels (int8, int4, int2), that low-importance experts are those in the bottom 60th percentile of
+the gate score, and that they fall back "under capacity constraints". Read here as:
+
+- pressure: a layer misses more experts than there are free slots, so that something has to be evicted for them;
+- the percentile is taken over the misses of the run so far (the last 1024), each by its largest share of any token's
+  combine weights;
+- the experts below it are spread evenly over the lower levels: with two of them, the bottom 30 in 100 get the second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.policies.miss.base import Lookup, MissPolicy, Verdict, is_better
+from expertcast.runtime.policies.miss.importance import RunningRank, shares
+from expertcast.runtime.policies.miss.levels import check_levels, copies_of
+from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchPriorityConfig(PolicyConfig):
+    levels: tuple[str, ...] = ("full", "int8", "int4")
+    """Precisions, best first: the first for important experts, and for all of them where there is room."""
+    percentile: float = 60.0
+    """Experts whose gate score lies below this percentile of the run's misses are not important."""
+
+    def __post_init__(self) -> None:
+        check_levels(self.levels, least=2)
+        if not 0 <= self.percentile <= 100:
+            raise ExpertcastError(f"percentile={self.percentile:g}: give 0 to 100")
+
+
+class FetchPriority(MissPolicy):
+    """Degrades a miss by how its score compares with those of earlier misses.
+
+    An expert that is held in a lower precision and is important now is asked for again in the first one.
+    """
+
+    name: ClassVar[str] = "fetch_priority"
+    config_class: ClassVar[type[PolicyConfig]] = FetchPriorityConfig
+    config: FetchPriorityConfig
+
+    def __init__(self, config: FetchPriorityConfig, shape: CacheShape) -> None:
+        super().__init__(config, shape)
+        self._seen = RunningRank()
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        return copies_of(self.config.levels)
+
+    def decide(self, lookup: Lookup) -> Verdict:
+        best = self.config.levels[0]
+        by_expert = shares(lookup)
+        missing = lookup.missing()
+        pressure = len(missing) > lookup.free
+        wanted = {}
+        for expert, share in by_expert.items():
+            if expert in missing:
+                wanted[expert] = self._level(share) if pressure else best
+            elif is_better(best, lookup.held[expert]) and self._level(share) == best:
+                wanted[expert] = best
+        for expert in missing:
+            self._seen.add(by_expert[expert])
+        return Verdict(precision=wanted)
+
+    def _level(self, share: float) -> str:
+        rank, cut = self._seen.rank(share), self.config.percentile / 100
+        best, *lower = self.config.levels
+        return best if rank >= cut else lower[-1 - int(rank / cut * len(lower))]

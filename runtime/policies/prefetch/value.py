@@ -1,0 +1,101 @@
+"""Experts whose copy is expected to save more waiting than it costs.
+
+E routed experts per layer, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.policies.prefetch.base import PrefetchPolicy, Transfer, Wanted
+from expertcast.runtime.policies.prefetch.calibration import Array, Calibration
+from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
+
+EVICTION = ("always", "wrong")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueConfig(PolicyConfig):
+    least: float = 0.02
+    """Experts that are less likely to be used than this are never loaded, whatever room there is."""
+    eviction: str = "always"
+    """When the evicted expert is charged for: for every copy (always), or for a wrong one only, since a miss would have
+    evicted too (wrong)."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.least < 1.0:
+            raise ExpertcastError(f"least={self.least}: give a probability between 0 and 1")
+        if self.eviction not in EVICTION:
+            raise ExpertcastError(f"unknown eviction={self.eviction!r}: choose from {', '.join(EVICTION)}")
+
+
+class Value(PrefetchPolicy):
+    """Loads the likeliest experts first, for as long as the next one's copy is worth it.
+
+    A copy of `copy_s` seconds that begins after a backlog of b seconds, for a layer that asks in `left_s`, saves
+    copy_s - max(0, b + copy_s - left_s) seconds of waiting (at least 0: a copy that has not begun by then is no worse
+    than a miss, which overtakes it) if the expert is used. All copies move equally many bytes, so seconds per copy rank
+    them as seconds per byte do. Against the expected saving stand
+
+    - the expert that is evicted: the probability that it is used times copy_s, nothing for a free slot;
+    - a copy that is wrong and still under way when the layer asks: the link cannot be taken from it, and it holds up
+      whatever is missed next by what is left of it. This is charged in full: a copy longer than a layer goes on into
+      the layers after it, whose misses nobody has forecast yet. A copy that is only queued is dropped.
+
+    On a link too slow for the time that is left nothing but near certainties are worth it, and nothing at all where
+    `left_s` is over before a copy could begin. What is not counted: with forecasts several layers ahead, a copy may
+    also hold up the layers in between; and the use of an expert after this step.
+
+    The forecast's own experts that are resident are named as well, so that they are protected.
+    """
+
+    name: ClassVar[str] = "value"
+    config_class: ClassVar[type[PolicyConfig]] = ValueConfig
+    reads_transfer: ClassVar[bool] = True
+
+    def __init__(self, config: ValueConfig, shape: CacheShape) -> None:
+        super().__init__(config, shape)
+        self._calibration = Calibration(shape.top_k)
+
+    def experts(self, wanted: Wanted, transfer: Transfer | None) -> list[int]:
+        assert transfer is not None, "reads_transfer asks for it"
+        p_E = self._calibration.probability(wanted.layer, wanted.forecast.logits_TE)
+        own = {expert for row in wanted.ids for expert in row}
+        named = [expert for expert in own if transfer.resident(expert)]
+        named += self._worth_loading(p_E, transfer)
+        return sorted(named, key=lambda expert: (-p_E[expert], expert))
+
+    def see_routing(self, layer: int, ids: Sequence[int]) -> None:
+        self._calibration.learn(layer, ids)
+
+    def _worth_loading(self, p_E: Array, transfer: Transfer) -> list[int]:
+        if transfer.left_s <= transfer.backlog_s:
+            return []
+        likely = [int(expert) for expert in np.argsort(-p_E, kind="stable") if p_E[expert] >= self.config.least]
+        absent = [expert for expert in likely if not transfer.resident(expert)]
+        worth = transfer.victim_worth() if len(absent) > transfer.free else 0.0
+        chosen: list[int] = []
+        # probabilities fall and the backlog grows: once a copy is not worth it, none after it is
+        for expert in absent:
+            p = float(p_E[expert])
+            lost_s = worth * transfer.copy_s if len(chosen) >= transfer.free else 0.0
+            if self.config.eviction == "wrong":
+                lost_s *= 1.0 - p
+            backlog_s = transfer.backlog_s + len(chosen) * transfer.copy_s
+            if saved_s(p, backlog_s, transfer) <= lost_s:
+                break
+            chosen.append(expert)
+        return chosen
+
+
+def saved_s(p: float, backlog_s: float, transfer: Transfer) -> float:
+    """Seconds of waiting that a copy behind some backlog is expected to save, for an expert used with probability p."""
+    if backlog_s >= transfer.left_s:
+        return 0.0
+    late_s = max(0.0, backlog_s + transfer.copy_s - transfer.left_s)
+    return p * (transfer.copy_s - late_s) - (1.0 - p) * late_s

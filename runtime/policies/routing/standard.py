@@ -1,0 +1,17 @@
+"""The router's own choice (row A2)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from expertcast.runtime.policies.routing.base import Routed, RoutingPolicy
+
+
+class Standard(RoutingPolicy):
+    """Leaves the routing as it is."""
+
+    name: ClassVar[str] = "standard"
+    lossy: ClassVar[bool] = False
+
+    def route(self, routed: Routed) -> None:
+        del routed

@@ -1,0 +1,72 @@
+"""Which experts compete for a slot: those of all layers for all slots, or each layer's for its own share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.policies.eviction.base import EvictionPolicy
+from expertcast.runtime.policies.registry import CacheShape, Choice
+
+SCOPES = ("global", "layer")
+
+
+class Eviction:
+    """The eviction policy over all slots, or one of its kind per layer over that layer's share.
+
+    Args:
+        shape: of the model, with all slots.
+
+    Raises:
+        ExpertcastError: unknown scope, or a share that holds less than one token's experts.
+    """
+
+    def __init__(self, choice: Choice[EvictionPolicy], shape: CacheShape, scope: str = "global") -> None:
+        if scope not in SCOPES:
+            raise ExpertcastError(f"unknown scope {scope!r}: choose from {', '.join(SCOPES)}")
+        self.scope = scope
+        self.shares: list[int] | None = None
+        """Slots of each layer; None: all slots are everybody's."""
+        if scope == "global":
+            self.policies = [choice.make(shape)]
+            self.by_layer = self.policies * shape.layers
+        else:
+            self.shares = _shares(shape)
+            shapes = [
+                CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=share)
+                for share in self.shares
+            ]
+            self.policies = self.by_layer = [choice.make(each) for each in shapes]
+        self.reads_scores = choice.cls.reads_scores
+        self.reads_forecasts = choice.cls.reads_forecasts
+
+    def start_pass(self, fresh: bool) -> None:
+        for policy in self.policies:
+            policy.start_pass(fresh)
+
+    def see_scores(self, layer: int, probability_E: Sequence[float]) -> None:
+        self.by_layer[layer].see_scores(layer, probability_E)
+
+    def see_forecast(self, layer: int, probability_E: Sequence[float]) -> None:
+        self.by_layer[layer].see_forecast(layer, probability_E)
+
+    def see_tokens(self, layer: int, probability_HLE: Tensor) -> None:
+        for policy in self.policies:
+            policy.see_tokens(layer, probability_HLE)
+
+    def clear(self) -> None:
+        for policy in self.policies:
+            policy.clear()
+
+
+def _shares(shape: CacheShape) -> list[int]:
+    """Slots of each layer, as equal as can be; the first layers get what is left over."""
+    share, over = divmod(shape.slots, shape.layers)
+    if share < shape.top_k:
+        raise ExpertcastError(
+            f"slots={shape.slots} in {shape.layers} layers' shares leave {share} each, one token needs {shape.top_k}: "
+            f"give slots={shape.layers * shape.top_k} or more, or scope='global'"
+        )
+    return [share + (layer < over) for layer in range(shape.layers)]

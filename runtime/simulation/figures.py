@@ -1,0 +1,184 @@
+"""Figures of a sweep: hits and time per token against capacity, collisions per layer, quality against speed.
+
+They read the rows that :func:`expertcast.runtime.simulation.sweep.sweep` gives. Colours are Okabe and Ito's, which stay
+apart for colour-blind readers; a set of policies has the same colour and marker in every figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+Rows = Sequence[Mapping[str, Any]]
+Style = tuple[str, str, str]
+"""Colour, marker, line."""
+
+_GREY = "#767676"
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#A89600", _GREY)
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
+_BOUNDS: dict[str, Style] = {"belady": ("#222222", "", "-"), "belady_bypass": ("#222222", "", ":")}
+_NAMES = ("prefetch", "predictor", "miss", "routing", "pre_eviction", "scope")
+_EXACT = {"miss": "fetch", "routing": "standard"}
+HITS, TPOT, COLLISIONS, PARETO = "hit_rate.png", "tpot.png", "collisions.png", "pareto.png"
+
+
+def write_figures(results: Rows, folder: Path) -> list[Path]:
+    """Write the figures that the rows have something for; returns their paths."""
+    drawn = {HITS: hit_rates(results), TPOT: token_times(results), COLLISIONS: collisions(results)}
+    if any(row.get("perplexity") is not None for row in results):
+        drawn[PARETO] = pareto(results)
+    paths = []
+    for name, figure in drawn.items():
+        paths.append(folder / name)
+        figure.savefig(paths[-1], dpi=130)
+    return paths
+
+
+def hit_rates(results: Rows) -> Figure:
+    """Hits against capacity at the first bandwidth, Belady's bounds on top."""
+    rows = _first_bandwidth(labelled(results))
+    figure, (axis,) = _panels(1)
+    _lines(axis, rows, "hit_rate", 1.0)
+    axis.set(ylabel="hit rate in decode steps", ylim=(-0.02, 1.02))
+    return _legend(figure, rows)
+
+
+def token_times(results: Rows) -> Figure:
+    """Median time per token against capacity, a panel per bandwidth."""
+    rows = labelled(results)
+    bandwidths = _distinct(rows, "bandwidth")
+    figure, axes = _panels(len(bandwidths))
+    for axis, bandwidth in zip(axes, bandwidths, strict=True):
+        _lines(axis, [row for row in rows if row["bandwidth"] == bandwidth], "tpot_s", 1e3)
+        axis.set_title(f"{bandwidth / 1e9:.3g} GB/s", fontsize=10)
+        axis.set_ylim(bottom=0)
+    axes[0].set_ylabel("time per token (ms, median)")
+    return _legend(figure, rows)
+
+
+def collisions(results: Rows) -> Figure:
+    """Misses of experts evicted earlier in the same pass, per layer: a column per capacity, over all accesses above and
+    over misses below (Fig. 5 and 9 of SpecMD; trap 8 of the definitions)."""
+    rows = _without_bounds(_first_bandwidth(labelled(results)))
+    capacities = _distinct(rows, "capacity")
+    figure = Figure(figsize=(2.8 + 2.9 * max(1, len(capacities)), 6.2), layout="constrained")
+    axes = figure.subplots(2, max(1, len(capacities)), squeeze=False, sharex=True, sharey="row")
+    for column, capacity in zip(axes.T, capacities, strict=False):
+        for axis, key in zip(column, ("collision_rate", "collision_share"), strict=True):
+            for row in (row for row in rows if row["capacity"] == capacity):
+                colour, marker, _ = row["style"]
+                values = [100 * (value or 0.0) for value in row["per_layer"][key]]
+                axis.plot(range(len(values)), values, color=colour, marker=marker, markersize=3.5, linewidth=1.2)
+            _plain(axis)
+        column[0].set_title(f"{capacity:.1%} of experts", fontsize=10)
+        column[1].set_xlabel("MoE layer")
+    axes[0, 0].set_ylabel("collisions (% of accesses)")
+    axes[1, 0].set_ylabel("collisions (% of misses)")
+    return _legend(figure, rows)
+
+
+def pareto(results: Rows) -> Figure:
+    """Perplexity against speed relative to fetching every miss, a panel per capacity; the line joins what nothing beats
+    in both (Fig. 7 of SpecMD)."""
+    rows = _without_bounds(_first_bandwidth(labelled(results)))
+    rows = [row for row in rows if row["perplexity"] is not None]
+    capacities = _distinct(rows, "capacity")
+    figure, axes = _panels(len(capacities))
+    for axis, capacity in zip(axes, capacities, strict=True):
+        own = [row for row in rows if row["capacity"] == capacity]
+        exact = [row["tpot_s"] for row in own if all(row[key] == plain for key, plain in _EXACT.items())]
+        base_s = min(exact, default=max(row["tpot_s"] for row in own))
+        points = [(base_s / row["tpot_s"], row["perplexity"]) for row in own]
+        for row, point in zip(own, points, strict=True):
+            colour, marker, _ = row["style"]
+            axis.plot(*point, color=colour, marker=marker, markersize=7, linestyle="")
+        axis.plot(*zip(*frontier(points), strict=True), color=_GREY, linewidth=0.9, linestyle="--", zorder=0)
+        axis.set_title(f"{capacity:.1%} of experts", fontsize=10)
+        axis.set_xlabel("speed (x fetching every miss)")
+        _plain(axis)
+    axes[0].set_ylabel("perplexity (lower is better)")
+    return _legend(figure, rows)
+
+
+def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """(speed, perplexity) points that no other is at least as fast and as good as, by falling speed."""
+    best: list[tuple[float, float]] = []
+    for speed, perplexity in sorted(set(points), key=lambda point: (-point[0], point[1])):
+        if not best or perplexity < best[-1][1]:
+            best.append((speed, perplexity))
+    return best
+
+
+def labelled(results: Rows) -> list[dict[str, Any]]:
+    """The rows with `label`, the eviction policy and whatever else differs among the rows, and its `style`."""
+    others = [row for row in results if row["eviction"] not in _BOUNDS]
+    differing = [name for name in _NAMES if len({row.get(name) for row in others}) > 1]
+    styles: dict[str, Style] = {}
+    rows = []
+    for row in results:
+        bound = row["eviction"] in _BOUNDS
+        names = ["scope"] if bound and "scope" in differing else [] if bound else differing
+        label = ", ".join([row["eviction"], *(str(row[name]) for name in names if row.get(name) is not None)])
+        if label not in styles:
+            own = sum(bool(marker) for _, marker, _ in styles.values())
+            made = (_COLOURS[own % len(_COLOURS)], _MARKERS[own % len(_MARKERS)], "-")
+            styles[label] = _BOUNDS.get(row["eviction"], made)
+        rows.append({**row, "label": label, "style": styles[label]})
+    return rows
+
+
+def _lines(axis: Axes, rows: Rows, key: str, unit: float) -> None:
+    """A line per label over capacity."""
+    for label, (colour, marker, line) in _styles(rows).items():
+        points = sorted((row["capacity"], unit * row[key]) for row in rows if row["label"] == label)
+        xs, ys = zip(*points, strict=True)
+        axis.plot(xs, ys, color=colour, marker=marker, linestyle=line, markersize=5, linewidth=1.5)
+    shares = _distinct(rows, "capacity")
+    axis.set_xscale("log")
+    axis.set_xticks(shares, [f"{share:.1%}" for share in shares])
+    axis.minorticks_off()
+    axis.set_xlabel("experts that fit (share of all, log scale)")
+    _plain(axis)
+
+
+def _panels(count: int) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(2.8 + 4.2 * max(1, count), 4.4), layout="constrained")
+    return figure, list(figure.subplots(1, max(1, count), squeeze=False)[0])
+
+
+def _legend(figure: Figure, rows: Rows) -> Figure:
+    handles = [
+        Line2D([], [], color=colour, marker=marker, linestyle=line, label=label)
+        for label, (colour, marker, line) in _styles(rows).items()
+    ]
+    figure.legend(handles=handles, loc="outside right center", fontsize=8, frameon=False)
+    return figure
+
+
+def _styles(rows: Rows) -> dict[str, Style]:
+    return {row["label"]: row["style"] for row in rows}
+
+
+def _first_bandwidth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["bandwidth"] == rows[0]["bandwidth"]]
+
+
+def _without_bounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["eviction"] not in _BOUNDS]
+
+
+def _distinct(rows: Rows, key: str) -> list[Any]:
+    return sorted({row[key] for row in rows})
+
+
+def _plain(axis: Axes) -> None:
+    """No box, a light grid."""
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(color="#DDDDDD", linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.tick_params(labelsize=8)

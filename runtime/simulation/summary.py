@@ -1,0 +1,100 @@
+"""What a simulation is reported as: one flat row of numbers, and a table of rows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from expertcast.runtime.simulation.machine import Simulation
+from expertcast.runtime.statistics import RunStatistics
+
+
+def summary(done: Simulation) -> dict[str, Any]:
+    """Counts and times of a run, of its decode steps unless they say `prefill` or `ttft`.
+
+    `collision_rate` is over all accesses, `collision_share` over misses (trap 8 of the definitions);
+    `prefetch_precision` is the share of prefetched copies that a layer used, `prefetch_recall` the share of all used
+    copies that came by prefetch; `redundant` is the share of copies that need not have been made: prefetched and never
+    used, or loaded again in the pass that had evicted them (row D11).
+    """
+    total, steps = done.decode.total, max(1, len(done.steps_s))
+    used = total.prefetched_used
+    copies = total.misses + total.prefetched
+    return {
+        **_counts(done.decode),
+        "evicted": total.evicted,
+        "skipped": total.skipped,
+        "bytes_per_step": total.bytes_moved / steps,
+        "tpot_s": done.tpot_s,
+        "tpot_mean_s": statistics.fmean(done.steps_s),
+        "ttft_s": done.ttft_s,
+        "ttft_mean_s": statistics.fmean(done.prefills_s),
+        "blocking_s": total.waited_s / steps,
+        "prefetched": total.prefetched,
+        "prefetch_precision": _share(used, total.prefetched),
+        "prefetch_recall": _share(used, used + total.misses) if total.prefetched else None,
+        "redundant": _share(total.prefetched - used + total.collisions, copies),
+        "prefill": _counts(done.prefill),
+        "per_layer": {
+            "misses": [layer.misses for layer in done.decode.layers],
+            "collision_rate": [_share(layer.collisions, layer.requests) for layer in done.decode.layers],
+            "collision_share": [_share(layer.collisions, layer.misses) for layer in done.decode.layers],
+        },
+    }
+
+
+def _counts(stats: RunStatistics) -> dict[str, Any]:
+    total = stats.total
+    return {
+        "requests": total.requests,
+        "hits": total.hits,
+        "misses": total.misses,
+        "collisions": total.collisions,
+        "hit_rate": stats.hit_rate,
+        "collision_rate": _share(total.collisions, total.requests),
+        "collision_share": _share(total.collisions, total.misses),
+        "bytes": total.bytes_moved,
+    }
+
+
+def _share(part: int, whole: int) -> float | None:
+    """None where there is nothing to have a share of."""
+    return part / whole if whole else None
+
+
+COLUMNS = (
+    ("eviction", "eviction", "{}"),
+    ("prefetch", "prefetch", "{}"),
+    ("miss", "miss", "{}"),
+    ("routing", "routing", "{}"),
+    ("scope", "scope", "{}"),
+    ("slots", "slots", "{}"),
+    ("capacity", "capacity", "{:.1%}"),
+    ("bandwidth", "GB/s", "{:.3g}"),
+    ("hit_rate", "hits", "{:.1%}"),
+    ("collision_rate", "collisions", "{:.1%}"),
+    ("bytes_per_step", "MB/step", "{:.2f}"),
+    ("tpot_s", "TPOT ms", "{:.3f}"),
+    ("ttft_s", "TTFT ms", "{:.2f}"),
+    ("perplexity", "perplexity", "{:.3f}"),
+    ("agreement", "agreement", "{:.1%}"),
+)
+_UNITS = {"bandwidth": 1e-9, "bytes_per_step": 1e-6, "tpot_s": 1e3, "ttft_s": 1e3}
+_DULL = {"prefetch": "none", "miss": "fetch", "routing": "standard", "scope": "global"}
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Rows of text, headings first; columns in which nothing is said are left out."""
+    shown = [
+        (key, title, form)
+        for key, title, form in COLUMNS
+        if any(result.get(key) not in (None, _DULL.get(key)) for result in results)
+    ]
+    rows = [tuple(title for _, title, _ in shown)]
+    rows += [tuple(_cell(result.get(key), key, form) for key, _, form in shown) for result in results]
+    return rows
+
+
+def _cell(value: Any, key: str, form: str) -> str:
+    return "-" if value is None else form.format(value * _UNITS[key] if key in _UNITS else value)

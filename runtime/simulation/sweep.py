@@ -1,0 +1,240 @@
+"""Many simulations of one trace on all cores: policies x capacities x bandwidths, with Belady's bounds beside them.
+
+L MoE layers, E routed experts per layer, K experts per token.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import ModelShape
+from expertcast.runtime.flow import TokenForecasts
+from expertcast.runtime.policies.registry import CacheShape
+from expertcast.runtime.policies.settings import Policies
+from expertcast.runtime.simulation.bounds import simulate_bypass
+from expertcast.runtime.simulation.events import Trace
+from expertcast.runtime.simulation.machine import Machine, Simulation, check_slots
+from expertcast.runtime.simulation.simulator import simulate
+from expertcast.runtime.simulation.summary import summary
+
+CAPACITIES = (0.01, 0.05, 0.10, 0.25, 0.45)
+"""Shares of all experts that fit on the device."""
+BELADY, BYPASS = "belady", "belady_bypass"
+EXACT = "exact"
+_LEAST = 4
+"""Cases that are worth the start of a process."""
+Quality = Callable[[Mapping[str, "Case"]], Mapping[str, Mapping[str, Any]]]
+"""`perplexity`, `agreement` and `kl` of lossy cases by name, and of the exact model as `exact`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One simulation."""
+
+    policies: Policies
+    slots: int
+    machine: Machine
+    predictor: str | None = None
+    """Whose hints are given."""
+    bypass: bool = False
+    """Belady's bound without forced admission, in place of the eviction policy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What all simulations of a sweep have in common."""
+
+    trace: Trace
+    tokens_ahead: Callable[[], TokenForecasts] | None = None
+
+
+def slots_of(capacity: float, shape: ModelShape) -> int:
+    """floor(share x bytes of all experts / bytes of one) (trap 11 of the definitions).
+
+    Raises:
+        ExpertcastError: no share of 1 or less.
+    """
+    if not 0 < capacity <= 1:
+        raise ExpertcastError(f"capacity={capacity:g}: give the share of all experts that fits, such as 0.25")
+    return int(capacity * shape.layers * shape.experts + 1e-9)
+
+
+def with_bounds(cases: Sequence[Case]) -> list[Case]:
+    """The same with Belady's bounds behind them, for every scope, number of slots and machine: loading on demand with
+    forced admission, and with bypass."""
+    places: list[tuple[str, int, Machine]] = []
+    for case in cases:
+        place = (case.policies.scope, case.slots, case.machine)
+        if place not in places:
+            places.append(place)
+    bounds = [
+        Case(
+            policies=Policies(eviction=BELADY, prefetch="none", scope=scope),
+            slots=slots,
+            machine=machine,
+            bypass=bypass,
+        )
+        for scope, slots, machine in places
+        for bypass in (False, True)
+    ]
+    return [*cases, *bounds]
+
+
+def sweep(
+    work: Workload,
+    cases: Sequence[Case],
+    *,
+    processes: int | None = None,
+    quality: Quality | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Run all cases.
+
+    Args:
+        processes: None: one per core, but none for a few cases; 1: this one.
+        quality: asked once, in this process, for all lossy cases that differ in more than the machine. None: nothing
+            is known of quality.
+        progress: show a bar on standard error.
+
+    Returns:
+        `results`: a row per case in the order given (see :func:`expertcast.runtime.simulation.summary.summary`), and
+        `skipped`: cases that cannot run, with the `reason`, such as fewer slots than one token needs.
+
+    Raises:
+        ExpertcastError: what a simulation refuses.
+    """
+    runnable: list[Case] = []
+    skipped: list[dict[str, Any]] = []
+    for case in cases:
+        reason = refusal(case, work.trace.shape)
+        if reason is None:
+            runnable.append(case)
+        else:
+            skipped.append({**_heading(case, work.trace), "reason": reason})
+    count = processes or min(_cores(), -(-len(runnable) // _LEAST))
+    done: list[dict[str, Any] | None] = [None] * len(runnable)
+    with tqdm(total=len(runnable), unit="run", disable=not progress) as bar:
+        for index, found in _rows(work, runnable, count):
+            done[index] = found
+            bar.update()
+    names = [f"{each.policies.as_dict()} {each.predictor} {each.slots}" for each in runnable]
+    lossy = {name: each for name, each in zip(names, runnable, strict=True) if each.policies.lossy}
+    known: Mapping[str, Mapping[str, Any]] = {} if quality is None else quality(lossy)
+    unknown = {"perplexity": None, "agreement": None, "kl": None}
+    results = [
+        {**_heading(case, work.trace), **(row or {}), **unknown, **known.get(name if name in lossy else EXACT, {})}
+        for case, row, name in zip(runnable, done, names, strict=True)
+    ]
+    return {"results": results, "skipped": skipped}
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _rows(work: Workload, cases: Sequence[Case], processes: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(index, row) of each case, as they come."""
+    if processes <= 1:
+        yield from ((index, _run(work, case)) for index, case in enumerate(cases))
+        return
+    with (
+        _packed(work) as path,
+        ProcessPoolExecutor(processes, _context(), initializer=_start, initargs=(path,)) as pool,
+    ):
+        waiting = {pool.submit(_run_here, case): index for index, case in enumerate(cases)}
+        try:
+            for future in as_completed(waiting):
+                yield waiting[future], future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _context() -> BaseContext:
+    """New processes that share nothing with this one, whose libraries have threads; where that can be, one imports for
+    all the others."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+@contextmanager
+def _packed(work: Workload) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "workload"
+        torch.save(work, path)
+        yield path
+
+
+_WORK: list[Workload] = []
+"""This process's own, once it has started."""
+
+
+def _start(path: Path) -> None:
+    torch.set_num_threads(1)
+    _WORK[:] = [torch.load(path, mmap=True, weights_only=False)]  # all processes share the tensors' memory
+
+
+def _run_here(case: Case) -> dict[str, Any]:
+    return _run(_WORK[0], case)
+
+
+def _run(work: Workload, case: Case) -> dict[str, Any]:
+    done: Simulation
+    if case.bypass:
+        done = simulate_bypass(work.trace, case.slots, case.machine, case.policies.scope)
+    else:
+        done = simulate(
+            work.trace,
+            case.policies,
+            case.slots,
+            case.machine,
+            predictor=case.predictor,
+            tokens_ahead=work.tokens_ahead,
+        )
+    return summary(done)
+
+
+def refusal(case: Case, shape: ModelShape) -> str | None:
+    """Why a case cannot run; None if it can."""
+    if case.policies.eviction.name == BELADY and case.policies.lossy:
+        return (
+            "belady foresees what the routers choose, lossy policies execute other experts: run them with another one"
+        )
+    try:
+        check_slots(case.slots, shape.top_k)
+        case.policies.make(CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=case.slots))
+    except ExpertcastError as error:
+        return str(error)
+    return None
+
+
+def _heading(case: Case, trace: Trace) -> dict[str, Any]:
+    """What was run, in the words of the command line."""
+    words: Mapping[str, str] = case.policies.as_dict()
+    shape = trace.shape
+    return {
+        **words,
+        "eviction": BYPASS if case.bypass else words["eviction"],
+        "prefetch": "none" if case.predictor is None else words["prefetch"],
+        "predictor": case.predictor,
+        "slots": case.slots,
+        "capacity": case.slots / (shape.layers * shape.experts),
+        "bandwidth": case.machine.bandwidth,
+        "latency": case.machine.latency,
+    }

@@ -1,0 +1,161 @@
+"""Every policy in its slowest form: all residents sorted by the documented key at each decision.
+
+L layers, E experts per layer. A key is layer * E + expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+
+Order = Callable[["History", int], tuple[float, ...]]
+"""A resident's place in the order in which experts are given up, the smallest first."""
+
+
+@dataclass(slots=True, kw_only=True)
+class History:
+    """All that has happened."""
+
+    layers: int
+    experts: int
+    events: Sequence[Sequence[int]] = ()
+    """The future, for those who may know it."""
+    time: int = 0
+    forward: int = 0
+    layer: int = 0
+    event: int = 0
+    """Events started."""
+    residents: dict[int, bool] = field(default_factory=dict)
+    """With whether they are held in full."""
+    accessed: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Time and forward of the last insertion or use."""
+    wanted: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Time and forward of the last forecast for a resident."""
+    uses: list[tuple[int, int, bool]] = field(default_factory=list)
+    """Key, how many events its layer had before, and whether it was held in full."""
+    steps: dict[int, int] = field(default_factory=dict)
+    """Events of each layer."""
+    scores: dict[int, list[Sequence[float]]] = field(default_factory=dict)
+    forecast: dict[int, Sequence[float]] = field(default_factory=dict)
+    learnt: list[int] = field(default_factory=list)
+    """Layers in the order in which their uses, scores or forecasts changed."""
+
+    def insert(self, key: int, full: bool) -> None:
+        self.time += 1
+        self.residents[key] = full
+        self.accessed[key] = (self.time, self.forward)
+        self.wanted.pop(key, None)
+
+    def use(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self.time += 1
+            self.accessed[key] = (self.time, self.forward)
+            self.uses.append((key, self.steps[key // self.experts], self.residents[key]))
+            self.learnt.append(key // self.experts)
+
+    def touch(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self.time += 1
+            self.wanted[key] = (self.time, self.forward)
+
+    def start_layer(self, layer: int) -> None:
+        self.layer = layer
+        self.event += 1
+        self.steps[layer] = self.steps.get(layer, 0) + 1
+
+    def see_scores(self, layer: int, probability_E: Sequence[float]) -> None:
+        self.scores.setdefault(layer, []).append(probability_E)
+        self.learnt.append(layer)
+
+    def see_forecast(self, layer: int, probability_E: Sequence[float]) -> None:
+        self.forecast[layer] = probability_E
+        self.learnt.append(layer)
+
+    def victim(self, order: Order, protected: Container[int]) -> int | None:
+        free = [key for key in self.residents if key not in protected]
+        return min(free, key=lambda key: order(self, key), default=None)
+
+    def ahead(self, key: int) -> int:
+        """Layers that run before the key's own does again."""
+        return (key // self.experts - self.layer - 1) % self.layers
+
+
+def lru(history: History, key: int) -> tuple[float, ...]:
+    return (history.accessed[key][0],)
+
+
+def lfu(history: History, key: int) -> tuple[float, ...]:
+    return (sum(used == key for used, _, _ in history.uses), history.accessed[key][0])
+
+
+def lhu(history: History, key: int) -> tuple[float, ...]:
+    return (sum(used == key and full for used, _, full in history.uses), history.accessed[key][0])
+
+
+def fld(history: History, key: int) -> tuple[float, ...]:
+    return (-history.ahead(key), history.accessed[key][0])
+
+
+def fld_absolute(history: History, key: int) -> tuple[float, ...]:
+    return (-abs(key // history.experts - history.layer), history.accessed[key][0])
+
+
+def _last(history: History, key: int) -> tuple[int, int]:
+    return max(history.accessed[key], history.wanted.get(key, (0, 0)))
+
+
+def least_stale(history: History, key: int) -> tuple[float, ...]:
+    time, forward = _last(history, key)
+    return (forward == history.forward, -history.ahead(key), time)
+
+
+def least_stale_layer(history: History, key: int) -> tuple[float, ...]:
+    time, forward = _last(history, key)
+    return (forward == history.forward, key // history.experts, time)
+
+
+def belady(history: History, key: int) -> tuple[float, ...]:
+    coming = history.events[history.event :]
+    following = next((index for index, keys in enumerate(coming) if key in keys), len(coming))
+    return (-following, history.accessed[key][0])
+
+
+def mean_score(history: History, layer: int) -> list[float]:
+    """[E] means over all steps, as shares of the highest."""
+    seen = history.scores.get(layer, [])
+    sums = [sum(column) for column in zip(*seen, strict=True)] if seen else [0.0] * history.experts
+    return [value / (max(sums) or 1.0) for value in sums]
+
+
+def importance(history: History, layer: int, alpha: float, gamma: float) -> list[float]:
+    """[E] s = alpha h + (1 - alpha) p, as shares of the layer's residents (equations 8, 9, 12 and 13)."""
+    first, now = layer * history.experts, history.steps.get(layer, 0)
+    residents = [key - first for key in history.residents if key // history.experts == layer]
+    hotness = [
+        sum(gamma ** (now - step) for key, step, _ in history.uses if key == first + expert)
+        for expert in range(history.experts)
+    ]
+    chance = list(history.forecast.get(layer, [0.0] * history.experts))
+    return [
+        alpha * h + (1 - alpha) * p
+        for h, p in zip(_shares(hotness, residents), _shares(chance, residents), strict=True)
+    ]  # fmt: skip
+
+
+def _shares(values: list[float], residents: list[int]) -> list[float]:
+    total = sum(values[expert] for expert in residents)
+    if not total:
+        return [1 / max(1, len(residents))] * len(values)
+    return [value / total for value in values]
+
+
+ORDERS: dict[str, Order] = {
+    "lru": lru,
+    "lfu": lfu,
+    "lhu": lhu,
+    "fld": fld,
+    "fld:distance=absolute": fld_absolute,
+    "least_stale": least_stale,
+    "least_stale:order=layer": least_stale_layer,
+    "belady": belady,
+}

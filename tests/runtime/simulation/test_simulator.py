@@ -1,0 +1,205 @@
+"""Virtual times and counts worked out by hand, and against an LRU written down a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime.policies import Policies
+from expertcast.runtime.simulation.bounds import simulate_bypass
+from expertcast.runtime.simulation.events import Trace
+from expertcast.runtime.simulation.machine import Machine, constant_times
+from expertcast.runtime.simulation.simulator import simulate
+from expertcast.runtime.simulation.summary import summary
+from tests.runtime.simulation import made
+
+# Two layers of three experts, K = 1: keys 0, 1, 2 and 3, 4, 5. Three slots. A layer takes 1 s before its experts are
+# known and 1 s in them, a copy 3 s. The first token is the prefill, with two misses: 2 x (1 + 3 + 1) = 10 s.
+#
+#        needs   lru                                          seconds   belady
+#   t1   1 4     miss (free slot), miss (gives up 0)          5 + 5     miss, miss (gives up 1, which never comes)
+#   t2   0 3     miss (gives up 3), miss (gives up 1)         5 + 5     hit, hit
+#   t3   0 4     hit, hit                                     2 + 2     hit, hit
+#   t4   0 3     hit, hit                                     2 + 2     hit, hit
+#   t5   2 3     miss (gives up 4), hit                       5 + 2     miss (gives up 4: neither it nor 0 comes), hit
+#
+# lru's miss of 3 in t2 is a collision: t2 itself gave it up one layer before.
+NEEDED = [[[0], [0]], [[1], [1]], [[0], [0]], [[0], [1]], [[0], [0]], [[2], [0]]]
+
+
+def test_lru_by_hand() -> None:
+    done = simulate(made.trace(NEEDED, experts=3), Policies(), 3, made.machine(2))
+    assert done.prefills_s == [10.0]
+    assert done.steps_s == [10.0, 10.0, 4.0, 4.0, 7.0]
+    row = summary(done)
+    assert (row["requests"], row["hits"], row["misses"], row["collisions"], row["evicted"]) == (10, 5, 5, 1, 4)
+    assert (row["hit_rate"], row["bytes"], row["bytes_per_step"]) == (0.5, 15, 3.0)
+    assert (row["tpot_s"], row["tpot_mean_s"], row["ttft_s"], row["blocking_s"]) == (7.0, 7.0, 10.0, 3.0)
+    assert (row["collision_rate"], row["collision_share"]) == (0.1, 0.2)
+    assert row["per_layer"] == {"misses": [3, 2], "collision_rate": [0.0, 0.2], "collision_share": [0.0, 0.5]}
+    assert row["redundant"] == 0.2  # the copy of the collision
+    assert (row["prefill"]["misses"], row["prefill"]["bytes"]) == (2, 6)
+    assert (row["prefetch_precision"], row["prefetch_recall"]) == (None, None)
+
+
+def test_belady_by_hand() -> None:
+    trace = made.trace(NEEDED, experts=3)
+    forced = simulate(trace, Policies(eviction="belady"), 3, made.machine(2))
+    bypass = simulate_bypass(trace, 3, made.machine(2))
+    for done in (forced, bypass):
+        assert done.steps_s == [10.0, 4.0, 4.0, 4.0, 7.0]
+        assert done.prefills_s == [10.0]
+        assert (done.decode.total.misses, done.decode.total.collisions, done.decode.total.bytes_moved) == (3, 0, 9)
+        assert done.decode.total.waited_s == 9.0
+
+
+def test_bypass_keeps_what_comes_sooner() -> None:
+    """One layer, two slots, K = 1, experts 0 1 | 2 0 1: bypass uses 2 and keeps 0 and 1, forced gives one up."""
+    trace = made.trace([[[0]], [[1]], [[2]], [[0]], [[1]]], experts=3, prefill=2)
+    assert simulate(trace, Policies(eviction="belady"), 2, made.machine(1)).decode.total.misses == 2
+    assert simulate_bypass(trace, 2, made.machine(1)).decode.total.misses == 1
+
+
+def test_prefetch_by_hand() -> None:
+    """Room for everything, K = 1, two layers; forecasts for layer 1 of t1, t2, t3: right, wrong, wrong.
+
+    t1: 1 s, then the miss of key 1 until 4 and behind it the forecast's key 4 until 7; layer 0 is done at 5, layer 1
+        knows its routing at 6, waits until 7, is done at 8 (10 on demand).
+    t2: layer 0 hits: 2 s. The forecast, key 3, is there. Layer 1 misses key 5: 1 + 3 + 1 s.
+    t3: layer 0 misses key 2: 5 s. The forecast, key 5, is there. Layer 1 hits: 2 s.
+    """
+    trace = made.trace(
+        [[[0], [0]], [[1], [1]], [[1], [2]], [[2], [1]]], experts=3, hints={1: [[0], [1], [0], [2]]}
+    )  # fmt: skip
+    done = simulate(trace, Policies(), 6, made.machine(2), predictor="made")
+    assert done.steps_s == [8.0, 7.0, 7.0]
+    total = done.decode.total
+    assert (total.hits, total.misses, total.prefetched, total.prefetched_used, total.prefetched_in_time) == (
+        3,
+        3,
+        1,
+        1,
+        0,
+    )
+    row = summary(done)
+    assert (row["prefetch_precision"], row["prefetch_recall"], row["redundant"]) == (1.0, 0.25, 0.0)
+    assert simulate(trace, Policies(), 6, made.machine(2)).steps_s == [10.0, 7.0, 7.0]
+    assert simulate(trace, Policies(prefetch="none"), 6, made.machine(2), predictor="made").steps_s == [10.0, 7.0, 7.0]
+
+
+def test_wrong_forecasts_hold_up_the_link() -> None:
+    """A forecast is under way when the miss comes: t1 hits layer 0 at 1 s, prefetches key 5 until 4; layer 1 is routed
+    at 3 s and its miss of key 4 goes behind it, 4 to 7; done at 8 s. The copy of 5 was for nothing."""
+    trace = made.trace([[[0], [0]], [[0], [1]]], experts=3, hints={1: [[0], [2]]})
+    done = simulate(trace, Policies(), 6, made.machine(2), predictor="made")
+    assert done.steps_s == [8.0]
+    row = summary(done)
+    assert (row["prefetched"], row["prefetch_precision"], row["redundant"]) == (1, 0.0, 0.5)
+
+
+def test_a_layers_experts_are_one_event() -> None:
+    """K = 2, two slots, one layer: 0 1 | 1 2. Asked one after another, 0 would go for 2 too, but the event keeps 1."""
+    done = simulate(made.trace([[[0, 1]], [[1, 2]]], experts=3), Policies(), 2, made.machine(1))
+    assert (done.decode.total.hits, done.decode.total.misses) == (1, 1)
+    assert done.steps_s == [1.0 + 3.0 + 1.0]
+
+
+def test_a_batch_takes_its_union() -> None:
+    """Two texts, K = 1, one layer of four experts: the prefill needs 0 and 1, the step 2 and 0. Experts take 1 s each
+    (K = 1), copies 3 s: 1 + 2 x 3 + 2 and 1 + 3 + 2 s."""
+    trace = made.trace([[[0]], [[2]], [[1]], [[0]]], experts=4, documents=[2, 2], batch=2)
+    done = simulate(trace, Policies(), 4, made.machine(1))
+    assert (done.prefills_s, done.steps_s) == ([9.0], [6.0])
+    assert done.decode.total.requests == 2
+
+
+def test_more_experts_than_slots_go_in_chunks() -> None:
+    """Four experts over two slots load and compute one by one, copies going on beside: 1, then copies until 4, 7, 10,
+    13; the last is computed at 14. Each chunk is computed while the next one loads."""
+    trace = made.trace([[[0]], [[1]], [[2]], [[3]], [[0]], [[1]], [[2]], [[3]]], experts=4, prefill=4)
+    done = simulate(trace, Policies(), 2, made.machine(1))
+    assert done.prefills_s == [14.0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("slots", [2, 5, 9, 18])
+def test_against_a_second_lru(seed: int, slots: int) -> None:
+    trace = made.random_trace(seed)
+    done = simulate(trace, Policies(), slots, made.machine(3))
+    counts, steps_s = _lru(trace, slots, copy_s=3.0, layer_s=2.0)
+    total = done.decode.total
+    assert (total.hits, total.misses, total.collisions) == counts
+    assert done.steps_s == pytest.approx(steps_s)
+
+
+def test_scopes_are_separate_caches() -> None:
+    trace = made.random_trace(1)
+    done = simulate(trace, Policies(scope="layer"), 9, made.machine(3))
+    for layer in range(3):
+        alone = Trace(
+            shape=trace.shape,
+            forwards=[
+                type(forward)(fresh=forward.fresh, sequences=1, rows=forward.rows, keys=[forward.keys[layer]])
+                for forward in trace.forwards
+            ],
+            routes=trace.routes,
+        )
+        counts, _ = _lru(alone, 3, copy_s=3.0, layer_s=2.0)
+        own = done.decode.layers[layer]
+        assert (own.hits, own.misses) == counts[:2]
+
+
+def _lru(trace: Trace, slots: int, *, copy_s: float, layer_s: float) -> tuple[tuple[int, int, int], list[float]]:
+    """Hits, misses and collisions of all decode steps, and each step's seconds; a list in order of use, no books."""
+    order: list[int] = []
+    hits = misses = collisions = 0
+    steps_s: list[float] = []
+    for forward in trace.forwards:
+        given_up: set[int] = set()
+        seconds = 0.0
+        for keys in forward.keys:
+            missing = [key for key in keys if key not in order]
+            parts = [keys] if len(keys) <= slots else _parts(keys, order, slots)
+            for part in parts:
+                for key in [key for key in part if key not in order]:
+                    if len(order) == slots:
+                        victim = next(other for other in order if other not in part)
+                        order.remove(victim)
+                        given_up.add(victim)
+                    order.append(key)
+                for key in part:
+                    order.remove(key)
+                    order.append(key)
+            if not forward.fresh:
+                hits += len(keys) - len(missing)
+                misses += len(missing)
+                collisions += len(given_up.intersection(missing))
+            seconds += layer_s + copy_s * len(missing)
+        if not forward.fresh:
+            steps_s.append(seconds)
+    return (hits, misses, collisions), steps_s
+
+
+def _parts(keys: Sequence[int], order: Sequence[int], slots: int) -> list[list[int]]:
+    """A prefill's chunks: half the slots, the missing ones first; the next is asked for before the last is done."""
+    ordered = sorted(keys, key=lambda key: (key in order, key))
+    size = max(1, slots // 2)
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+
+@pytest.mark.parametrize("slots", [0, 1])
+def test_refuses_fewer_slots_than_a_token_needs(slots: int) -> None:
+    with pytest.raises(ExpertcastError, match=f"slots={slots} is fewer than the 2 experts one token needs"):
+        simulate(made.random_trace(0), Policies(), slots, made.machine(3))
+
+
+def test_refuses_other_numbers() -> None:
+    trace = made.random_trace(0)
+    still = Machine(times=constant_times(3, 1.0), block_bytes={"full": 1}, bandwidth=0.0)
+    with pytest.raises(ExpertcastError, match="bandwidth=0: give bytes per second above 0"):
+        simulate(trace, Policies(), 4, still)
+    for times in ([1.0, 2.0], [0.0], [1.0, 1.0, -1.0]):
+        with pytest.raises(ExpertcastError, match="one for each of 3 layers"):
+            constant_times(3, times)

@@ -1,0 +1,163 @@
+"""Sweeps: what is run, what is left out, and that neither processes nor their number change a result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from expertcast.predictors import ExpertcastError, ModelShape
+from expertcast.runtime.policies import Policies
+from expertcast.runtime.simulation.figures import frontier, labelled, write_figures
+from expertcast.runtime.simulation.simulator import simulate
+from expertcast.runtime.simulation.summary import summary, table
+from expertcast.runtime.simulation.sweep import EXACT, Case, Workload, slots_of, sweep, with_bounds
+from expertcast.runtime.simulation.token_table import TokenTable
+from tests.runtime.simulation import made
+
+KEYS = {
+    "eviction", "prefetch", "miss", "routing", "pre_eviction", "scope", "slots", "capacity", "bandwidth", "hit_rate",
+    "misses", "collisions", "bytes", "tpot_s", "ttft_s", "perplexity", "agreement",
+}  # fmt: skip
+
+
+def cases(*slots: int, **policies: str) -> list[Case]:
+    evictions = [Policies(eviction=name, **policies) for name in ("lru", "lfu")]
+    return [
+        Case(policies=each, slots=count, machine=made.machine(3, layer_s=layer_s))
+        for count in slots
+        for layer_s in (2.0, 8.0)
+        for each in evictions
+    ]
+
+
+def test_result_does_not_depend_on_processes() -> None:
+    work, wanted = Workload(trace=made.random_trace(3, tokens=30)), with_bounds(cases(4, 9))
+    one = sweep(work, wanted, processes=1)
+    assert sweep(work, wanted, processes=2) == one
+    assert len(one["results"]) == 8 + 8
+    assert all(set(row) >= KEYS for row in one["results"])
+    json.dumps(one, allow_nan=False)
+
+
+class EveryOther:
+    """At every second layer, the coming pass is said to need the experts 0, 1, 2 ... with a rising probability."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[bool, int]] = []
+        self._fresh = False
+
+    def start(self, fresh: bool) -> None:
+        self._fresh = fresh
+
+    def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> Tensor | None:
+        self.calls.append((self._fresh, layer))
+        assert residual_TD.shape[0] == logits_TE.shape[0]
+        return torch.linspace(0.125, 0.875, 6).expand(2, 3, 6) * (1 + layer) / 4 if layer % 2 else None
+
+
+def test_next_tokens_are_forecast_once() -> None:
+    trace = made.random_trace(4, tokens=30)
+    live, recorded = EveryOther(), EveryOther()
+    table = TokenTable.of(trace, recorded)
+    assert recorded.calls == [(forward.fresh, layer) for forward in trace.forwards for layer in range(3)]
+    policies, machine = Policies(eviction="forecast"), made.machine(3)
+    direct = summary(simulate(trace, policies, 6, machine, tokens_ahead=lambda: live))
+    assert live.calls == recorded.calls
+    case = Case(policies=policies, slots=6, machine=machine)
+    (row,) = sweep(Workload(trace=trace, tokens_ahead=table.replay), [case], processes=1)["results"]
+    assert {key: row[key] for key in direct} == direct
+    assert direct["misses"] != summary(simulate(trace, policies, 6, machine))["misses"]
+    lru = simulate(trace, Policies(), 6, machine, tokens_ahead=lambda: pytest.fail("lru looks at no forecast"))
+    assert lru.steps_s
+
+
+def test_belady_is_on_top() -> None:
+    found = sweep(Workload(trace=made.random_trace(5)), with_bounds(cases(4, 9)), processes=1)["results"]
+    for slots in (4, 9):
+        misses = {row["eviction"]: row["misses"] + row["prefill"]["misses"] for row in found if row["slots"] == slots}
+        assert misses["belady_bypass"] <= misses["belady"] <= min(misses["lru"], misses["lfu"])
+
+
+def test_too_small_is_left_out() -> None:
+    found = sweep(Workload(trace=made.random_trace(0)), [*cases(1), *cases(5), *cases(5, scope="layer")], processes=1)
+    assert [row["slots"] for row in found["results"]] == [5] * 4
+    reasons = [row["reason"] for row in found["skipped"]]
+    assert reasons[0] == "slots=1 is fewer than the 2 experts one token needs: give slots=2 or more"
+    assert "slots=5 in 3 layers' shares leave 1 each" in reasons[-1]
+    assert len(reasons) == 8
+
+
+def test_belady_and_lossy_policies_do_not_go_together() -> None:
+    bad = Case(policies=Policies(eviction="belady", miss="drop"), slots=5, machine=made.machine(3))
+    found = sweep(Workload(trace=made.random_trace(0)), [bad], processes=1)
+    assert found["results"] == []
+    assert "lossy policies execute other experts" in found["skipped"][0]["reason"]
+
+
+def test_capacity_is_a_share_of_bytes() -> None:
+    """Trap 11: floor(share x experts); 0.29 x 100 is 28.999... in binary, and 29 experts."""
+    shape = ModelShape(layers=10, experts=10, top_k=2, hidden=4)
+    assert [slots_of(share, shape) for share in (0.01, 0.29, 0.299, 1.0)] == [1, 29, 29, 100]
+    for share in (0.0, 1.5):
+        with pytest.raises(ExpertcastError, match="give the share of all experts that fits"):
+            slots_of(share, shape)
+
+
+def lossy_results(folder: Path) -> dict[str, Any]:
+    asked: list[Mapping[str, Case]] = []
+
+    def quality(wanted: Mapping[str, Case]) -> dict[str, dict[str, float]]:
+        asked.append(wanted)
+        known = {name: {"perplexity": 11.0, "agreement": 0.9, "kl": 0.1} for name in wanted}
+        return {**known, EXACT: {"perplexity": 10.0, "agreement": 1.0, "kl": 0.0}}
+
+    work, wanted = Workload(trace=made.random_trace(2)), [*cases(5), *cases(5, miss="drop")]
+    found = sweep(work, wanted, processes=1, quality=quality)
+    assert [len(names) for names in asked] == [2]  # once, and not once more for the second machine
+    write_figures(found["results"], folder)
+    return found
+
+
+def test_quality_is_asked_for_lossy_policies(tmp_path: Path) -> None:
+    rows = lossy_results(tmp_path)["results"]
+    assert [(row["perplexity"], row["agreement"]) for row in rows] == [(10.0, 1.0)] * 4 + [(11.0, 0.9)] * 4
+    assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    plain = sweep(Workload(trace=made.random_trace(2)), cases(5, miss="drop"), processes=1)["results"]
+    assert {row["perplexity"] for row in plain} == {None}
+
+
+def test_figures_are_written(tmp_path: Path) -> None:
+    found = sweep(Workload(trace=made.random_trace(2)), with_bounds(cases(3, 6, 12)), processes=1)["results"]
+    paths = write_figures(found, tmp_path)
+    assert [path.name for path in paths] == ["hit_rate.png", "tpot.png", "collisions.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+    labels = [row["label"] for row in labelled(found)]
+    assert set(labels) == {"lru", "lfu", "belady", "belady_bypass"}
+
+
+def test_labels_say_what_differs() -> None:
+    work = Workload(trace=made.random_trace(2))
+    found = sweep(work, [*cases(6), *cases(6, scope="layer")], processes=1)["results"]
+    assert list(dict.fromkeys(row["label"] for row in labelled(found))) == [
+        "lru, global", "lfu, global", "lru, layer", "lfu, layer",
+    ]  # fmt: skip
+
+
+def test_frontier() -> None:
+    points = [(1.0, 10.0), (2.0, 12.0), (1.5, 13.0), (2.0, 11.0), (3.0, 15.0)]
+    assert frontier(points) == [(3.0, 15.0), (2.0, 11.0), (1.0, 10.0)]
+
+
+def test_table_leaves_out_what_nobody_chose() -> None:
+    found = sweep(Workload(trace=made.random_trace(2)), cases(6), processes=1)["results"]
+    heading, *rows = table(found)
+    assert heading[:3] == ("eviction", "slots", "capacity")
+    assert len(rows) == 4
+    heading = table(sweep(Workload(trace=made.random_trace(2)), cases(6, miss="drop"), processes=1)["results"])[0]
+    assert heading[:3] == ("eviction", "miss", "slots")
