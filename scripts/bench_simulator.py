@@ -18,6 +18,7 @@ import json
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ from expertcast.checkpoints.provenance import provenance
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.text import load_documents
-from expertcast.predictors import ModelShape, Predictor
+from expertcast.predictors import ModelShape, NextToken, Predictor
 from expertcast.runtime.advising.layer_times import LayerTimes
-from expertcast.runtime.arguments import resolve_predictor
+from expertcast.runtime.arguments import resolve_next_token, resolve_predictor
 from expertcast.runtime.benchmarking.hardware import hardware
 from expertcast.runtime.benchmarking.routing_tables import RoutingOptions, drawn
 from expertcast.runtime.policies import EVICTION, Policies
@@ -43,7 +44,17 @@ from expertcast.runtime.simulation.simulator import simulate
 SHAPE = ModelShape(layers=16, experts=64, top_k=8, hidden=1)
 CAPACITIES = (0.25, 0.5)
 PROMPT = 32
-Way = tuple[Policies, Predictor | None]
+EVICTING = "forecast:idle_loads=0"
+"""Loads while the link is idle depend on time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """What one decoding runs with."""
+
+    policies: Policies
+    predictor: Predictor | None = None
+    next_token: NextToken | None = None
 
 
 def main() -> None:
@@ -53,6 +64,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of each speed measurement, the fastest counts")
     parser.add_argument("--model", default="reference")
     parser.add_argument("--policy", nargs="+", default=["lru", "lfu", "least_stale", "score"])
+    parser.add_argument("--miss", nargs="+", default=["drop", "fetch_lowest"], help="run with the first --policy")
+    parser.add_argument("--next-token", type=Path, help="checkpoint, for the eviction policy `forecast`")
     parser.add_argument("--capacity", nargs="+", type=float, default=[0.1, 0.25])
     parser.add_argument("--bandwidth", nargs="+", type=float, default=[2e7, 1e8, 5e8])
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -107,13 +120,18 @@ def drawn_trace(steps: int) -> Trace:
 
 
 def agreement(args: argparse.Namespace) -> dict[str, Any]:
-    """Every policy on demand, and lru with prefetches, at every capacity and bandwidth."""
+    """Every policy on demand, lossy ones, and lru with prefetches, at every capacity and bandwidth."""
     model = load_model(args.model)
     view = find_moe_layers(model)
     prompt_ids = prompt_of(args.model)
     predictor, _ = resolve_predictor("next_norm", view)
-    ways: list[Way] = [(Policies(eviction=name, prefetch="none"), None) for name in args.policy]
-    ways.append((Policies(), predictor))
+    ways = [Way(policies=Policies(eviction=name, prefetch="none")) for name in args.policy]
+    ways += [Way(policies=Policies(eviction=args.policy[0], prefetch="none", miss=name)) for name in args.miss]
+    if args.next_token is not None:
+        policies = Policies(eviction=EVICTING, prefetch="none")
+        next_token = resolve_next_token(args.next_token, view, policies, torch.device("cpu"))
+        ways.append(Way(policies=policies, next_token=next_token))
+    ways.append(Way(policies=Policies(), predictor=predictor))
     runs: list[dict[str, Any]] = []
     elsewhere: LayerTimes | None = None
     for bandwidth, capacity, way in itertools.product(args.bandwidth, args.capacity, ways):
@@ -142,15 +160,15 @@ def agreement(args: argparse.Namespace) -> dict[str, Any]:
 def decode(
     args: argparse.Namespace, model: PreTrainedModel, prompt_ids: Tensor, way: Way, slots: int, bandwidth: float
 ) -> Measured:
-    policies, predictor = way
     return measure(
         model,
         prompt_ids,
-        policies=policies,
+        policies=way.policies,
         slots=slots,
         bandwidth=bandwidth,
         new_tokens=args.new_tokens,
-        predictor=predictor,
+        predictor=way.predictor,
+        next_token=way.next_token,
     )
 
 
@@ -163,7 +181,8 @@ def prompt_of(model: str) -> Tensor:
 def say(run: dict[str, Any]) -> None:
     measured, simulated = run["measured"], run["simulated"]
     print(
-        f"{run['eviction']} {run['predictor'] or 'on demand'}, {run['slots']} slots, {run['bandwidth'] / 1e6:g} MB/s: "
+        f"{run['eviction']} {run['miss']} {run['predictor'] or 'on demand'}, {run['slots']} slots, "
+        f"{run['bandwidth'] / 1e6:g} MB/s: "
         f"misses {measured['misses']} and {simulated['misses']}, TPOT {measured['tpot_s'] * 1e3:.2f} ms, "
         f"simulated {run['tpot_error']:+.1%}, by other layer times {run['tpot_error_elsewhere']:+.1%}",
         file=sys.stderr,

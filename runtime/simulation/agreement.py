@@ -19,6 +19,8 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.base import Forecast
+from expertcast.predictors.next_token import NextToken
+from expertcast.predictors.next_token_tracker import NextTokenTracker
 from expertcast.runtime.advising.layer_times import LayerTimes, layer_times
 from expertcast.runtime.benchmarking.decoding import decode_greedily
 from expertcast.runtime.flow import LayerFlow
@@ -46,6 +48,8 @@ class Measured:
     """Of the decode steps."""
     tpot_s: float
     """Median."""
+    next_token: NextToken | None = None
+    """What the eviction policy looked ahead with."""
 
 
 def measure(
@@ -58,12 +62,14 @@ def measure(
     latency: float = 0.0,
     new_tokens: int = 64,
     predictor: Predictor | None = None,
+    next_token: NextToken | None = None,
 ) -> Measured:
     """Decode over the emulated link.
 
     Args:
         prompt_ids: [1, T], no longer than the tokens that are decoded.
         predictor: bound to the model, one layer ahead.
+        next_token: bound to the model, for the eviction policy `forecast`.
 
     Raises:
         ExpertcastError: a prompt that is longer; or as :func:`expertcast.offload`.
@@ -71,7 +77,8 @@ def measure(
     if prompt_ids.shape[1] > new_tokens - 1:
         raise ExpertcastError(f"new_tokens={new_tokens} for a prompt of {prompt_ids.shape[1]}: give more new tokens")
     view, recorder = find_moe_layers(model), Recorder()
-    arguments: dict[str, Any] = {"bandwidth": bandwidth, "latency": latency, "link": "emulated", "predictor": predictor}
+    arguments: dict[str, Any] = {"bandwidth": bandwidth, "latency": latency, "link": "emulated"}
+    arguments |= {"predictor": predictor, "next_token": next_token}
     with offload(model, policies=policies, slots=slots, recorder=recorder, **arguments) as offloaded:
         with _seen(offloaded.flow, len(view)) as seen:
             decoding = decode_greedily(model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
@@ -86,6 +93,7 @@ def measure(
         machine=machine,
         counts=counts,
         tpot_s=statistics.median(decoding.steps_s),
+        next_token=next_token,
     )
 
 
@@ -105,7 +113,15 @@ def compare(measured: Measured, times: LayerTimes | None = None) -> dict[str, An
             times=times, block_bytes=machine.block_bytes, bandwidth=machine.bandwidth, latency=machine.latency
         )
     predictor = next(iter(measured.trace.hints), None)
-    done = simulate(measured.trace, measured.policies, measured.slots, machine, predictor=predictor)
+    next_token = measured.next_token
+    done = simulate(
+        measured.trace,
+        measured.policies,
+        measured.slots,
+        machine,
+        predictor=predictor,
+        tokens_ahead=None if next_token is None else lambda: NextTokenTracker(next_token),
+    )
     counts = _counts(done.decode)
     return {
         **measured.policies.as_dict(),

@@ -8,8 +8,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from expertcast.data.discovery import find_moe_layers
 from expertcast.data.text import load_documents
 from expertcast.predictors import ExpertcastError
+from expertcast.predictors.next_token import NextToken, NextTokenConfig
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.simulation.agreement import compare, measure
 
@@ -46,6 +48,23 @@ def test_same_counts(
     assert measured["hits"] > 0
     assert measured["misses"] > 0
     assert measured["bytes_moved"] > 0
+
+
+def test_same_forecasts_of_tokens(reference_model: PreTrainedModel, prompt_ids: torch.Tensor) -> None:
+    """Both sides look ahead with the same predictor: an untrained one, which goes by the averages of the routing. Loads
+    while the link is idle would depend on time."""
+    view = find_moe_layers(reference_model)
+    next_token = NextToken(NextTokenConfig(tokens=2, width=16), view.shape).eval().bind(view)
+    assert isinstance(next_token, NextToken)
+    found = {
+        name: compare(
+            measure(reference_model, prompt_ids, policies=Policies(eviction=name), slots=100, next_token=given, **LINK)
+        )
+        for name, given in {"lru": None, "forecast:idle_loads=0": next_token}.items()
+    }
+    assert all(each["same_counts"] for each in found.values())
+    lru, forecast = (each["measured"]["misses"] for each in found.values())
+    assert 0 < forecast != lru
 
 
 def test_needs_no_more_prompt_than_steps(reference_model: PreTrainedModel, prompt_ids: torch.Tensor) -> None:
