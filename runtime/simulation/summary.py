@@ -79,6 +79,7 @@ COLUMNS = (
     ("ttft_s", "TTFT ms", "{:.2f}"),
     ("perplexity", "perplexity", "{:.3f}"),
     ("agreement", "agreement", "{:.1%}"),
+    ("kl", "KL", "{:.4f}"),
 )
 _UNITS = {"bandwidth": 1e-9, "bytes_per_step": 1e-6, "tpot_s": 1e3, "ttft_s": 1e3}
 _DULL = {"prefetch": "none", "miss": "fetch", "routing": "standard", "scope": "global"}

@@ -339,7 +339,12 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         "--prefill", type=_positive, default=64, metavar="N", help="of each document (default: %(default)s)"
     )
     parser.add_argument("--batch", type=_positive, default=1, metavar="B", help="documents decoded together")
-    parser.add_argument("--model", metavar="MODEL", help="measure what lossy policies cost this model, too")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="measure what lossy policies cost this model (default: the bundled one, if the traces are its)",
+    )
+    parser.add_argument("--no-quality", action="store_true", help="do not measure what lossy policies cost")
     parser.add_argument("--data", nargs="+", metavar="D", help="text for --model; " + DATA_HELP)
     parser.add_argument(
         "--quality-tokens", type=_positive, default=512, help="tokens for --model (default: %(default)s)"

@@ -75,6 +75,7 @@ def simulate(args: argparse.Namespace) -> Outcome:
         Case(policies=policies, slots=count, machine=machine, predictor=None if given is None else names[given])
         for count, machine, (policies, given) in itertools.product(slots, machines, chosen)
     ]
+    model = _measured_model(args, traces, cases)
     reasons = [refusal(case, shape) for case in cases]
     if None not in reasons:
         raise ExpertcastError(f"nothing to simulate: {reasons[0]}")
@@ -93,7 +94,7 @@ def simulate(args: argparse.Namespace) -> Outcome:
         _workload(trace, follower),
         with_bounds(cases) if args.sweep else cases,
         processes=args.processes,
-        quality=None if args.model is None else lambda wanted: _quality(args, wanted, predictors),
+        quality=None if model is None else lambda wanted: _quality(args, model, wanted, predictors),
         progress=True,
     )
     result: dict[str, Any] = {
@@ -131,6 +132,26 @@ def _check(args: argparse.Namespace) -> None:
         raise ExpertcastError("--model needs text to run on: give --data")
     if args.out is not None and not args.out.parent.is_dir():
         raise ExpertcastError(f"--out {args.out}: there is no folder {args.out.parent}; make it first")
+
+
+def _measured_model(args: argparse.Namespace, traces: TraceDataset, cases: Sequence[Case]) -> str | None:
+    """The model whose quality under lossy policies is measured; None: nobody's.
+
+    Raises:
+        ExpertcastError: lossy policies, and nothing is said of quality.
+    """
+    lossy = [case.policies for case in cases if case.policies.lossy]
+    if args.no_quality:
+        return None
+    if args.model is None and lossy:
+        if traces.info["model"] == REFERENCE:
+            return REFERENCE
+        words = lossy[0].as_dict()
+        raise ExpertcastError(
+            f"miss={words['miss']}, routing={words['routing']} changes what the model says: give --model and --data to "
+            "measure how much, or --no-quality"
+        )
+    return str(args.model) if args.model is not None else None
 
 
 def _capacities(args: argparse.Namespace) -> Sequence[float]:
@@ -220,14 +241,14 @@ def _machines(args: argparse.Namespace, view: MoEView, policies: Sequence[Polici
 
 
 def _quality(
-    args: argparse.Namespace, wanted: Mapping[str, Case], predictors: Mapping[str, Predictor]
+    args: argparse.Namespace, model_name: str, wanted: Mapping[str, Case], predictors: Mapping[str, Predictor]
 ) -> dict[str, dict[str, Any]]:
     """Decode text with the policies of some cases in the real runtime, and without any (`exact`)."""
-    say(f"measuring what {len(wanted)} lossy sets of policies cost {args.model}")
-    model = load_model(args.model, dtype=args.dtype, device=device_of(args))
+    say(f"measuring what {len(wanted)} lossy sets of policies cost {model_name}")
+    model = load_model(model_name, dtype=args.dtype, device=device_of(args))
     documents = load_documents(args.data or [REFERENCE])
     windows_NW = text_windows(
-        load_tokenizer(args.model),
+        load_tokenizer(model_name),
         (document.text for document in documents),
         length=min(QUALITY_WINDOW, max(args.quality_tokens, 32)),
         count=max(1, args.quality_tokens // QUALITY_WINDOW),
@@ -239,6 +260,7 @@ def _quality(
             "slots": case.slots,
             "predictor": None if case.predictor is None else by_name[case.predictor],
             "ahead": args.ahead if case.predictor is not None else 1,
+            "next_token": args.next_token if case.policies.eviction.cls.reads_tokens else None,
         }
         for name, case in wanted.items()
     }

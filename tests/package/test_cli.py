@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ COMMANDS = {
     "simulate": {"--sweep", "--policy", "--prefetch", "--miss", "--routing", "--pre-eviction", "--scope", "--preset",
                  "--predictor", "--ahead", "--next-token", "--slots", "--capacity", "--bandwidth", "--latency",
                  "--layer-time", "--split", "--tokens", "--prefill", "--batch", "--model", "--data",
-                 "--quality-tokens", "--processes", "--out", "--dtype", "--device"},
+                 "--no-quality", "--quality-tokens", "--processes", "--out", "--dtype", "--device"},
 }  # fmt: skip
 
 
@@ -110,6 +111,10 @@ def test_simulate_refuses_in_one_line(
     assert "not so many documents" in fails(capsys, "simulate", traces, "--batch", "500")
     assert "neither a checkpoint folder nor a predictor" in fails(capsys, "simulate", traces, "--predictor", "nobody")
     assert "give --data" in fails(capsys, "simulate", traces, "--model", "no/model")
+    others = shutil.copytree(traces, tmp_path / "others")
+    info = others / "trace.json"
+    info.write_text(info.read_text().replace('"model": "reference"', '"model": "another"'))
+    assert "give --model and --data" in fails(capsys, "simulate", str(others), "--miss", "drop")
     assert "there is no folder" in fails(capsys, "simulate", traces, "--out", str(tmp_path / "no" / "folder"))
 
 
@@ -133,7 +138,11 @@ def test_simulate(capsys: pytest.CaptureFixture[str], reference_traces: TraceDat
     assert "belady_bypass" in (out / "table.txt").read_text()
     capsys.readouterr()
     options = ["--scope", "layer", "--capacity", "0.01", "0.25", "--bandwidth", "1e9", "--miss", "fetch", "drop"]
-    assert main([*command, *options, "--model", "reference", "--quality-tokens", "40", "--json", str(result)]) == 0
+    assert main([*command, *options, "--no-quality", "--json", str(result)]) == 0
+    unknown = json.loads(result.read_text())["results"]
+    assert [(row["perplexity"], row["agreement"], row["kl"]) for row in unknown] == [(None, None, None)] * 2
+    capsys.readouterr()
+    assert main([*command, *options, "--quality-tokens", "40", "--json", str(result)]) == 0
     got = json.loads(result.read_text())
     assert "left out 2" in capsys.readouterr().out
     exact, lossy = got["results"]
