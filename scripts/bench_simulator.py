@@ -7,7 +7,8 @@ step. Agreement: a model decodes over the emulated link, and the same routing is
 and link. Layer times are those of the run itself, waits for copies left out; of the repetitions the fastest counts, the
 one that was disturbed least. Without prefetches no decision depends on time, and counts must be the same; with them a
 copy may start a moment earlier or later than it does in the simulation, as between two runs. `tpot_error_elsewhere` is
-the error with the layer times of the first run of all, of other policies over another link. Run it on an idle machine.
+the error with the layer times of the first run of all, of other policies over another link. `next_token_s` is what
+following a text with next_token costs per token. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.text import load_documents
 from expertcast.predictors import ModelShape, NextToken, Predictor
+from expertcast.predictors.next_token_tracker import NextTokenTracker
 from expertcast.runtime.advising.layer_times import LayerTimes
 from expertcast.runtime.arguments import resolve_next_token, resolve_predictor
 from expertcast.runtime.benchmarking.hardware import hardware
@@ -40,6 +42,7 @@ from expertcast.runtime.simulation.agreement import Measured, compare, measure
 from expertcast.runtime.simulation.events import Routes, Trace, bare_view, trace_of
 from expertcast.runtime.simulation.machine import Machine, constant_times
 from expertcast.runtime.simulation.simulator import simulate
+from expertcast.runtime.simulation.token_table import TokenTable
 
 SHAPE = ModelShape(layers=16, experts=64, top_k=8, hidden=1)
 CAPACITIES = (0.25, 0.5)
@@ -134,11 +137,14 @@ def agreement(args: argparse.Namespace) -> dict[str, Any]:
     ways.append(Way(policies=Policies(), predictor=predictor))
     runs: list[dict[str, Any]] = []
     elsewhere: LayerTimes | None = None
+    forecasts_s: list[float] = []
     for bandwidth, capacity, way in itertools.product(args.bandwidth, args.capacity, ways):
         slots = int(capacity * len(view) * view.shape.experts)
         found = [decode(args, model, prompt_ids, way, slots, bandwidth) for _ in range(args.repetitions)]
         fastest = min(found, key=lambda measured: measured.tpot_s)
         elsewhere = elsewhere or fastest.machine.times
+        if way.next_token is not None:
+            forecasts_s.append(following_s(fastest.trace, way.next_token))
         run = compare(fastest)
         runs.append({**run, "tpot_error_elsewhere": compare(fastest, elsewhere)["tpot_error"]})
         say(runs[-1])
@@ -153,8 +159,16 @@ def agreement(args: argparse.Namespace) -> dict[str, Any]:
         "runs_on_demand": len(plain),
         "tpot_error_median": statistics.median(errors),
         "tpot_error_largest": max(errors),
+        "next_token_s": statistics.median(forecasts_s) if forecasts_s else None,
         "runs": runs,
     }
+
+
+def following_s(trace: Trace, next_token: NextToken) -> float:
+    """Seconds per token that the forecasts of all coming tokens take."""
+    start = time.perf_counter()
+    TokenTable.of(trace, NextTokenTracker(next_token))
+    return (time.perf_counter() - start) / trace.steps
 
 
 def decode(

@@ -6,9 +6,10 @@ T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from expertcast.predictors.next_token_tracker import NextTokenTracker
 from expertcast.runtime.advising.layer_times import LayerTimes, layer_times
 from expertcast.runtime.benchmarking.decoding import decode_greedily
 from expertcast.runtime.flow import LayerFlow
+from expertcast.runtime.links import Copy, Link
 from expertcast.runtime.offloaded import offload
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.policies.miss.base import FULL, PRECISIONS
@@ -80,12 +82,19 @@ def measure(
     arguments: dict[str, Any] = {"bandwidth": bandwidth, "latency": latency, "link": "emulated"}
     arguments |= {"predictor": predictor, "next_token": next_token}
     with offload(model, policies=policies, slots=slots, recorder=recorder, **arguments) as offloaded:
-        with _seen(offloaded.flow, len(view)) as seen:
+        with _seen(offloaded.flow, len(view)) as seen, _expanding(offloaded.link) as expanding_s:
             decoding = decode_greedily(model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
         block_bytes = {FULL: offloaded.store.layout.block_bytes}
         block_bytes |= {name: offloaded.link.block_bytes(name) for name in PRECISIONS if name in offloaded.store.packed}
         counts = _counts(offloaded.stats)
-    machine = Machine(times=layer_times(recorder), block_bytes=block_bytes, bandwidth=bandwidth, latency=latency)
+        times = _of_top_k(layer_times(recorder), offloaded.stats, view.shape.top_k)
+    machine = Machine(
+        times=times,
+        block_bytes=block_bytes,
+        bandwidth=bandwidth,
+        latency=latency,
+        expand_s=statistics.median(expanding_s) if expanding_s else 0.0,
+    )
     return Measured(
         policies=policies,
         slots=slots,
@@ -107,11 +116,7 @@ def compare(measured: Measured, times: LayerTimes | None = None) -> dict[str, An
         `measured` and `simulated`, each with counts and `tpot_s`; `same_counts`, and `tpot_error` = simulated /
         measured - 1.
     """
-    machine = measured.machine
-    if times is not None:
-        machine = Machine(
-            times=times, block_bytes=machine.block_bytes, bandwidth=machine.bandwidth, latency=machine.latency
-        )
+    machine = measured.machine if times is None else replace(measured.machine, times=times)
     predictor = next(iter(measured.trace.hints), None)
     next_token = measured.next_token
     done = simulate(
@@ -137,6 +142,32 @@ def compare(measured: Measured, times: LayerTimes | None = None) -> dict[str, An
 
 def _counts(stats: RunStatistics) -> dict[str, int]:
     return {name: value for name, value in asdict(stats.total).items() if name in COUNTS}
+
+
+def _of_top_k(times: LayerTimes, stats: RunStatistics, top_k: int) -> LayerTimes:
+    """Times of K experts per layer from those of a run that may have executed fewer."""
+    experts_s = [
+        seconds * top_k * layer.steps / layer.requests
+        for seconds, layer in zip(times.experts_s, stats.layers, strict=True)
+    ]
+    return replace(times, experts_s=experts_s)
+
+
+@contextmanager
+def _expanding(link: Link) -> Iterator[list[float]]:
+    """Seconds of each expansion of a packed copy."""
+    expand, taken_s = link.expand, list[float]()
+
+    def timed(copy: Copy) -> None:
+        start = time.perf_counter()
+        expand(copy)
+        taken_s.append(time.perf_counter() - start)
+
+    link.__dict__["expand"] = timed  # shadows the method of this one object
+    try:
+        yield taken_s
+    finally:
+        del link.__dict__["expand"]
 
 
 _Seen = list[list[tuple[Tensor, Tensor]]]

@@ -24,6 +24,8 @@ class Machine:
     """Bytes per second."""
     latency: float = 0.0
     """Seconds per copy."""
+    expand_s: float = 0.0
+    """Seconds of the model's thread per copy in lower precision."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -28,6 +28,7 @@ class VirtualLink(Link):
         lower: bytes and seconds of one expert's copy in each lower precision that there is.
         window: copies of forecasts that have been issued and can no longer be overtaken or cancelled.
         blocking: copies are made in the model's own thread (the instant link).
+        expand_s: seconds that unpacking a copy in lower precision takes of the model's thread.
     """
 
     name = "virtual"
@@ -39,12 +40,13 @@ class VirtualLink(Link):
         lower: Mapping[str, tuple[int, float]] | None = None,
         window: int = 1,
         blocking: bool = False,
+        expand_s: float = 0.0,
     ) -> None:
         super().__init__()
         self.now = 0.0
         self._lower = dict(lower or {})
         self._seconds = {FULL: copy_s, **{name: seconds for name, (_, seconds) in self._lower.items()}}
-        self._window, self._blocking = window, blocking
+        self._window, self._blocking, self._expand_s = window, blocking, expand_s
         self._free_at = 0.0
         """When the last issued copy arrives."""
         self._issued: deque[VirtualCopy] = deque()
@@ -52,9 +54,8 @@ class VirtualLink(Link):
 
     @classmethod
     def of(
-        cls, block_bytes: Mapping[str, int], bandwidth: float, latency: float = 0.0, *, window: int = 1,
-        blocking: bool = False,
-    ) -> VirtualLink:  # fmt: skip
+        cls, block_bytes: Mapping[str, int], bandwidth: float, latency: float = 0.0, *, expand_s: float = 0.0
+    ) -> VirtualLink:
         """A link on which a copy takes latency + bytes / bandwidth.
 
         Args:
@@ -67,7 +68,7 @@ class VirtualLink(Link):
         check_speed(bandwidth, latency)
         seconds = {name: latency + count / bandwidth for name, count in block_bytes.items()}
         lower = {name: (count, seconds[name]) for name, count in block_bytes.items() if name != FULL}
-        return cls(seconds[FULL], lower=lower, window=window, blocking=blocking)
+        return cls(seconds[FULL], lower=lower, expand_s=expand_s)
 
     @property
     def copy_s(self) -> float:
@@ -117,7 +118,8 @@ class VirtualLink(Link):
         """There is no store."""
 
     def expand(self, copy: Copy) -> None:
-        """There is nothing to unpack."""
+        """There is nothing to unpack, it only takes its time."""
+        self.spend(self._expand_s)
 
     def restart(self) -> None:
         self._issued.clear()

@@ -22,8 +22,9 @@ STAND_INS = {
     "8": "2",
 }
 FEW_TOKENS = ["--prompt-tokens", "8", "--new-tokens", "4", "--repetitions", "1", "--slots", "96"]
-SHORT = ["--set", "steps=8", "parameters=60000", "step_tokens=128"]
+SHORT = ["--set", "steps=8", "step_tokens=128"]
 """Fewer steps than a user would take; the rest of each command is the README's."""
+SMALLER = {"estimator": ["parameters=60000"], "next_token": ["width=32"]}
 
 
 def readme_commands() -> list[list[str]]:
@@ -39,13 +40,18 @@ def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         pq.write_table(few, tmp_path / name)
     commands = readme_commands()
     assert {command[0] for command in commands} == {
-        "inspect", "collect", "train", "eval", "generate", "advise", "bench"
+        "inspect", "collect", "train", "eval", "generate", "advise", "bench", "simulate"
     }  # fmt: skip
     for command in commands:
-        short = command + {"train": SHORT, "bench": FEW_TOKENS, "advise": FEW_TOKENS[:4]}.get(command[0], [])
+        short = command + {"bench": FEW_TOKENS, "advise": FEW_TOKENS[:4]}.get(command[0], [])
+        if command[0] == "train":
+            short += [*SHORT, *SMALLER[command[command.index("--predictor") + 1]]]
+        if command[0] == "simulate":
+            short += ["--tokens", "300", "--quality-tokens", "40"]
         assert main(short) == 0, command
     assert (tmp_path / "report" / "index.html").is_file()
     assert (tmp_path / "steps.trace.json").is_file()
+    assert (tmp_path / "sweep" / "hit_rate.png").is_file()
     assert list((tmp_path / "runs").rglob("events.out.tfevents*"))
 
 

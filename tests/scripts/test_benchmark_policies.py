@@ -147,7 +147,7 @@ def judged(claim: Claim, rows: list[dict[str, Any]]) -> tuple[str, str]:
 
 
 def test_half_of_the_gap() -> None:
-    """At 10% lfu is the best classic policy: of its 500 misses 200 can be avoided, and 120 are, 60%; at 25% 30 of 100."""
+    """At 10% lfu is the best classic policy: of its 500 misses 200 can be avoided, and 120 are; at 25% 30 of 100."""
     few = headline(0.10, lru=600, lfu=500, only=380, forecast=350, belady=300)
     many = headline(0.25, lru=250, lfu=260, only=220, forecast=100, belady=150)
     assert Found({"results": few}).closed(0.10, "forecast:idle_loads=0") == 0.6

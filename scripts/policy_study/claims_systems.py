@@ -1,0 +1,253 @@
+"""Claims about miss handling, routing and published systems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from expertcast.runtime.simulation.figures import frontier
+from policy_study.found import (
+    Found,
+    Judgement,
+    MissingRowError,
+    Named,
+    Row,
+    change,
+    claim,
+    percent,
+    share_text,
+    signed,
+    span,
+    verdict,
+)
+from policy_study.study import SWAPPED
+
+SIMPLER = ("fetch", "fetch_priority", "drop")
+"""Miss policies that the inconsistent ones are compared with."""
+_BASELINES = ("moe_offloading", "moe_apex")
+
+
+def best_of_both(rows: Sequence[Row]) -> list[Row]:
+    """Rows that no other is at least as fast and as close to the exact model as, fastest first."""
+    kept = set(frontier([(1 / row["tpot_mean_s"], row["kl"]) for row in rows]))
+    return sorted(
+        (row for row in rows if (1 / row["tpot_mean_s"], row["kl"]) in kept), key=lambda row: float(row["tpot_mean_s"])
+    )
+
+
+@claim("fetch_priority is always on the Pareto frontier of quality and speed", "SpecMD, 5.4, figure 7")
+def priority_on_frontier(found: Found) -> Judgement:
+    return _on_frontier(found, ("fetch_priority",))
+
+
+@claim("drop is the fastest way to handle misses", "SpecMD, 5.4")
+def drop_is_fastest(found: Found) -> Judgement:
+    texts, fastest = [], []
+    for share, rows in _misses(found):
+        by_time = sorted(rows.values(), key=lambda row: float(row["tpot_mean_s"]))
+        fastest.append(by_time[0]["miss"] == "drop")
+        texts.append(f"{share_text(share)} " + ", ".join(f"{row['miss']} {_ms(row)}" for row in by_time[:3]))
+    return f"fastest with standard routing: {'; '.join(texts)} ms per token", verdict(fastest)
+
+
+@claim("fetch_lowest and drop_cascade have no clear advantage over simpler strategies", "SpecMD, 5.4")
+def nothing_gained(found: Found) -> Judgement:
+    texts, off = [], []
+    for share in found.shares("lossy"):
+        rows = [row for row in _measured(found, share) if row["miss"] in (*SIMPLER, "fetch_lowest", "drop_cascade")]
+        kept = [row["miss"] for row in best_of_both(rows)]
+        off += [name not in kept for name in ("fetch_lowest", "drop_cascade")]
+        texts.append(
+            f"{share_text(share)} fetch_lowest {kept.count('fetch_lowest')}, drop_cascade {kept.count('drop_cascade')}"
+        )
+    text = f"places on the frontier beside {', '.join(SIMPLER)}: {'; '.join(texts)}"
+    return text, verdict(off)
+
+
+@claim("substitute fails everywhere (here: it diverges most)", "SpecMD, 5.4")
+def substitution_fails(found: Found) -> Judgement:
+    texts, worst = [], []
+    for share, rows in _misses(found):
+        by_loss = sorted(rows.values(), key=lambda row: -float(row["kl"]))
+        own = rows["substitute"]
+        place = by_loss.index(own) + 1
+        worst.append(place == 1)
+        texts.append(
+            f"{share_text(share)} {_loss(own)} ({place}. of {len(by_loss)}; {by_loss[0]['miss']} {_loss(by_loss[0])})"
+        )
+    return f"perplexity, agreement, and place by KL from the worst: {'; '.join(texts)}", verdict(worst)
+
+
+@claim(
+    "Cache-aware routing works best with lambda 0.1 to 0.5: less does little, more harms; 10 to 20% of the speed",
+    "SpecMD, 5.4",
+)
+def lambda_range(found: Found) -> Judgement:
+    texts, held = [], []
+    for share in found.shares("lossy"):
+        rows = Named((row["routing"], row) for row in _measured(found, share) if row["miss"] == "fetch")
+        plain = rows["standard"]
+        each = []
+        for name, row in rows.items():
+            if name != "standard":
+                faster, worse = (
+                    change(plain["tpot_mean_s"], row["tpot_mean_s"]),
+                    row["perplexity"] / plain["perplexity"] - 1,
+                )
+                strength = float(name.rpartition("=")[2]) if "=" in name else 0.2
+                each.append(f"{strength:g}: {signed(faster)} speed, {signed(worse)} perplexity")
+                good = faster >= 0.05 and worse <= 0.05
+                held.append(good == (0.1 <= strength <= 0.5))
+        texts.append(f"{share_text(share)} {', '.join(each)}")
+    text = f"with fetch: {'; '.join(texts)} (good: 5% faster at no more than 5% perplexity)"
+    return text, verdict(held)
+
+
+@claim("Least-Stale in place of a system's own eviction lowers TTFT by 10 to 44%, at worst -4.3%", "SpecMD, table 2")
+def drop_in_ttft(found: Found) -> Judgement:
+    return _drop_in(found, "ttft_mean_s")
+
+
+@claim("The same for the time per later token (the paper gives TTFT only)", "row A26, trap 10")
+def drop_in_tpot(found: Found) -> Judgement:
+    return _drop_in(found, "tpot_mean_s")
+
+
+@claim("ActiveEvict blocks 31 to 46% less on copies than systems that prefetch", "ActiveEvict, 4.3")
+def active_blocks_less(found: Found) -> Judgement:
+    changes = []
+    for row in _systems(found, "activeevict"):
+        for name in _BASELINES:
+            other = _beside(found, row, name)
+            changes.append((f"{_where(row)} against {name}", change(row["blocking_s"], other["blocking_s"])))
+    return f"waiting: {_changes(changes)}", verdict([value <= -0.31 for _, value in changes])
+
+
+@claim("ActiveEvict loses less than 1% of quality", "ActiveEvict, abstract and 4.4")
+def active_keeps_quality(found: Found) -> Judgement:
+    return _quality(found, "activeevict", 0.01)
+
+
+@claim("Its dynamic top-k blocks 7 to 13% less than a fixed one", "ActiveEvict, 4.4")
+def dynamic_top_k(found: Found) -> Judgement:
+    changes = _against(found, "activeevict_fixed_top_k")
+    return f"waiting: {_changes(changes)}", verdict([value <= -0.07 for _, value in changes])
+
+
+@claim(
+    "Its importance blocks 8 to 16% less than prediction alone, 13 to 32% less than hotness alone and LRU",
+    "ActiveEvict, 4.4",
+)
+def importance_pays(found: Found) -> Judgement:
+    texts, held = [], []
+    for name, least in (("prediction_only", 0.08), ("hotness_only", 0.13), ("lru", 0.13)):
+        changes = _against(found, f"activeevict_{name}")
+        texts.append(f"{name} {span([value for _, value in changes])}")
+        held += [value <= -least for _, value in changes]
+    return f"waiting of the full policy against {'; '.join(texts)}", verdict(held)
+
+
+@claim(
+    "ActiveEvict makes 3.2 to 4.0% redundant copies, prefetching systems 12 to 20%; what it fetches is always needed "
+    "(here: fewer than both)",
+    "ActiveEvict, 4.2 and 4.3",
+)
+def redundant_copies(found: Found) -> Judgement:
+    texts, held = [], []
+    for row in _systems(found, "activeevict"):
+        others = [_beside(found, row, name) for name in _BASELINES]
+        held.append((row["redundant"] or 0) < min(other["redundant"] or 0 for other in others))
+        held.append(not row["prefetched"])
+        each = ", ".join(f"{other['preset']} {percent(other['redundant'] or 0)}" for other in others)
+        texts.append(f"{_where(row)} {percent(row['redundant'] or 0)}, {each}")
+    return f"redundant: {'; '.join(texts)}", verdict(held)
+
+
+SYSTEMS = (
+    priority_on_frontier, drop_is_fastest, nothing_gained, substitution_fails, lambda_range, drop_in_ttft, drop_in_tpot,
+    active_blocks_less, active_keeps_quality, dynamic_top_k, importance_pays, redundant_copies,
+)  # fmt: skip
+
+
+def _measured(found: Found, share: float) -> list[Row]:
+    """Lossy rows whose quality is known."""
+    rows = [row for row in found.rows("lossy", share=share) if row["kl"] is not None]
+    if not rows:
+        raise MissingRowError
+    return rows
+
+
+def _misses(found: Found) -> Iterator[tuple[float, Named]]:
+    """Capacity, and rows with standard routing by miss policy."""
+    for share in found.shares("lossy", routing="standard"):
+        yield share, Named((row["miss"], row) for row in _measured(found, share) if row["routing"] == "standard")
+
+
+def _on_frontier(found: Found, names: Sequence[str]) -> Judgement:
+    texts, held = [], []
+    for share in found.shares("lossy"):
+        kept = [f"{row['miss']}/{row['routing']}" for row in best_of_both(_measured(found, share))]
+        own = [each for each in kept if each.split("/")[0] in names]
+        held.append(bool(own))
+        texts.append(f"{share_text(share)} {len(own)} of {len(kept)}")
+    return f"its places on the frontier: {'; '.join(texts)}", verdict(held)
+
+
+def _systems(found: Found, name: str) -> list[Row]:
+    return found.rows("presets", preset=name)
+
+
+def _beside(found: Found, row: Row, name: str) -> Row:
+    """Another preset on the same link with the same slots."""
+    return found.row("presets", preset=name, share=row["share"], ratio=row["ratio"])
+
+
+def _against(found: Found, name: str) -> list[tuple[str, float]]:
+    """Waiting of ActiveEvict against another preset's."""
+    return [
+        (_where(row), change(row["blocking_s"], _beside(found, row, name)["blocking_s"]))
+        for row in _systems(found, "activeevict")
+    ]
+
+
+def _quality(found: Found, name: str, most: float) -> Judgement:
+    texts, held = [], []
+    for row in _systems(found, name):
+        if row["perplexity"] is None:
+            raise MissingRowError
+        exact = next(each for each in found.rows("presets", preset="on_demand") if each["perplexity"] is not None)
+        loss = row["perplexity"] / exact["perplexity"] - 1
+        held.append(loss < most)
+        text = f"{share_text(row['share'])} {signed(loss)} perplexity, {percent(row['agreement'])} agreement"
+        texts += [text] if text not in texts else []
+    return "; ".join(texts), verdict(held)
+
+
+def _drop_in(found: Found, measure: str) -> Judgement:
+    gains = []
+    for name in SWAPPED:
+        for row in found.rows("presets", preset=name):
+            swapped = _beside(found, row, f"{name}+least_stale")
+            gains.append((f"{name} {_where(row)}", -change(swapped[measure], row[measure])))
+    better = [value for _, value in gains if value > 0.005]
+    worse = [value for _, value in gains if value < -0.005]
+    text = (
+        f"{len(better)} of {len(gains)} settings better by more than 0.5%, {len(worse)} worse, "
+        f"{span([value for _, value in gains])} less time"
+    )
+    return text, verdict([value >= 0.10 for _, value in gains])
+
+
+def _loss(row: Row) -> str:
+    return f"{row['perplexity']:.2f}, {percent(row['agreement'])}"
+
+
+def _ms(row: Row) -> str:
+    return f"{1e3 * row['tpot_mean_s']:.1f}"
+
+
+def _where(row: Row) -> str:
+    return f"{share_text(row['share'])} {row['ratio']:g}x"
+
+
+def _changes(changes: Sequence[tuple[str, float]]) -> str:
+    return ", ".join(f"{label} {signed(value)}" for label, value in changes)
