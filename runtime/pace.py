@@ -16,6 +16,7 @@ class Pace:
 
     def __init__(self, residency: Residency, layers: int, experts: int) -> None:
         self._residency = residency
+        residency.follow_link()
         self._experts = experts
         self._interval_s: list[float | None] = [None] * layers
         """From the moment the layer before was reached to the moment this one is."""
@@ -48,10 +49,12 @@ class Pace:
         intervals = self._interval_s[self._layer + 1 : target + 1]
         left_s = copy_s if None in intervals else sum(value for value in intervals if value is not None)
         elapsed = residency.link.clock() - self._reached_s
+        backlog_s = residency.backlog_s
+        awaited_s = backlog_s if residency.awaits else 0.0  # the layer at work waits too, and so does what follows
         return Transfer(
             copy_s=copy_s,
-            backlog_s=residency.outstanding * copy_s,
-            left_s=max(0.0, left_s - elapsed),
+            backlog_s=backlog_s,
+            left_s=max(0.0, left_s - elapsed) + awaited_s,
             free=residency.free(target),
             resident=lambda expert: residency.holds(first + expert),
             victim_worth=lambda: self._worth(residency.victim(target)),

@@ -54,6 +54,8 @@ class Residency:
         """Prefetched, requested by the running layer for the first time."""
         self._given_up: set[int] = set()
         """Evicted for another expert's sake in this pass."""
+        self._follows_link = False
+        self._busy_until_s = 0.0
         self._needed = _Union(self._running, self._wanted, self._copies)
         self._needed_now = _Union(self._running, self._copies)
 
@@ -63,10 +65,20 @@ class Residency:
         self._sweep()
         return not self._copies
 
+    def follow_link(self) -> None:
+        """Keep account of the link's time from now on, for :attr:`backlog_s`."""
+        self._follows_link = True
+
     @property
-    def outstanding(self) -> int:
-        """Copies on their way, as far as is known."""
-        return len(self._copies)
+    def backlog_s(self) -> float:
+        """Seconds until the copies that are on their way have arrived, as far as is known."""
+        most_s = len(self._copies) * self.link.copy_s
+        return min(most_s, max(0.0, self._busy_until_s - self.link.clock()))
+
+    @property
+    def awaits(self) -> bool:
+        """Whether the running layer needs an expert that is on its way."""
+        return not self._running.isdisjoint(self._copies)
 
     def holds(self, key: int) -> bool:
         """Whether the expert has a slot, arrived or not."""
@@ -272,7 +284,11 @@ class Residency:
         except BaseException:
             self._evict(key)
             raise
-        stats.bytes_moved += self._block_bytes if full else self.link.block_bytes(precision)
+        moved = self._block_bytes if full else self.link.block_bytes(precision)
+        stats.bytes_moved += moved
+        if self._follows_link:
+            copy_s = self.link.copy_s * moved / self._block_bytes
+            self._busy_until_s = max(self._busy_until_s, self.link.clock()) + copy_s
 
     def _give_back_worse(self, keys: Sequence[int], precision: Mapping[int, str]) -> None:
         """Free the slots of held experts that are asked for in a better precision; not while a copy is under way."""
@@ -321,7 +337,10 @@ class Residency:
         if copy is None or not self.link.cancel(copy):
             return False
         stats = self._layer_stats((key,))
-        stats.bytes_moved -= self._block_bytes if copy.precision == FULL else self.link.block_bytes(copy.precision)
+        moved = self._block_bytes if copy.precision == FULL else self.link.block_bytes(copy.precision)
+        stats.bytes_moved -= moved
+        if self._follows_link:
+            self._busy_until_s -= self.link.copy_s * moved / self._block_bytes
         if key in self._unused:  # else a request that was withdrawn
             stats.prefetched -= 1
             stats.dropped += 1

@@ -16,16 +16,16 @@ from expertcast.runtime.policies.prefetch.base import PrefetchPolicy, Transfer, 
 from expertcast.runtime.policies.prefetch.calibration import Array, Calibration
 from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 
-EVICTION = ("always", "wrong")
+EVICTION = ("wrong", "always")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueConfig(PolicyConfig):
     least: float = 0.02
     """Experts that are less likely to be used than this are never loaded, whatever room there is."""
-    eviction: str = "always"
-    """When the evicted expert is charged for: for every copy (always), or for a wrong one only, since a miss would have
-    evicted too (wrong)."""
+    eviction: str = "wrong"
+    """When the evicted expert is charged for: for a wrong copy only, since a miss would have evicted as well (wrong), or
+    for every copy (always)."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.least < 1.0:
@@ -42,7 +42,8 @@ class Value(PrefetchPolicy):
     than a miss, which overtakes it) if the expert is used. All copies move equally many bytes, so seconds per copy rank
     them as seconds per byte do. Against the expected saving stand
 
-    - the expert that is evicted: the probability that it is used times copy_s, nothing for a free slot;
+    - the expert that is evicted: the probability that it is used times copy_s where the copy is wrong, nothing for a
+      free slot;
     - a copy that is wrong and still under way when the layer asks: the link cannot be taken from it, and it holds up
       whatever is missed next by what is left of it. This is charged in full: a copy longer than a layer goes on into
       the layers after it, whose misses nobody has forecast yet. A copy that is only queued is dropped.

@@ -89,6 +89,19 @@ def test_prefetch_by_hand() -> None:
     assert simulate(trace, Policies(prefetch="none"), 6, made.machine(2), predictor="made").steps_s == [10.0, 7.0, 7.0]
 
 
+def test_value_waits_with_the_layer_at_work() -> None:
+    """t1 hits everything, and 2 s lie between its layers' routings. t2: layer 0 misses key 1, 1 to 4 s, so that layer 1
+    is not routed at 3 s but at 6: key 4 (p = .99), from 4 to 7, saves 2 of its 3 s. t3 hits layer 0 at 1 s and would
+    not have key 5 before 4: the layer is routed at 3 s, and 1 of 3 s still counts for more than nothing."""
+    trace = made.trace(
+        [[[0], [0]], [[0], [0]], [[1], [1]], [[0], [2]]], experts=3, hints={1: [[0], [0], [1], [2]]}
+    )  # fmt: skip
+    assert simulate(trace, Policies(prefetch="none"), 6, made.machine(2), predictor="made").steps_s == [4.0, 10.0, 7.0]
+    done = simulate(trace, Policies(prefetch="value"), 6, made.machine(2), predictor="made")
+    assert done.steps_s == [4.0, 8.0, 5.0]
+    assert done.decode.total.prefetched_used == 2
+
+
 def test_wrong_forecasts_hold_up_the_link() -> None:
     """A forecast is under way when the miss comes: t1 hits layer 0 at 1 s, prefetches key 5 until 4; layer 1 is routed
     at 3 s and its miss of key 4 goes behind it, 4 to 7; done at 8 s. The copy of 5 was for nothing."""

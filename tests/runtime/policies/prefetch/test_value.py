@@ -36,13 +36,22 @@ def test_free_slots_and_time_take_all() -> None:
     assert _chosen(transfer(free=4), "value:least=0.2") == [0, 1, 2]
 
 
+def test_a_victim_that_a_miss_would_evict_too() -> None:
+    """Charged for a wrong copy: .082 * .95 = .078 < .918; .348 * .95 = .331 < .652; .652 * .95 = .619 > .348. The first
+    `free` cost nothing."""
+    assert _chosen(transfer(worth=0.95)) == [0, 1]
+    assert _chosen(transfer(worth=0.95, free=3)) == [0, 1, 2]
+    assert _chosen(transfer(worth=0.5)) == [0, 1, 2]
+
+
 def test_nothing_that_is_worth_less_than_its_victim() -> None:
-    """.918, .652, .348, .122 against the victim's probability; the first `free` cost nothing."""
-    assert _chosen(transfer(worth=0.7)) == [0]
-    assert _chosen(transfer(worth=0.4)) == [0, 1]
-    assert _chosen(transfer(worth=0.95)) == []
-    assert _chosen(transfer(worth=0.95, free=1)) == [0]
-    assert _chosen(transfer(worth=0.4, free=3)) == [0, 1, 2]
+    """Charged for every copy: .918, .652, .348, .122 against the victim's probability."""
+    always = "value:eviction=always"
+    assert _chosen(transfer(worth=0.7), always) == [0]
+    assert _chosen(transfer(worth=0.4), always) == [0, 1]
+    assert _chosen(transfer(worth=0.95), always) == []
+    assert _chosen(transfer(worth=0.95, free=1), always) == [0]
+    assert _chosen(transfer(worth=0.4, free=3), always) == [0, 1, 2]
 
 
 def test_only_what_arrives_in_time() -> None:
@@ -57,15 +66,9 @@ def test_a_copy_that_is_late() -> None:
 
     For .05 s of the copy's time: .918 * .05 = .0459 saved, .082 * .95 = .0779 lost.
     """
-    assert _chosen(transfer(left_s=0.6, worth=0.51)) == [0]
-    assert _chosen(transfer(left_s=0.6, worth=0.53)) == []
+    assert _chosen(transfer(left_s=0.6, worth=0.51), "value:eviction=always") == [0]
+    assert _chosen(transfer(left_s=0.6, worth=0.53), "value:eviction=always") == []
     assert _chosen(transfer(left_s=0.05, free=4)) == []
-
-
-def test_a_victim_that_a_miss_would_evict_too() -> None:
-    """Charged for a wrong copy only: .082 * .95 = .078 < .918; .348 * .95 = .331 < .652; .652 * .95 = .619 > .348."""
-    assert _chosen(transfer(worth=0.95)) == []
-    assert _chosen(transfer(worth=0.95), "value:eviction=wrong") == [0, 1]
 
 
 @pytest.mark.parametrize("worth", [0.0, 0.1])
@@ -82,7 +85,7 @@ def test_its_own_that_are_resident_are_named() -> None:
 
 def test_learns_what_forecasts_are_worth() -> None:
     """Against a victim of .5: the second expert (.652) is loaded until it turns out to be needed hardly ever."""
-    policy = _made()
+    policy = _made("value:eviction=always")
     forecast, given = wanted(LOGITS, 2), transfer(worth=0.5)
     assert policy.experts(forecast, given) == [0, 1]
     for _ in range(100):
@@ -114,7 +117,7 @@ def test_against_both_outcomes(p: float, left: float, backlog: float, copy_s: fl
 def test_stopping_early_leaves_nothing_out(seed: int, left: float, backlog: float, worth: float, free: int) -> None:
     """No expert after the first that is not worth its copy would be worth it in its place."""
     logits_1E = torch.randn(1, 12, generator=torch.Generator().manual_seed(seed))
-    policy = PREFETCH.choose("value").make(CacheShape(layers=4, experts=12, top_k=3, slots=8))
+    policy = PREFETCH.choose("value:eviction=always").make(CacheShape(layers=4, experts=12, top_k=3, slots=8))
     given = transfer(left_s=left, backlog_s=backlog, worth=worth, free=free)
     chosen = policy.experts(wanted(logits_1E, 3), given)
     ranked = logits_1E[0].sort(descending=True)
@@ -126,7 +129,7 @@ def test_stopping_early_leaves_nothing_out(seed: int, left: float, backlog: floa
 
 
 def test_bad_values() -> None:
-    with pytest.raises(ExpertcastError, match=r"unknown eviction='never': choose from always, wrong"):
+    with pytest.raises(ExpertcastError, match=r"unknown eviction='never': choose from wrong, always"):
         PREFETCH.choose("value:eviction=never")
     with pytest.raises(ExpertcastError, match=r"least=0.0: give a probability between 0 and 1"):
         PREFETCH.choose("value:least=0")
