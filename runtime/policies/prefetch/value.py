@@ -24,7 +24,7 @@ class ValueConfig(PolicyConfig):
     least: float = 0.02
     """Experts that are less likely to be used than this are never loaded, whatever room there is."""
     eviction: str = "wrong"
-    """When the evicted expert is charged for: for a wrong copy only, since a miss would have evicted as well (wrong), or
+    """When the evicted expert is charged for: for a wrong one only, as a miss would have evicted as well (wrong), or
     for every copy (always)."""
 
     def __post_init__(self) -> None:
