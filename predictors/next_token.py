@@ -1,8 +1,11 @@
-"""The routing of the next tokens at all layers, from the routing of the text so far (FIELD.md (g)).
+"""The routing of the next tokens at all layers, from the routing of the text so far.
 
 B sequences, T tokens, L MoE layers, E routed experts, N = L * E, K experts per token, D hidden size, A averages,
 R triggers, S tokens forecast one by one, H = S + 2 rows of a forecast: the token under way (h = 0), the S tokens after
 it, and each token after those.
+
+Source: that the sequence of whole-stack routing states tells the next ones, and that eviction should go by them, is
+SeqMoE's (2609.12978), which reads the routing alone with a Mamba2. Moving averages do here, and a residual is read too.
 """
 
 from __future__ import annotations

@@ -78,6 +78,9 @@ class Link(ABC):
         self._pool.expand(copy.slot, self._store.copies(copy.precision))
         self.mark_read([copy.slot])  # it may be given up before anything else reads it
 
+    def given_up(self) -> None:
+        """An expert lost its slot to another one. The store keeps all weights: there is nothing to copy back."""
+
     @abstractmethod
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
         """Queue a copy; returns at once where the link can.

@@ -352,6 +352,7 @@ class Residency:
         """Evict for another expert's sake."""
         self._given_up.add(key)
         self.stats.layers[key // self._experts].evicted += 1
+        self.link.given_up()
         self._evict(key)
 
     def _evict(self, key: int) -> None:

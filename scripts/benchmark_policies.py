@@ -76,10 +76,10 @@ def study(args: argparse.Namespace, work: Path) -> dict[str, Any]:
     given = _study(args, work)
     found = [stages.headline(given), stages.eviction(given), stages.prefetch(given)]
     policies, predictor = stages.best_prefetching(found[-1]["results"])
-    found += [stages.lossy(given, policies, predictor), stages.presets(given)]
+    found += [stages.lossy(given, policies, predictor), stages.presets(given), stages.write_back(given)]
     rows = [row for part in found for row in part["results"]]
     decoding = _decoding(args, given)
-    decoded = [row for row in rows if row["stage"] in ("lossy", "presets")]
+    decoded = [row for row in rows if row["stage"] in ("lossy", "presets", "write_back")]
     add_quality(decoded, decoding, work, args.processes)
     traces, machines = given.traces, zip(given.scale.ratios, given.machines, strict=True)
     result: dict[str, Any] = {

@@ -18,7 +18,7 @@ from expertcast.training.results import aligned
 from expertcast.training.token_examples import TokenExamples, token_chunks
 
 FURTHER = 3
-"""Experts beyond K that the wider recall allows (FIELD.md (g))."""
+"""Experts beyond K that the wider recall allows."""
 BATCH = 512
 RECALLS = ("recall_at_k", f"recall_at_k_plus_{FURTHER}")
 

@@ -26,6 +26,9 @@ class Machine:
     """Seconds per copy."""
     expand_s: float = 0.0
     """Seconds of the model's thread per copy in lower precision."""
+    write_back: float = 0.0
+    """Share of a copy that giving up an expert takes on the link; 0 where the host keeps all weights, as the runtime's
+    store does."""
 
 
 @dataclass(slots=True, kw_only=True)

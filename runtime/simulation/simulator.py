@@ -157,7 +157,13 @@ def simulate(
     """
     check_slots(slots, trace.shape.top_k)
     looks_ahead = getattr(policies.eviction.cls, "reads_tokens", False)
-    link = VirtualLink.of(machine.block_bytes, machine.bandwidth, machine.latency, expand_s=machine.expand_s)
+    link = VirtualLink.of(
+        machine.block_bytes,
+        machine.bandwidth,
+        machine.latency,
+        expand_s=machine.expand_s,
+        write_back=machine.write_back,
+    )
     runtime = VirtualRuntime(
         trace, policies, slots, link, machine.times, block_bytes=machine.block_bytes[FULL],
         predictor=predictor,

@@ -237,4 +237,5 @@ def _heading(case: Case, trace: Trace) -> dict[str, Any]:
         "capacity": case.slots / (shape.layers * shape.experts),
         "bandwidth": case.machine.bandwidth,
         "latency": case.machine.latency,
+        "write_back": case.machine.write_back,
     }

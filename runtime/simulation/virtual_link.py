@@ -29,6 +29,7 @@ class VirtualLink(Link):
         window: copies of forecasts that have been issued and can no longer be overtaken or cancelled.
         blocking: copies are made in the model's own thread (the instant link).
         expand_s: seconds that unpacking a copy in lower precision takes of the model's thread.
+        write_back_s: seconds of the link that an evicted expert takes, before whatever is copied after it.
     """
 
     name = "virtual"
@@ -41,12 +42,13 @@ class VirtualLink(Link):
         window: int = 1,
         blocking: bool = False,
         expand_s: float = 0.0,
+        write_back_s: float = 0.0,
     ) -> None:
         super().__init__()
         self.now = 0.0
         self._lower = dict(lower or {})
         self._seconds = {FULL: copy_s, **{name: seconds for name, (_, seconds) in self._lower.items()}}
-        self._window, self._blocking, self._expand_s = window, blocking, expand_s
+        self._window, self._blocking, self._expand_s, self._write_back_s = window, blocking, expand_s, write_back_s
         self._free_at = 0.0
         """When the last issued copy arrives."""
         self._issued: deque[VirtualCopy] = deque()
@@ -54,13 +56,15 @@ class VirtualLink(Link):
 
     @classmethod
     def of(
-        cls, block_bytes: Mapping[str, int], bandwidth: float, latency: float = 0.0, *, expand_s: float = 0.0
-    ) -> VirtualLink:
+        cls, block_bytes: Mapping[str, int], bandwidth: float, latency: float = 0.0, *, expand_s: float = 0.0,
+        write_back: float = 0.0,
+    ) -> VirtualLink:  # fmt: skip
         """A link on which a copy takes latency + bytes / bandwidth.
 
         Args:
             block_bytes: of one expert, by precision; the full one is among them.
             bandwidth, latency: bytes per second, and seconds per copy.
+            write_back: share of an expert's copy that its eviction takes.
 
         Raises:
             ExpertcastError: no bandwidth, or a negative latency.
@@ -68,7 +72,7 @@ class VirtualLink(Link):
         check_speed(bandwidth, latency)
         seconds = {name: latency + count / bandwidth for name, count in block_bytes.items()}
         lower = {name: (count, seconds[name]) for name, count in block_bytes.items() if name != FULL}
-        return cls(seconds[FULL], lower=lower, expand_s=expand_s)
+        return cls(seconds[FULL], lower=lower, expand_s=expand_s, write_back_s=write_back * seconds[FULL])
 
     @property
     def copy_s(self) -> float:
@@ -120,6 +124,11 @@ class VirtualLink(Link):
     def expand(self, copy: Copy) -> None:
         """There is nothing to unpack, it only takes its time."""
         self.spend(self._expand_s)
+
+    def given_up(self) -> None:
+        """An evicted expert goes back over the link, unless nothing has to (row D2, trap 7)."""
+        if self._write_back_s:
+            self._free_at = max(self._free_at, self.now) + self._write_back_s
 
     def restart(self) -> None:
         self._issued.clear()

@@ -19,11 +19,10 @@ from policy_study.found import (
     span,
     verdict,
 )
-from policy_study.study import SWAPPED
+from policy_study.study import ACTIVE, BASELINES, SWAPPED
 
 SIMPLER = ("fetch", "fetch_priority", "drop")
 """Miss policies that the inconsistent ones are compared with."""
-_BASELINES = ("moe_offloading", "moe_apex")
 
 
 def best_of_both(rows: Sequence[Row]) -> list[Row]:
@@ -115,16 +114,26 @@ def drop_in_tpot(found: Found) -> Judgement:
 @claim("ActiveEvict blocks 31 to 46% less on copies than systems that prefetch", "ActiveEvict, 4.3")
 def active_blocks_less(found: Found) -> Judgement:
     changes = []
-    for row in _systems(found, "activeevict"):
-        for name in _BASELINES:
+    for row in _systems(found, ACTIVE):
+        for name in BASELINES:
             other = _beside(found, row, name)
+            changes.append((f"{_where(row)} against {name}", change(row["blocking_s"], other["blocking_s"])))
+    return f"waiting: {_changes(changes)}", verdict([value <= -0.31 for _, value in changes])
+
+
+@claim("The same where an evicted expert is copied back to a host that keeps no weights", "trap 7 under system D")
+def active_blocks_less_with_write_back(found: Found) -> Judgement:
+    changes = []
+    for row in found.rows("write_back", preset=ACTIVE):
+        for name in BASELINES:
+            other = found.row("write_back", preset=name, share=row["share"])
             changes.append((f"{_where(row)} against {name}", change(row["blocking_s"], other["blocking_s"])))
     return f"waiting: {_changes(changes)}", verdict([value <= -0.31 for _, value in changes])
 
 
 @claim("ActiveEvict loses less than 1% of quality", "ActiveEvict, abstract and 4.4")
 def active_keeps_quality(found: Found) -> Judgement:
-    return _quality(found, "activeevict", 0.01)
+    return _quality(found, ACTIVE, 0.01)
 
 
 @claim("Its dynamic top-k blocks 7 to 13% less than a fixed one", "ActiveEvict, 4.4")
@@ -153,8 +162,8 @@ def importance_pays(found: Found) -> Judgement:
 )
 def redundant_copies(found: Found) -> Judgement:
     texts, held = [], []
-    for row in _systems(found, "activeevict"):
-        others = [_beside(found, row, name) for name in _BASELINES]
+    for row in _systems(found, ACTIVE):
+        others = [_beside(found, row, name) for name in BASELINES]
         held.append((row["redundant"] or 0) < min(other["redundant"] or 0 for other in others))
         held.append(not row["prefetched"])
         each = ", ".join(f"{other['preset']} {percent(other['redundant'] or 0)}" for other in others)
@@ -164,7 +173,8 @@ def redundant_copies(found: Found) -> Judgement:
 
 SYSTEMS = (
     priority_on_frontier, drop_is_fastest, nothing_gained, substitution_fails, lambda_range, drop_in_ttft, drop_in_tpot,
-    active_blocks_less, active_keeps_quality, dynamic_top_k, importance_pays, redundant_copies,
+    active_blocks_less, active_blocks_less_with_write_back, active_keeps_quality, dynamic_top_k,
+    importance_pays, redundant_copies,
 )  # fmt: skip
 
 
@@ -205,7 +215,7 @@ def _against(found: Found, name: str) -> list[tuple[str, float]]:
     """Waiting of ActiveEvict against another preset's."""
     return [
         (_where(row), change(row["blocking_s"], _beside(found, row, name)["blocking_s"]))
-        for row in _systems(found, "activeevict")
+        for row in _systems(found, ACTIVE)
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
@@ -14,7 +15,19 @@ from expertcast.runtime.simulation.events import Trace
 from expertcast.runtime.simulation.machine import Machine
 from expertcast.runtime.simulation.sweep import Case, refusal, with_bounds
 from policy_study.replay import replays
-from policy_study.study import EVICT_ONLY, FORECAST, SAMPLE, SHARED, SWAPPED, USUAL, WHOLE, Rows, Study
+from policy_study.study import (
+    ACTIVE,
+    BASELINES,
+    EVICT_ONLY,
+    FORECAST,
+    SAMPLE,
+    SHARED,
+    SWAPPED,
+    USUAL,
+    WHOLE,
+    Rows,
+    Study,
+)
 
 REPLAYED = ("lru", "lfu", "least_stale", "importance")
 _DECIDED_BY_THE_LINK = ("threshold", "value")
@@ -116,6 +129,29 @@ def presets(study: Study) -> dict[str, Any]:
         names = [name for name, case in named if (refusal(case, shape) is not None) == left_out]
         for row, name in zip(found[part], names, strict=True):
             row["preset"] = name
+    return found
+
+
+def write_back(study: Study) -> dict[str, Any]:
+    """ActiveEvict and what it is compared with, on a host that keeps no weights of what the device holds."""
+    machine = replace(study.machines[-1], write_back=1.0)
+    names = [name for name in (ACTIVE, *BASELINES) if name in study.scale.presets]
+    cases = [
+        Case(
+            policies=PRESETS[name].policies,
+            slots=study.slots(capacity),
+            machine=machine,
+            predictor=PRESETS[name].predictor,
+        )
+        for capacity, name in itertools.product(study.scale.middle, names)
+    ]
+    found = study.run("write_back", cases)
+    named = itertools.product(study.scale.middle, names)
+    runnable = [
+        name for (_, name), case in zip(named, cases, strict=True) if not refusal(case, study.traces.view.shape)
+    ]
+    for row, name in zip(found["results"], runnable, strict=True):
+        row["preset"] = name
     return found
 
 

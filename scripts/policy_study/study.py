@@ -47,6 +47,9 @@ STRENGTHS = tuple(f"cache_aware:strength={strength}" for strength in (0.02, 0.25
 SWAPPED = ("specmd_1", "specmd_2", "specmd_3", "specmd_4")
 """SpecMD's Table 2 gives these least_stale eviction; its own configuration has it already."""
 
+ACTIVE, BASELINES = "activeevict", ("moe_offloading", "moe_apex")
+"""A system, and those that its paper compares it with."""
+
 WHOLE, SAMPLE = "whole", "sample"
 
 Rows = list[dict[str, Any]]

@@ -129,7 +129,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def _seconds(text: str) -> float:
+def _not_negative(text: str) -> float:
     return 0.0 if text in ("0", "0.0") else _positive_number(text)
 
 
@@ -248,7 +248,9 @@ def _add_target_options(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="emulate a link on which K copies take R layers' time (default: 5)",
     )
-    parser.add_argument("--latency", type=_seconds, default=0.0, metavar="S", help="of the emulated link, per copy")
+    parser.add_argument(
+        "--latency", type=_not_negative, default=0.0, metavar="S", help="of the emulated link, per copy"
+    )
     parser.add_argument(
         "--link",
         default="auto",
@@ -321,7 +323,14 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES/S",
         help="of the link: a number, or pcie3, pcie4, pcie5",
     )
-    parser.add_argument("--latency", type=_seconds, default=0.0, metavar="S", help="of the link, per copy")
+    parser.add_argument("--latency", type=_not_negative, default=0.0, metavar="S", help="of the link, per copy")
+    parser.add_argument(
+        "--write-back",
+        type=_not_negative,
+        default=0.0,
+        metavar="F",
+        help="share of a copy that an eviction takes on the link, for hosts that keep no weights (default: 0)",
+    )
     parser.add_argument(
         "--layer-time",
         type=_positive_number,

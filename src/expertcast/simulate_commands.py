@@ -235,7 +235,13 @@ def _machines(args: argparse.Namespace, view: MoEView, policies: Sequence[Polici
     copies_s = shape.top_k * (args.latency + layout.block_bytes / bandwidths[0])
     times = constant_times(shape.layers, args.layer_time or copies_s / COPY_OVER_COMPUTE)
     return [
-        Machine(times=times, block_bytes=block_bytes, bandwidth=bandwidth, latency=args.latency)
+        Machine(
+            times=times,
+            block_bytes=block_bytes,
+            bandwidth=bandwidth,
+            latency=args.latency,
+            write_back=args.write_back,
+        )
         for bandwidth in bandwidths
     ]
 

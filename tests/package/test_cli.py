@@ -29,7 +29,7 @@ COMMANDS = {
     "advise": {*_TARGET, "--prompt-tokens", "--new-tokens"},
     "simulate": {"--sweep", "--policy", "--prefetch", "--miss", "--routing", "--pre-eviction", "--scope", "--preset",
                  "--predictor", "--ahead", "--next-token", "--slots", "--capacity", "--bandwidth", "--latency",
-                 "--layer-time", "--split", "--tokens", "--prefill", "--batch", "--model", "--data",
+                 "--write-back", "--layer-time", "--split", "--tokens", "--prefill", "--batch", "--model", "--data",
                  "--no-quality", "--quality-tokens", "--processes", "--out", "--dtype", "--device"},
 }  # fmt: skip
 

@@ -1,7 +1,10 @@
-"""Evict by forecast: whose next use is farthest off, by a predictor of the coming tokens' routing (FIELD.md (g)).
+"""Evict by forecast: whose next use is farthest off, by a predictor of the coming tokens' routing.
 
 L MoE layers, E routed experts per layer. An expert's key is layer * E + expert. H is rows of a forecast: this token,
 the tokens after it one by one, and in the last row each token after those.
+
+Source: SeqMoE (2609.12978) goes by the expected next use; its value, the discount and the loads on an idle link are
+this project's.
 """
 
 from __future__ import annotations
