@@ -39,8 +39,9 @@ def page(result: Mapping[str, Any]) -> str:
 def _introduction(result: Mapping[str, Any]) -> str:
     shape = result["shape"]
     text = f"""Made by the command above; every row lies in `results/policies.json`, and no number on this page was
-        typed in. The study goes in SpecMD's stages (row A27 of the definitions): eviction, then prefetching, then miss
-        handling and routing, then published systems. One model, `{result["model"]}`: {shape["L"]} layers of
+        typed in. The study goes in SpecMD's stages (row A27 of
+        [docs/systems.md](../docs/systems.md)): eviction, then prefetching, then miss handling and routing, then
+        published systems. One model, `{result["model"]}`: {shape["L"]} layers of
         {shape["E"]} experts, {shape["K"]} per token, one text at a time. **What held here held on a small model; what
         did not may hold on a large one.**"""
     quick = "\n\n**A run with --quick: it shows that everything runs, its numbers mean nothing.**"
@@ -69,7 +70,7 @@ def _method(result: Mapping[str, Any]) -> list[str]:
         steps. Each text's first {PREFILL} tokens are prefilled.""",
         f"""A layer computes for 1 ms, so a token takes {shape["L"]} ms without any waiting. The link copies a token's
         {shape["K"]} experts of a layer in {links} that time. Bytes of an expert: {block_bytes}. Forecasts cost no
-        time.""",
+        time here; `scripts/bench_simulator.py` measures those for the next tokens.""",
         f"""*Capacity* is the share of all {shape["L"] * shape["E"]} experts that fit. A *hit* is an expert that had a
         slot, arrived or on its way, when its router had run. A *collision* is a miss of an expert that was evicted
         earlier in the same pass. *Waiting* is time per token that computing stood still for copies. TPOT and TTFT are
