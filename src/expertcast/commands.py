@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from expertcast.checkpoints import files
+from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor, save_predictor
 from expertcast.data.collector import collect as collect_traces
 from expertcast.data.datamodule import OnlineDataModule
@@ -118,7 +119,7 @@ def evaluate(args: argparse.Namespace) -> Outcome:
         text += "\n\n" + curve_table(result["learning_curve"])
     if args.report:
         title = f"Forecasts for {traces.view.model_id}"
-        provenance: dict[str, Any] = {
+        made_from: dict[str, Any] = {
             key: traces.info[key] for key in ("model", "tokens", "command", "versions") if key in traces.info
         }
         page = write_report(
@@ -127,10 +128,10 @@ def evaluate(args: argparse.Namespace) -> Outcome:
             learning_curve=result.get("learning_curve"),
             quality=result.get("quality"),
             title=title,
-            provenance=provenance,
+            provenance=made_from,
         )
         text += f"\n\nwrote {page}"
-    return result, text
+    return {**result, **provenance()}, text
 
 
 def generate(args: argparse.Namespace) -> Outcome:
