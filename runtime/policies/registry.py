@@ -118,8 +118,8 @@ def _parse(options: str, config_class: type[PolicyConfig], what: str) -> dict[st
     for part in filter(None, re.split(r",(?=\w+=)", options)):
         name, equals, text = part.partition("=")
         if not equals or name not in hints:
-            known = ", ".join(hints) or "none"
-            raise ExpertcastError(f"{what} has no option {part!r}: its options are {known}, written name=value")
+            known = f"its options are {', '.join(hints)}, written name=value" if hints else "it has none"
+            raise ExpertcastError(f"{what} has no option {part!r}: {known}")
         try:
             values[name] = _value(text, hints[name])
         except ValueError:

@@ -226,6 +226,15 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--memory", metavar="BYTES", help="device memory for experts instead of --slots, such as 2GB")
     parser.add_argument(
+        "--policies",
+        nargs="+",
+        metavar="KIND=P",
+        help="eviction, prefetch, miss, routing, pre_eviction or scope, such as eviction=lfu; or a preset's name",
+    )
+    parser.add_argument(
+        "--next-token", metavar="CKPT", help="next_token checkpoint, for the eviction policy `forecast`"
+    )
+    parser.add_argument(
         "--store-folder", metavar="DIR", help="keep the experts packed in this folder, for models larger than memory"
     )
     parser.add_argument("--bandwidth", type=_bandwidth, metavar="BYTES/S", help=BANDWIDTH_HELP)

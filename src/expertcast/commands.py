@@ -27,6 +27,7 @@ from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.data.writer import write_atomically
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, names, predictor_class
+from expertcast.runtime.policies import Policies
 from expertcast.runtime.quality import QualityRun, measure_quality, text_windows
 from expertcast.runtime.storage.loading import load_offloaded
 from expertcast.token_commands import save_token_predictor, split_by_looks, token_scores
@@ -147,6 +148,8 @@ def generate(args: argparse.Namespace) -> Outcome:
         store="memory" if args.store_folder is None else "disk",
         store_folder=args.store_folder,
         predictor=args.predictor,
+        policies=_policies(args.policies),
+        next_token=args.next_token,
         mode=args.mode,
         slots=args.slots,
         memory=args.memory,
@@ -157,6 +160,24 @@ def generate(args: argparse.Namespace) -> Outcome:
     text = tokenizer.decode(output[0], skip_special_tokens=True)
     totals = {key: value for key, value in stats.items() if isinstance(value, (int, float))}
     return {"text": text, "tokens": output[0].tolist(), "stats": stats}, f"{text}\n\n{table(totals)}"
+
+
+def _policies(words: Sequence[str] | None) -> Policies | str | None:
+    """`kind=policy` for each kind that is not the default, or a preset's name.
+
+    Raises:
+        ExpertcastError: an unknown kind or policy.
+    """
+    if not words:
+        return None
+    if len(words) == 1 and "=" not in words[0]:
+        return words[0]
+    kinds = list(Policies().as_dict())
+    given = dict(word.partition("=")[::2] for word in words)
+    for kind in given:
+        if kind not in kinds:
+            raise ExpertcastError(f"--policies {kind}: give a preset alone, or KIND=POLICY of {', '.join(kinds)}")
+    return Policies(**given)
 
 
 def inspect(args: argparse.Namespace) -> Outcome:

@@ -21,8 +21,8 @@ COMMANDS = {
               "--batch-size", "--dtype", "--device"},
     "eval": {"--predictor", "--split", "--ahead", "--report", "--curve", "--model", "--data", "--quality-tokens",
              "--dtype", "--device"},
-    "generate": {"--prompt", "--predictor", "--mode", "--slots", "--memory", "--store-folder", "--bandwidth",
-                 "--new-tokens", "--dtype", "--device"},
+    "generate": {"--prompt", "--predictor", "--mode", "--slots", "--memory", "--policies", "--next-token",
+                 "--store-folder", "--bandwidth", "--new-tokens", "--dtype", "--device"},
     "inspect": set(),
     "bench": {*_TARGET, "--mode", "--cache", "--ahead", "--prompt-tokens", "--new-tokens", "--repetitions",
               "--no-advice", "--peer", "--minutes", "--timeline"},
@@ -111,6 +111,11 @@ def test_simulate_refuses_in_one_line(
     assert "not so many documents" in fails(capsys, "simulate", traces, "--batch", "500")
     assert "neither a checkpoint folder nor a predictor" in fails(capsys, "simulate", traces, "--predictor", "nobody")
     assert "give --data" in fails(capsys, "simulate", traces, "--model", "no/model")
+    generate = ["generate", "reference", "--prompt", "It is", "--new-tokens", "1", "--policies"]
+    assert "KIND=POLICY of eviction, prefetch" in fails(capsys, *generate, "lfu", "scope=layer")
+    assert "choose from on_demand" in fails(capsys, *generate, "lfu")
+    assert "choose from lru" in fails(capsys, *generate, "eviction=mru")
+    assert "needs to know the future" in fails(capsys, *generate, "eviction=belady")
     others = shutil.copytree(traces, tmp_path / "others")
     info = others / "trace.json"
     info.write_text(info.read_text().replace('"model": "reference"', '"model": "another"'))
@@ -233,6 +238,11 @@ def test_collect_train_eval_generate_inspect(capsys: pytest.CaptureFixture[str],
     exact = json.loads(result.read_text())
     assert main([*command[:4], "--new-tokens", "4", "--json", str(result)]) == 0
     assert json.loads(result.read_text())["tokens"] == exact["tokens"]
+    policies = ["--policies", "eviction=importance:gamma=0.8", "prefetch=value"]
+    assert main([*command, *policies, "--json", str(result)]) == 0
+    assert json.loads(result.read_text())["tokens"] == exact["tokens"]
+    assert main([*command, "--policies", "activeevict", "--slots", "96", "--json", str(result)]) == 0
+    assert json.loads(result.read_text())["stats"]["skipped"] > 0  # its routing is lossy
     on_disk = ["--store-folder", str(tmp_path / "packed"), "--memory", "4MB"]
     assert main([*command, *on_disk, "--json", str(result)]) == 0
     assert json.loads(result.read_text())["tokens"] == exact["tokens"]
