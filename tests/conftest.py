@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers: tests must not wait for a hub
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads of tiny operations only wait for each other
 
 from typing import Any
 
