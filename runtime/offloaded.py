@@ -39,7 +39,7 @@ from expertcast.runtime.guards import ForwardGuard, in_use, refuse_shared, weigh
 from expertcast.runtime.kernels import SlotKernel, kernel_of
 from expertcast.runtime.link_cuda import CudaLink
 from expertcast.runtime.links import Link
-from expertcast.runtime.policies import CacheShape, Policies
+from expertcast.runtime.policies import PRESETS, CacheShape, Policies
 from expertcast.runtime.recorder import Recorder
 from expertcast.runtime.residency import Residency
 from expertcast.runtime.slots import SlotPool
@@ -220,7 +220,8 @@ def offload(
         link: `auto`, `instant`, `emulated`, `cuda`, `kernel` (copies decided and made on the device), or a link
             object. `auto` on CUDA measures `cuda` and `kernel` on the store and takes the faster.
         policies: which experts are kept, loaded and dropped: :class:`expertcast.runtime.policies.Policies`, or the name
-            of a preset. Default: lru over all slots, the forecast's own experts prefetched, every miss fetched.
+            of a preset, which forecasts with the preset's own predictor unless one is given. Default: lru over all
+            slots, the forecast's own experts prefetched, every miss fetched.
         next_token: a `next_token` predictor or its checkpoint's folder, for the eviction policy `forecast`.
         overfetch: experts prefetched per token as a multiple of K (exact mode).
         ahead: layers between a forecast and its target.
@@ -252,6 +253,9 @@ def offload(
     refuse_shared(link, store, predictor)
     view = find_moe_layers(model)
     store_device = store.device if isinstance(store, ExpertStore) else ExpertStore.device_of(view)
+    chosen = resolve_policies(policies, overfetch)
+    if predictor is None and isinstance(policies, str):
+        predictor = PRESETS[policies].predictor
     bound, checkpoint = resolve_predictor(predictor, view)
     if bound is not None:
         if bound.looks != "layers":
@@ -267,7 +271,6 @@ def offload(
     )
     if mode == "exact" and (true_weights or layers is not None):
         warnings.warn("layers and true_weights have no effect in mode 'exact'", stacklevel=2)
-    chosen = resolve_policies(policies, overfetch)
     count = slot_count(view, ExpertStore.block_bytes_of(view), slots, memory, cache, overfetch)
     return OffloadedModel(
         model,

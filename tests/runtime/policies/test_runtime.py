@@ -89,9 +89,12 @@ def test_lossy_runs_say_so(reference_model: PreTrainedModel) -> None:
 def test_presets_run(reference_model: PreTrainedModel, one: dict[str, Tensor]) -> None:
     expected = greedy(reference_model, one)
     for name, preset in PRESETS.items():
-        with offload(reference_model, policies=name, predictor=preset.predictor, slots=96) as offloaded:
+        with offload(reference_model, policies=name, slots=96, bandwidth=2e9) as offloaded:
             found = greedy(offloaded, one)
             assert offloaded.policies == preset.policies
+            total = offloaded.stats.total
+        prefetches = preset.predictor is not None and preset.policies.prefetch.name != "none"
+        assert (total.prefetched > 0) == prefetches, name
         if not preset.policies.lossy:
             assert_same(found, expected)
 
