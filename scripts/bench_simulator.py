@@ -65,6 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="decode steps per speed measurement")
     parser.add_argument("--rounds", type=int, default=3, help="of each speed measurement, the fastest counts")
+    parser.add_argument("--part", nargs="+", choices=("speed", "agreement"), default=["speed", "agreement"])
     parser.add_argument("--model", default="reference")
     parser.add_argument("--policy", nargs="+", default=["lru", "lfu", "least_stale", "score"])
     parser.add_argument("--miss", nargs="+", default=["drop", "fetch_lowest"], help="run with the first --policy")
@@ -77,12 +78,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    result = {
-        "speed": {"shape": SHAPE.as_dict(), "steps": args.steps, "runs": speed(args.steps, args.rounds)},
-        "agreement": agreement(args),
-        "hardware": hardware(),
-        **provenance(),
-    }
+    result: dict[str, Any] = {}
+    if "speed" in args.part:
+        result["speed"] = {"shape": SHAPE.as_dict(), "steps": args.steps, "runs": speed(args.steps, args.rounds)}
+    if "agreement" in args.part:
+        result["agreement"] = agreement(args)
+    result |= {"hardware": hardware(), **provenance()}
     text = json.dumps(result, indent=2) + "\n"
     print(text, end="")
     if args.out:

@@ -95,7 +95,7 @@ def _claims(found: Found) -> str:
     if not verdicts:
         raise MissingRowError
     texts = [f"{verdicts.count(verdict)} {verdict}" for verdict in VERDICTS if verdict in verdicts]
-    return f"**Of {len(verdicts)} published claims** {_and(texts)}; they are judged one by one at the end."
+    return f"**Of {len(verdicts)} claims** {_and(texts)}; they are judged one by one at the end."
 
 
 def _slowest(found: Found, stage: str) -> float:

@@ -34,4 +34,7 @@ class LRU(EvictionPolicy):
         self._order.clear()
 
     def victim(self, protected: Container[int]) -> int | None:
-        return next((key for key in self._order if key not in protected), None)
+        for key in self._order:
+            if key not in protected:
+                return key
+        return None
