@@ -18,7 +18,7 @@ from expertcast.runtime.slots import SlotPool
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from tests.runtime.blocks import Blocks
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LAYOUT = BlockLayout(fields=(Field(name="w", shape=(64,), dtype=torch.float32, offset=0),), block_bytes=256)
 
 
