@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -34,6 +34,8 @@ CAPACITIES = (0.01, 0.05, 0.10, 0.25, 0.45)
 """Shares of all experts that fit on the device."""
 BELADY, BYPASS = "belady", "belady_bypass"
 EXACT = "exact"
+_Item = TypeVar("_Item")
+_Made = TypeVar("_Made")
 _LEAST = 4
 """Cases that are worth the start of a process."""
 Quality = Callable[[Mapping[str, "Case"]], Mapping[str, Mapping[str, Any]]]
@@ -154,13 +156,20 @@ def _rows(work: Workload, cases: Sequence[Case], processes: int) -> Iterator[tup
         _packed(work) as path,
         ProcessPoolExecutor(processes, _context(), initializer=_start, initargs=(path,)) as pool,
     ):
-        waiting = {pool.submit(_run_here, case): index for index, case in enumerate(cases)}
-        try:
-            for future in as_completed(waiting):
-                yield waiting[future], future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        yield from as_they_come(pool, _run_here, cases)
+
+
+def as_they_come(
+    pool: ProcessPoolExecutor, work: Callable[[_Item], _Made], items: Sequence[_Item]
+) -> Iterator[tuple[int, _Made]]:
+    """(index, result) of each item, the first to be done first; after an error nothing further is begun."""
+    waiting = {pool.submit(work, item): index for index, item in enumerate(items)}
+    try:
+        for future in as_completed(waiting):
+            yield waiting[future], future.result()
+    except BaseException:
+        pool.shutdown(cancel_futures=True)
+        raise
 
 
 def _context() -> BaseContext:

@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from expertcast.predictors import Predictor
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.policy_quality import measure_policies
 from expertcast.runtime.quality import text_windows
+from expertcast.runtime.simulation.sweep import as_they_come
 
 KEPT = "quality.json"
 EXACT = "exact"
@@ -120,13 +121,7 @@ def _results(
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(count, context, initializer=_start, initargs=(decoding,)) as pool:
-        waiting = {pool.submit(_measure_here, chunk): chunk for chunk in chunks}
-        try:
-            for future in as_completed(waiting):
-                yield waiting[future], future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        yield from ((chunks[index], found) for index, found in as_they_come(pool, _measure_here, chunks))
 
 
 class _Worker:
