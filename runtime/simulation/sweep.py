@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from expertcast.runtime.simulation.events import Trace
 from expertcast.runtime.simulation.machine import Machine, Simulation, check_slots
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.summary import summary
+from expertcast.runtime.simulation.token_table import TokenTable
 
 CAPACITIES = (0.01, 0.05, 0.10, 0.25, 0.45)
 """Shares of all experts that fit on the device."""
@@ -61,6 +62,16 @@ class Workload:
 
     trace: Trace
     tokens_ahead: Callable[[], TokenForecasts] | None = None
+
+    @classmethod
+    def of(cls, trace: Trace, follower: TokenForecasts | None) -> Workload:
+        """With the forecasts of what follows the trace, if anything does, made once: the residuals that they are made
+        from are then left out."""
+        if follower is None:
+            return cls(trace=trace)
+        table = TokenTable.of(trace, follower, progress=True)
+        without = [residual_TD[:, :0] for residual_TD in trace.routes.residual]
+        return cls(trace=replace(trace, routes=replace(trace.routes, residual=without)), tokens_ahead=table.replay)
 
 
 def slots_of(capacity: float, shape: ModelShape) -> int:

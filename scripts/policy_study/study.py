@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from expertcast.runtime.policies.miss.base import FULL, PRECISIONS
 from expertcast.runtime.simulation.events import Trace, load_trace
 from expertcast.runtime.simulation.machine import Machine, constant_times
 from expertcast.runtime.simulation.sweep import CAPACITIES, Case, Workload, slots_of, sweep
-from expertcast.runtime.simulation.token_table import TokenTable
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.packed import PackedLayout
 
@@ -182,15 +181,9 @@ class Study:
     def _workload(self, name: str) -> Workload:
         if name not in self._held:
             self._held.clear()
-            self._held[name] = self._made(self.trace(name))
+            follower = None if self.next_token is None else NextTokenTracker(self.next_token)
+            self._held[name] = Workload.of(self.trace(name), follower)
         return self._held[name]
-
-    def _made(self, trace: Trace) -> Workload:
-        if self.next_token is None:
-            return Workload(trace=trace)
-        table = TokenTable.of(trace, NextTokenTracker(self.next_token), progress=True)
-        without = [residual_TD[:, :0] for residual_TD in trace.routes.residual]
-        return Workload(trace=replace(trace, routes=replace(trace.routes, residual=without)), tokens_ahead=table.replay)
 
 
 class Beginnings(TraceDataset):

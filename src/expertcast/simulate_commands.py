@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from expertcast.runtime.policies import EVICTION, PRESETS, CacheShape, Policies
 from expertcast.runtime.policies.miss.base import FULL
 from expertcast.runtime.policy_quality import measure_policies
 from expertcast.runtime.quality import text_windows
-from expertcast.runtime.simulation.events import Trace, load_trace
+from expertcast.runtime.simulation.events import load_trace
 from expertcast.runtime.simulation.figures import write_figures
 from expertcast.runtime.simulation.machine import Machine, constant_times
 from expertcast.runtime.simulation.summary import table
@@ -41,7 +40,6 @@ from expertcast.runtime.simulation.sweep import (
     sweep,
     with_bounds,
 )
-from expertcast.runtime.simulation.token_table import TokenTable
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.packed import PackedLayout
 from expertcast.training.results import aligned
@@ -91,7 +89,7 @@ def simulate(args: argparse.Namespace) -> Outcome:
         residuals=follower is not None,
     )
     found = sweep(
-        _workload(trace, follower),
+        Workload.of(trace, follower),
         with_bounds(cases) if args.sweep else cases,
         processes=args.processes,
         quality=None if model is None else lambda wanted: _quality(args, model, wanted, predictors),
@@ -208,14 +206,6 @@ def _follower(args: argparse.Namespace, view: MoEView) -> NextTokenTracker | Non
             "next_token`, and other predictors as --predictor"
         )
     return NextTokenTracker(predictor)
-
-
-def _workload(trace: Trace, follower: NextTokenTracker | None) -> Workload:
-    if follower is None:
-        return Workload(trace=trace)
-    table = TokenTable.of(trace, follower, progress=True)
-    without = [residual_TD[:, :0] for residual_TD in trace.routes.residual]
-    return Workload(trace=replace(trace, routes=replace(trace.routes, residual=without)), tokens_ahead=table.replay)
 
 
 def _machines(args: argparse.Namespace, view: MoEView, policies: Sequence[Policies]) -> list[Machine]:
