@@ -1,16 +1,16 @@
 """Offloaded and speculative execution of `transformers` MoE models."""
 
 from expertcast.runtime.benchmarking.bench import benchmark
-from expertcast.runtime.device.graph import GraphDecoder
-from expertcast.runtime.device.link import KernelLink
-from expertcast.runtime.link_cuda import CudaLink
-from expertcast.runtime.link_emulated import EmulatedLink
-from expertcast.runtime.links import InstantLink, Link
+from expertcast.runtime.engine.speculation import speculate
+from expertcast.runtime.graph import GraphDecoder
+from expertcast.runtime.links.base import InstantLink, Link
+from expertcast.runtime.links.cuda import CudaLink
+from expertcast.runtime.links.emulated import EmulatedLink
+from expertcast.runtime.links.kernel import KernelLink
+from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.offloaded import OffloadedModel, offload
-from expertcast.runtime.quality import QualityRun, measure_quality, text_windows
-from expertcast.runtime.speculation import speculate
-from expertcast.runtime.statistics import LayerStatistics, RunStatistics
-from expertcast.runtime.storage.loading import load_offloaded
+from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
+from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
 
 __all__ = [
     "CudaLink",

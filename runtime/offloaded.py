@@ -30,23 +30,23 @@ from expertcast.runtime.arguments import (
     resolve_predictor,
     slot_count,
 )
-from expertcast.runtime.device.choice import fastest_link
-from expertcast.runtime.device.engine import DeviceEngine
-from expertcast.runtime.device.link import DeviceStatistics, KernelLink
-from expertcast.runtime.engine import EXPERTS_NAME, Engine
-from expertcast.runtime.flow import LayerFlow
-from expertcast.runtime.guards import ForwardGuard, in_use, refuse_shared, weights_guarded
-from expertcast.runtime.kernels import SlotKernel, kernel_of
-from expertcast.runtime.link_cuda import CudaLink
-from expertcast.runtime.links import Link
+from expertcast.runtime.engine.device import DeviceEngine
+from expertcast.runtime.engine.flow import LayerFlow
+from expertcast.runtime.engine.guards import ForwardGuard, in_use, refuse_shared, weights_guarded
+from expertcast.runtime.engine.host import EXPERTS_NAME, Engine
+from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
+from expertcast.runtime.engine.residency import Residency
+from expertcast.runtime.engine.speculation import Speculator
+from expertcast.runtime.engine.taps import RouterTaps
+from expertcast.runtime.links.base import Link
+from expertcast.runtime.links.choice import fastest_link
+from expertcast.runtime.links.cuda import CudaLink
+from expertcast.runtime.links.kernel import DeviceStatistics, KernelLink
 from expertcast.runtime.policies import PRESETS, CacheShape, Policies
-from expertcast.runtime.recorder import Recorder
-from expertcast.runtime.residency import Residency
-from expertcast.runtime.slots import SlotPool
-from expertcast.runtime.speculation import Speculator
-from expertcast.runtime.statistics import RunStatistics
+from expertcast.runtime.recording.recorder import Recorder
+from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.taps import RouterTaps
 
 
 class OffloadedModel:
@@ -232,7 +232,7 @@ def offload(
         store: where the experts lie: `memory` (page-locked for a model on CUDA, as far as there is room), `disk` (a
             mapped file, for models larger than memory), or a store object, which is closed with the offload.
         store_folder: with `disk`, the folder of the file, one per model. Default: a temporary one.
-        recorder: collects what the run spends its time on (:class:`expertcast.runtime.recorder.Recorder`).
+        recorder: collects what the run spends its time on (:class:`expertcast.runtime.recording.recorder.Recorder`).
 
     Returns:
         An object that is also a context manager; `.model` is the model that was given.

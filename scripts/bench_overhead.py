@@ -28,17 +28,17 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from expertcast.checkpoints.provenance import provenance
 from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors.base import Forecast
-from expertcast.runtime.engine import Engine
-from expertcast.runtime.flow import LayerFlow
-from expertcast.runtime.kernels import SlotKernel, kernel_of
-from expertcast.runtime.links import Copy, Link
+from expertcast.runtime.engine.flow import LayerFlow
+from expertcast.runtime.engine.host import Engine
+from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
+from expertcast.runtime.engine.residency import Residency
+from expertcast.runtime.engine.speculation import Speculator
+from expertcast.runtime.engine.taps import RouterCall
+from expertcast.runtime.links.base import Copy, Link
 from expertcast.runtime.policies import CacheShape, Policies
-from expertcast.runtime.residency import Residency
-from expertcast.runtime.slots import SlotPool
-from expertcast.runtime.speculation import Speculator
-from expertcast.runtime.statistics import RunStatistics
+from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.taps import RouterCall
 
 LAYERS, EXPERTS, TOP_K, SLOTS = 48, 128, 8, 512
 HIDDEN = 16

@@ -33,12 +33,12 @@ from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.text import load_documents
 from expertcast.predictors import ModelShape, NextToken, Predictor
 from expertcast.predictors.next_token_tracker import NextTokenTracker
-from expertcast.runtime.advising.layer_times import LayerTimes
 from expertcast.runtime.arguments import resolve_next_token, resolve_predictor
+from expertcast.runtime.benchmarking.agreement import Measured, compare, measure
 from expertcast.runtime.benchmarking.hardware import hardware
 from expertcast.runtime.benchmarking.routing_tables import RoutingOptions, drawn
 from expertcast.runtime.policies import EVICTION, Policies
-from expertcast.runtime.simulation.agreement import Measured, compare, measure
+from expertcast.runtime.recording.layer_times import LayerTimes
 from expertcast.runtime.simulation.events import Routes, Trace, bare_view, trace_of
 from expertcast.runtime.simulation.machine import Machine, constant_times
 from expertcast.runtime.simulation.simulator import simulate

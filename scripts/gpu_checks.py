@@ -32,11 +32,11 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime import CudaLink, InstantLink, Link, benchmark, offload
 from expertcast.runtime.benchmarking.hardware import hardware
 from expertcast.runtime.benchmarking.shapes import build_shape
-from expertcast.runtime.device.choice import misses_s
-from expertcast.runtime.device.graph import GraphDecoder
-from expertcast.runtime.device.link import KernelLink
-from expertcast.runtime.kernels import kernel_name
-from expertcast.runtime.slots import SlotPool
+from expertcast.runtime.engine.kernels import kernel_name
+from expertcast.runtime.graph import GraphDecoder
+from expertcast.runtime.links.choice import misses_s
+from expertcast.runtime.links.kernel import KernelLink
+from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
 ROOT = Path(__file__).resolve().parent.parent

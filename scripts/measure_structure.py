@@ -3,8 +3,8 @@
     python scripts/measure_structure.py            # the working tree
     python scripts/measure_structure.py 670e318 .  # a revision beside it
 
-`package` is what is installed (predictors, data, training, runtime, checkpoints, src); `all` adds scripts and the policy
-study wherever it lies. A function's lines are those from `def` to its end, its parameters are counted without `self`.
+`package` is what is installed (predictors, data, training, runtime, checkpoints, src); `all` adds scripts and
+benchmarks. A function's lines are those from `def` to its end, its parameters are counted without `self`.
 A docstring is owed by every public module, class, function and method (no leading underscore anywhere on the way, no
 dunder, none nested in a function, no override of a documented method of a class in the same tree). An upward import is
 one of the fewest that would have to go for the rooms of the runtime (its folders, and each module beside them) to have

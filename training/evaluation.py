@@ -6,7 +6,7 @@ Teacher-forced, the state at layer l carries the model's own routing there: what
 are only hints. Chained, it carries the executed routing, which is the forecast made for l earlier in the same
 chain (the first `ahead` layers are routed by the model), as in speculative execution (trap 2 of the definitions).
 The residual stays the recorded one in both: how it drifts once wrong experts have run is measured by running the
-model (`expertcast.runtime.quality`), and no trace can tell it.
+model (`expertcast.runtime.quality.forecasts`), and no trace can tell it.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.advising.layer_times import LayerTimes
+from expertcast.runtime.links.virtual import VirtualLink
 from expertcast.runtime.policies import Policies
+from expertcast.runtime.recording.layer_times import LayerTimes
 from expertcast.runtime.simulation.events import Forward, Routes, bare_view
 from expertcast.runtime.simulation.events import Trace as RoutedTrace
 from expertcast.runtime.simulation.simulator import VirtualRuntime
-from expertcast.runtime.simulation.virtual_link import VirtualLink
 
 Routing = Sequence[Sequence[int]]
 """[L] keys that each layer of one step needs, in the order in which the runtime asks for them."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from expertcast.runtime.advising.event_model import Forecasts, Trace
-from expertcast.runtime.residency import Residency
+from expertcast.runtime.engine.residency import Residency
 
 
 @dataclass(slots=True)

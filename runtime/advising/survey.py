@@ -19,16 +19,16 @@ from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors import ExpertcastError, ModelShape, MoEView, Predictor
 from expertcast.runtime.advising.event_model import Forecasts, Replay, Setting, Trace, calibrated, replay
-from expertcast.runtime.advising.layer_times import LayerTimes, layer_times
-from expertcast.runtime.advising.measure import LinkSpeed, link_speed
 from expertcast.runtime.advising.observation import Forward, executed, measured_recall, observe, trace_of, with_recall
 from expertcast.runtime.arguments import recall_per_layer, resolve_predictor
 from expertcast.runtime.benchmarking.decoding import decode_greedily
-from expertcast.runtime.device.link import KernelLink
-from expertcast.runtime.link_cuda import CudaLink
-from expertcast.runtime.links import InstantLink
+from expertcast.runtime.links.base import InstantLink
+from expertcast.runtime.links.cuda import CudaLink
+from expertcast.runtime.links.kernel import KernelLink
+from expertcast.runtime.links.speed import LinkSpeed, link_speed
 from expertcast.runtime.offloaded import offload
-from expertcast.runtime.recorder import Recorder
+from expertcast.runtime.recording.layer_times import LayerTimes, layer_times
+from expertcast.runtime.recording.recorder import Recorder
 
 Given = str | Path | Predictor
 
@@ -207,7 +207,7 @@ def _run(
         link = offloaded.link
         if isinstance(link, KernelLink):
             raise ExpertcastError("link 'kernel' decides on the device, where nothing can be surveyed: use link='cuda'")
-        speed = link_speed(offloaded)
+        speed = link_speed(link, offloaded.store)
         with observe(offloaded.residency, view.shape.experts) as forwards:
             decoding = decode_greedily(model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
         times, block_bytes = layer_times(recorder), offloaded.store.layout.block_bytes

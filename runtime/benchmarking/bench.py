@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 
 from expertcast.data.discovery import experts_implementation, find_moe_layers
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.advising.measure import link_rate
 from expertcast.runtime.benchmarking.bench_report import Measured, Run, report, step_times
 from expertcast.runtime.benchmarking.decoding import Decoding, balanced_bandwidth, decode_greedily
 from expertcast.runtime.benchmarking.lent_store import LentStore
-from expertcast.runtime.kernels import kernel_name
+from expertcast.runtime.engine.kernels import kernel_name
+from expertcast.runtime.links.speed import link_speed
 from expertcast.runtime.offloaded import OffloadedModel, offload
-from expertcast.runtime.recorder import Recorder
+from expertcast.runtime.recording.recorder import Recorder
 from expertcast.runtime.storage.store import ExpertStore
 
 
@@ -135,7 +135,7 @@ def measure(
                 run.repetitions.append(_repetition(model, offloaded, run.recorder, prompt_ids, new_tokens, layers))
                 run.slots = offloaded.pool.count
                 if bench.link_rate is None:
-                    bench.link_rate = link_rate(offloaded)
+                    bench.link_rate = link_speed(offloaded.link, offloaded.store).rate
     truth = bench.truth
     for name, run in bench.runs.items():
         bench.reports[name] = report(

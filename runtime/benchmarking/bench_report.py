@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from expertcast.runtime.benchmarking.decoding import Decoding, same_logits
-from expertcast.runtime.recorder import Recorder
+from expertcast.runtime.recording.recorder import Recorder
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from expertcast.data.discovery import find_moe_layers
 from expertcast.runtime.offloaded import OffloadedModel
-from expertcast.runtime.recorder import Recorder
+from expertcast.runtime.recording.recorder import Recorder
 from expertcast.runtime.storage.store import ExpertStore
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from expertcast.data.discovery import experts_implementation
 from expertcast.runtime.benchmarking.decoding import Decoding, decode_greedily, same_logits
-from expertcast.runtime.kernels import kernel_name
+from expertcast.runtime.engine.kernels import kernel_name
 
 MISSING = "accelerate is not installed: pip install accelerate to compare with its CPU offload"
 ON_CPU = (

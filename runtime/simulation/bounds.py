@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from expertcast.runtime.policies.eviction import EVICTION
 from expertcast.runtime.policies.eviction.belady import Belady, bypass_misses
-from expertcast.runtime.policies.miss.base import FULL
 from expertcast.runtime.policies.registry import CacheShape
 from expertcast.runtime.policies.scope import Eviction
+from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
 from expertcast.runtime.simulation.events import Trace
 from expertcast.runtime.simulation.machine import Machine, Simulation
-from expertcast.runtime.statistics import LayerStatistics, RunStatistics
+from expertcast.runtime.storage.precision import FULL
 
 
 def foretell(trace: Trace, eviction: Eviction) -> None:

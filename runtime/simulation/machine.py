@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.advising.layer_times import LayerTimes
-from expertcast.runtime.statistics import RunStatistics
+from expertcast.runtime.recording.layer_times import LayerTimes
+from expertcast.runtime.recording.statistics import RunStatistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """A runtime in virtual time: the flow, the books and the policies of the real one over a link that counts seconds.
 
-A layer goes through the same events as in :class:`expertcast.runtime.engine.Engine`:
+A layer goes through the same events as in :class:`expertcast.runtime.engine.host.Engine`:
 
     compute     | before | request | forecast | prefetch | launch | wait ... | experts |
     link                           [ miss ][ miss ][ forecast ][ forecast ] ...
@@ -15,19 +15,19 @@ from collections.abc import Callable, Mapping
 import torch
 
 from expertcast.predictors.base import Forecast
-from expertcast.runtime.advising.layer_times import LayerTimes
-from expertcast.runtime.flow import LayerFlow, TokenForecasts
-from expertcast.runtime.policies.miss.base import FULL
+from expertcast.runtime.engine.flow import LayerFlow, TokenForecasts
+from expertcast.runtime.engine.residency import Residency
+from expertcast.runtime.links.virtual import VirtualLink
 from expertcast.runtime.policies.registry import CacheShape
 from expertcast.runtime.policies.settings import Policies
-from expertcast.runtime.residency import Residency
+from expertcast.runtime.recording.layer_times import LayerTimes
+from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.simulation.bounds import foretell
 from expertcast.runtime.simulation.events import Forward, Hints, Trace, asked_for
 from expertcast.runtime.simulation.machine import Machine, Simulation, check_slots
-from expertcast.runtime.simulation.virtual_link import VirtualLink
-from expertcast.runtime.slots import SlotPool
-from expertcast.runtime.statistics import RunStatistics
 from expertcast.runtime.storage.layout import BlockLayout, Field
+from expertcast.runtime.storage.precision import FULL
+from expertcast.runtime.storage.slots import SlotPool
 
 
 class VirtualRuntime:

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.simulation.machine import Simulation
-from expertcast.runtime.statistics import RunStatistics
 
 
 def summary(done: Simulation) -> dict[str, Any]:

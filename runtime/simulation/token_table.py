@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from expertcast.runtime.flow import TokenForecasts
+from expertcast.runtime.engine.flow import TokenForecasts
 from expertcast.runtime.simulation.events import Trace
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.policies.miss.base import PRECISIONS
 from expertcast.runtime.storage.host_memory import HostMemory, PageLock
 from expertcast.runtime.storage.layout import ALIGNMENT, BlockLayout, Field
+from expertcast.runtime.storage.precision import PRECISIONS
 from expertcast.runtime.storage.rows import dequantise, quantise, row_bytes
 
 _GROUPS = (64, 32)

@@ -15,10 +15,10 @@ from transformers.utils import logging
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
-from expertcast.runtime.policies.miss.base import FULL
 from expertcast.runtime.storage.host_memory import HostMemory, PageLock, give_back_freed
 from expertcast.runtime.storage.layout import BlockLayout, expert_parameters
 from expertcast.runtime.storage.packed import PackedExperts, PackedLayout
+from expertcast.runtime.storage.precision import FULL
 
 Write = Callable[[dict[str, Tensor]], None]
 """Fills one layer's parameters [E, ...], by name."""

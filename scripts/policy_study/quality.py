@@ -21,8 +21,8 @@ from expertcast.data.traces import TraceDataset
 from expertcast.data.writer import write_atomically
 from expertcast.predictors import Predictor
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.policy_quality import measure_policies
-from expertcast.runtime.quality import text_windows
+from expertcast.runtime.quality.forecasts import text_windows
+from expertcast.runtime.quality.policies import measure_policies
 from expertcast.runtime.simulation.sweep import as_they_come
 
 KEPT = "quality.json"

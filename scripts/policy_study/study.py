@@ -18,12 +18,12 @@ from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.next_token import NextToken
 from expertcast.predictors.next_token_tracker import NextTokenTracker
 from expertcast.runtime.policies import EVICTION, MISS, PRESETS
-from expertcast.runtime.policies.miss.base import FULL, PRECISIONS
 from expertcast.runtime.simulation.events import Trace, load_trace
 from expertcast.runtime.simulation.machine import Machine, constant_times
 from expertcast.runtime.simulation.sweep import CAPACITIES, Case, Workload, slots_of, sweep
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.packed import PackedLayout
+from expertcast.runtime.storage.precision import FULL, PRECISIONS
 
 LAYER_S = 1e-3
 """Seconds that a layer computes in the simulations; everything else is relative to it."""

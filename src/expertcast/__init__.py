@@ -6,15 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from expertcast.runtime.loading import load_offloaded
     from expertcast.runtime.offloaded import OffloadedModel, offload
-    from expertcast.runtime.storage.loading import load_offloaded
 
 __version__ = "0.1.0"
 __all__ = ["OffloadedModel", "__version__", "load_offloaded", "offload"]
 
 _LAZY = {
     "OffloadedModel": "expertcast.runtime.offloaded",
-    "load_offloaded": "expertcast.runtime.storage.loading",
+    "load_offloaded": "expertcast.runtime.loading",
     "offload": "expertcast.runtime.offloaded",
 }
 

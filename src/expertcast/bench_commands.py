@@ -39,8 +39,8 @@ from expertcast.runtime.benchmarking.hardware import hardware
 from expertcast.runtime.benchmarking.peer import measure_peer
 from expertcast.runtime.benchmarking.random_weights import weight_bytes
 from expertcast.runtime.benchmarking.routing_process import RoutingProcess
-from expertcast.runtime.timeline import draw_steps
-from expertcast.runtime.timeline import write_timeline as write_trace
+from expertcast.runtime.recording.timeline import draw_steps
+from expertcast.runtime.recording.timeline import write_timeline as write_trace
 
 PEER_TOKENS = 4
 

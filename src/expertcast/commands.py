@@ -27,9 +27,9 @@ from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.data.writer import write_atomically
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, names, predictor_class
+from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.quality import QualityRun, measure_quality, text_windows
-from expertcast.runtime.storage.loading import load_offloaded
+from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
 from expertcast.token_commands import save_token_predictor, split_by_looks, token_scores
 from expertcast.training.curve import learning_curve
 from expertcast.training.evaluation import evaluate as evaluate_predictors
@@ -318,7 +318,7 @@ def quality(
     *,
     tokens: int,
 ) -> dict[str, Any]:
-    """What executing forecasts costs the model, per domain: see :func:`expertcast.runtime.quality.measure_quality`.
+    """What executing forecasts costs the model, per domain: see :func:`expertcast.runtime.measure_quality`.
 
     Each predictor is executed at all layers, and the best one also at the layers where it is right often (`hybrid`).
     """

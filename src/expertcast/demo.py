@@ -19,7 +19,7 @@ from expertcast.data.text import load_documents
 from expertcast.predictors import Predictor, names
 from expertcast.runtime.benchmarking.bench import benchmark
 from expertcast.runtime.benchmarking.decoding import balanced_bandwidth, decode_greedily
-from expertcast.runtime.quality import QualityRun, measure_quality, text_windows
+from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit_many
 from expertcast.training.options import FitOptions

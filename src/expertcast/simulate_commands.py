@@ -23,9 +23,8 @@ from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.next_token import NextToken
 from expertcast.predictors.next_token_tracker import NextTokenTracker
 from expertcast.runtime.policies import EVICTION, PRESETS, CacheShape, Policies
-from expertcast.runtime.policies.miss.base import FULL
-from expertcast.runtime.policy_quality import measure_policies
-from expertcast.runtime.quality import text_windows
+from expertcast.runtime.quality.forecasts import text_windows
+from expertcast.runtime.quality.policies import measure_policies
 from expertcast.runtime.simulation.events import load_trace
 from expertcast.runtime.simulation.figures import write_figures
 from expertcast.runtime.simulation.machine import Machine, constant_times
@@ -42,6 +41,7 @@ from expertcast.runtime.simulation.sweep import (
 )
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.packed import PackedLayout
+from expertcast.runtime.storage.precision import FULL
 from expertcast.training.results import aligned
 
 BANDWIDTH = 25e9

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from expertcast.runtime.advising.event_model import Setting, Trace
-from expertcast.runtime.advising.layer_times import LayerTimes
-from expertcast.runtime.advising.measure import LinkSpeed
 from expertcast.runtime.advising.survey import Forecasting, Survey
 from expertcast.runtime.benchmarking.decoding import decode_greedily
+from expertcast.runtime.links.speed import LinkSpeed
 from expertcast.runtime.offloaded import OffloadedModel
-from expertcast.runtime.recorder import Recorder, Span
+from expertcast.runtime.recording.layer_times import LayerTimes
+from expertcast.runtime.recording.recorder import Recorder, Span
 
 
 class MadeRecorder(Recorder):

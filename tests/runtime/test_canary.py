@@ -18,7 +18,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from expertcast.data.discovery import find_moe_layers
 from expertcast.runtime import EmulatedLink, OffloadedModel, offload
-from expertcast.runtime.links import Copy
+from expertcast.runtime.links.base import Copy
 
 EXPERTS = 16
 

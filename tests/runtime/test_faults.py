@@ -20,10 +20,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import EmulatedLink, OffloadedModel, offload
 from expertcast.runtime import offloaded as offloaded_module
-from expertcast.runtime.links import Copy
-from expertcast.runtime.slots import SlotPool
+from expertcast.runtime.engine.taps import RouterTaps
+from expertcast.runtime.links.base import Copy
+from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.taps import RouterTaps
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.faults import INPUTS, RaiseAt, Result, facts_of, slow_link, still_right

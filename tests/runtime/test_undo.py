@@ -15,7 +15,7 @@ from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import meta_model
 from expertcast.predictors import ExpertcastError, predictor_class
 from expertcast.runtime import InstantLink, offload
-from expertcast.runtime.links import Copy
+from expertcast.runtime.links.base import Copy
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 

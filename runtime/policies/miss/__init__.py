@@ -1,6 +1,6 @@
 """Miss policies. Every registration is here; the order is the order of tables."""
 
-from expertcast.runtime.policies.miss.base import FULL, PRECISIONS, Lookup, MissPolicy, Verdict
+from expertcast.runtime.policies.miss.base import Lookup, MissPolicy, Verdict
 from expertcast.runtime.policies.miss.cascade import Cascade, CascadeConfig
 from expertcast.runtime.policies.miss.drop import Drop, DropConfig
 from expertcast.runtime.policies.miss.drop_cascade import DropCascade, DropCascadeConfig
@@ -20,9 +20,7 @@ MISS.register(DropCascade)
 MISS.register(Substitute)
 
 __all__ = [
-    "FULL",
     "MISS",
-    "PRECISIONS",
     "Cascade",
     "CascadeConfig",
     "Drop",

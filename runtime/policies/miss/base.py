@@ -12,17 +12,6 @@ from typing import Any, ClassVar
 
 from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 
-FULL = "full"
-"""The model's own precision."""
-PRECISIONS = ("int8", "int4", "int2")
-"""Copies that a store can hold beside it, best first."""
-_ORDER = (FULL, *PRECISIONS)
-
-
-def is_better(precision: str, other: str) -> bool:
-    """Whether a precision is finer than another."""
-    return _ORDER.index(precision) < _ORDER.index(other)
-
 
 @dataclass(slots=True, kw_only=True)
 class Lookup:

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.policies.miss.base import Lookup, MissPolicy, Verdict, is_better
+from expertcast.runtime.policies.miss.base import Lookup, MissPolicy, Verdict
 from expertcast.runtime.policies.miss.importance import RunningRank, shares
 from expertcast.runtime.policies.miss.levels import check_levels, copies_of
 from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
+from expertcast.runtime.storage.precision import is_better
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.policies.miss.base import FULL, PRECISIONS, is_better
+from expertcast.runtime.storage.precision import FULL, PRECISIONS, is_better
 
 
 def check_levels(levels: Sequence[str], least: int, most: int = 1 + len(PRECISIONS)) -> None:

@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from expertcast.runtime.advising.event_model import Forecasts, Setting, Trace, calibrated, replay
-from expertcast.runtime.advising.layer_times import LayerTimes
 from expertcast.runtime.advising.observation import executed, observe, trace_of
 from expertcast.runtime.offloaded import offload
-from expertcast.runtime.recorder import Recorder
+from expertcast.runtime.recording.layer_times import LayerTimes
+from expertcast.runtime.recording.recorder import Recorder
 from tests.runtime.made import layer_times, perfect, record
 
 LAYERS, EXPERTS, TOP_K, STEPS = 4, 6, 2, 5

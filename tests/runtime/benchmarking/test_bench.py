@@ -13,7 +13,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime import benchmark
 from expertcast.runtime.benchmarking.bench_report import Measured, Run, StepTimes, report, step_times
 from expertcast.runtime.benchmarking.decoding import Decoding
-from expertcast.runtime.recorder import Recorder
+from expertcast.runtime.recording.recorder import Recorder
 from tests.runtime.conftest import PROMPT
 
 

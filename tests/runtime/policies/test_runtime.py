@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import offload
 from expertcast.runtime.policies import EVICTION, PREFETCH, PRESETS, Policies
-from expertcast.runtime.policy_quality import measure_policies
+from expertcast.runtime.quality.policies import measure_policies
 from tests.runtime.conftest import assert_same, greedy
 
 ONLINE = [name for name in EVICTION.names() if not EVICTION.choose(name).cls.offline]

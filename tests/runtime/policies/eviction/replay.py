@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from expertcast.runtime.engine.residency import Residency
+from expertcast.runtime.links.virtual import VirtualLink
 from expertcast.runtime.policies.eviction import Belady
-from expertcast.runtime.residency import Residency
-from expertcast.runtime.simulation.virtual_link import VirtualLink
-from expertcast.runtime.slots import SlotPool
-from expertcast.runtime.statistics import LayerStatistics, RunStatistics
+from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
 from expertcast.runtime.storage.layout import ALIGNMENT, BlockLayout, Field
-from tests.runtime.evictions import eviction
+from expertcast.runtime.storage.slots import SlotPool
+from tests.runtime.engine.evictions import eviction
 
 BLOCK = ALIGNMENT
 """Bytes of one expert."""

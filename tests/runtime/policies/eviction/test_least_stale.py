@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from expertcast.runtime.statistics import LayerStatistics
+from expertcast.runtime.recording.statistics import LayerStatistics
 from tests.runtime.policies.eviction.replay import Visit, cache, run
 
 LAYERS, EXPERTS, TOP_K = 4, 6, 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.policies.miss import FULL, MISS, PRECISIONS
-from expertcast.runtime.policies.miss.base import is_better
+from expertcast.runtime.policies.miss import MISS
+from expertcast.runtime.storage.precision import FULL, PRECISIONS, is_better
 from tests.runtime.policies.miss.lookups import drawn, policy
 
 TEXTS = [

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from expertcast.runtime import EmulatedLink, OffloadedModel, offload
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.policies.miss import FULL
-from expertcast.runtime.slots import SlotState
+from expertcast.runtime.storage.precision import FULL
+from expertcast.runtime.storage.slots import SlotState
 from tests.families.models import tiny_model
 
 

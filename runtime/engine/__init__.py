@@ -1,0 +1,1 @@
+"""What runs an offloaded forward: the engines, their flow and books, speculation, the hooks into a model."""

@@ -1,0 +1,246 @@
+"""What happens at one MoE layer after another: the order of policies and books that runtime and simulator share.
+
+    start_pass
+    per layer   decide      routing and miss policies: which experts run, and in which precision they come
+                begin       the layer's experts are requested, misses before anything else
+                foresee     forecasts for the next tokens reach the eviction policy
+                hint        a forecast: pre-eviction, then the selection's prefetches
+                wait, release (chunk by chunk)
+
+T tokens, B sequences, D hidden size, E routed experts per layer, K experts per token. A key is layer * E + expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from expertcast.predictors.base import Forecast
+from expertcast.predictors.view import MoEView
+from expertcast.runtime.engine.pace import Pace
+from expertcast.runtime.engine.residency import Residency
+from expertcast.runtime.policies.miss import Lookup, Verdict
+from expertcast.runtime.policies.prefetch import Wanted
+from expertcast.runtime.policies.routing import Routed, Standard
+from expertcast.runtime.policies.settings import PolicySet
+from expertcast.runtime.storage.precision import FULL
+
+
+@dataclass(slots=True)
+class Decision:
+    """What a layer executes in place of its router's choice."""
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    precision: dict[int, str]
+    """By key; experts that are not named come in full."""
+
+
+class TokenForecasts(Protocol):
+    """What follows a run and forecasts the routing of the next tokens."""
+
+    def start(self, fresh: bool) -> None: ...
+
+    def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> Tensor | None:
+        """New probabilities [H, L, E] when this layer triggers a forecast: of this token's coming layers and of all
+        layers of the H - 1 tokens after it."""
+
+
+class LayerFlow:
+    """Drives a residency and a set of policies. All calls come from the thread that runs the model.
+
+    Args:
+        carry: without a cache, how many first layers of the next token get what they needed last, asked for at the
+            last layer: no layer comes early enough to forecast them.
+        tokens_ahead: forecasts the next tokens' routing for an eviction policy that takes it.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        policies: PolicySet,
+        view: MoEView,
+        *,
+        carry: int = 0,
+        tokens_ahead: TokenForecasts | None = None,
+    ) -> None:
+        self.residency, self.policies = residency, policies
+        self._view = view
+        self._experts = view.shape.experts
+        self._last = len(view) - 1
+        self._carry = 0 if residency.keep else carry
+        self._carried: dict[int, list[int]] = {}
+        self._tokens_ahead = tokens_ahead
+        self._reroutes = not isinstance(policies.routing, Standard)
+        self.decides = self._reroutes or policies.miss.lossy
+        """Whether :meth:`decide` may change anything: then it must be called, with host copies of the routing."""
+        self.reads_logits = policies.eviction.reads_scores or tokens_ahead is not None
+        """Whether :meth:`see` must be called."""
+        reads = policies.prefetch.reads_transfer
+        self._pace = Pace(residency, len(view), self._experts) if reads else None
+
+    def start_pass(self, fresh: bool) -> None:
+        """A forward starts; `fresh`: with new texts."""
+        self.residency.start_pass(fresh)
+        if self._tokens_ahead is not None:
+            self._tokens_ahead.start(fresh)
+        if self._pace is not None:
+            self._pace.start_pass(fresh)
+
+    def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
+        """A router has run: its scores and what follows from them for the next tokens, to those who read them."""
+        eviction = self.policies.eviction
+        if eviction.reads_scores:
+            eviction.see_scores(layer, logits_TE.float().softmax(dim=-1).mean(dim=0).tolist())
+        if self._tokens_ahead is not None:
+            probability_HLE = self._tokens_ahead.see(layer, residual_TD, logits_TE, sequences)
+            if probability_HLE is not None:
+                eviction.see_tokens(layer, probability_HLE)
+
+    def decide(
+        self, layer: int, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, routed: bool = True
+    ) -> Decision | None:
+        """Routing and miss policies at work; None: the layer executes what was given, in full.
+
+        Args:
+            routed: the router chose `ids_TK`; a forecast's experts are not chosen again.
+        """
+        residency = self.residency
+        held = residency.held(layer)
+        changed: tuple[Tensor, Tensor] | None = None
+        if self._reroutes and routed:
+            cached_E = torch.zeros(self._experts, dtype=torch.bool)
+            cached_E[list(held)] = True
+            free = residency.free(layer)
+            cached_E = cached_E.to(logits_TE.device)
+            view = self._view[layer]
+            changed = self.policies.routing.route(
+                Routed(
+                    layer=view, logits_TE=logits_TE, ids_TK=ids_TK, weights_TK=weights_TK, cached_E=cached_E,
+                    available=free,
+                )
+            )  # fmt: skip
+        chosen_TK, combine_TK = (ids_TK, weights_TK) if changed is None else changed
+        ids, weights = chosen_TK.tolist(), combine_TK.tolist()
+        if changed is not None:
+            ids = _named(ids, weights)
+        verdict = self._verdict(layer, logits_TE, ids, weights, held)
+        if changed is None and verdict is None:
+            return None
+        stats = residency.stats.layers[layer]
+        before = {expert for row in ids_TK.tolist() for expert in row}
+        if verdict is not None and (verdict.dropped or verdict.substitute):
+            ids, weights = _rewritten(ids, weights, verdict)
+        stats.skipped += len(before.difference(expert for row in ids for expert in row))
+        first = layer * self._experts
+        return Decision(
+            torch.tensor(ids, dtype=ids_TK.dtype, device=ids_TK.device),
+            torch.tensor(weights, dtype=weights_TK.dtype, device=weights_TK.device),
+            {} if verdict is None else {first + expert: name for expert, name in verdict.precision.items()},
+        )
+
+    def _verdict(
+        self,
+        layer: int,
+        logits_TE: Tensor,
+        ids: list[list[int]],
+        weights: list[list[float]],
+        held: Mapping[int, str],
+    ) -> Verdict | None:
+        if not self.policies.miss.lossy or all(held.get(expert) == FULL for row in ids for expert in row):
+            return None
+        return self.policies.miss.decide(
+            Lookup(
+                layer=layer,
+                ids=ids,
+                weights=weights,
+                probabilities=lambda: logits_TE.float().softmax(dim=-1).tolist(),
+                held=held,
+                free=self.residency.free(layer),
+            )
+        )
+
+    def begin(self, layer: int, keys: list[int], precision: Mapping[int, str] | None = None) -> list[list[int]]:
+        """Request what a layer executes (distinct keys); returns it in chunks that fit the slots, the first requested.
+
+        The caller requests chunk i + 1 before it waits for chunk i.
+        """
+        limit = self.residency.limit(layer)
+        if layer < self._carry:
+            self._carried[layer] = keys if len(keys) <= limit // 2 else []
+        self.residency.settle(layer, keys)
+        if self._pace is not None:
+            experts = [key % self._experts for key in keys]
+            self._pace.reached(layer, experts)
+            self.policies.prefetch.see_routing(layer, experts)
+        chunks = [keys] if len(keys) <= limit else self._chunks(keys, limit)
+        self.residency.request(chunks[0], precision)
+        return chunks
+
+    def _chunks(self, keys: list[int], limit: int) -> list[list[int]]:
+        """Half the slots at a time, so that one chunk loads while another computes; what is held goes last."""
+        keys = sorted(keys, key=lambda key: (not self.residency.holds(key), key))
+        size = max(1, limit // 2)
+        return [keys[start : start + size] for start in range(0, len(keys), size)]
+
+    def hint(self, forecast: Forecast, ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> None:
+        """A forecast for a later layer, with its ids and weights (T rows of K) on the host."""
+        wanted = Wanted(forecast, ids, weights)
+        layer, policies = forecast.layer, self.policies
+        if policies.eviction.reads_forecasts:
+            policies.eviction.see_forecast(layer, wanted.probability_TE.mean(dim=0).tolist())
+        if policies.pre_eviction.active:
+            self._pre_evict(wanted)
+        transfer = None if self._pace is None else self._pace.transfer(layer)
+        first = layer * self._experts
+        self.residency.prefetch([first + expert for expert in policies.prefetch.experts(wanted, transfer)])
+
+    def _pre_evict(self, wanted: Wanted) -> None:
+        first = wanted.layer * self._experts
+        predicted = {expert for row in wanted.ids for expert in row}
+        resident = sum(self.residency.holds(first + expert) for expert in predicted)
+        probability_E = wanted.probability_TE.mean(dim=0).tolist()
+        target = self.policies.pre_eviction.release_target(probability_E, predicted, resident)
+        self.residency.free_up(wanted.layer, target, {first + expert for expert in predicted})
+
+    def finish(self, layer: int) -> None:
+        """All that a layer asks for is asked: what comes early for others goes behind it."""
+        if layer == self._last:
+            for keys in self._carried.values():
+                self.residency.prefetch(keys)
+        if self._tokens_ahead is not None and self.residency.idle:
+            self._load_idle(layer)
+
+    def _load_idle(self, layer: int) -> None:
+        """The link has nothing to do: experts of coming tokens that are likelier than those they replace."""
+        residency, by_layer = self.residency, self.policies.eviction.by_layer
+        for key, worth in by_layer[layer].wanted():
+            victim = residency.victim(key // self._experts)
+            lost = 0.0 if victim is None else by_layer[victim // self._experts].worth(victim) or 0.0
+            if worth > lost:
+                residency.load_idle(key)
+
+
+def _named(ids: list[list[int]], weights: list[list[float]]) -> list[list[int]]:
+    """Places with weight 0 name the row's heaviest expert: what is not executed is not asked for."""
+    named = []
+    for row, values in zip(ids, weights, strict=True):
+        heaviest = row[max(range(len(row)), key=values.__getitem__)]
+        named.append([expert if weight else heaviest for expert, weight in zip(row, values, strict=True)])
+    return named
+
+
+def _rewritten(
+    ids: list[list[int]], weights: list[list[float]], verdict: Verdict
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Ids and weights with dropped experts at weight 0 and missing ones replaced by their substitutes."""
+    new_weights = [
+        [0.0 if expert in verdict.dropped else weight for expert, weight in zip(row, values, strict=True)]
+        for row, values in zip(ids, weights, strict=True)
+    ]
+    new_ids = [[verdict.substitute.get(expert, expert) for expert in row] for row in ids]
+    return _named(new_ids, new_weights), new_weights

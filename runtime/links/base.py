@@ -1,0 +1,206 @@
+"""What moves experts from the store into slots. The base is here with the plain synchronous link.
+
+Order of copies, for every link: urgent ones (this layer's misses) first, then forecasts in the order in
+which they were asked for. A forecast's copy that has not started can be promoted or cancelled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from expertcast.runtime.recording.recorder import Recorder
+from expertcast.runtime.storage.precision import FULL
+from expertcast.runtime.storage.slots import SlotPool
+from expertcast.runtime.storage.store import ExpertStore
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """One expert on its way into a slot."""
+
+    key: int
+    slot: int
+    urgent: bool
+    started: bool = False
+    done: bool = False
+    cancelled: bool = False
+    error: BaseException | None = None
+    precision: str = FULL
+
+
+class Link(ABC):
+    """Starts copies store -> slot and makes compute wait for them.
+
+    A link decides neither what is copied nor where to. All calls come from the thread that runs the model.
+    """
+
+    name: str
+
+    def __init__(self) -> None:
+        self.bytes_moved = 0
+        self.copies = 0
+        self.busy_s = 0.0
+        """Seconds in which a copy was under way."""
+        self.recorder: Recorder | None = None
+
+    def attach(self, store: ExpertStore, pool: SlotPool) -> None:
+        """Called once, before the first copy."""
+        self._store = store
+        self._pool = pool
+
+    def clock(self) -> float:
+        """Seconds, from any start."""
+        return time.perf_counter()
+
+    @property
+    def copy_s(self) -> float:
+        """Seconds that one expert's copy in full takes, measured unless the link knows; 0 before the first."""
+        moved = self.bytes_moved
+        return self.busy_s * self._store.layout.block_bytes / moved if moved else 0.0
+
+    def block_bytes(self, precision: str) -> int:
+        """Bytes of one expert's copy.
+
+        Raises:
+            ExpertcastError: the store holds no copies in this precision.
+        """
+        return self._store.layout.block_bytes if precision == FULL else self._store.copies(precision).block_bytes
+
+    def expand(self, copy: Copy) -> None:
+        """A packed copy has arrived: make it the block that kernels read, in its slot.
+
+        Called once, after :meth:`wait` or when the copy is done, with compute's stream the current one.
+        """
+        self._pool.expand(copy.slot, self._store.copies(copy.precision))
+        self.mark_read([copy.slot])  # it may be given up before anything else reads it
+
+    def given_up(self) -> None:
+        """An expert lost its slot to another one. The store keeps all weights: there is nothing to copy back."""
+
+    @abstractmethod
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+        """Queue a copy; returns at once where the link can.
+
+        In less than full precision the packed block goes to the slot's first bytes: :meth:`expand` it.
+
+        Raises:
+            ExpertcastError: the store holds no copies in this precision, or the link moves full ones only.
+        """
+
+    @abstractmethod
+    def wait(self, copy: Copy) -> None:
+        """Make compute wait until the copy has arrived.
+
+        Raises:
+            whatever the copy failed with.
+        """
+
+    def promote(self, copy: Copy) -> None:
+        """Make a queued forecast urgent."""
+        copy.urgent = True
+
+    def cancel(self, copy: Copy) -> bool:
+        """Drop a copy that has not started. True if nothing was or will be moved."""
+        del copy
+        return False
+
+    def poll(self, copy: Copy) -> bool:
+        """Whether the copy has arrived."""
+        return copy.done
+
+    def read_ahead(self, keys: Sequence[int]) -> None:
+        """Copies of these will be asked for: a store on disk reads them into memory meanwhile."""
+        self._store.read_ahead(keys)
+
+    def follow(self) -> None:
+        """A forward starts: what it computes comes after what the one before it did, whatever stream is current."""
+
+    def progress(self) -> None:
+        """Set `done` on the copies that have arrived."""
+
+    def mark_read(self, slots: list[int]) -> None:
+        """Compute that reads these slots has been launched: later copies into them come after it."""
+        del slots
+
+    def reset(self) -> None:
+        """Set the counters to zero."""
+        self.bytes_moved, self.copies, self.busy_s = 0, 0, 0.0
+
+    def restart(self) -> None:
+        """Drop what is queued; no copy is under way afterwards, and new ones may come."""
+        self.close()
+        self.attach(self._store, self._pool)
+
+    def close(self) -> None:
+        """Stop; no copy is under way afterwards. A second call does nothing."""
+
+    def _count(self, copy: Copy, start: float, end: float) -> None:
+        """A copy has arrived; `start` and `end` in seconds of the recorder's clock."""
+        self.bytes_moved += self.block_bytes(copy.precision)
+        self.copies += 1
+        self.busy_s += end - start
+        if self.recorder is not None:
+            self.recorder.copied(copy.key, copy.key // self._store.experts, start, end, copy.urgent)
+
+
+class InstantLink(Link):
+    """Copies when asked, in the caller's thread: the simplest link, and the reference for the others."""
+
+    name = "instant"
+
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+        start = time.perf_counter()
+        if precision == FULL:
+            self._pool.block(slot).copy_(self._store.block(key))
+        else:
+            packed = self._store.copies(precision).block(key)
+            self._pool.block(slot)[: packed.numel()] = packed
+        copy = Copy(key, slot, urgent, started=True, done=True, precision=precision)
+        self._count(copy, start, time.perf_counter())
+        return copy
+
+    def wait(self, copy: Copy) -> None:
+        assert copy.done
+
+    def restart(self) -> None:
+        """Nothing is ever queued."""
+
+
+_SMALL_COPY = 1 << 16
+"""Bytes that move in less time than another thread takes to hand the interpreter's lock back."""
+
+_memmove_locked = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
+
+
+class HostMover:
+    """memmove between two tensors in host memory, with the interpreter's lock released unless the copy is small.
+
+    `Tensor.copy_` would start a second team of OpenMP threads in the copying thread and take cores from compute.
+    """
+
+    def __init__(self, store: ExpertStore, pool: SlotPool) -> None:
+        self._store = store
+        self._size = store.layout.block_bytes
+        self._experts = store.experts
+        self._sources = [store.block(layer * store.experts).data_ptr() for layer in range(store.layers)]
+        self._target = pool.block(0).data_ptr()
+
+    def move(self, key: int, slot: int, start: int = 0, end: int | None = None, precision: str = FULL) -> None:
+        """Copy the bytes [start, end) of a block to the same place in its slot."""
+        if precision == FULL:
+            size = self._size
+            layer, expert = divmod(key, self._experts)
+            source = self._sources[layer] + expert * size
+        else:
+            packed = self._store.copies(precision)
+            size = packed.block_bytes
+            source = packed.address + key * size
+        target = self._target + slot * self._size
+        count = (size if end is None else end) - start
+        (_memmove_locked if count <= _SMALL_COPY else ctypes.memmove)(target + start, source + start, count)

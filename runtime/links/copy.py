@@ -1,0 +1,96 @@
+"""Copies of experts whose keys and slots only the device knows.
+
+N entries of one call; see :class:`expertcast.runtime.links.tables.Moves`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.links.driver import CudaDevice
+from expertcast.runtime.links.tables import Moves
+from expertcast.runtime.storage.slots import SlotPool
+from expertcast.runtime.storage.store import ExpertStore
+
+_WORD = 8
+_WIDTH = 1024
+_PROGRAMS = 64
+"""Half a megabyte on its way: more than any host link needs, and most of the device is left to compute."""
+
+
+class BlockCopier(ABC):
+    """Copies the blocks of some moves from the store into their slots."""
+
+    @abstractmethod
+    def copy(self, moves: Moves) -> None:
+        """On the current stream; entries that are not moved cost next to nothing."""
+
+
+class HostCopier(BlockCopier):
+    """The reference, and what runs where a slot is host memory too."""
+
+    def __init__(self, store: ExpertStore, pool: SlotPool) -> None:
+        self._store, self._pool = store, pool
+
+    def copy(self, moves: Moves) -> None:
+        for key, slot, moved in zip(*(tensor.tolist() for tensor in moves), strict=True):
+            if moved:
+                self._pool.block(slot).copy_(self._store.block(key))
+
+
+class KernelCopier(BlockCopier):
+    """A Triton kernel that reads the store's page-locked memory where it lies.
+
+    Args:
+        addresses: int64 [L * E], the device's address of each block.
+    """
+
+    def __init__(self, addresses: Tensor, pool: SlotPool) -> None:
+        from expertcast.runtime.links.triton_kernels import copy_blocks
+
+        self._kernel = copy_blocks
+        self._addresses = addresses
+        self._pool_words = pool.block(0).view(torch.int64)
+        self._words = pool.layout.block_bytes // _WORD
+        chunks = -(-self._words // _WIDTH)
+        self._programs = min(_PROGRAMS, chunks)
+        self._turns = -(-chunks // self._programs)
+
+    def copy(self, moves: Moves) -> None:
+        self._kernel[(self._programs,)](
+            self._addresses, *moves, self._pool_words,
+            N=moves.keys_N.shape[0], WORDS=self._words, WIDTH=_WIDTH, TURNS=self._turns,
+        )  # fmt: skip
+
+
+def has_triton() -> bool:
+    """Whether the kernel can be compiled here (CUDA builds of torch bring Triton along on Linux)."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def block_copier(store: ExpertStore, pool: SlotPool) -> BlockCopier:
+    """The copier of the pool's device.
+
+    Raises:
+        ExpertcastError: no Triton, or blocks that the device cannot read where they lie.
+    """
+    if pool.device.type != "cuda":
+        return HostCopier(store, pool)
+    if not has_triton():
+        raise ExpertcastError("link 'kernel' needs the package triton: install it, or use link 'cuda'")
+    device = CudaDevice(pool.device)
+    addresses = []
+    for key in range(store.layers * store.experts):
+        address = device.address_of(store.block(key).data_ptr())
+        if address is None:
+            raise ExpertcastError(
+                f"link 'kernel' reads page-locked memory only, and expert {key} of the store lies elsewhere: use link "
+                "'cuda', or free memory for the page lock"
+            )
+        addresses.append(address)
+    return KernelCopier(torch.tensor(addresses, device=pool.device), pool)

@@ -1,0 +1,230 @@
+"""The link of a CUDA device: asynchronous copies from page-locked memory on a stream of their own.
+
+Ordering, all on the device and without host synchronisation:
+
+- a copy into a slot waits (on the copy stream) for the event recorded after the last kernels that read the slot;
+- compute waits (on its stream) for the event recorded after the copy, only for slots that it reads;
+- a stream runs in order, so a copy that has been issued cannot be overtaken: forecasts are issued a few at a time
+  (`window`) and the rest is kept here, where urgent copies overtake them and useless ones are dropped. Forecasts
+  are asked for layer by layer, the surest first: their order here is the order in which they are needed.
+
+From page-locked memory a copy costs the host a few microseconds. Blocks in pageable memory arrive just as safely, but
+the driver then copies them into a buffer of its own first, in the calling thread, which may also wait for the slot's
+last reader: such copies are as slow as the host's memory and overlap with what the device does, not with the host.
+
+A packed copy is expanded by kernels of compute's stream, after it has waited for the copy; they count as readers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.links.base import Copy, Link
+from expertcast.runtime.links.driver import CudaDevice, EventPool, ForwardOrder
+from expertcast.runtime.storage.precision import FULL
+from expertcast.runtime.storage.slots import SlotPool
+from expertcast.runtime.storage.store import ExpertStore
+
+_WINDOW_BYTES = 16 << 20
+"""Half a millisecond of PCIe 4: longer than the model's thread stays away, shorter than a miss can wait for."""
+_READS = 64
+"""Reads whose events may be outstanding before their end is looked for: runs that miss nothing never ask."""
+
+
+@dataclass(slots=True, eq=False)
+class _DeviceCopy(Copy):
+    begun: torch.cuda.Event | None = None
+    arrived: torch.cuda.Event | None = None
+
+
+class CudaLink(Link):
+    """Copies over PCIe or NVLink.
+
+    Args:
+        window: forecasts are issued while fewer copies than this are under way. A miss waits for these at most; too
+            few leave the link idle between two calls from the model's thread. None: 16 MiB worth of blocks.
+
+    `busy_s` is the time between events around each copy, and is complete after :meth:`synchronize`.
+    """
+
+    name = "cuda"
+
+    def __init__(self, window: int | None = None) -> None:
+        super().__init__()
+        if window is not None and window < 1:
+            raise ExpertcastError(f"window={window}: give 1 or more")
+        self._window_given = window
+        self._queued: deque[_DeviceCopy] = deque()
+        self._issued: deque[_DeviceCopy] = deque()
+
+    def attach(self, store: ExpertStore, pool: SlotPool) -> None:
+        super().attach(store, pool)
+        self._size = store.layout.block_bytes
+        self._window = self._window_given or -(-_WINDOW_BYTES // self._size)
+        self._target = pool.block(0).data_ptr()
+        self._sources: dict[int, int] = {}
+        self._open(self._device_of(pool), pool.count)
+
+    @property
+    def window(self) -> int:
+        """Copies under way below which a forecast is issued; known once attached."""
+        return self._window
+
+    def _device_of(self, pool: SlotPool) -> CudaDevice:
+        return CudaDevice(pool.device)
+
+    def _open(self, device: CudaDevice, slots: int) -> None:
+        self._device = device
+        self._stream = device.new_stream()
+        # the pool was zeroed on the stream that is current now: no copy may come before that
+        self._stream.wait_stream(device.current_stream())
+        self._order = ForwardOrder(device)
+        self._timed, self._untimed = EventPool(device, timing=True), EventPool(device)
+        self._tick = 0
+        self._last_read = [0] * slots
+        """Tick of the last kernels that read a slot."""
+        self._reads: dict[int, torch.cuda.Event] = {}
+        """Event of each tick that is not known to have passed, oldest first."""
+
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+        copy = _DeviceCopy(key, slot, urgent)
+        if precision != FULL:
+            self._store.copies(precision)
+            copy.precision = precision
+        if urgent:
+            self._issue(copy)
+        else:
+            self._queued.append(copy)
+            self._pump()
+        return copy
+
+    def promote(self, copy: Copy) -> None:
+        assert isinstance(copy, _DeviceCopy)
+        if not copy.started:
+            copy.urgent = True
+            self._queued.remove(copy)
+            self._issue(copy)
+
+    def cancel(self, copy: Copy) -> bool:
+        assert isinstance(copy, _DeviceCopy)
+        if copy.started:
+            return False
+        copy.cancelled = True
+        self._queued.remove(copy)
+        return True
+
+    def wait(self, copy: Copy) -> None:
+        """Make the current stream wait; the host goes on."""
+        assert isinstance(copy, _DeviceCopy)
+        self.promote(copy)
+        if copy.error is not None:
+            raise copy.error
+        if not copy.done:
+            assert copy.arrived is not None
+            self._device.current_stream().wait_event(copy.arrived)
+
+    def poll(self, copy: Copy) -> bool:
+        if not copy.done:
+            self._collect()
+        return copy.done
+
+    def follow(self) -> None:
+        self._order.enter()
+
+    def progress(self) -> None:
+        self._pump()
+
+    def mark_read(self, slots: list[int]) -> None:
+        self._tick += 1
+        event = self._reads[self._tick] = self._untimed.take()
+        event.record(self._device.current_stream())
+        for slot in slots:
+            self._last_read[slot] = self._tick
+        if len(self._reads) > _READS:
+            self._forget_reads(self._tick)
+        self._pump()
+
+    def synchronize(self) -> None:
+        """Wait on the host until every copy that was issued has arrived, and count it."""
+        self._stream.synchronize()
+        self._collect()
+
+    def reset(self) -> None:
+        self.synchronize()
+        super().reset()
+
+    def close(self) -> None:
+        self._queued.clear()
+        self._device.synchronize()  # the buffers of store and pool may be freed after this
+        self._collect()
+
+    def _pump(self) -> None:
+        self._collect()
+        while self._queued and len(self._issued) < self._window:
+            self._issue(self._queued.popleft())
+
+    def _issue(self, copy: _DeviceCopy) -> None:
+        copy.started = True
+        begun, arrived = self._timed.take(), self._timed.take()
+        target = self._target + copy.slot * self._size
+        try:
+            self._wait_for_reader(copy.slot)
+            begun.record(self._stream)
+            self._device.to_device(target, *self._source(copy), self._stream)
+            arrived.record(self._stream)
+        except Exception as error:  # whoever waits for this copy gets it, and nobody else
+            copy.error, copy.done = error, True
+            return
+        copy.begun, copy.arrived = begun, arrived
+        self._issued.append(copy)
+
+    def _source(self, copy: _DeviceCopy) -> tuple[int, int]:
+        """Address and bytes of what is copied. Blocks do not move while the link is open: it is asked for once."""
+        key = copy.key
+        if copy.precision != FULL:
+            packed = self._store.copies(copy.precision)
+            return packed.address + key * packed.block_bytes, packed.block_bytes
+        address = self._sources.get(key)
+        if address is None:
+            address = self._sources[key] = self._store.block(key).data_ptr()
+        return address, self._size
+
+    def _wait_for_reader(self, slot: int) -> None:
+        tick = self._last_read[slot]
+        self._forget_reads(tick)
+        event = self._reads.get(tick)
+        if event is not None:
+            self._stream.wait_event(event)
+
+    def _forget_reads(self, last: int) -> None:
+        """Give back the events of reads that are over, the oldest first, up to the tick `last`."""
+        while self._reads:
+            oldest = next(iter(self._reads))
+            if oldest > last or not self._reads[oldest].query():  # type: ignore[no-untyped-call]
+                return
+            self._untimed.give(self._reads.pop(oldest))
+
+    def _collect(self) -> None:
+        """Finish the oldest issued copies that have arrived; one stream finishes in order."""
+        while self._issued:
+            oldest = self._issued[0]
+            assert oldest.arrived is not None
+            if not oldest.arrived.query():  # type: ignore[no-untyped-call]
+                return
+            self._finish(self._issued.popleft())
+
+    def _finish(self, copy: _DeviceCopy) -> None:
+        begun, arrived = copy.begun, copy.arrived
+        assert begun is not None
+        assert arrived is not None
+        copy.done = True
+        # the clock's numbers are single precision: a short time is exact only between two events close together
+        start = 0.0 if self.recorder is None else self.recorder.device_time(begun)
+        self._count(copy, start, start + begun.elapsed_time(arrived) / 1e3)
+        copy.begun = copy.arrived = None
+        self._timed.give(begun)
+        self._timed.give(arrived)

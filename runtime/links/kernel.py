@@ -1,0 +1,194 @@
+"""A link without the host: what is copied is decided by tensors on the device and done by a kernel.
+
+Copies run on a stream of their own, one call after another, so that no two calls write to a slot out of order. Each
+call waits for the compute stream first (for its table, and for the last readers of the slots it overwrites); compute
+waits for the calls whose slots it reads. Fork and join are events, which a CUDA graph records like any kernel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+import torch
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.links.base import Copy, Link
+from expertcast.runtime.links.copy import BlockCopier, block_copier
+from expertcast.runtime.links.driver import CudaDevice, ForwardOrder
+from expertcast.runtime.links.tables import COUNTS, DeviceResidency, KernelResidency, Moves
+from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
+from expertcast.runtime.storage.precision import FULL
+from expertcast.runtime.storage.slots import SlotPool
+from expertcast.runtime.storage.store import ExpertStore
+
+_TIMED = 256
+"""Calls whose times may be outstanding before they are counted."""
+_COPIED = [COUNTS.index("misses"), COUNTS.index("prefetched")]
+
+
+class _Timed(NamedTuple):
+    begun: torch.cuda.Event
+    arrived: torch.cuda.Event
+    layer: int
+    urgent: bool
+
+
+class KernelLink(Link):
+    """Moves experts by a kernel that reads page-locked memory (CUDA), or by plain copies (the CPU's reference).
+
+    It keeps its own tables (`residency`); :class:`expertcast.runtime.engine.device.DeviceEngine` drives it. Used as a
+    plain link, it copies one block a call.
+
+    `bytes_moved` and `copies` are counted on the device and read when they are asked for. `busy_s` is the time
+    between events around each call; a CUDA graph's calls are not in it.
+    """
+
+    name = "kernel"
+
+    def __init__(self) -> None:
+        self._plain = 0
+        """Copies made one at a time."""
+        self._counts = torch.zeros(0, len(COUNTS))
+        super().__init__()
+
+    def attach(self, store: ExpertStore, pool: SlotPool) -> None:
+        super().attach(store, pool)
+        self._copier: BlockCopier = block_copier(store, pool)
+        tables = KernelResidency if pool.device.type == "cuda" else DeviceResidency
+        self.residency = tables(layers=store.layers, experts=store.experts, slots=pool.count, device=pool.device)
+        self._counts = self.residency.counts
+        self._cuda = self._device_of(pool)
+        self._stream = None if self._cuda is None else self._cuda.new_stream()
+        self._order = None if self._cuda is None else ForwardOrder(self._cuda)
+        self._under_way: list[tuple[torch.cuda.Event, Moves]] = []
+        """(event, tables) of calls that compute has not waited for: a table that was freed could be written over."""
+        self._timed: deque[_Timed] = deque()
+
+    def _device_of(self, pool: SlotPool) -> CudaDevice | None:
+        return CudaDevice(pool.device) if pool.device.type == "cuda" else None
+
+    def move(self, moves: Moves, layer: int = -1, *, urgent: bool = True) -> None:
+        """Queue the copies behind everything the current stream has been given so far.
+
+        Args:
+            layer, urgent: for the recorder, which gets one span per call.
+        """
+        if self._stream is None:
+            start = time.perf_counter()
+            self._copier.copy(moves)
+            self._took(layer, start, time.perf_counter(), urgent)
+            return
+        assert self._cuda is not None
+        self._stream.wait_stream(self._cuda.current_stream())
+        timing = not self._cuda.capturing()
+        begun, arrived = self._cuda.new_event(timing=timing), self._cuda.new_event(timing=timing)
+        with self._cuda.use(self._stream):
+            if timing:
+                begun.record(self._stream)
+            self._copier.copy(moves)
+            arrived.record(self._stream)
+        self._under_way.append((arrived, moves))
+        if timing:
+            self._timed.append(_Timed(begun, arrived, layer, urgent))
+            if len(self._timed) > _TIMED:
+                self._collect()
+
+    def ticket(self) -> int:
+        """Number of calls under way: what :meth:`join` waits for."""
+        return len(self._under_way)
+
+    def join(self, ticket: int) -> None:
+        """Make the current stream wait for the first `ticket` calls under way."""
+        if self._cuda is None or not ticket:
+            return
+        event, _ = self._under_way[ticket - 1]
+        self._cuda.current_stream().wait_event(event)
+        del self._under_way[:ticket]
+
+    def follow(self) -> None:
+        if self._order is not None:
+            self._order.enter()
+
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+        if precision != FULL:
+            raise ExpertcastError(f"link 'kernel' moves experts in full, not as {precision}: take link 'cuda'")
+        moved = torch.ones(1, dtype=torch.bool, device=self._pool.device)
+        numbers = torch.tensor([key, slot], device=self._pool.device)
+        self.move(Moves(numbers[:1], numbers[1:], moved), key // self._store.experts, urgent=urgent)
+        self.join(self.ticket())
+        self._plain += 1
+        return Copy(key, slot, urgent, started=True, done=True)
+
+    def wait(self, copy: Copy) -> None:
+        assert copy.done
+
+    def synchronize(self) -> None:
+        """Wait on the host until everything that was launched has run."""
+        if self._cuda is not None:
+            self._cuda.synchronize()
+            self._under_way.clear()
+            self._collect()
+
+    @property
+    def copies(self) -> int:
+        return self._plain + int(self._counts[:, _COPIED].sum())
+
+    @copies.setter
+    def copies(self, value: int) -> None:
+        self._plain = value
+        self._counts[:, _COPIED] = 0
+
+    @property
+    def bytes_moved(self) -> int:
+        copies = self.copies
+        return copies and copies * self._store.layout.block_bytes
+
+    @bytes_moved.setter
+    def bytes_moved(self, value: int) -> None:
+        """Follows `copies`."""
+
+    def reset(self) -> None:
+        self.synchronize()
+        super().reset()
+
+    def close(self) -> None:
+        self.synchronize()
+        self.__dict__.pop("_copier", None)  # it may hold the slots' memory, which the experts need to be put back
+
+    def _collect(self) -> None:
+        """Count the times of calls that are over."""
+        while self._timed and self._timed[0].arrived.query():  # type: ignore[no-untyped-call]
+            timed = self._timed.popleft()
+            start = 0.0 if self.recorder is None else self.recorder.device_time(timed.begun)
+            self._took(timed.layer, start, start + timed.begun.elapsed_time(timed.arrived) / 1e3, timed.urgent)
+
+    def _took(self, layer: int, start: float, end: float, urgent: bool) -> None:
+        self.busy_s += end - start
+        if self.recorder is not None:
+            self.recorder.copied(-1, layer, start, end, urgent)
+
+
+class DeviceStatistics(RunStatistics):
+    """The run's counters, kept on the device; reading them waits for it.
+
+    Nobody there sees whether a forecast's copy came in time, how long a layer waited, or what was evicted: `waited_s`,
+    `prefetched_in_time`, `evicted` and `collisions` stay 0.
+    """
+
+    def __init__(self, link: KernelLink, block_bytes: int) -> None:
+        self._counts = link.residency.counts
+        self._block_bytes = block_bytes
+
+    @property
+    def layers(self) -> list[LayerStatistics]:  # type: ignore[override]
+        layers = []
+        for row in self._counts.tolist():
+            counted = dict(zip(COUNTS, row, strict=True))
+            moved = counted["misses"] + counted["prefetched"]
+            layers.append(LayerStatistics(**counted, bytes_moved=moved * self._block_bytes))
+        return layers
+
+    def reset(self) -> None:
+        self._counts.zero_()

@@ -1,0 +1,108 @@
+"""How fast a link is when nothing disturbs it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.links.base import InstantLink, Link
+from expertcast.runtime.links.emulated import EmulatedLink
+from expertcast.runtime.storage.slots import SlotPool
+from expertcast.runtime.storage.store import ExpertStore
+
+_LARGE = 256 * 2**20
+"""Bytes of the large copy; the store's own size if that is less."""
+_SMALL = 4096
+_REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpeed:
+    """What a link does when nothing disturbs it."""
+
+    rate: float
+    """Bytes per second of a large copy; of block copies back to back on a link that moves only blocks."""
+    copy_s: float
+    """Seconds of one expert's block among others back to back."""
+    latency_s: float
+    """Seconds that a copy takes whatever its size."""
+
+
+def link_speed(link: Link, store: ExpertStore) -> LinkSpeed:
+    """Measure a link that is attached to a store, with memory of its own: no slot of a run is touched.
+
+    CUDA: page-locked copies between events, a large one for the rate and a small one for the latency. Emulated: copies
+    of blocks, back to back through a second link of the same numbers, in a thread of its own. Instant: memory copies.
+    To be called between forwards.
+
+    Raises:
+        ExpertcastError: a link of another kind on the CPU, whose speed nothing is known about.
+    """
+    if store.device.type == "cuda":
+        return _cuda_speed(store)
+    block_bytes = store.layout.block_bytes
+    copy_s = _block_seconds(store, _twin(link))
+    latency = link.latency if isinstance(link, EmulatedLink) else 0.0
+    return LinkSpeed(rate=block_bytes / copy_s, copy_s=copy_s, latency_s=latency)
+
+
+def _twin(link: Link) -> Link:
+    if isinstance(link, EmulatedLink):
+        return EmulatedLink(link.bandwidth, link.latency)
+    if isinstance(link, InstantLink):
+        return InstantLink()
+    raise ExpertcastError(f"link {link.name!r} cannot be measured: use 'emulated', 'instant' or a CUDA device")
+
+
+def _block_seconds(store: ExpertStore, link: Link) -> float:
+    """Seconds per block of a series back to back, of the series that was disturbed least."""
+    count = min(16, store.layers * store.experts)
+    pool = SlotPool(store.layout, count, store.device)
+    link.attach(store, pool)
+    try:
+        seconds = []
+        for _ in range(_REPEATS):
+            start = time.perf_counter()
+            copies = [link.submit(key, slot, urgent=True) for slot, key in enumerate(range(count))]
+            for copy in copies:
+                link.wait(copy)
+            seconds.append((time.perf_counter() - start) / count)
+    finally:
+        link.close()
+    return min(seconds)
+
+
+def _cuda_speed(store: ExpertStore) -> LinkSpeed:
+    block_bytes = store.layout.block_bytes
+    large = min(_LARGE, max(store.nbytes, block_bytes))
+    device = store.device
+    host = torch.zeros(large, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(large, dtype=torch.uint8, device=device)
+    seconds_of = {
+        size: _cuda_seconds(host[:size], target[:size], device) for size in {large, block_bytes, min(_SMALL, large)}
+    }
+    rate = large / seconds_of[large]
+    latency = max(0.0, seconds_of[min(_SMALL, large)] - _SMALL / rate)
+    return LinkSpeed(rate=rate, copy_s=seconds_of[block_bytes], latency_s=latency)
+
+
+def _cuda_seconds(host: Tensor, target: Tensor, device: torch.device) -> float:
+    """Seconds of one copy among several back to back, by events; of the round that was disturbed least."""
+    count, seconds = 8, []
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        target.copy_(host, non_blocking=True)  # the first one pays for what is set up once
+        for _ in range(_REPEATS):
+            begun, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begun.record(stream)
+            for _ in range(count):
+                target.copy_(host, non_blocking=True)
+            end.record(stream)
+            end.synchronize()
+            seconds.append(float(begun.elapsed_time(end)) / 1e3 / count)
+    return min(seconds)

@@ -1,0 +1,1 @@
+"""What executed forecasts and lossy policies cost a model in quality."""

@@ -1,0 +1,151 @@
+"""What speculative execution costs the model: perplexity, agreement and KL against exact execution (row B18).
+
+N windows, B windows per batch, W tokens per window, T = B x W tokens, V vocabulary, L MoE layers, E routed experts
+per layer, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from expertcast.predictors import ExpertcastError, MoEView, Predictor
+from expertcast.runtime.engine.speculation import speculate
+from expertcast.runtime.engine.taps import RouterCall, RouterTaps
+from expertcast.runtime.quality.divergence import Pass, Sums, report
+
+EXACT = "exact"
+
+
+@dataclass(slots=True, kw_only=True)
+class QualityRun:
+    """One way to execute the model; the arguments of :func:`expertcast.runtime.engine.speculation.speculate`."""
+
+    predictor: Predictor
+    layers: Sequence[int] | None = None
+    """Layers that execute their forecast (hybrid); None for all that have one."""
+    true_weights: bool = False
+    ahead: int = 1
+
+
+def measure_quality(
+    model: PreTrainedModel,
+    view: MoEView,
+    windows_by_domain: Mapping[str, Tensor],
+    runs: Mapping[str, QualityRun],
+    *,
+    batch_size: int = 8,
+) -> dict[str, Any]:
+    """Teacher-forced comparison of speculative runs with the exact model on the same windows.
+
+    Every token of a window but the first is scored. Forecasts are executed at every position, prefill included,
+    chained from layer to layer. A predictor that reads the previous token's routing gets it from the exact run:
+    in one forward over a whole window the speculative one does not exist yet.
+
+    Args:
+        windows_by_domain: token ids [N, W] per domain.
+        runs: by name; `exact` is always measured and its name is taken.
+
+    Returns:
+        `tokens` scored, and `runs.<name>` with `perplexity`, `top1_agreement`, `kl` (nats per token, exact || run),
+        `executed_recall` (share of the exact run's experts that this run executed: `mean` and `per_layer` for layers
+        1..L-1) and `domains.<domain>` with the first three.
+
+    Raises:
+        ExpertcastError: no windows, windows of fewer than two tokens, or a run called `exact`.
+    """
+    _check(windows_by_domain, runs)
+    sums = {name: {domain: Sums(len(view)) for domain in windows_by_domain} for name in (EXACT, *runs)}
+    device = next(model.parameters()).device
+    for domain, windows_NW in windows_by_domain.items():
+        for windows_BW in torch.split(windows_NW, batch_size):
+            ids_BW = windows_BW.to(device)
+            exact = _exact(model, view, ids_BW)
+            sums[EXACT][domain].add(exact, exact, ids_BW)
+            for name, run in runs.items():
+                sums[name][domain].add(_speculative(model, view, run, ids_BW, exact), exact, ids_BW)
+    return {
+        "tokens": sum(part.tokens for part in sums[EXACT].values()),
+        "runs": {name: report(parts) for name, parts in sums.items()},
+    }
+
+
+def text_windows(tokenizer: Any, texts: Iterable[str], *, length: int, count: int) -> Tensor:
+    """The first `count` windows [N, length] of some texts; a window never spans two texts, shorter ends are left out.
+
+    Raises:
+        ExpertcastError: no text is as long as one window.
+    """
+    windows: list[list[int]] = []
+    for text in texts:
+        if len(windows) >= count:
+            break
+        ids = tokenizer(text)["input_ids"]
+        windows += [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+    if not windows:
+        raise ExpertcastError(f"no text has {length} tokens: give longer texts or a smaller window")
+    return torch.tensor(windows[:count])
+
+
+def _exact(model: PreTrainedModel, view: MoEView, ids_BW: Tensor) -> Pass:
+    executed: list[Tensor] = []
+    logits: list[Tensor] = []
+
+    def on_router(call: RouterCall) -> None:
+        executed.append(call.ids_TK)
+        logits.append(call.logits_TE)
+
+    taps = RouterTaps(model, view, on_router, lambda _fresh: None)
+    try:
+        return Pass(_log_probs(model, ids_BW), executed, logits)
+    finally:
+        taps.close()
+
+
+def _speculative(model: PreTrainedModel, view: MoEView, run: QualityRun, ids_BW: Tensor, exact: Pass) -> Pass:
+    executed: list[Tensor] = []
+    with speculate(
+        model,
+        view,
+        run.predictor,
+        layers=run.layers,
+        true_weights=run.true_weights,
+        ahead=run.ahead,
+        observe=lambda _call, ids_TK: executed.append(ids_TK),
+    ) as speculator:
+        if run.predictor.uses_previous_token:
+            speculator.previous_logits_TLE = _shifted(exact.logits, *ids_BW.shape)
+        return Pass(_log_probs(model, ids_BW), executed, [])
+
+
+def _shifted(logits: list[Tensor], batch: int, window: int) -> Tensor:
+    """[T, L, E] router logits of the token before in the same window, NaN at each window's first."""
+    stacked = torch.stack(logits, dim=1)
+    by_window = stacked.view(batch, window, *stacked.shape[1:])
+    shifted = by_window.roll(1, dims=1).clone()
+    shifted[:, 0] = float("nan")
+    return shifted.view_as(stacked)
+
+
+def _log_probs(model: PreTrainedModel, ids_BW: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits_BWV: Tensor = model(input_ids=ids_BW, use_cache=False).logits
+    return logits_BWV.float().log_softmax(dim=-1)
+
+
+def _check(windows_by_domain: Mapping[str, Tensor], runs: Mapping[str, QualityRun]) -> None:
+    if EXACT in runs:
+        raise ExpertcastError(f"the name {EXACT!r} is taken by the exact run: choose another")
+    if not windows_by_domain:
+        raise ExpertcastError("no windows to measure quality on: give at least one domain")
+    for domain, windows_NW in windows_by_domain.items():
+        if windows_NW.dim() != 2 or windows_NW.shape[0] < 1 or windows_NW.shape[1] < 2:
+            raise ExpertcastError(
+                f"windows of domain {domain!r} have shape {list(windows_NW.shape)}: give [windows, tokens] with two "
+                "tokens or more"
+            )

@@ -1,0 +1,1 @@
+"""What is seen of a run: counters, spans, timelines, layer times."""

@@ -1,0 +1,132 @@
+"""Each layer's own times, and the waits and copies, from the spans of a recorded run.
+
+L MoE layers.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.recording.recorder import Recorder, Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """Medians over decode steps, in seconds, in the order in which they pass; each list has one entry per MoE layer."""
+
+    before_s: list[float]
+    """Attention and router, and whatever came before."""
+    request_s: list[float]
+    """The runtime's own work until the misses have been asked for."""
+    forecast_s: list[float]
+    """Making a forecast; 0 without a predictor."""
+    prefetch_s: list[float]
+    """The runtime's own work until the forecast's experts have been asked for."""
+    launch_s: list[float]
+    """From there to the wait for copies."""
+    experts_s: list[float]
+    """From the end of the wait until the layer's experts are done and given back."""
+    tail_s: float
+    """What follows the last MoE layer."""
+    late_s: float = 0.0
+    """Per step, what the run took beyond the event model's account of it, such as threads that wake up late."""
+
+    @property
+    def compute_s(self) -> list[float]:
+        """[L] seconds of a layer that no copy has to be waited for; the tail counts to the last."""
+        columns = (self.before_s, self.request_s, self.forecast_s, self.prefetch_s, self.launch_s, self.experts_s)
+        layers = [sum(values) for values in zip(*columns, strict=True)]
+        return [*layers[:-1], layers[-1] + self.tail_s]
+
+
+def layer_times(recorder: Recorder) -> LayerTimes:
+    """Each layer's own times from a recorded run: medians over its steps, waits for copies left out.
+
+    Disturbances make a sum of medians smaller than the median of sums: all are stretched alike until they add up to the
+    median step.
+
+    Raises:
+        ExpertcastError: nothing was recorded.
+    """
+    samples: dict[tuple[str, int], list[float]] = defaultdict(list)
+    steps: dict[int, float] = defaultdict(float)
+    for step, layer, spans in _visits(recorder.spans()):
+        for part, seconds in _parts(spans).items():
+            samples[part, layer].append(seconds)
+            steps[step] += seconds
+    if not samples:
+        raise ExpertcastError("nothing was recorded: give offload(..., recorder=Recorder(device)) and run decode steps")
+    typical = {place: statistics.median(seconds) for place, seconds in samples.items()}
+    stretch = statistics.median(steps.values()) / sum(typical.values())
+    layers = max(layer for _, layer in samples)
+    columns = {
+        part: [stretch * typical.get((part, layer), 0.0) for layer in range(layers)]
+        for part in ("before", "request", "forecast", "prefetch", "launch", "experts")
+    }
+    return LayerTimes(
+        before_s=columns["before"],
+        request_s=columns["request"],
+        forecast_s=columns["forecast"],
+        prefetch_s=columns["prefetch"],
+        launch_s=columns["launch"],
+        experts_s=columns["experts"],
+        tail_s=stretch * typical["before", layers],
+    )
+
+
+def forecast_seconds(recorder: Recorder) -> float:
+    """Seconds of one forecast: median over the recorded ones, 0 when there were none.
+
+    A layer without a forecast leaves a span of next to nothing; only steps' layers that have a target count.
+    """
+    times = layer_times(recorder).forecast_s
+    longest = max(times)
+    made = [seconds for seconds in times if seconds > 0.1 * longest]
+    return statistics.median(made) if made else 0.0
+
+
+def wait_seconds(recorder: Recorder) -> list[float]:
+    """[L] seconds per step that each layer waited for copies, mean over steps."""
+    spans = [span for span in recorder.spans() if span.state == "wait"]
+    steps = len(recorder.steps())
+    layers = max((span.layer for span in recorder.spans()), default=0)
+    return [sum(span.seconds for span in spans if span.layer == layer) / steps for layer in range(layers)]
+
+
+def copy_seconds(recorder: Recorder) -> float:
+    """Seconds of one expert's copy as the run's copies took: their median, 0 when nothing was copied."""
+    copies = recorder.copies()
+    return statistics.median(copy.seconds for copy in copies) if copies else 0.0
+
+
+def _visits(spans: Sequence[Span]) -> list[tuple[int, int, list[Span]]]:
+    """(step, layer, its spans in order)."""
+    visits: list[tuple[int, int, list[Span]]] = []
+    for span in spans:
+        if not visits or visits[-1][:2] != (span.step, span.layer):
+            visits.append((span.step, span.layer, []))
+        visits[-1][2].append(span)
+    return visits
+
+
+def _parts(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds of each of a layer's times, by the order of states that the engine goes through."""
+    part, parts = "before", dict[str, float]()
+    for span in spans:
+        if span.state == "wait":
+            part = "experts"
+            continue
+        if span.state == "forecast":
+            part = "forecast"
+        elif part == "before" and span.state == "policy":
+            part = "request"
+        elif part == "forecast" and span.state == "policy":
+            part = "prefetch"
+        elif part in ("request", "prefetch") and span.state == "compute":
+            part = "launch"
+        parts[part] = parts.get(part, 0.0) + span.seconds
+    return parts

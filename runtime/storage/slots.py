@@ -1,0 +1,122 @@
+"""Device memory for a few experts: S slots of one block each, shared by all layers.
+
+S slots. An expert's key is layer * E + expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.storage.layout import BlockLayout, aligned_bytes
+from expertcast.runtime.storage.packed import PackedExperts
+
+
+class SlotState(Enum):
+    FREE = "free"
+    LOADING = "loading"
+    READY = "ready"
+    IN_USE = "in use"
+
+
+class SlotPool:
+    """One buffer on the device; any expert of any layer may lie in any slot.
+
+    The pool keeps the books (which key is where, what state a slot is in). What goes in and out is decided
+    by :class:`expertcast.runtime.engine.residency.Residency`.
+    """
+
+    def __init__(self, layout: BlockLayout, count: int, device: torch.device) -> None:
+        self.layout = layout
+        self.count = count
+        self.device = device
+        self._buffer = _allocate(layout, count, device)
+        self.views = layout.views(self._buffer)
+        """Each parameter [S, ...] in the shape transformers' kernels take."""
+        self.slots: dict[int, int] = {}
+        """Slot of each key that has one; changed by `take`, `release` and `clear` only."""
+        self.clear()
+
+    def clear(self) -> None:
+        """All slots are free."""
+        self.slots.clear()
+        self._key_of: list[int | None] = [None] * self.count
+        self._state = [SlotState.FREE] * self.count
+        self._free = list(range(self.count - 1, -1, -1))
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.numel()
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
+    def free(self) -> None:
+        """Give the memory back, as far as nobody else holds a view of it."""
+        self.views.clear()
+        self._buffer = self._buffer.new_empty(0)
+
+    def block(self, slot: int) -> Tensor:
+        """uint8 [block_bytes] of one slot."""
+        size = self.layout.block_bytes
+        return self._buffer[slot * size : (slot + 1) * size]
+
+    def expand(self, slot: int, packed: PackedExperts) -> None:
+        """A packed copy lies in a slot's first bytes: make it the full block, on the current stream."""
+        block = self.block(slot)
+        packed.layout.expand(block[: packed.block_bytes], block)
+
+    def slot_of(self, key: int) -> int | None:
+        return self.slots.get(key)
+
+    def key_of(self, slot: int) -> int | None:
+        return self._key_of[slot]
+
+    def state(self, slot: int) -> SlotState:
+        return self._state[slot]
+
+    def resident(self) -> list[int]:
+        """Keys that have a slot, loading ones included."""
+        return list(self.slots)
+
+    def take(self, key: int) -> int:
+        """Give `key` a free slot, loading. There must be one."""
+        assert key not in self.slots, f"expert {key} has a slot already"
+        slot = self._free.pop()
+        assert self._state[slot] is SlotState.FREE
+        self.slots[key] = slot
+        self._key_of[slot] = key
+        self._state[slot] = SlotState.LOADING
+        return slot
+
+    def mark(self, keys: Iterable[int], state: SlotState) -> None:
+        """Move the slots of some keys to another state (loading -> ready -> in use -> ready)."""
+        slots, states = self.slots, self._state
+        for key in keys:
+            states[slots[key]] = state
+
+    def release(self, key: int) -> None:
+        """Free a key's slot. A slot in use is never freed."""
+        slot = self.slots.pop(key)
+        assert self._state[slot] is not SlotState.IN_USE, f"slot {slot} is in use"
+        self._key_of[slot] = None
+        self._state[slot] = SlotState.FREE
+        self._free.append(slot)
+
+
+def _allocate(layout: BlockLayout, count: int, device: torch.device) -> Tensor:
+    nbytes = count * layout.block_bytes
+    try:
+        return aligned_bytes(nbytes, device)
+    except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, a plain one on the CPU
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
+            raise
+        raise ExpertcastError(
+            f"slots={count} of {layout.block_bytes} bytes each ({nbytes / 1e9:.3g} GB) do not fit in the memory of "
+            f"{device}: give fewer slots, or what is free there as memory=..."
+        ) from error

@@ -1,0 +1,184 @@
+"""Which experts are where: hand-worked traces, eviction rules, and the counts they leave.
+
+Model: 4 layers of 8 experts, 2 per token (tiny qwen3_moe). Keys are layer * 8 + expert;
+1.3 stands for expert 3 of layer 1.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from expertcast.data.discovery import find_moe_layers
+from expertcast.predictors import ExpertcastError, Forecast
+from expertcast.runtime.engine.residency import Residency
+from expertcast.runtime.policies import PREFETCH, CacheShape
+from expertcast.runtime.policies.prefetch import Wanted
+from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
+from expertcast.runtime.storage.slots import SlotPool, SlotState
+from expertcast.runtime.storage.store import ExpertStore
+from tests.families.models import tiny_model
+from tests.runtime.engine.evictions import eviction
+from tests.runtime.links.manual import ManualLink
+
+
+def _residency(slots: int, *, keep: bool = True) -> tuple[Residency, ManualLink]:
+    model = tiny_model("qwen3_moe")
+    view = find_moe_layers(model)
+    store = ExpertStore(view)
+    store.pack(view)
+    pool = SlotPool(store.layout, slots, store.device)
+    link = ManualLink()
+    link.attach(store, pool)
+    policies = eviction(layers=len(view), experts=8, slots=slots)
+    return Residency(pool, link, policies, RunStatistics(len(view)), experts=8, keep=keep), link
+
+
+def _run(residency: Residency, layer: int, experts: list[int]) -> None:
+    keys = [layer * 8 + expert for expert in experts]
+    residency.settle(layer, keys)
+    residency.request(keys)
+    residency.wait(keys)
+    residency.release(keys)
+
+
+def test_hand_worked_trace() -> None:
+    """Six slots, layers 0 and 1, two tokens, forecasts for layer 1 after layer 0.
+
+    step  layer needs      forecast    before          what happens
+    1     0     0.0 0.1                empty           2 misses
+                           1.0 1.1                     2 prefetches; 1.0 arrives, 1.1 stays queued
+    2     1     1.0 1.2                                1.1 dropped (bytes taken back); 1.0 hit, in time; 1.2 miss
+    3     0     0.0 0.2                0.0 0.1 1.0 1.2 1 hit, 1 miss (free slot)
+                           1.2 1.3                     1.2 has a slot; 1.3 into the last free slot, not arrived
+    4     1     1.2 1.3                                2 hits; 1.3 used but late
+    5     0     0.4 0.5                all 6 taken     2 misses; victims by LRU are 0.1 (step 1) and 1.0 (step 2)
+
+    Layer 0: 6 requests, 1 hit, 5 misses, 5 blocks. Layer 1: 4 requests, 3 hits, 1 miss, 2 prefetched (1.1 does not
+    count), 2 used, 1 in time, 1 dropped, 3 blocks (1.0, 1.2, 1.3). Each lost one expert to step 5.
+    """
+    residency, link = _residency(6)
+    block = residency.pool.layout.block_bytes
+    for layer, needs, forecast in ((0, [0, 1], [8, 9]), (1, [0, 2], []), (0, [0, 2], [10, 11]), (1, [2, 3], [])):
+        _run(residency, layer, needs)
+        residency.prefetch(forecast)
+        if forecast == [8, 9]:
+            link.arrive(1)
+    assert not residency.holds(9)
+    _run(residency, 0, [4, 5])
+    assert sorted(residency.pool.resident()) == [0, 2, 4, 5, 10, 11]
+    waited = [layer.waited_s for layer in residency.stats.layers]
+    assert all(seconds > 0 for seconds in waited[:2])
+    for layer in residency.stats.layers:
+        layer.waited_s = 0.0
+    assert residency.stats.layers == [
+        LayerStatistics(requests=6, hits=1, misses=5, evicted=1, bytes_moved=5 * block),
+        LayerStatistics(
+            requests=4, hits=3, misses=1, evicted=1, prefetched=2, prefetched_used=2, prefetched_in_time=1, dropped=1,
+            bytes_moved=3 * block,
+        ),
+        LayerStatistics(),
+        LayerStatistics(),
+    ]  # fmt: skip
+    assert link.bytes_moved == 8 * block == residency.stats.total.bytes_moved
+    assert residency.stats.hit_rate == 4 / 10
+    assert residency.stats.as_dict()["per_layer"][1]["dropped"] == 1
+    residency.stats.reset()
+    assert residency.stats.total == LayerStatistics()
+
+
+def test_misses_go_before_forecasts_and_promote_them() -> None:
+    residency, link = _residency(8)
+    residency.prefetch([8, 9, 10])
+    residency.settle(1, [9, 11])
+    residency.request([9, 11])
+    assert link.submitted == [(8, "forecast"), (9, "forecast"), (10, "forecast"), (11, "urgent")]
+    assert [copy.key for copy in link.queue if copy.urgent] == [9, 11]
+    assert [copy.key for copy in link.queue] == [9, 11], "8 and 10 are useless now"
+
+
+def test_nothing_needed_is_given_up() -> None:
+    """Three slots: 0.0 runs, 1.1 is forecast and has arrived, 1.2 is forecast and queued."""
+    residency, link = _residency(3)
+    residency.request([0])
+    residency.wait([0])
+    residency.prefetch([9])
+    link.arrive()
+    residency.prefetch([10])
+    residency.prefetch([11])
+    assert residency.pool.state(residency.pool.slot_of(0) or 0) is SlotState.IN_USE
+    assert not residency.holds(11), "no room for a further forecast"
+    residency.request([1])
+    assert sorted(residency.pool.resident()) == [0, 1, 9], "the queued prefetch goes first"
+    residency.wait([1])
+    residency.request([2])
+    assert sorted(residency.pool.resident()) == [0, 1, 2], "then the arrived one, never what runs"
+
+
+def test_a_copy_under_way_is_waited_for_when_nothing_else_is_left() -> None:
+    residency, link = _residency(2)
+    residency.request([0])
+    residency.wait([0])
+    residency.prefetch([9])
+    link.start(link.queue[0])
+    residency.request([1])
+    assert link.copies == 2, "9 had to arrive before its slot could be given to 1"
+    assert sorted(residency.pool.resident()) == [0, 1]
+
+
+def test_without_cache_slots_are_given_back() -> None:
+    residency, link = _residency(6, keep=False)
+    residency.prefetch([8, 9, 10])
+    link.arrive(2)
+    link.start(link.queue[0])
+    _run(residency, 1, [1, 2])
+    assert residency.pool.resident() == [], "8 was never used, 9 and 10 were"
+    _run(residency, 1, [1, 2])
+    assert residency.stats.layers[1].misses == 2
+    assert residency.pool.free_count == 6
+
+
+def test_a_failed_copy_gives_its_slot_back() -> None:
+    residency, link = _residency(4)
+    residency.prefetch([8])
+    link.queue[0].error = OSError("lost")
+    link.arrive()
+    residency.settle(1, [0])
+    assert residency.pool.resident() == [], "a failed prefetch is forgotten"
+    residency.request([8])
+    link.queue[0].error = OSError("lost again")
+    with pytest.raises(OSError, match="lost again"):
+        residency.wait([8])
+    assert residency.pool.free_count == 4
+    _run(residency, 1, [0])
+
+
+def test_abandon_unpins() -> None:
+    residency, _ = _residency(4)
+    residency.request([0, 1])
+    residency.wait([0])
+    residency.prefetch([8])
+    residency.abandon()
+    assert residency.pool.state(residency.pool.slot_of(0) or 0) is SlotState.READY
+    assert not residency.holds(8)
+    _run(residency, 2, [1, 2, 3, 4])
+
+
+def _experts(selection: str, forecast: Forecast) -> list[int]:
+    policy = PREFETCH.choose(selection).make(CacheShape(layers=4, experts=8, top_k=2, slots=8))
+    return policy.experts(Wanted(forecast, forecast.topk_ids_TK.tolist(), forecast.topk_weights_TK.tolist()), None)
+
+
+def test_prefetch_order() -> None:
+    """Ids by weight summed over tokens; with overfetch also those next by probability."""
+    logits_TE = torch.tensor([[5.0, 4.0, 3.0, 0, 0, 0, 0, 0], [0, 4.0, 0, 0, 2.0, 0, 0, 6.0]])
+    forecast = Forecast(
+        layer=2,
+        logits_TE=logits_TE,
+        topk_ids_TK=torch.tensor([[0, 1], [7, 1]]),
+        topk_weights_TK=torch.tensor([[0.7, 0.3], [0.4, 0.5]]),
+    )
+    assert _experts("top_k", forecast) == [1, 0, 7]
+    assert _experts("top_k:overfetch=1.5", forecast) == [1, 0, 7, 2, 4]
+    with pytest.raises(ExpertcastError):
+        PREFETCH.choose("top_k:overfetch=0.9")

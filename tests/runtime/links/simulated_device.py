@@ -1,0 +1,129 @@
+"""CUDA's rules for streams, events and asynchronous copies, executed in host memory in any order they allow.
+
+Each stream is a queue; a step runs the head of one whose waits are met. Which one is drawn at random, so that
+whatever the links do not order by an event happens in the wrong order sooner or later. An event that was recorded
+again means the newer record to those who ask later, the old one to those who wait already.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+class SimulatedStream:
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.device = device
+        self.queue: deque[tuple[Callable[[], bool], Callable[[], Any]]] = deque()
+        device.streams.append(self)
+
+    def push(self, run: Callable[[], Any], ready: Callable[[], bool] = lambda: True) -> None:
+        self.queue.append((ready, run))
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        record = event.record_made
+        self.push(lambda: None, lambda: record is None or record.time is not None)
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        event = SimulatedEvent(other.device)
+        event.record(other)
+        self.wait_event(event)
+
+    def synchronize(self) -> None:
+        self.device.run_until(lambda: not self.queue)
+
+
+class _Record:
+    time: float | None = None
+
+
+class SimulatedEvent:
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.device = device
+        self.record_made: _Record | None = None
+
+    def record(self, stream: SimulatedStream) -> None:
+        record = self.record_made = _Record()
+        stream.push(lambda: setattr(record, "time", self.device.clock))
+
+    def query(self) -> bool:
+        self.device.steps(self.device.random.randrange(3))
+        return self.record_made is None or self.record_made.time is not None
+
+    def synchronize(self) -> None:
+        self.device.run_until(lambda: self.record_made is None or self.record_made.time is not None)
+
+    def elapsed_time(self, later: SimulatedEvent) -> float:
+        assert self.record_made is not None
+        assert later.record_made is not None
+        assert self.record_made.time is not None, "the event has not been reached"
+        assert later.record_made.time is not None, "the event has not been reached"
+        return (later.record_made.time - self.record_made.time) * 1e3
+
+
+class SimulatedDevice:
+    """Stands for :class:`expertcast.runtime.links.driver.CudaDevice`; host addresses in place of the device's."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.device = torch.device("cpu")
+        self.random = random.Random(seed)
+        self.streams: list[SimulatedStream] = []
+        self.clock = 0.0
+        self.events = 0
+        self.fail_next_copy = False
+        self.compute = SimulatedStream(self)
+
+    def new_stream(self, priority: int = 0) -> SimulatedStream:
+        del priority
+        return SimulatedStream(self)
+
+    def current_stream(self) -> SimulatedStream:
+        return self.compute
+
+    def new_event(self, *, timing: bool = False) -> SimulatedEvent:
+        del timing
+        self.events += 1
+        return SimulatedEvent(self)
+
+    def use(self, stream: SimulatedStream) -> AbstractContextManager[None]:
+        del stream
+        return nullcontext()
+
+    def capturing(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        self.run_until(lambda: not any(stream.queue for stream in self.streams))
+
+    def to_device(self, target: int, source: int, size: int, stream: SimulatedStream) -> None:
+        """Two halves, so that a reader between them finds a torn block."""
+        if self.fail_next_copy:
+            self.fail_next_copy = False
+            raise RuntimeError("copy refused")
+        half = size // 2
+        stream.push(lambda: ctypes.memmove(target, source, half))
+        stream.push(lambda: ctypes.memmove(target + half, source + half, size - half))
+
+    to_host = to_device
+
+    def steps(self, count: int) -> None:
+        """Up to `count` queued operations run."""
+        for _ in range(count):
+            ready = [stream for stream in self.streams if stream.queue and stream.queue[0][0]()]
+            if not ready:
+                return
+            self.clock += 1e-6
+            _, run = self.random.choice(ready).queue.popleft()
+            run()
+
+    def run_until(self, reached: Callable[[], bool]) -> None:
+        while not reached():
+            before = self.clock
+            self.steps(1)
+            assert self.clock > before, "deadlock: every stream waits"

@@ -1,0 +1,169 @@
+"""The copy engine's link on a real device: bytes, order between streams, and what the host does not wait for.
+
+The simulation in test_link_cuda.py tries every order; here are the same rules on hardware.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from expertcast.runtime import CudaLink
+from expertcast.runtime.links.driver import CudaDevice
+from expertcast.runtime.links.readback import Readback
+from expertcast.runtime.recording.recorder import Recorder
+from tests.runtime.links.cuda_helpers import LONG, MARKS, attached, holds
+
+pytestmark = MARKS
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_every_block_arrives(pinned: bool) -> None:
+    link = CudaLink(window=2)
+    store, pool = attached(link, pinned=pinned)
+    assert all(store.pinned_layers) is pinned
+    for first in (0, 12):
+        copies = [link.submit(first + slot, slot, urgent=slot % 3 == 0) for slot in range(12)]
+        for copy in copies:
+            link.wait(copy)
+        assert all(holds(pool, store, slot, first + slot) for slot in range(12))
+        link.mark_read(list(range(12)))
+    link.synchronize()
+    assert link.copies == 24
+    assert link.bytes_moved == 24 * store.layout.block_bytes
+    assert link.busy_s > 0
+    link.close()
+
+
+def test_the_drivers_copy_is_torchs() -> None:
+    link = CudaLink()
+    store, pool = attached(link)
+    link.wait(link.submit(7, 0, urgent=True))
+    pool.block(1).copy_(store.block(7), non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(pool.block(0), pool.block(1))
+    link.close()
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_slot_is_not_overwritten_while_it_is_read(marked: bool) -> None:
+    """Without the mark it is: the test can fail."""
+    link = CudaLink()
+    store, pool = attached(link)
+    link.wait(link.submit(0, 0, urgent=True))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    read = pool.block(0).clone()
+    if marked:
+        link.mark_read([0])
+    copy = link.submit(9, 0, urgent=True)
+    assert torch.equal(read.cpu(), store.block(0 if marked else 9))
+    link.wait(copy)
+    assert holds(pool, store, 0, 9)
+    link.close()
+
+
+@pytest.mark.parametrize("waited", [True, False])
+def test_compute_waits_for_the_copy_and_the_host_does_not(waited: bool) -> None:
+    link = CudaLink()
+    store, pool = attached(link)
+    with torch.cuda.stream(link._stream):
+        torch.cuda._sleep(LONG)
+    copy = link.submit(5, 0, urgent=True)
+    if waited:
+        link.wait(copy)
+    read = pool.block(0).clone()
+    assert not link.poll(copy), "the host came here before the copy was done"
+    expected = store.block(5) if waited else torch.zeros_like(store.block(5))
+    assert torch.equal(read.cpu(), expected)
+    link.close()
+
+
+def test_compute_on_another_stream() -> None:
+    link = CudaLink()
+    store, pool = attached(link)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for key in range(20):
+            link.wait(link.submit(key, 0, urgent=True))
+            torch.cuda._sleep(100_000)
+            read = pool.block(0).clone()
+            link.mark_read([0])
+            assert torch.equal(read.cpu(), store.block(key))
+    link.close()
+
+
+def test_queued_forecasts_can_be_dropped_and_overtaken() -> None:
+    link = CudaLink(window=1)
+    store, pool = attached(link)
+    with torch.cuda.stream(link._stream):
+        torch.cuda._sleep(LONG)
+    copies = [link.submit(key, key, urgent=False) for key in range(4)]
+    assert [copy.started for copy in copies] == [True, False, False, False]
+    assert link.cancel(copies[1])
+    urgent = link.submit(20, 8, urgent=True)
+    link.promote(copies[3])
+    for copy in (copies[0], urgent, copies[3]):
+        link.wait(copy)
+    torch.cuda.synchronize()
+    link.progress()
+    assert copies[2].started
+    link.synchronize()
+    assert link.copies == 4
+    assert [holds(pool, store, slot, key) for slot, key in ((0, 0), (2, 2), (3, 3), (8, 20))] == [True] * 4
+    assert not pool.block(1).any()
+    link.close()
+
+
+def test_copies_are_on_the_recorders_clock() -> None:
+    link, recorder = CudaLink(), Recorder("cuda")
+    link.recorder = recorder
+    attached(link)
+    recorder.step_start()
+    for key in range(6):
+        link.wait(link.submit(key, key, urgent=True))
+    torch.cuda._sleep(1000)
+    recorder.step_end()
+    link.synchronize()
+    (step,) = recorder.spans()
+    spans = recorder.copies()
+    assert [span.key for span in spans] == list(range(6))
+    assert all(step.start <= span.start < span.end <= step.end for span in spans)
+    assert sum(span.seconds for span in spans) == pytest.approx(link.busy_s, abs=1e-4)
+    link.close()
+
+
+class TestReadback:
+    def test_values_of_a_late_kernel(self) -> None:
+        readback = Readback("cuda")
+        ids_TK = torch.zeros(2, 4, dtype=torch.int64, device="cuda")
+        torch.cuda._sleep(LONG)
+        ids_TK.copy_(torch.arange(8, device="cuda").view(2, 4))
+        pending = readback.start(ids_TK)
+        torch.cuda._sleep(10 * LONG)  # later kernels are not waited for
+        running = torch.cuda.Event()
+        running.record()
+        assert pending.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert not running.query()
+
+    def test_more_than_the_ring_holds(self) -> None:
+        readback = Readback("cuda")
+        pending = [readback.start(torch.full((1 + step % 5, 8), step, device="cuda")) for step in range(100)]
+        large = torch.arange(9000, device="cuda").view(-1, 9)
+        assert readback.start(large).tolist() == large.tolist()
+        for step, entry in enumerate(pending):
+            assert entry.tolist() == [[step] * 8] * (1 + step % 5)
+
+
+def test_a_refused_copy_is_one_line() -> None:
+    with pytest.raises(ValueError, match="the CUDA driver refused a copy"):
+        CudaDevice(torch.device("cuda")).to_device(0, 0, 1 << 50, torch.cuda.Stream())
+
+
+def test_addresses_are_those_of_page_locked_memory_only() -> None:
+    device = CudaDevice(torch.device("cuda"))
+    locked = torch.zeros(512, dtype=torch.uint8, pin_memory=True)
+    start = device.address_of(locked.data_ptr())
+    assert start is not None
+    assert device.address_of(locked[256:].data_ptr()) == start + 256
+    assert device.address_of(torch.zeros(512).data_ptr()) is None

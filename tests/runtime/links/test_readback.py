@@ -1,0 +1,99 @@
+"""Values read back are those that the producing stream wrote, whatever else runs meanwhile."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from expertcast.runtime.links.driver import CudaDevice
+from expertcast.runtime.links.readback import Pending, Readback
+from expertcast.runtime.links.upload import Upload
+from tests.runtime.links.simulated_device import SimulatedDevice
+
+
+def _simulated(seed: int = 0) -> tuple[Readback, SimulatedDevice]:
+    readback, device = Readback("cpu"), SimulatedDevice(seed)
+    readback._open(cast(CudaDevice, device))
+    return readback, device
+
+
+def _produced(device: SimulatedDevice, values: Tensor) -> Tensor:
+    """A tensor that the compute stream fills some time later."""
+    made = torch.full_like(values, -1)
+    device.compute.push(lambda: made.copy_(values))
+    return made
+
+
+def test_on_the_cpu_values_come_at_once() -> None:
+    ids_TK = torch.tensor([[3, 1], [0, 2]])
+    assert Readback("cpu").start(ids_TK).tolist() == [[3, 1], [0, 2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32])
+def test_copy_waits_for_the_stream_that_makes_the_tensor(dtype: torch.dtype) -> None:
+    for seed in range(20):
+        readback, device = _simulated(seed)
+        values = torch.arange(8).to(dtype).view(2, 4)
+        pending = readback.start(_produced(device, values))
+        assert pending.tolist() == values.tolist()
+        assert pending.tolist() == values.tolist()
+
+
+def test_tolist_waits_for_its_own_copy_only() -> None:
+    readback, device = _simulated()
+    pending = readback.start(_produced(device, torch.tensor([7])))
+    later: list[int] = []
+    device.compute.push(lambda: later.append(1), lambda: False)  # kernels that never end
+    assert pending.tolist() == [7]
+    assert not later
+
+
+def test_ring_comes_round_to_values_nobody_has_read() -> None:
+    readback, device = _simulated()
+    order = random.Random(3)
+    expected, pending = [], []
+    for step in range(150):
+        values = torch.arange(1 + step % 7) + step
+        expected.append(values.tolist())
+        pending.append(readback.start(_produced(device, values)))
+        if step % 5 == 0:
+            assert pending[order.randrange(len(pending))].tolist() is not None
+    assert [entry.tolist() for entry in pending] == expected
+    assert device.events == 2 * len(readback._ring)
+
+
+def test_more_than_an_entry_holds_and_strided_values() -> None:
+    readback, device = _simulated()
+    large = torch.arange(40_000).view(5000, 8)
+    pending: list[Pending] = [readback.start(_produced(device, large)) for _ in range(3)]
+    assert all(entry.tolist() == large.tolist() for entry in pending)
+    assert readback.start(large[:3, ::2]).tolist() == large[:3, ::2].tolist()
+
+
+def test_an_uploads_buffer_outlives_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first forward may run in inference_mode and the next, as `generate` does, in no_grad."""
+    device = SimulatedDevice()
+    monkeypatch.setattr(torch.cuda, "Event", device.new_event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: device.compute)
+    upload = Upload(torch.device("cpu"), capacity=1)
+    upload._cuda = True
+    with torch.inference_mode():
+        assert upload.send([3, 4]).tolist() == [3, 4]
+    with torch.no_grad():
+        assert upload.send([5]).tolist() == [5]
+    assert device.events == 1
+
+
+def test_values_would_be_wrong_without_the_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulation shows a copy that does not wait: the tests above can fail."""
+    wrong: list[Any] = []
+    for seed in range(20):
+        readback, device = _simulated(seed)
+        for entry in readback._ring:
+            monkeypatch.setattr(entry._stream, "wait_event", lambda _event: None)
+        wrong.append(readback.start(_produced(device, torch.tensor([7]))).tolist() != [7])
+    assert any(wrong)

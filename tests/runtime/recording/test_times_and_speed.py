@@ -1,0 +1,137 @@
+"""Link speed and layer times: hand-made spans with known answers, and short runs of the reference model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime.links.emulated import EmulatedLink
+from expertcast.runtime.links.speed import link_speed
+from expertcast.runtime.offloaded import offload
+from expertcast.runtime.recording.layer_times import copy_seconds, forecast_seconds, wait_seconds
+from expertcast.runtime.recording.layer_times import layer_times as times_of
+from expertcast.runtime.recording.recorder import Recorder, Span
+from tests.runtime.links.manual import ManualLink
+from tests.runtime.made import MadeRecorder, record, spans_of
+
+
+def _layer(layer: int, scale: float, wait: float, *, forecast: float = 0.0) -> list[tuple[str, int, float]]:
+    """The states that the engine goes through at one layer."""
+    return [
+        ("compute", layer, 4.0 * scale),  # attention, router
+        ("policy", layer, 0.25 * scale),  # request
+        ("forecast", layer, forecast),
+        ("policy", layer, 0.125 * scale),  # prefetch
+        ("compute", layer, 0.5 * scale),
+        ("policy", layer, 0.0625 * scale),
+        ("wait", layer, wait),
+        ("compute", layer, 2.0 * scale),  # experts
+        ("policy", layer, 0.5 * scale),  # release
+    ]
+
+
+def _step(step: int, wait: float, slowed: float = 1.0) -> list[Span]:
+    states = _layer(0, slowed, wait, forecast=slowed) + _layer(1, 2.0 * slowed, 2.0 * wait)
+    return spans_of([*states, ("compute", 2, 3.0 * slowed)], step=step, start=100.0 * step)
+
+
+def test_layer_times() -> None:
+    times = times_of(MadeRecorder([*_step(0, 5.0), *_step(1, 0.0), *_step(2, 50.0)]))
+    assert times.before_s == [4.0, 8.0]
+    assert times.request_s == [0.25, 0.5]
+    assert times.forecast_s == [1.0, 0.0]
+    assert times.prefetch_s == [0.125, 0.25]
+    assert times.launch_s == [0.5625, 1.125]
+    assert times.experts_s == [2.5, 5.0]
+    assert times.tail_s == 3.0
+    assert times.compute_s == [8.4375, 14.875 + 3.0]
+
+
+def test_one_slow_step_counts_for_nothing() -> None:
+    quiet = [*_step(0, 1.0), *_step(1, 1.0)]
+    assert times_of(MadeRecorder([*quiet, *_step(2, 1.0, slowed=9.0)])) == times_of(MadeRecorder(quiet))
+
+
+def test_disturbances_here_and_there_add_up_to_the_median_step() -> None:
+    """Each step is slow at another layer: every layer's median is quiet, no step is."""
+    steps = []
+    for step in range(3):
+        seconds = [30.0 if layer == step else 10.0 for layer in range(3)]
+        steps += spans_of([("compute", layer, seconds[layer]) for layer in range(3)] + [("compute", 3, 0.0)], step=step)
+    assert times_of(MadeRecorder(steps)).compute_s == pytest.approx([50 / 3] * 3)
+
+
+def test_other_numbers_of_a_run() -> None:
+    copies = [Span("copy", 0, start, start + seconds, -1) for start, seconds in ((0, 1.0), (5, 3.0), (9, 4.0))]
+    recorder = MadeRecorder([*_step(0, 5.0), *_step(1, 1.0)], copies)
+    assert wait_seconds(recorder) == [3.0, 6.0]
+    assert forecast_seconds(recorder) == 1.0
+    assert copy_seconds(recorder) == 3.0
+    with pytest.raises(ExpertcastError, match="nothing was recorded"):
+        times_of(MadeRecorder([]))
+
+
+def test_recorded_decoding_leaves_the_prefill_out(reference_model: PreTrainedModel, one: dict[str, Any]) -> None:
+    recorder = Recorder()
+    with offload(reference_model, bandwidth=1e9, slots=100, predictor="next_norm", recorder=recorder) as offloaded:
+        seconds = record(offloaded, one["input_ids"], 5)
+        stats = offloaded.stats.total
+    assert len(seconds) == len(recorder.steps()) == 4
+    assert (stats.steps, stats.requests) == (4 * 12, 4 * 12 * 4)
+    times = times_of(recorder)
+    assert len(times.compute_s) == 12
+    assert min(times.before_s + times.experts_s) > 0
+    assert sum(times.compute_s) < max(seconds)
+    assert times.forecast_s[11] < forecast_seconds(recorder) < max(seconds)  # nothing follows the last layer
+    assert copy_seconds(recorder) == pytest.approx(36864 / 1e9)
+
+
+@pytest.mark.parametrize("latency", [0.0, 2e-3])
+def test_speed_of_the_emulated_link(reference_model: PreTrainedModel, one: dict[str, Any], latency: float) -> None:
+    """The link cannot be faster than it was told to be, and the run does not notice the measurement."""
+    with offload(reference_model, bandwidth=5e7, latency=latency, slots=60, recorder=Recorder()) as offloaded:
+        record(offloaded, one["input_ids"], 2)
+        before, counted = offloaded.pool.block(0).clone(), offloaded.link.bytes_moved
+        speed = link_speed(offloaded.link, offloaded.store)
+        assert offloaded.link.bytes_moved == counted
+        assert torch.equal(offloaded.pool.block(0), before)
+        record(offloaded, one["input_ids"], 2)
+    assert speed.latency_s == latency
+    assert speed.copy_s >= latency + 36864 / 5e7
+    assert speed.rate == pytest.approx(36864 / speed.copy_s)
+
+
+def test_speed_of_the_instant_link(reference_model: PreTrainedModel) -> None:
+    with offload(reference_model, link="instant") as offloaded:
+        assert link_speed(offloaded.link, offloaded.store).rate > 1e6
+
+
+def test_speed_of_an_unknown_link(reference_model: PreTrainedModel) -> None:
+    with (
+        offload(reference_model, link=ManualLink()) as offloaded,
+        pytest.raises(ExpertcastError, match="link 'manual' cannot be measured"),
+    ):
+        link_speed(offloaded.link, offloaded.store)
+
+
+def test_a_link_that_is_given_as_an_object(reference_model: PreTrainedModel) -> None:
+    with offload(reference_model, link=EmulatedLink(1e8)) as offloaded:
+        assert 0 < link_speed(offloaded.link, offloaded.store).rate <= 1e8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_speed_of_a_cuda_link(reference_model: PreTrainedModel) -> None:
+    reference_model.to("cuda")
+    try:
+        with offload(reference_model) as offloaded:
+            speed = link_speed(offloaded.link, offloaded.store)
+    finally:
+        reference_model.to("cpu")
+    assert speed.rate > 1e8
+    assert speed.copy_s >= 36864 / speed.rate / 2
+    assert speed.latency_s >= 0

@@ -1,0 +1,285 @@
+"""load_offloaded: bit for bit what from_pretrained and offload give, from every kind of checkpoint; clear refusals."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mxfp4Config, PreTrainedModel
+
+import expertcast
+from expertcast.data.models import REFERENCE, load_model
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime import OffloadedModel, load_offloaded, offload
+from expertcast.runtime.storage.disk_store import DiskStore
+from tests.families.models import CONFIGS, tiny_model
+from tests.runtime.conftest import assert_same, greedy
+
+IDS = {"input_ids": torch.tensor([[5, 9, 2, 77, 31]]), "attention_mask": torch.ones(1, 5, dtype=torch.long)}
+
+
+def _saved(family: str, folder: Path, **arguments: Any) -> str:
+    model = tiny_model(family)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder, **arguments)
+    return str(folder)
+
+
+def test_reference_model(reference_model: PreTrainedModel, one: dict[str, Tensor], four: dict[str, Tensor]) -> None:
+    with load_offloaded(REFERENCE, slots=60, predictor="next_norm") as offloaded:
+        for inputs in (one, four):
+            assert_same(greedy(offloaded, inputs, 6), greedy(reference_model, inputs, 6))
+        assert offloaded.view.fingerprint() == offload_fingerprint(reference_model)
+        assert not offloaded.model.training
+        assert offloaded.model.generation_config.to_dict() == reference_model.generation_config.to_dict()
+
+
+def offload_fingerprint(model: PreTrainedModel) -> str:
+    with offload(model) as offloaded:
+        return offloaded.view.fingerprint()
+
+
+@pytest.mark.parametrize("original", [True, False], ids=["as on the hub", "fused"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_families_and_checkpoint_styles(family: str, original: bool, tmp_path: Path) -> None:
+    """In the checkpoint's dtype and cast; every parameter and buffer outside the experts is that of from_pretrained."""
+    path = _saved(family, tmp_path / "model", save_original_format=original)
+    for dtype in ("auto", "fp32"):
+        model = load_model(path, dtype=dtype)
+        expected = greedy(model, IDS, 4)
+        others = {name: tensor for name, tensor in model.state_dict().items() if ".experts." not in name}
+        with load_offloaded(path, device="cpu", dtype=dtype, slots=7) as offloaded:
+            assert_same(greedy(offloaded, IDS, 4), expected)
+            own = dict(offloaded.model.named_parameters()) | dict(offloaded.model.named_buffers())
+            for name, tensor in others.items():
+                assert own[name].dtype == tensor.dtype, name
+                assert torch.equal(own[name], tensor), name
+            assert dict(model.named_buffers()).keys() == dict(offloaded.model.named_buffers()).keys()
+
+
+def test_checkpoint_styles_differ(tmp_path: Path) -> None:
+    """What the test above is for: one tensor per expert in one file, all experts in one tensor in the other."""
+    _saved("mixtral", tmp_path / "hub")
+    _saved("mixtral", tmp_path / "fused", save_original_format=False)
+    assert "model.layers.1.block_sparse_moe.experts.3.w1.weight" in load_file(tmp_path / "hub" / "model.safetensors")
+    assert "model.layers.1.mlp.experts.gate_up_proj" in load_file(tmp_path / "fused" / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_shards(family: str, tmp_path: Path) -> None:
+    path = _saved(family, tmp_path / "model", max_shard_size="100KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 3
+    expected = greedy(load_model(path), IDS, 4)
+    with load_offloaded(path, slots=5) as offloaded:
+        assert_same(greedy(offloaded, IDS, 4), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v2"])
+def test_on_disk(family: str, tmp_path: Path) -> None:
+    path = _saved(family, tmp_path / "model")
+    expected = greedy(load_model(path), IDS, 4)
+    folder = tmp_path / "store"
+    with load_offloaded(path, store="disk", store_folder=folder, slots=6, predictor="next_norm") as offloaded:
+        assert isinstance(offloaded.store, DiskStore)
+        assert_same(greedy(offloaded, IDS, 4), expected)
+    assert [entry.name for entry in folder.iterdir()] == ["experts.safetensors"]
+
+
+def test_disk_store_is_made_once_and_again_after_a_change(tmp_path: Path) -> None:
+    """The second load reads no expert from the checkpoint: the file is the same one."""
+    path = _saved("olmoe", tmp_path / "model")
+    folder = tmp_path / "store"
+
+    def load() -> tuple[tuple[Tensor, list[Tensor]], int]:
+        with load_offloaded(path, store="disk", store_folder=folder, slots=6) as offloaded:
+            return greedy(offloaded, IDS, 4), (folder / "experts.safetensors").stat().st_ino
+
+    first, inode = load()
+    second, same = load()
+    assert inode == same
+    assert_same(second, first)
+    tiny_model("olmoe", seed=1).save_pretrained(path)
+    with pytest.warns(UserWarning, match="is made again: it was made from other weights"):
+        third, other = load()
+    assert other != inode
+    assert_same(third, greedy(load_model(path), IDS, 4))
+    with (
+        pytest.warns(UserWarning, match="is made again"),
+        load_offloaded(path, dtype="fp32", store="disk", store_folder=folder, slots=6) as offloaded,
+    ):
+        assert_same(greedy(offloaded, IDS, 4), greedy(load_model(path, dtype="fp32"), IDS, 4))
+
+
+def test_mxfp4_experts_are_dequantised(tmp_path: Path) -> None:
+    """As transformers dequantises them when it is told to."""
+    config = copy.deepcopy(CONFIGS["gpt_oss"])
+    config.intermediate_size = 64
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inner, outer = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(256, (experts, outer, inner // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 126, (experts, outer, inner // 32), dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    resident = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
+    )
+    expected = greedy(resident.eval(), IDS, 4)
+    with load_offloaded(tmp_path, device="cpu", slots=6) as offloaded:
+        assert_same(greedy(offloaded, IDS, 4), expected)
+
+
+def test_close_frees_the_experts_for_good(tmp_path: Path) -> None:
+    path = _saved("gpt_oss", tmp_path / "model")
+    offloaded = load_offloaded(path, slots=5)
+    model = offloaded.model
+    offloaded.close()
+    offloaded.close()
+    line = "loaded offloaded and closed, its experts are freed: call load_offloaded again"
+    for use in (
+        lambda: offloaded.generate(**IDS),
+        lambda: offloaded(**IDS),
+        lambda: model(**IDS),
+        lambda: model.state_dict(),
+        lambda: model.save_pretrained(tmp_path / "copy"),
+        lambda: offload(model),
+    ):
+        with pytest.raises(ExpertcastError, match=line):
+            use()
+    assert all(parameter.is_meta for name, parameter in model.named_parameters() if ".experts." in name)
+
+
+def test_no_copy_of_the_experts_stays_in_the_model(tmp_path: Path) -> None:
+    with load_offloaded(_saved("qwen3_moe", tmp_path / "model"), slots=5) as offloaded:
+        pool = offloaded.pool.views
+        for layer in offloaded.view:
+            for name, parameter in layer.experts.named_parameters():
+                assert parameter.data_ptr() == pool[name].data_ptr()
+
+
+def test_it_is_exported_lazily() -> None:
+    assert expertcast.load_offloaded is load_offloaded
+    assert "load_offloaded" in expertcast.__all__
+
+
+def _dense(folder: Path) -> str:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def _edited(folder: Path, edit: Any) -> str:
+    _saved("qwen3_moe", folder)
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def _without(folder: Path) -> str:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if "layers.2.mlp.experts" in name and "down" in name]:
+            del tensors[name]
+
+    return _edited(folder, edit)
+
+
+def _one_expert_less(folder: Path) -> str:
+    return _edited(folder, lambda tensors: tensors.pop("model.layers.2.mlp.experts.4.down_proj.weight"))
+
+
+def _misshapen(folder: Path) -> str:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        name = "model.layers.1.mlp.experts.4.down_proj.weight"
+        tensors[name] = tensors[name][:, :8].contiguous()
+
+    return _edited(folder, edit)
+
+
+def _pickled(folder: Path) -> str:
+    path = _saved("qwen3_moe", folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    return path
+
+
+def _truncated(folder: Path) -> str:
+    path = _saved("qwen3_moe", folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    return path
+
+
+def _quantised(folder: Path) -> str:
+    path = _saved("gpt_oss", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "line"),
+    [
+        (str, {}, "cannot load model"),
+        (_pickled, {}, "has no model.safetensors: load it with transformers and save it"),
+        (_truncated, {}, "cannot read the weights of"),
+        (_dense, {}, "records no router_logits"),
+        (_quantised, {}, r"is quantised \(fp8\): load a checkpoint in bf16"),
+        (_without, {}, r"no weights for model\.layers\.2\.mlp\.experts\.down_proj: it is incomplete"),
+        (_one_expert_less, {}, r"layers\.2\.mlp\.experts\.down_proj is \[7, 32, 16\], the model's is \[8, 32, 16\]"),
+        (_misshapen, {}, r"layers\.1\.mlp\.experts\.down_proj is \[1, 32, 8\], the model's is \[1, 32, 16\]"),
+        (None, {"dtype": "int3"}, "unknown dtype 'int3': choose from auto, bf16"),
+        (None, {"store": "tape"}, "unknown store 'tape': choose from memory, disk"),
+        (None, {"store_folder": "x"}, "store_folder belongs to store='disk'"),
+        (None, {"device": "abacus"}, "unknown device 'abacus'"),
+        (None, {"device": "meta"}, "device 'meta' is not supported"),
+        (None, {"slots": 1}, "slots=1 is fewer than the 2 experts"),
+        (None, {"mode": "fast"}, "unknown mode 'fast'"),
+    ],
+)
+def test_bad_input_is_one_line(make: Any, arguments: dict[str, Any], line: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    path = make(folder) if make is not None else _saved("qwen3_moe", folder)
+    with pytest.raises(ExpertcastError, match=line) as caught:
+        load_offloaded(path, **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_cuda_where_there_is_none(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ExpertcastError, match="device 'cuda' is not available here: use 'cpu'"):
+        load_offloaded(REFERENCE, device="cuda")
+
+
+def test_more_experts_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("expertcast.runtime.loading.available_memory", lambda: 1000)
+    with pytest.raises(ExpertcastError, match="need 28311552 bytes of host memory and 1000 are available: use store="):
+        load_offloaded(REFERENCE)
+    with load_offloaded(REFERENCE, store="disk", slots=8) as offloaded:
+        assert isinstance(offloaded, OffloadedModel)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda(reference_tokenizer: Any) -> None:
+    inputs = dict(reference_tokenizer("The old man", return_tensors="pt").to("cuda"))
+    model = load_model(REFERENCE, device="cuda")
+    expected = greedy(model, inputs, 8)
+    for store in ("memory", "disk"):
+        with load_offloaded(REFERENCE, device="cuda", slots=60, store=store) as offloaded:
+            assert all(offloaded.store.pinned_layers) == (store == "memory")
+            assert_same(greedy(offloaded, inputs, 8), expected)
