@@ -1,6 +1,7 @@
 """Offloaded and speculative execution of `transformers` MoE models."""
 
 from expertcast.runtime.benchmarking.bench import benchmark
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.engine.speculation import speculate
 from expertcast.runtime.graph import GraphDecoder
 from expertcast.runtime.links.base import InstantLink, Link
@@ -8,7 +9,8 @@ from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.loading import load_offloaded
-from expertcast.runtime.offloaded import OffloadedModel, offload
+from expertcast.runtime.offloaded import OffloadedModel
+from expertcast.runtime.offloading import offload
 from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
 from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
 
@@ -20,6 +22,7 @@ __all__ = [
     "KernelLink",
     "LayerStatistics",
     "Link",
+    "OffloadConfig",
     "OffloadedModel",
     "QualityRun",
     "RunStatistics",

@@ -6,6 +6,8 @@ of the model once (until it is on its device).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,11 @@ from transformers.utils import logging
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import meta_model, resolve_model, torch_dtype
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.arguments import check_store, make_store
-from expertcast.runtime.offloaded import OffloadedModel, offload
+from expertcast.runtime.arguments import make_store
+from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.offloaded import OffloadedModel
+from expertcast.runtime.offloading import offload
+from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.storage.expert_sources import ExpertSources
 from expertcast.runtime.storage.host_memory import available_memory
 from expertcast.runtime.storage.safetensors_files import SafetensorsFiles
@@ -31,12 +36,12 @@ from expertcast.runtime.storage.store import ExpertStore
 
 def load_offloaded(
     model_id: str | Path,
+    config: OffloadConfig | None = None,
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
-    store: str = "memory",
-    store_folder: str | Path | None = None,
-    **arguments: Any,
+    observers: Sequence[Observer] = (),
+    **fields: object,
 ) -> OffloadedModel:
     """Load a model into its offloaded form without ever holding it whole.
 
@@ -47,10 +52,8 @@ def load_offloaded(
             MXFP4 (gpt-oss) are dequantised.
         device: where the model computes. None: the CUDA device where there is one, else the CPU.
         dtype: `auto`, `bf16`, `fp16`, `fp32` or a torch dtype. None is `auto`: what the model's configuration says.
-        store: `memory`, or `disk` for models larger than memory.
-        store_folder: with `disk`, where the packed experts are kept. A later load of the same files finds them there
-            and reads no expert again. Default: a temporary folder.
-        arguments: those of :func:`expertcast.offload`.
+        config, observers, fields: as for :func:`expertcast.offload`. With `store="disk"` the packed experts are kept in
+            `store_folder`: a later load of the same files finds them there and reads no expert again.
 
     Returns:
         An open offload. Its `close()` frees the experts for good: the model refuses forwards from then on.
@@ -59,7 +62,7 @@ def load_offloaded(
         ExpertcastError: no such model, no safetensors, no MoE, a quantised or incomplete checkpoint, not enough memory,
             an unknown dtype, device or store, or what :func:`expertcast.offload` refuses.
     """
-    check_store(store, store_folder)
+    config = OffloadConfig.of(config, fields)
     target, wanted = _device(device), _dtype(dtype)
     name = str(model_id)
     skeleton = meta_model(name)
@@ -72,12 +75,12 @@ def load_offloaded(
         model = _load_others(skeleton, sources, files, name).to(target)
         _put_placeholders(model, sources)
         fingerprint = f"{files.fingerprint()} {skeleton.dtype} transformers {transformers.__version__}"
-        made = make_store(store, store_folder, view, target, fingerprint)
+        made = make_store(config.store, config.store_folder, view, target, fingerprint)
         reader = _Reader(sources, len(view), name)
         try:
             made.source = reader
             _check_memory(made)
-            return offload(model, store=made, **arguments)
+            return offload(model, replace(config, store=made, store_folder=None), observers=observers)
         except BaseException:
             made.close()
             raise

@@ -36,6 +36,7 @@ from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.engine.taps import RouterCall
 from expertcast.runtime.links.base import Copy, Link
 from expertcast.runtime.policies import CacheShape, Policies
+from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -173,7 +174,7 @@ def build() -> tuple[Engine, Any, ListedForecasts, RunStatistics]:
     speculator = ListedForecasts(view, None)
     policies = Policies().make(CacheShape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, slots=SLOTS))
     flow = LayerFlow(Residency(pool, link, policies.eviction, stats, experts=EXPERTS), policies, view)
-    engine = Engine(flow, speculator, NoKernel(kernel_of(model), SLOTS))
+    engine = Engine(flow, speculator, NoKernel(kernel_of(model), SLOTS), Observer())
     for layer in view:
         engine.attach(layer)
     return engine, view, speculator, stats

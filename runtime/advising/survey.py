@@ -26,7 +26,7 @@ from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.links.speed import LinkSpeed, link_speed
-from expertcast.runtime.offloaded import offload
+from expertcast.runtime.offloading import offload
 from expertcast.runtime.recording.layer_times import LayerTimes, layer_times
 from expertcast.runtime.recording.recorder import Recorder
 
@@ -203,7 +203,7 @@ def _run(
     model: PreTrainedModel, view: MoEView, prompt_ids: Tensor, new_tokens: int, arguments: Mapping[str, Any]
 ) -> _Run:
     recorder = Recorder(prompt_ids.device)
-    with offload(model, recorder=recorder, **arguments) as offloaded:
+    with offload(model, observers=[recorder], **arguments) as offloaded:
         link = offloaded.link
         if isinstance(link, KernelLink):
             raise ExpertcastError("link 'kernel' decides on the device, where nothing can be surveyed: use link='cuda'")

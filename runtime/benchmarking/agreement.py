@@ -25,7 +25,7 @@ from expertcast.predictors.next_token_tracker import NextTokenTracker
 from expertcast.runtime.benchmarking.decoding import decode_greedily
 from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.links.base import Copy, Link
-from expertcast.runtime.offloaded import offload
+from expertcast.runtime.offloading import offload
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.recording.layer_times import LayerTimes, layer_times
 from expertcast.runtime.recording.recorder import Recorder
@@ -81,7 +81,7 @@ def measure(
     view, recorder = find_moe_layers(model), Recorder()
     arguments: dict[str, Any] = {"bandwidth": bandwidth, "latency": latency, "link": "emulated"}
     arguments |= {"predictor": predictor, "next_token": next_token}
-    with offload(model, policies=policies, slots=slots, recorder=recorder, **arguments) as offloaded:
+    with offload(model, policies=policies, slots=slots, observers=[recorder], **arguments) as offloaded:
         with _seen(offloaded.flow, len(view)) as seen, _expanding(offloaded.link) as expanding_s:
             decoding = decode_greedily(model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
         block_bytes = {FULL: offloaded.store.layout.block_bytes}

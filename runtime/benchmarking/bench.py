@@ -20,7 +20,8 @@ from expertcast.runtime.benchmarking.decoding import Decoding, balanced_bandwidt
 from expertcast.runtime.benchmarking.lent_store import LentStore
 from expertcast.runtime.engine.kernels import kernel_name
 from expertcast.runtime.links.speed import link_speed
-from expertcast.runtime.offloaded import OffloadedModel, offload
+from expertcast.runtime.offloaded import OffloadedModel
+from expertcast.runtime.offloading import offload
 from expertcast.runtime.recording.recorder import Recorder
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -131,7 +132,7 @@ def measure(
         for name, run in bench.runs.items():
             say(f"{prompt_ids.shape[1]} tokens, repetition {number + 1} of {repetitions}: {name}")
             run.recorder = Recorder(prompt_ids.device)
-            with offload(model, **run.arguments, recorder=run.recorder) as offloaded:
+            with offload(model, **run.arguments, observers=[run.recorder]) as offloaded:
                 run.repetitions.append(_repetition(model, offloaded, run.recorder, prompt_ids, new_tokens, layers))
                 run.slots = offloaded.pool.count
                 if bench.link_rate is None:
@@ -157,7 +158,7 @@ def decode_resident(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int)
 def layer_seconds(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, store: ExpertStore) -> float:
     """Seconds that one layer computes in a decode step when its experts are there; the last norm and head left out."""
     layers, recorder = len(find_moe_layers(model)), Recorder(prompt_ids.device)
-    with offload(model, cache=False, link="instant", store=store, recorder=recorder) as offloaded:
+    with offload(model, cache=False, link="instant", store=store, observers=[recorder]) as offloaded:
         decode_greedily(model, prompt_ids[:, :64], new_tokens, offloaded=offloaded, recorder=recorder)
         steps = step_times(recorder, layers)
     return statistics.median(sum(step.compute_L[:layers]) / layers for step in steps)

@@ -20,7 +20,7 @@ from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.engine.taps import RouterCall, capturing
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.policies.prefetch import PrefetchPolicy
-from expertcast.runtime.recording.recorder import Recorder, State
+from expertcast.runtime.recording.observer import Observer, State
 from expertcast.runtime.storage.slots import SlotPool
 
 
@@ -38,7 +38,7 @@ class DeviceEngine(Engine):
         speculator: Speculator,
         prefetch: PrefetchPolicy,
         kernel: SlotKernel,
-        recorder: Recorder | None = None,
+        observer: Observer,
         *,
         keep: bool = True,
     ) -> None:
@@ -48,7 +48,7 @@ class DeviceEngine(Engine):
         self._speculator = speculator
         self._prefetch_policy = prefetch
         self._kernel = kernel
-        self._recorder = recorder
+        self._observer = observer
         self._keep = keep
         self._experts = speculator.view.shape.experts
         self._pointers = {name: view.data_ptr() for name, view in pool.views.items()}
@@ -102,8 +102,8 @@ class DeviceEngine(Engine):
         return output_TD
 
     def _enter(self, state: State, layer: int) -> None:
-        if self._recorder is not None and not capturing():
-            self._recorder.enter(state, layer)
+        if not capturing():
+            self._observer.enter(state, layer)
 
     def _fits(self, ids_TK: Tensor) -> bool:
         return self._tables.width(ids_TK) <= self._pool.count

@@ -172,6 +172,7 @@ class LayerFlow:
         limit = self.residency.limit(layer)
         if layer < self._carry:
             self._carried[layer] = keys if len(keys) <= limit // 2 else []
+        self.residency.link.observer.needed(layer, keys)
         self.residency.settle(layer, keys)
         if self._pace is not None:
             experts = [key % self._experts for key in keys]

@@ -22,7 +22,7 @@ from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.engine.taps import RouterCall
 from expertcast.runtime.links.readback import Pending, Readback
 from expertcast.runtime.links.upload import Upload
-from expertcast.runtime.recording.recorder import Recorder, State
+from expertcast.runtime.recording.observer import Observer, State
 
 EXPERTS_NAME = "expertcast"
 """Name of our experts function in transformers' registry."""
@@ -57,13 +57,13 @@ class Engine:
         flow: LayerFlow,
         speculator: Speculator,
         kernel: SlotKernel,
-        recorder: Recorder | None = None,
+        observer: Observer,
     ) -> None:
         self._flow = flow
         self._residency = residency = flow.residency
         self._speculator = speculator
         self._kernel = kernel
-        self._recorder = recorder
+        self._observer = observer
         self._pool = residency.pool
         self._stats = residency.stats
         self._experts = speculator.view.shape.experts
@@ -124,6 +124,7 @@ class Engine:
         self._enter("policy", call.layer)
         executed = forecast_executed = self._speculator.executed(call)
         precision = None
+        self._observer.routed(call.layer, call.residual_TD, call.logits_TE)
         if self._flow.reads_logits:
             self._flow.see(call.layer, call.residual_TD, call.logits_TE, call.sequences)
         if self._flow.decides:
@@ -153,8 +154,7 @@ class Engine:
         return (decision.ids_TK, decision.weights_TK), decision.precision
 
     def _enter(self, state: State, layer: int) -> None:
-        if self._recorder is not None:
-            self._recorder.enter(state, layer)
+        self._observer.enter(state, layer)
 
     def _prefetch(self, layer: int) -> None:
         if self._forecast is not None:

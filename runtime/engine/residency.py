@@ -156,6 +156,7 @@ class Residency:
             return
         self._sweep(keys)
         slots, layer = self.pool.slots, keys[0] // self._experts
+        self.link.observer.asked(layer, keys)
         stats, policy = self.stats.layers[layer], self._policies[layer]
         held = [key for key in keys if key in slots]
         self._wanted.update(held)

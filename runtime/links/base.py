@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from expertcast.runtime.recording.recorder import Recorder
+from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -45,7 +45,7 @@ class Link(ABC):
         self.copies = 0
         self.busy_s = 0.0
         """Seconds in which a copy was under way."""
-        self.recorder: Recorder | None = None
+        self.observer = Observer()
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         """Called once, before the first copy."""
@@ -75,8 +75,10 @@ class Link(ABC):
 
         Called once, after :meth:`wait` or when the copy is done, with compute's stream the current one.
         """
+        start = time.perf_counter()
         self._pool.expand(copy.slot, self._store.copies(copy.precision))
         self.mark_read([copy.slot])  # it may be given up before anything else reads it
+        self.observer.expanded(copy.key, time.perf_counter() - start)
 
     def given_up(self) -> None:
         """An expert lost its slot to another one. The store keeps all weights: there is nothing to copy back."""
@@ -139,12 +141,11 @@ class Link(ABC):
         """Stop; no copy is under way afterwards. A second call does nothing."""
 
     def _count(self, copy: Copy, start: float, end: float) -> None:
-        """A copy has arrived; `start` and `end` in seconds of the recorder's clock."""
+        """A copy has arrived; `start` and `end` in seconds of the observer's clock."""
         self.bytes_moved += self.block_bytes(copy.precision)
         self.copies += 1
         self.busy_s += end - start
-        if self.recorder is not None:
-            self.recorder.copied(copy.key, copy.key // self._store.experts, start, end, copy.urgent)
+        self.observer.copied(copy.key, copy.key // self._store.experts, start, end, copy.urgent)
 
 
 class InstantLink(Link):

@@ -223,7 +223,7 @@ class CudaLink(Link):
         assert arrived is not None
         copy.done = True
         # the clock's numbers are single precision: a short time is exact only between two events close together
-        start = 0.0 if self.recorder is None else self.recorder.device_time(begun)
+        start = self.observer.device_time(begun)
         self._count(copy, start, start + begun.elapsed_time(arrived) / 1e3)
         copy.begun = copy.arrived = None
         self._timed.give(begun)

@@ -73,7 +73,7 @@ class KernelLink(Link):
         """Queue the copies behind everything the current stream has been given so far.
 
         Args:
-            layer, urgent: for the recorder, which gets one span per call.
+            layer, urgent: for the observer, which gets one span per call.
         """
         if self._stream is None:
             start = time.perf_counter()
@@ -161,13 +161,12 @@ class KernelLink(Link):
         """Count the times of calls that are over."""
         while self._timed and self._timed[0].arrived.query():  # type: ignore[no-untyped-call]
             timed = self._timed.popleft()
-            start = 0.0 if self.recorder is None else self.recorder.device_time(timed.begun)
+            start = self.observer.device_time(timed.begun)
             self._took(timed.layer, start, start + timed.begun.elapsed_time(timed.arrived) / 1e3, timed.urgent)
 
     def _took(self, layer: int, start: float, end: float, urgent: bool) -> None:
         self.busy_s += end - start
-        if self.recorder is not None:
-            self.recorder.copied(-1, layer, start, end, urgent)
+        self.observer.copied(-1, layer, start, end, urgent)
 
 
 class DeviceStatistics(RunStatistics):

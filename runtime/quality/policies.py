@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.runtime.links.base import InstantLink
-from expertcast.runtime.offloaded import offload
+from expertcast.runtime.offloading import offload
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.quality.divergence import Pass, Sums
 

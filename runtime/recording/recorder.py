@@ -10,12 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-State = Literal["compute", "forecast", "wait", "policy"]
-STATES: tuple[State, ...] = ("compute", "forecast", "wait", "policy")
+from expertcast.runtime.recording.observer import Observer, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +44,14 @@ class Span:
         return self.end - self.start
 
 
-class Recorder:
-    """Collects spans of one offloaded run; give it to :func:`expertcast.offload` as `recorder`.
+class Recorder(Observer):
+    """Collects spans of one offloaded run; give it to :func:`expertcast.offload` among `observers`.
 
     `step_start` and `step_end` come from whoever runs the forwards: time between two steps is nobody's.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.experts = 1
-        """E, set by whoever offloads a model."""
+        self._experts = 1
         self._device = torch.device(device)
         self._cuda = self._device.type == "cuda"
         self._marks: list[tuple[str, int, int, float | torch.cuda.Event]] = []
@@ -78,16 +75,16 @@ class Recorder:
         """The forward's last kernels have been launched."""
         self._mark("", -1)
 
+    def attached(self, experts: int) -> None:
+        self._experts = experts
+
     def enter(self, state: State, layer: int) -> None:
-        """From here on the compute stream is in `state`, for `layer`."""
         self._mark(state, layer)
 
     def copied(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
-        """A copy was under way from `start` to `end` (`time.perf_counter`, or :meth:`device_time` on CUDA)."""
-        self._copies.append(Span("copy", layer, start, end, -1, key, urgent, key % self.experts))
+        self._copies.append(Span("copy", layer, start, end, -1, key, urgent, key % self._experts))
 
     def device_time(self, event: torch.cuda.Event) -> float:
-        """Seconds of a finished CUDA event on this recorder's clock."""
         return float(self._base().elapsed_time(event)) / 1e3
 
     def spans(self) -> Sequence[Span]:

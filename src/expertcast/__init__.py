@@ -6,16 +6,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from expertcast.runtime.config import OffloadConfig
     from expertcast.runtime.loading import load_offloaded
-    from expertcast.runtime.offloaded import OffloadedModel, offload
+    from expertcast.runtime.offloaded import OffloadedModel
+    from expertcast.runtime.offloading import offload
 
 __version__ = "0.1.0"
-__all__ = ["OffloadedModel", "__version__", "load_offloaded", "offload"]
+__all__ = ["OffloadConfig", "OffloadedModel", "__version__", "load_offloaded", "offload"]
 
 _LAZY = {
+    "OffloadConfig": "expertcast.runtime.config",
     "OffloadedModel": "expertcast.runtime.offloaded",
     "load_offloaded": "expertcast.runtime.loading",
-    "offload": "expertcast.runtime.offloaded",
+    "offload": "expertcast.runtime.offloading",
 }
 
 

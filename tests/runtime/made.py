@@ -91,8 +91,6 @@ def made_survey(
     )
 
 
-def record(offloaded: OffloadedModel, prompt_ids: Tensor, new_tokens: int) -> list[float]:
-    """Decode into the recorder of an offloaded model; seconds of each decode step."""
-    return decode_greedily(
-        offloaded.model, prompt_ids, new_tokens, offloaded=offloaded, recorder=offloaded.recorder
-    ).steps_s
+def record(offloaded: OffloadedModel, prompt_ids: Tensor, new_tokens: int, recorder: Recorder) -> list[float]:
+    """Decode into a recorder that the offload was given; seconds of each decode step."""
+    return decode_greedily(offloaded.model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder).steps_s

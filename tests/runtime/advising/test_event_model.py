@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from expertcast.runtime.advising.event_model import Forecasts, Setting, Trace, calibrated, replay
 from expertcast.runtime.advising.observation import executed, observe, trace_of
-from expertcast.runtime.offloaded import offload
+from expertcast.runtime.offloading import offload
 from expertcast.runtime.recording.layer_times import LayerTimes
 from expertcast.runtime.recording.recorder import Recorder
 from tests.runtime.made import layer_times, perfect, record
@@ -240,11 +240,12 @@ def test_against_a_ticking_clock(seed: int, cache: bool) -> None:
 def test_replay_counts_what_the_run_counted(reference_model: PreTrainedModel, slots: int) -> None:
     """On demand, what is evicted does not depend on times; 56 slots make the prefill run in chunks."""
     ids = torch.arange(3, 4000, 9)[None]  # tokens of all kinds: more experts than slots in every layer
+    recorder = Recorder()
     with (
-        offload(reference_model, slots=slots, recorder=Recorder()) as offloaded,
+        offload(reference_model, slots=slots, observers=[recorder]) as offloaded,
         observe(offloaded.residency, 64) as forwards,
     ):
-        record(offloaded, ids, 8)
+        record(offloaded, ids, 8, recorder)
         stats = offloaded.stats.as_dict()
     chunked = max(len(keys) for keys in forwards[0].needed.values()) > slots
     assert chunked == (slots == 56)

@@ -231,7 +231,7 @@ def test_a_copy_that_fails_leaves_no_wrong_expert(
 
 def test_recorder_sees_states_and_copies(reference_fp32: PreTrainedModel, one: dict[str, Tensor]) -> None:
     recorder = Recorder()
-    with offload(reference_fp32, link="kernel", slots=96, predictor="next_norm", recorder=recorder) as offloaded:
+    with offload(reference_fp32, link="kernel", slots=96, predictor="next_norm", observers=[recorder]) as offloaded:
         recorder.step_start()
         offloaded(**one)
         recorder.step_end()

@@ -10,6 +10,7 @@ import torch
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import InstantLink
 from expertcast.runtime.arguments import make_link
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links import choice as device_choice
 from expertcast.runtime.links.base import Copy, Link
 from expertcast.runtime.links.choice import choose, fastest_link, misses_s
@@ -90,4 +91,4 @@ def test_auto_measures_on_cuda_only() -> None:
     assert isinstance(make_link("auto", "cpu", None, 0.0), InstantLink)
     assert isinstance(make_link("kernel", "cpu", None, 0.0), KernelLink)
     with pytest.raises(ExpertcastError, match="choose from auto, instant, emulated, cuda, kernel"):
-        make_link("pcie", "cpu", None, 0.0)
+        OffloadConfig(link="pcie")

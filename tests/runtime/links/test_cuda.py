@@ -180,8 +180,8 @@ def test_misses_overtake_queued_forecasts_and_those_follow_in_order() -> None:
 
 def test_events_are_used_again_and_every_copy_is_timed() -> None:
     link, pool = _attached(seed=1, window=2)
-    link.recorder = Recorder()
-    link.recorder.device_time = lambda event: cast(Any, event).record_made.time  # type: ignore[method-assign]
+    link.observer = Recorder()
+    link.observer.device_time = lambda event: cast(Any, event).record_made.time  # type: ignore[method-assign]
     _drive(1, link, pool, layers=20)
     link.progress()
     after_20 = link.device.events
@@ -189,7 +189,7 @@ def test_events_are_used_again_and_every_copy_is_timed() -> None:
     link.synchronize()
     assert link.device.events <= after_20 + 12  # as many as can be under way, not as many as there are copies
     assert link.bytes_moved == link.copies * LAYOUT.block_bytes
-    spans = link.recorder.copies()
+    spans = link.observer.copies()
     assert len(spans) == link.copies > 300
     assert sum(span.seconds for span in spans) == pytest.approx(link.busy_s)
     assert all(earlier.end <= later.start for earlier, later in pairwise(spans))

@@ -117,7 +117,7 @@ def test_queued_forecasts_can_be_dropped_and_overtaken() -> None:
 
 def test_copies_are_on_the_recorders_clock() -> None:
     link, recorder = CudaLink(), Recorder("cuda")
-    link.recorder = recorder
+    link.observer = recorder
     attached(link)
     recorder.step_start()
     for key in range(6):

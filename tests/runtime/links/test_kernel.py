@@ -145,10 +145,10 @@ def test_closing_lets_go_of_the_slots() -> None:
 
 def test_calls_are_timed_and_counted() -> None:
     link = _SimulatedLink(0)
-    link.recorder = Recorder()
-    link.recorder.device_time = lambda event: cast(Any, event).record_made.time  # type: ignore[method-assign]
+    link.observer = Recorder()
+    link.observer.device_time = lambda event: cast(Any, event).record_made.time  # type: ignore[method-assign]
     _drive(0, link)
-    spans = link.recorder.copies()
+    spans = link.observer.copies()
     assert len(spans) > 40
     assert {span.urgent for span in spans} == {True, False}
     assert sum(span.seconds for span in spans) == pytest.approx(link.busy_s)

@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.offloaded import offload
+from expertcast.runtime.offloading import offload
 from expertcast.runtime.recording.recorder import Recorder, Span
 from expertcast.runtime.recording.timeline import chrome_trace, draw_steps, write_timeline
 from tests.runtime.made import MadeRecorder, record, spans_of
@@ -36,9 +36,9 @@ def recorders(reference_model: PreTrainedModel, reference_tokenizer: Any) -> dic
     for name, arguments in (("on demand", {}), ("exact", {"predictor": "next_norm"})):
         recorder = found[name] = Recorder()
         with offload(
-            reference_model, slots=64, cache=False, bandwidth=5e7, recorder=recorder, **arguments
+            reference_model, slots=64, cache=False, bandwidth=5e7, observers=[recorder], **arguments
         ) as offloaded:
-            record(offloaded, ids, 5)
+            record(offloaded, ids, 5, recorder)
     return found
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.links.speed import link_speed
-from expertcast.runtime.offloaded import offload
+from expertcast.runtime.offloading import offload
 from expertcast.runtime.recording.layer_times import copy_seconds, forecast_seconds, wait_seconds
 from expertcast.runtime.recording.layer_times import layer_times as times_of
 from expertcast.runtime.recording.recorder import Recorder, Span
@@ -77,8 +77,8 @@ def test_other_numbers_of_a_run() -> None:
 
 def test_recorded_decoding_leaves_the_prefill_out(reference_model: PreTrainedModel, one: dict[str, Any]) -> None:
     recorder = Recorder()
-    with offload(reference_model, bandwidth=1e9, slots=100, predictor="next_norm", recorder=recorder) as offloaded:
-        seconds = record(offloaded, one["input_ids"], 5)
+    with offload(reference_model, bandwidth=1e9, slots=100, predictor="next_norm", observers=[recorder]) as offloaded:
+        seconds = record(offloaded, one["input_ids"], 5, recorder)
         stats = offloaded.stats.total
     assert len(seconds) == len(recorder.steps()) == 4
     assert (stats.steps, stats.requests) == (4 * 12, 4 * 12 * 4)
@@ -93,13 +93,14 @@ def test_recorded_decoding_leaves_the_prefill_out(reference_model: PreTrainedMod
 @pytest.mark.parametrize("latency", [0.0, 2e-3])
 def test_speed_of_the_emulated_link(reference_model: PreTrainedModel, one: dict[str, Any], latency: float) -> None:
     """The link cannot be faster than it was told to be, and the run does not notice the measurement."""
-    with offload(reference_model, bandwidth=5e7, latency=latency, slots=60, recorder=Recorder()) as offloaded:
-        record(offloaded, one["input_ids"], 2)
+    recorder = Recorder()
+    with offload(reference_model, bandwidth=5e7, latency=latency, slots=60, observers=[recorder]) as offloaded:
+        record(offloaded, one["input_ids"], 2, recorder)
         before, counted = offloaded.pool.block(0).clone(), offloaded.link.bytes_moved
         speed = link_speed(offloaded.link, offloaded.store)
         assert offloaded.link.bytes_moved == counted
         assert torch.equal(offloaded.pool.block(0), before)
-        record(offloaded, one["input_ids"], 2)
+        record(offloaded, one["input_ids"], 2, recorder)
     assert speed.latency_s == latency
     assert speed.copy_s >= latency + 36864 / 5e7
     assert speed.rate == pytest.approx(36864 / speed.copy_s)

@@ -1,0 +1,134 @@
+"""How a model is offloaded: every option once, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from expertcast.predictors import ExpertcastError, Predictor
+from expertcast.runtime.links.base import Link
+from expertcast.runtime.policies import PRESETS, Policies
+from expertcast.runtime.storage.store import ExpertStore
+
+MODES = ("exact", "speculate", "hybrid")
+STORES = ("memory", "disk")
+LINKS = ("auto", "instant", "emulated", "cuda", "kernel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """The options of :func:`expertcast.offload`, which takes them together as this or one by one as keywords.
+
+    Raises:
+        ExpertcastError: an unknown mode, link, store, preset or policy, or options that rule each other out.
+    """
+
+    predictor: str | Path | Predictor | None = None
+    """A checkpoint's folder, or the name of a predictor that needs no training; none loads experts on demand."""
+    mode: str = "exact"
+    """exact: forecasts only bring experts in early; speculate: they are executed; hybrid: at some layers."""
+    slots: int | None = None
+    """Experts that fit on the device (default: a quarter of all, without a cache three layers' worth of a token)."""
+    memory: str | int | None = None
+    """Device memory for experts instead of slots: bytes, or a text such as 2GB."""
+    cache: bool = True
+    """Keep experts until their slot is needed; false gives slots back as soon as a layer has run."""
+    bandwidth: float | None = None
+    """Bytes per second of the emulated link (CPU only)."""
+    latency: float = 0.0
+    """Seconds per copy of the emulated link."""
+    link: str | Link = "auto"
+    """auto, instant, emulated, cuda, or kernel (copies decided and made on the device); auto on CUDA measures both."""
+    policies: Policies | str | None = None
+    """Which experts are kept, loaded and dropped, or a preset's name (default: lru, the forecast's own, every miss)."""
+    next_token: str | Path | Predictor | None = None
+    """Checkpoint of a next_token predictor, for the eviction policy `forecast`."""
+    overfetch: float = 1.0
+    """Experts prefetched per token as a multiple of K; policies that are given say it themselves."""
+    ahead: int = 1
+    """Layers between a forecast and its target."""
+    layers: tuple[int, ...] | None = None
+    """With hybrid, the layers that execute their forecast (default: where recall@k is at least min_recall)."""
+    min_recall: float = 0.9
+    """With hybrid, the checkpoint's own recall@k from which a layer executes its forecast."""
+    true_weights: bool = False
+    """Executed forecasts get the true router's weights over the forecast's ids."""
+    speculate_prefill: bool = False
+    """Forecast and execute in prefill steps too; they are exact otherwise."""
+    store: str | ExpertStore = "memory"
+    """Where the experts lie: memory (page-locked for CUDA, as far as there is room), or disk (a mapped file)."""
+    store_folder: str | Path | None = None
+    """With disk, the folder of the file, one per model (default: a temporary one)."""
+
+    def __post_init__(self) -> None:
+        if self.layers is not None:
+            object.__setattr__(self, "layers", tuple(self.layers))
+        _check_choice("mode", self.mode, MODES)
+        _check_choice("store", self.store, STORES)
+        _check_choice("link", self.link, LINKS)
+        if self.slots is not None and self.memory is not None:
+            raise ExpertcastError("give slots or memory, not both")
+        if self.store_folder is not None and self.store != "disk":
+            raise ExpertcastError("store_folder belongs to store='disk': leave it out")
+        self.resolved_policies()
+
+    @classmethod
+    def of(cls, config: Self | None, fields: Mapping[str, object]) -> Self:
+        """A configuration with some fields changed; none is the default one.
+
+        Args:
+            config: what to begin with.
+            fields: values by field name.
+
+        Raises:
+            ExpertcastError: a field that does not exist, or as the class.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                raise ExpertcastError(f"unknown option {name!r}: choose from {', '.join(known)}")
+        return dataclasses.replace(config or cls(), **fields)  # type: ignore[arg-type]
+
+    @property
+    def on_demand(self) -> bool:
+        """Whether every expert is loaded when its layer asks for it."""
+        return self.predictor is None
+
+    def resolved_policies(self) -> Policies:
+        """The policies that a preset's name, or nothing, stands for.
+
+        Raises:
+            ExpertcastError: unknown preset, or `overfetch` beside policies that say what is prefetched.
+        """
+        if self.policies is None:
+            return Policies(prefetch=f"top_k:overfetch={self.overfetch}")
+        if self.overfetch != 1.0:
+            raise ExpertcastError(
+                "overfetch belongs to the policies here: give Policies(prefetch='top_k:overfetch=1.5')"
+            )
+        if isinstance(self.policies, Policies):
+            if self.policies.eviction.cls.offline:
+                raise ExpertcastError(
+                    f"eviction {self.policies.eviction.name!r} needs to know the future: run it with "
+                    "`expertcast simulate`"
+                )
+            return self.policies
+        if self.policies not in PRESETS:
+            raise ExpertcastError(
+                f"unknown preset {self.policies!r}: choose from {', '.join(PRESETS)}, or give Policies(...)"
+            )
+        return PRESETS[self.policies].policies
+
+    def resolved_predictor(self) -> str | Path | Predictor | None:
+        """What is given, else what the preset forecasts with."""
+        if self.predictor is None and isinstance(self.policies, str):
+            return PRESETS[self.policies].predictor
+        return self.predictor
+
+
+def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
+    if isinstance(value, str) and value not in known:
+        raise ExpertcastError(f"unknown {name} {value!r}: choose from {', '.join(known)}")

@@ -1,0 +1,93 @@
+"""expertcast.offload: a `transformers` MoE model whose experts live in host memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from expertcast.data.discovery import find_moe_layers
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime.arguments import (
+    executed_layers,
+    make_link,
+    make_store,
+    resolve_next_token,
+    resolve_predictor,
+    slot_count,
+)
+from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.engine.guards import refuse_shared
+from expertcast.runtime.engine.host import EXPERTS_NAME, Engine
+from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
+from expertcast.runtime.engine.speculation import Speculator
+from expertcast.runtime.offloaded import OffloadedModel
+from expertcast.runtime.recording.observer import Observer, Observers
+from expertcast.runtime.storage.store import ExpertStore
+
+
+def offload(
+    model: PreTrainedModel, config: OffloadConfig | None = None, *, observers: Sequence[Observer] = (), **fields: object
+) -> OffloadedModel:
+    """Move a model's experts to host memory and run it from a few slots.
+
+    Args:
+        model: a `transformers` model of a supported family, on the device that computes.
+        config: how; none is the default :class:`OffloadConfig`.
+        observers: are told what happens, such as a :class:`expertcast.runtime.recording.recorder.Recorder`.
+        fields: fields of :class:`OffloadConfig` that are other than in `config`, such as `predictor` or `slots`.
+
+    Returns:
+        An object that is also a context manager; `.model` is the model that was given.
+
+    Raises:
+        ExpertcastError: too few slots, an unknown option, mode, link or predictor, a predictor of another model, a
+            model that is offloaded already, has no weights or is not supported.
+    """
+    config = OffloadConfig.of(config, fields)
+    _refuse_offloaded(model)
+    refuse_shared(config.link, config.store, config.predictor)
+    view = find_moe_layers(model)
+    device = config.store.device if isinstance(config.store, ExpertStore) else ExpertStore.device_of(view)
+    policies = config.resolved_policies()
+    bound, checkpoint = resolve_predictor(config.resolved_predictor(), view)
+    if bound is not None:
+        if bound.looks != "layers":
+            raise ExpertcastError(f"{bound.name} forecasts tokens, not layers: give it as next_token=, not predictor=")
+        bound.to(device)
+    speculator = Speculator(
+        view,
+        bound,
+        layers=executed_layers(config.mode, config.layers, view, bound, checkpoint, config.min_recall),
+        true_weights=config.true_weights,
+        prefill=config.speculate_prefill,
+        ahead=config.ahead,
+    )
+    if config.mode == "exact" and (config.true_weights or config.layers is not None):
+        warnings.warn("layers and true_weights have no effect in mode 'exact'", stacklevel=2)
+    block_bytes = ExpertStore.block_bytes_of(view)
+    count = slot_count(view, block_bytes, config.slots, config.memory, config.cache, config.overfetch)
+    return OffloadedModel(
+        model,
+        view,
+        speculator,
+        slots=count,
+        link=make_link(config.link, device.type, config.bandwidth, config.latency, policies),
+        policies=policies,
+        next_token=resolve_next_token(config.next_token, view, policies, device),
+        cache=config.cache,
+        kernel_slots=SlotKernel(kernel_of(model), count),
+        store=make_store(config.store, config.store_folder, view, device),
+        observer=Observers(observers) if observers else Observer(),
+    )
+
+
+def _refuse_offloaded(model: PreTrainedModel) -> None:
+    if Engine.is_attached(model):
+        raise ExpertcastError("this model is offloaded already: close the other offload first")
+    if EXPERTS_NAME in model.get_experts_implementation().values():
+        raise ExpertcastError(
+            f"the model's config says {EXPERTS_NAME!r}, as that of an offloaded model does: give each model a config "
+            "of its own (copy.deepcopy), or set another experts implementation"
+        )
