@@ -5,23 +5,22 @@
 
 `package` is what is installed (predictors, data, training, runtime, checkpoints, src); `all` adds scripts and
 benchmarks. A function's lines are those from `def` to its end, its parameters are counted without `self`.
-A docstring is owed by every public module, class, function and method (no leading underscore anywhere on the way, no
-dunder, none nested in a function, no override of a documented method of a class in the same tree). An upward import is
-one of the fewest that would have to go for the rooms of the runtime (its folders, and each module beside them) to have
-an order.
+A docstring is owed by every public module, class, function and method (no underscore in front, none nested in a
+function, no override of a documented method); one of a function with four parameters or more names them all. An upward
+import is one of the fewest that would have to go for the rooms of the runtime (its folders, and each module beside
+them) to have an order.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import json
+import re
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +28,8 @@ PACKAGE = ("predictors", "data", "training", "runtime", "checkpoints", "src")
 BESIDE = ("scripts", "benchmarks")
 LONG_FILE = 250
 MANY_PARAMETERS = 8
+NAMED_FROM = 4
+"""Parameters from which a docstring names each."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -47,11 +48,10 @@ class Source:
         return self.path.split("/")[0]
 
 
-def main() -> int:
+def main() -> None:
     """Print a column per tree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trees", nargs="*", default=["."], help="revisions, or . for the working tree")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures there as well")
     parser.add_argument("--list", action="store_true", help="name the long files, long signatures and upward imports")
     args = parser.parse_args()
     root = Path(__file__).resolve().parents[1]
@@ -64,9 +64,6 @@ def main() -> int:
     if args.list:
         for tree, column in found.items():
             print(f"\n{tree}", *(f"  {line}" for line in column["named"]), sep="\n")
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
-    return 0
 
 
 def read(root: Path, tree: str) -> list[Source]:
@@ -85,15 +82,10 @@ def read(root: Path, tree: str) -> list[Source]:
 def _sources(root: Path, paths: list[str]) -> Iterator[Source]:
     for path in sorted(paths):
         file = root / path
-        if path.split("/")[0] not in PACKAGE + BESIDE or not file.is_file() or _through_link(root, path):
-            continue
-        text = file.read_text()
-        yield Source(path, text.count("\n"), ast.parse(text))
-
-
-def _through_link(root: Path, path: str) -> bool:
-    """Whether a file is seen a second time, through `src/expertcast/NAME`."""
-    return any((root / parent).is_symlink() for parent in Path(path).parents)
+        through_link = any((root / parent).is_symlink() for parent in Path(path).parents)  # src/expertcast/NAME
+        if path.split("/")[0] in PACKAGE + BESIDE and file.is_file() and not through_link:
+            text = file.read_text()
+            yield Source(path, text.count("\n"), ast.parse(text))
 
 
 def figures(sources: list[Source]) -> dict[str, dict[str, float] | list[str]]:
@@ -108,11 +100,17 @@ def figures(sources: list[Source]) -> dict[str, dict[str, float] | list[str]]:
         f"{count:>4} {source.path}: {node.name}"
         for source in sources
         for node in functions(source.tree)
-        if (count := parameters(node)) >= MANY_PARAMETERS
+        if (count := len(parameters(node))) >= MANY_PARAMETERS
     ]
     upward = upward_imports(package)
-    owed = owed_docstrings(sources)
-    bare = [name for name, has in owed.items() if not has]
+    owing = dict(owing_docstrings(sources))
+    bare = [name for name, node in owing.items() if not _text(node)]
+    many = {
+        name: unnamed_parameters(node)
+        for name, node in owing.items()
+        if isinstance(node, Function) and _text(node) and len(parameters(node)) >= NAMED_FROM
+    }
+    silent = [f"{name} does not name {', '.join(missing)}" for name, missing in many.items() if missing]
     column: dict[str, float] = {f"lines: {folder}": by_folder[folder] for folder in (*PACKAGE, *BESIDE)}
     column |= {
         "lines: package": sum(source.lines for source in package),
@@ -120,13 +118,14 @@ def figures(sources: list[Source]) -> dict[str, dict[str, float] | list[str]]:
         "files: runtime": sum(source.folder == "runtime" for source in sources),
         "function lines, median": statistics.median(lengths),
         "function lines, p90": lengths[int(0.9 * len(lengths))],
-        "public docstrings, %": round(100 * (1 - len(bare) / len(owed)), 1),
+        "public docstrings, %": round(100 * (1 - len(bare) / len(owing)), 1),
+        f"with {NAMED_FROM} parameters or more, naming all, %": round(100 * (1 - len(silent) / len(many)), 1),
         f"files over {LONG_FILE} lines": len(long_files),
         f"functions of {MANY_PARAMETERS} parameters or more": len(wide),
         "uses of Any": sum(uses_of_any(source.tree) for source in package),
         "upward imports in runtime": len(upward),
     }
-    named = [*long_files, *wide, *(f"   ^ {line}" for line in upward), *(f"     {name}" for name in bare)]
+    named = [*long_files, *wide, *(f"   ^ {line}" for line in upward), *(f"     {name}" for name in (*bare, *silent))]
     return {"figures": column, "named": named}
 
 
@@ -135,12 +134,12 @@ def functions(tree: ast.AST) -> list[Function]:
     return [node for node in ast.walk(tree) if isinstance(node, Function)]
 
 
-def parameters(node: Function) -> int:
+def parameters(node: Function) -> list[str]:
     """Parameters but `self` and `cls`; `*args` and `**kwargs` count as one each."""
     given = node.args
     names = [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
     names += [arg.arg for arg in (given.vararg, given.kwarg) if arg is not None]
-    return len([name for name in names if name not in ("self", "cls")])
+    return [name for name in names if name not in ("self", "cls")]
 
 
 def uses_of_any(tree: ast.AST) -> int:
@@ -148,38 +147,34 @@ def uses_of_any(tree: ast.AST) -> int:
     return sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree))
 
 
-def owed_docstrings(sources: list[Source]) -> dict[str, bool]:
-    """Whether it is there, by the name of each thing that owes one."""
-    documented: set[str] = set()
-    """Names of methods that some class of the tree documents: an override need not say it again."""
+def owing_docstrings(sources: list[Source]) -> Iterator[tuple[str, ast.Module | ast.ClassDef | Function]]:
+    """Everything public by name; overrides of methods that some class documents need not say it again."""
+    classes = [node for source in sources for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)]
+    documented = {each.name for node in classes for each in node.body if isinstance(each, Function) and _text(each)}
     for source in sources:
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.ClassDef):
-                documented.update(each.name for each in node.body if isinstance(each, Function) and _says(each))
-    found: dict[str, bool] = {}
-    for source in sources:
-        if any(part.startswith("_") and part != "__init__.py" for part in Path(source.path).parts):
-            continue
-        found[source.path] = _says(source.tree)
+        yield source.path, source.tree
         for node in source.tree.body:
-            found.update(_owed(node, source.path, documented, inherits=False))
-    return found
+            yield from _public(node, source.path, frozenset())
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                for each in node.body:
+                    yield from _public(each, f"{source.path}: {node.name}", documented if node.bases else frozenset())
 
 
-def _owed(node: ast.stmt, where: str, documented: set[str], *, inherits: bool) -> dict[str, bool]:
+def _public(node: ast.stmt, where: str, inherited: Set[str]) -> Iterator[tuple[str, ast.ClassDef | Function]]:
     if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
-        return {}
-    name = f"{where}: {node.name}"
-    if not isinstance(node, ast.ClassDef):
-        return {name: _says(node) or (inherits and node.name in documented)}
-    found = {name: _says(node)}
-    for each in node.body:
-        found.update(_owed(each, name, documented, inherits=bool(node.bases)))
-    return found
+        return
+    if _text(node) or node.name not in inherited:
+        yield f"{where}: {node.name}", node
 
 
-def _says(node: ast.Module | ast.ClassDef | Function) -> bool:
-    return ast.get_docstring(node) is not None
+def _text(node: ast.Module | ast.ClassDef | Function) -> str:
+    return ast.get_docstring(node) or ""
+
+
+def unnamed_parameters(node: Function) -> list[str]:
+    """Parameters that the docstring does not mention."""
+    words = set(re.findall(r"\w+", _text(node)))
+    return [name for name in parameters(node) if name not in words]
 
 
 def upward_imports(package: list[Source]) -> list[str]:
@@ -189,7 +184,7 @@ def upward_imports(package: list[Source]) -> list[str]:
         if source.folder != "runtime" or source.path == "runtime/__init__.py":
             continue
         for target in _runtime_imports(source.tree):
-            pair = _room(source.path.removeprefix("runtime/").removesuffix(".py").split("/")), _room(target)
+            pair = source.path.removesuffix(".py").split("/")[1], target[0]
             if pair[0] != pair[1]:
                 edges[pair].append(f"{source.path} imports {'.'.join(target)}")
     lines: list[str] = []
@@ -214,11 +209,6 @@ def _runtime_imports(tree: ast.Module) -> Iterator[list[str]]:
             parts = node.module.split(".")
             if parts[:2] == ["expertcast", "runtime"]:
                 yield parts[2:] or [alias.name for alias in node.names][:1]
-
-
-def _room(parts: list[str]) -> str:
-    """A folder of the runtime, or a module beside the folders."""
-    return parts[0]
 
 
 def _tangles(edges: dict[tuple[str, str], list[str]]) -> list[frozenset[str]]:
@@ -256,4 +246,4 @@ def _best_order(rooms: frozenset[str], edges: dict[tuple[str, str], list[str]]) 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
