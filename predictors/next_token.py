@@ -19,10 +19,8 @@ from torch import Tensor
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.next_token_network import NextTokenNetwork
+from expertcast.predictors.routing_rule import goes_by_logits, route_all
 from expertcast.predictors.view import ModelShape, MoEView
-
-PROBES = 64
-"""Random routings that show whether a router goes by its logits alone."""
 
 
 @dataclass(kw_only=True)
@@ -131,7 +129,7 @@ class NextToken(Predictor):
 
     def bind(self, view: MoEView) -> Predictor:
         super().bind(view)
-        self._plain = _routes_by_logits(view)
+        self._plain = goes_by_logits(view)
         return self
 
     def logits(self, state: RouterState, ahead: int) -> NoReturn:
@@ -148,7 +146,7 @@ class NextToken(Predictor):
         """The experts [B, L, K] that the model's routers choose by these logits."""
         if self._plain:
             return logits_BLE.topk(self.shape.top_k, dim=-1).indices
-        return torch.stack([layer.route(logits_BLE[:, layer.index])[0] for layer in self.view], dim=1)
+        return torch.stack(route_all(self.view, logits_BLE)[0], dim=1)
 
     def membership(self, ids_BLK: Tensor) -> Tensor:
         """1 for chosen experts, else 0: [B, N]."""
@@ -211,24 +209,5 @@ class NextToken(Predictor):
             return torch.cat([torch.zeros_like(p_BSLE[:, :1]), p_BSLE], dim=1)
         this_BLE = p_BSLE[:, 0]
         this_BLE[:, : layer + 1] = 0.0
-        return torch.cat(
-            [p_BSLE, p_BSLE[:, -1:]], dim=1
-        )  # one step short of S tokens after this one: as the later ones
-
-
-def _routes_by_logits(view: MoEView) -> bool:
-    """Whether every router simply takes the experts with the highest logits: found out on random ones.
-
-    The logits of a probe lie on a grid about 0, so that no two of them become equal in bf16.
-    """
-    generator = torch.Generator().manual_seed(0)
-    experts, top_k = view.shape.experts, view.shape.top_k
-    order_TE = torch.stack([torch.randperm(experts, generator=generator) for _ in range(PROBES)])
-    logits_TE = (order_TE - experts // 2) * 2.0 ** -max(0, experts.bit_length() - 4)
-    best_TK = logits_TE.topk(top_k, dim=-1).indices.sort(dim=1).values
-    for layer in view:
-        weight = next(layer.router.parameters())
-        ids_TK, _ = layer.route(logits_TE.to(weight.device, weight.dtype))
-        if not torch.equal(ids_TK.sort(dim=1).values.cpu(), best_TK):
-            return False
-    return True
+        # one step short of S tokens after this one: as the later ones
+        return torch.cat([p_BSLE, p_BSLE[:, -1:]], dim=1)

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.routing_rule import weights_over
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.engine.taps import RouterCall, RouterTaps
 from expertcast.runtime.engine.traced import TracedForecasts
-from expertcast.runtime.policies.routing.weights import weights_over
 
 
 class Speculator:
