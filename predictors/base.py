@@ -9,12 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import Json
 from expertcast.predictors.view import ModelShape, MoEView
 
 
@@ -76,7 +77,8 @@ class PredictorConfig:
         if not self.ahead or self.ahead[0] < 1:
             raise ExpertcastError(f"ahead={self.ahead}: give layer distances of 1 or more, such as (1, 2)")
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
+        """The fields as they stand in a checkpoint's config.json."""
         values = asdict(self)
         values["ahead"] = list(self.ahead)
         return values
@@ -108,10 +110,12 @@ class Predictor(nn.Module, ABC):
 
     @property
     def ahead(self) -> tuple[int, ...]:
+        """How many layers ahead it can look, rising."""
         return self.config.ahead
 
     @property
     def view(self) -> MoEView:
+        """The model it is bound to."""
         assert self._view, f"{self.name}: bind(view) first"
         return self._view[0]
 
@@ -128,10 +132,6 @@ class Predictor(nn.Module, ABC):
             )
         self._view[:] = [view]
         return self
-
-    def targets(self, ahead: int = 1) -> range:
-        """Layers that can be forecast `ahead` layers before they run."""
-        return range(ahead, self.shape.layers)
 
     def check_ahead(self, ahead: int) -> None:
         """Refuse a distance that the predictor was not made for.

@@ -11,7 +11,7 @@ SeqMoE's (2609.12978), which reads the routing alone with a Mamba2. Moving avera
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,12 +19,15 @@ from torch import Tensor
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.next_token_network import NextTokenNetwork
+from expertcast.predictors.plain import Json
 from expertcast.predictors.routing_rule import goes_by_logits, route_all
 from expertcast.predictors.view import ModelShape, MoEView
 
 
 @dataclass(kw_only=True)
 class NextTokenConfig(PredictorConfig):
+    """How far ahead in the text it looks, what it remembers, and how it is trained."""
+
     ahead: tuple[int, ...] = ()
     """None: it does not look layers ahead."""
     tokens: int = 4
@@ -62,7 +65,7 @@ class NextTokenConfig(PredictorConfig):
             if getattr(self, name) < 1:
                 raise ExpertcastError(f"{name}={getattr(self, name)}: give at least 1")
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         return super().as_dict() | {"triggers": list(self.triggers), "memories": list(self.memories)}
 
 
@@ -124,7 +127,7 @@ class NextToken(Predictor):
 
     @property
     def rows(self) -> int:
-        """H"""
+        """H, the rows of a forecast."""
         return self.config.tokens + 2
 
     def bind(self, view: MoEView) -> Predictor:
@@ -136,7 +139,8 @@ class NextToken(Predictor):
         raise ExpertcastError("next_token forecasts tokens, not layers: give it to the eviction policy `forecast`")
 
     def forecast(self, state: RouterState, ahead: int = 1) -> NoReturn:
-        """
+        """Refuse: there is no layer ahead to forecast.
+
         Raises:
             ExpertcastError: always.
         """
@@ -154,6 +158,7 @@ class NextToken(Predictor):
         return member_BLE.scatter_(2, ids_BLK, 1.0).flatten(1)
 
     def standardised(self, residual_BD: Tensor, trigger: int) -> Tensor:
+        """Residuals at a trigger about their mean, in units of their spread."""
         return (residual_BD.float() - self.mean_RD[trigger]) * self.inverse_RD[trigger]
 
     def start(self, batch: int) -> TextState:
@@ -169,6 +174,8 @@ class NextToken(Predictor):
         """The state after T more tokens.
 
         Args:
+            state: the state before them.
+            member_BTN: 1 for the experts that each token chose, else 0.
             last_BN: router probabilities of the last of them.
             residual_BD: its residual at the last layer.
         """

@@ -90,6 +90,7 @@ class MoEView:
 
     @property
     def shape(self) -> ModelShape:
+        """L, E, K and D of the model."""
         first = self.layers[0]
         return ModelShape(
             layers=len(self.layers),
@@ -119,8 +120,10 @@ class ModelShape:
     hidden: int
 
     def as_dict(self) -> dict[str, int]:
+        """By letter, as checkpoints and traces write it."""
         return {"L": self.layers, "E": self.experts, "K": self.top_k, "D": self.hidden}
 
     @classmethod
     def from_dict(cls, values: dict[str, int]) -> ModelShape:
+        """What :meth:`as_dict` gave."""
         return cls(layers=values["L"], experts=values["E"], top_k=values["K"], hidden=values["D"])
