@@ -14,12 +14,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from expertcast.checkpoints import files
@@ -146,9 +146,9 @@ def save_predictor(
     _refuse_foreign(folder)
     config = describe(predictor, view, command=command, extra=extra)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
+    temporary.mkdir()
     try:
-        temporary.chmod(0o777 & ~_umask())
         write_files(temporary, predictor, config, metrics or {})
         _replace(temporary, folder)
     finally:
@@ -204,8 +204,8 @@ def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json)
         config: contents of config.json.
         metrics: contents of metrics.json.
     """
-    save_file(_plain_tensors(predictor), folder / files.WEIGHTS, metadata={"format": "pt"})
-    (folder / files.WEIGHTS).chmod(0o666 & ~_umask())  # safetensors leaves it to its owner alone
+    # safetensors' own file would be its owner's alone, whatever the umask is
+    (folder / files.WEIGHTS).write_bytes(save(_plain_tensors(predictor), metadata={"format": "pt"}))
     (folder / files.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     (folder / files.METRICS).write_text(json.dumps(metrics, indent=2) + "\n")
     (folder / files.CARD).write_text(model_card(config, metrics))
@@ -242,9 +242,3 @@ def _read_json(path: Path) -> Json:
     if not isinstance(values, dict):
         raise ExpertcastError(f"{path} is no JSON object: {REMEDY}")
     return values
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
