@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+
+from expertcast.predictors.plain import Json
 
 TEMPLATE = """---
 library_name: expertcast
@@ -39,7 +40,7 @@ Config:
 """
 
 
-def model_card(config: dict[str, Any], metrics: dict[str, Any]) -> str:
+def model_card(config: Json, metrics: Json) -> str:
     """README.md from the contents of config.json and metrics.json."""
     ahead = ", ".join(map(str, config["predictor_config"].get("ahead", [1])))
     model_id = str(config["model_id"])
@@ -56,7 +57,7 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any]) -> str:
     )
 
 
-def _recall(metrics: dict[str, Any], name: str) -> str:
+def _recall(metrics: Json, name: str) -> str:
     values = metrics.get("recall_at_k", {}).get(name)
     if not values:
         return ""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelHubMixin, snapshot_download
 
 from expertcast.checkpoints import files
-from expertcast.checkpoints.store import PredictorCheckpoint, describe, write_files
+from expertcast.checkpoints.store import PredictorCheckpoint, describe, load_predictor, write_files
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
+from expertcast.predictors.plain import Json
+
+_DOWNLOAD = ("revision", "cache_dir", "force_download", "local_files_only", "token")
+"""Options of `from_pretrained` that say how files are downloaded."""
 
 
 class HubPredictor(ModelHubMixin):  # type: ignore[misc]
@@ -19,13 +22,13 @@ class HubPredictor(ModelHubMixin):  # type: ignore[misc]
     :func:`expertcast.checkpoints.store.save_predictor` writes.
     """
 
-    def __init__(self, loaded: Predictor, description: dict[str, Any], results: dict[str, Any] | None = None) -> None:
+    def __init__(self, loaded: Predictor, description: Json, results: Json | None = None) -> None:
         self.predictor = loaded
         self.description = description
         self.results = results or {}
 
     @classmethod
-    def of(cls, predictor: Predictor, view: MoEView, metrics: dict[str, Any] | None = None) -> HubPredictor:
+    def of(cls, predictor: Predictor, view: MoEView, metrics: Json | None = None) -> HubPredictor:
         """A fitted predictor ready for `push_to_hub("user/name")`."""
         return cls(predictor, describe(predictor, view), metrics)
 
@@ -33,28 +36,11 @@ class HubPredictor(ModelHubMixin):  # type: ignore[misc]
         write_files(save_directory, self.predictor, self.description, self.results)
 
     @classmethod
-    def _from_pretrained(
-        cls,
-        *,
-        model_id: str,
-        revision: str | None = None,
-        cache_dir: str | Path | None = None,
-        force_download: bool = False,
-        local_files_only: bool = False,
-        token: str | bool | None = None,
-        **_: Any,
-    ) -> HubPredictor:
+    def _from_pretrained(cls, *, model_id: str, **options: object) -> HubPredictor:
         folder = model_id
         if not Path(model_id).is_dir():
-            folder = snapshot_download(
-                model_id,
-                revision=revision,
-                cache_dir=cache_dir,
-                force_download=force_download,
-                local_files_only=local_files_only,
-                token=token,
-                allow_patterns=list(files.ALL),
-            )
+            given = {name: options.get(name) for name in _DOWNLOAD if options.get(name) is not None}
+            folder = snapshot_download(model_id, allow_patterns=list(files.ALL), **given)
         checkpoint = PredictorCheckpoint.open(folder)
         return cls(checkpoint.load(), checkpoint.config, checkpoint.metrics)
 
@@ -71,6 +57,4 @@ def load_from_hub(model_id: str, view: MoEView, *, revision: str | None = None) 
         raise ExpertcastError(
             f"cannot get predictor {model_id!r} from the hub: {str(error).splitlines()[0]}"
         ) from error
-    checkpoint = PredictorCheckpoint.open(folder)
-    checkpoint.verify(view)
-    return checkpoint.load().bind(view)
+    return load_predictor(folder, view)

@@ -8,14 +8,14 @@ import sys
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import expertcast
+from expertcast.predictors.plain import Json
 
 PACKAGES = ("torch", "transformers", "lightning", "datasets", "safetensors")
 
 
-def provenance(command: str | None = None) -> dict[str, Any]:
+def provenance(command: str | None = None) -> Json:
     """Command line, git revision of the code (None outside a work tree) and versions, as plain JSON values.
 
     Args:

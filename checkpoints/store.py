@@ -14,19 +14,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from expertcast.checkpoints import files
 from expertcast.checkpoints.card import model_card
 from expertcast.checkpoints.provenance import provenance
 from expertcast.predictors import ExpertcastError, ModelShape, MoEView, Predictor, predictor_class
+from expertcast.predictors.plain import Json
 
 REMEDY = "train it again with `expertcast train`"
 
@@ -36,9 +36,9 @@ class PredictorCheckpoint:
     """What a checkpoint says about itself; its weights are not read."""
 
     folder: Path
-    config: dict[str, Any]
+    config: Json
     """config.json"""
-    metrics: dict[str, Any]
+    metrics: Json
     """metrics.json"""
 
     @classmethod
@@ -73,6 +73,7 @@ class PredictorCheckpoint:
 
     @property
     def shape(self) -> ModelShape:
+        """What the predictor was built for."""
         return ModelShape.from_dict(self.config["shape"])
 
     def verify(self, view: MoEView) -> None:
@@ -98,7 +99,7 @@ class PredictorCheckpoint:
         try:
             predictor.load_state_dict(load_file(path))
         except SafetensorError as error:
-            raise ExpertcastError(f"{path} is damaged or cut short ({_first_line(error)}): {REMEDY}") from error
+            raise ExpertcastError(f"{path} is damaged or cut short ({str(error).splitlines()[0]}): {REMEDY}") from error
         except RuntimeError as error:
             raise ExpertcastError(
                 f"{path} does not hold the tensors of predictor {self.name} as its config describes it: {REMEDY}"
@@ -106,8 +107,8 @@ class PredictorCheckpoint:
         return predictor.eval()
 
 
-def build_predictor(name: str, config: dict[str, Any], shape: ModelShape) -> Predictor:
-    """A predictor from its registry name and the plain values of its config, without weights.
+def build_predictor(name: str, config: Json, shape: ModelShape) -> Predictor:
+    """A predictor from its registry name and the plain values of its config, with the weights it begins with.
 
     Raises:
         ExpertcastError: unknown name, or fields that its config does not have.
@@ -124,13 +125,15 @@ def save_predictor(
     folder: str | Path,
     *,
     view: MoEView,
-    metrics: dict[str, Any] | None = None,
+    metrics: Json | None = None,
     command: str | None = None,
-    extra: dict[str, Any] | None = None,
+    extra: Json | None = None,
 ) -> PredictorCheckpoint:
     """Write a checkpoint (the folder is drawn in the module's docstring); an older checkpoint there is replaced.
 
     Args:
+        predictor: what to save.
+        folder: where to; made with its parents.
         view: the model it was trained for; gives model id and fingerprint.
         metrics: evaluation results, plain JSON values; empty when None.
         command: command line to record; the running one when None.
@@ -143,9 +146,9 @@ def save_predictor(
     _refuse_foreign(folder)
     config = describe(predictor, view, command=command, extra=extra)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
+    temporary.mkdir()
     try:
-        temporary.chmod(0o777 & ~_umask())
         write_files(temporary, predictor, config, metrics or {})
         _replace(temporary, folder)
     finally:
@@ -170,10 +173,15 @@ def load_predictor(folder: str | Path, view: MoEView | None = None, *, check_fin
     return predictor if view is None else predictor.bind(view)
 
 
-def describe(
-    predictor: Predictor, view: MoEView, *, command: str | None = None, extra: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """The contents of config.json."""
+def describe(predictor: Predictor, view: MoEView, *, command: str | None = None, extra: Json | None = None) -> Json:
+    """The contents of config.json.
+
+    Args:
+        predictor: what is saved.
+        view: the model it was trained for; gives model id and fingerprint.
+        command: command line to record; the running one when None.
+        extra: further plain values.
+    """
     return {
         "format": files.FORMAT,
         "predictor": predictor.name,
@@ -187,10 +195,17 @@ def describe(
     }
 
 
-def write_files(folder: Path, predictor: Predictor, config: dict[str, Any], metrics: dict[str, Any]) -> None:
-    """Write the four files into an existing folder."""
-    save_file(_plain_tensors(predictor), folder / files.WEIGHTS, metadata={"format": "pt"})
-    (folder / files.WEIGHTS).chmod(0o666 & ~_umask())  # safetensors leaves it to its owner alone
+def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json) -> None:
+    """Write the four files of a checkpoint.
+
+    Args:
+        folder: an existing one.
+        predictor: gives the weights.
+        config: contents of config.json.
+        metrics: contents of metrics.json.
+    """
+    # safetensors' own file would be its owner's alone, whatever the umask is
+    (folder / files.WEIGHTS).write_bytes(save(_plain_tensors(predictor), metadata={"format": "pt"}))
     (folder / files.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     (folder / files.METRICS).write_text(json.dumps(metrics, indent=2) + "\n")
     (folder / files.CARD).write_text(model_card(config, metrics))
@@ -219,7 +234,7 @@ def _replace(new: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> Json:
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -227,13 +242,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ExpertcastError(f"{path} is no JSON object: {REMEDY}")
     return values
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -7,13 +7,15 @@ The base class owns the flow (which layer, whose routing rule); a predictor only
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import Json
 from expertcast.predictors.view import ModelShape, MoEView
 
 
@@ -43,6 +45,25 @@ class Forecast:
     topk_ids_TK: Tensor
     topk_weights_TK: Tensor
 
+    def __getitem__(self, rows: slice | Tensor) -> Forecast:
+        """The forecast for some of its tokens."""
+        return Forecast(
+            layer=self.layer,
+            logits_TE=self.logits_TE[rows],
+            topk_ids_TK=self.topk_ids_TK[rows],
+            topk_weights_TK=self.topk_weights_TK[rows],
+        )
+
+    @staticmethod
+    def join(parts: Sequence[Forecast]) -> Forecast:
+        """One forecast for the tokens of all parts, in their order; the parts are of one layer."""
+        return Forecast(
+            layer=parts[0].layer,
+            logits_TE=torch.cat([part.logits_TE for part in parts]),
+            topk_ids_TK=torch.cat([part.topk_ids_TK for part in parts]),
+            topk_weights_TK=torch.cat([part.topk_weights_TK for part in parts]),
+        )
+
 
 @dataclass(kw_only=True)
 class PredictorConfig:
@@ -56,7 +77,8 @@ class PredictorConfig:
         if not self.ahead or self.ahead[0] < 1:
             raise ExpertcastError(f"ahead={self.ahead}: give layer distances of 1 or more, such as (1, 2)")
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
+        """The fields as they stand in a checkpoint's config.json."""
         values = asdict(self)
         values["ahead"] = list(self.ahead)
         return values
@@ -88,10 +110,12 @@ class Predictor(nn.Module, ABC):
 
     @property
     def ahead(self) -> tuple[int, ...]:
+        """How many layers ahead it can look, rising."""
         return self.config.ahead
 
     @property
     def view(self) -> MoEView:
+        """The model it is bound to."""
         assert self._view, f"{self.name}: bind(view) first"
         return self._view[0]
 
@@ -109,9 +133,16 @@ class Predictor(nn.Module, ABC):
         self._view[:] = [view]
         return self
 
-    def targets(self, ahead: int = 1) -> range:
-        """Layers that can be forecast `ahead` layers before they run."""
-        return range(ahead, self.shape.layers)
+    def check_ahead(self, ahead: int) -> None:
+        """Refuse a distance that the predictor was not made for.
+
+        Raises:
+            ExpertcastError: `ahead` is not one of `self.ahead`.
+        """
+        if ahead not in self.ahead:
+            raise ExpertcastError(
+                f"predictor {self.name} looks {list(self.ahead)} layers ahead, not {ahead}: give one of these as ahead"
+            )
 
     @torch.no_grad()
     def forecast(self, state: RouterState, ahead: int = 1) -> Forecast:
@@ -120,10 +151,7 @@ class Predictor(nn.Module, ABC):
         Raises:
             ExpertcastError: `ahead` is not one of `self.ahead`, or the layer does not exist.
         """
-        if ahead not in self.ahead:
-            raise ExpertcastError(
-                f"predictor {self.name} looks {list(self.ahead)} layers ahead, not {ahead}: train it with ahead={ahead}"
-            )
+        self.check_ahead(ahead)
         target = state.layer + ahead
         if target >= self.shape.layers:
             raise ExpertcastError(f"layer {target} does not exist: the model has MoE layers 0..{self.shape.layers - 1}")

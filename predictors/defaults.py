@@ -6,7 +6,7 @@ Source: Speculating Experts, section 3.1 (rows B1 and B2 of the definitions).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -26,27 +26,25 @@ class DefaultVectors:
     """Tokens seen."""
 
     def as_tensors(self) -> dict[str, Tensor]:
-        return {
-            "expert_LED": self.expert_LED,
-            "shared_LD": self.shared_LD,
-            "count_LE": self.count_LE,
-            "token_count": torch.tensor(self.token_count),
-        }
+        """By field name, as a file of tensors holds them."""
+        return {field.name: torch.as_tensor(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> DefaultVectors:
-        return cls(
-            expert_LED=tensors["expert_LED"],
-            shared_LD=tensors["shared_LD"],
-            count_LE=tensors["count_LE"],
-            token_count=int(tensors["token_count"]),
-        )
+        """What :meth:`as_tensors` gave."""
+        return cls(**{**tensors, "token_count": int(tensors["token_count"])})  # type: ignore[arg-type]
 
 
 def layer_default(expert_ED: Tensor, shared_D: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """d_l [T, D] = sum over routed experts of weight x default vector, plus the shared experts' mean.
 
-    Eq. of section 3.1, with the model's actual combine weights; fp32.
+    The equation of section 3.1, with the model's own combine weights; fp32.
+
+    Args:
+        expert_ED: default vectors of the layer's experts.
+        shared_D: mean output of its shared experts.
+        ids_TK: experts that the tokens are routed to.
+        weights_TK: their combine weights.
     """
     mixed_TD = torch.einsum("tk,tkd->td", weights_TK.float(), expert_ED.float()[ids_TK])
     return mixed_TD + shared_D.float()

@@ -26,6 +26,8 @@ INPUTS = ("quasi_hidden", "router_input", "routing", "previous")
 
 @dataclass(kw_only=True)
 class EstimatorConfig(LinearConfig):
+    """How large an estimator is, what it reads, and how it is trained."""
+
     form: str = "residual"
     """`residual` adds a network to the ridge solution; `paper` is the published network alone, trained by plain KL."""
     parameters: int = 800_000
@@ -103,6 +105,7 @@ class Estimator(QuasiInput):
         self.networks = nn.ModuleDict(networks)
 
     def network(self, ahead: int) -> EstimatorNetwork:
+        """The network for one distance."""
         module = self.networks[str(ahead)]
         assert isinstance(module, EstimatorNetwork)
         return module

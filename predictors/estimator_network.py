@@ -25,7 +25,8 @@ class EstimatorNetwork(nn.Module):
     def __init__(
         self, pairs: int, features: int, experts: int, *, parameters: int, expansion: float, shared: bool
     ) -> None:
-        """
+        """The arguments are those of :func:`fitting_width`.
+
         Raises:
             ExpertcastError: the budget is too small for the narrowest network.
         """
@@ -60,6 +61,14 @@ class EstimatorNetwork(nn.Module):
 
 def fitting_width(pairs: int, features: int, experts: int, *, parameters: int, expansion: float, shared: bool) -> int:
     """The largest multiple of 8 for W that keeps the network within the parameter budget.
+
+    Args:
+        pairs: P.
+        features: F.
+        experts: E.
+        parameters: the budget.
+        expansion: H as a multiple of W.
+        shared: one projection and head for all pairs, rather than one for each.
 
     Raises:
         ExpertcastError: not even 8 fits.

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from expertcast.predictors.base import Forecast, Predictor, PredictorConfig, RouterState
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import Json
 from expertcast.predictors.registry import predictor_class
 from expertcast.predictors.view import ModelShape, MoEView
 
@@ -22,13 +23,15 @@ CANDIDATES = ("frequency", "previous_token", "router_input", "next_norm", "quasi
 
 @dataclass(kw_only=True)
 class HybridConfig(PredictorConfig):
+    """Which predictors a hybrid chooses from, and whom it has chosen where."""
+
     candidates: Sequence[str] = CANDIDATES
     """Predictors to choose from."""
     threshold: float = 0.0
-    """Recall that a dearer predictor must gain on validation over a cheaper one to be chosen at a layer."""
-    member_configs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Config of each chosen predictor, by name; filled in by training. Before, configs to fit candidates with."""
-    choices: Sequence[dict[str, Any]] = ()
+    """How much higher recall on validation a dearer predictor must have to be chosen over a cheaper one at a layer."""
+    member_configs: dict[str, Json] = field(default_factory=dict)
+    """By predictor: before training, the config to fit a candidate with; after it, that of each chosen predictor."""
+    choices: Sequence[Json] = ()
     """Per distance and target layer: `ahead`, `layer`, `predictor`, `recall` of every candidate; filled by training."""
 
     def __post_init__(self) -> None:
@@ -87,5 +90,5 @@ class Hybrid(Predictor):
 
 def _member(name: str, config: HybridConfig, shape: ModelShape) -> Predictor:
     cls = predictor_class(name)
-    values: dict[str, Any] = {"ahead": config.ahead} | config.member_configs.get(name, {})
+    values: Json = {"ahead": config.ahead} | config.member_configs.get(name, {})
     return cls(cls.config_class(**values), shape)

@@ -21,6 +21,8 @@ from expertcast.predictors.view import ModelShape
 
 @dataclass(kw_only=True)
 class LinearConfig(PredictorConfig):
+    """How strongly the ridge regression is held back."""
+
     strengths: Sequence[float] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
     """Ridge strengths to choose from on validation, each relative to the variance of each input."""
 
@@ -46,7 +48,14 @@ class Linear(QuasiInput):
             self.register_buffer(f"strength_P_{ahead}", torch.zeros(pairs))
 
     def set_map(self, ahead: int, weight_PDE: Tensor, bias_PE: Tensor, strength_P: Tensor) -> None:
-        """Take a fitted map for one distance."""
+        """Take a fitted map for one distance.
+
+        Args:
+            ahead: the distance.
+            weight_PDE: W of each pair.
+            bias_PE: b of each pair.
+            strength_P: ridge strength that each pair was fitted with, kept for the record.
+        """
         self.get_buffer(f"weight_PDE_{ahead}").copy_(weight_PDE)
         self.get_buffer(f"bias_PE_{ahead}").copy_(bias_PE)
         self.get_buffer(f"strength_P_{ahead}").copy_(strength_P)

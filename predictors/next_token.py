@@ -11,7 +11,7 @@ SeqMoE's (2609.12978), which reads the routing alone with a Mamba2. Moving avera
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,14 +19,15 @@ from torch import Tensor
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.next_token_network import NextTokenNetwork
+from expertcast.predictors.plain import Json
+from expertcast.predictors.routing_rule import goes_by_logits, route_all
 from expertcast.predictors.view import ModelShape, MoEView
-
-PROBES = 64
-"""Random routings that show whether a router goes by its logits alone."""
 
 
 @dataclass(kw_only=True)
 class NextTokenConfig(PredictorConfig):
+    """How far ahead in the text it looks, what it remembers, and how it is trained."""
+
     ahead: tuple[int, ...] = ()
     """None: it does not look layers ahead."""
     tokens: int = 4
@@ -64,7 +65,7 @@ class NextTokenConfig(PredictorConfig):
             if getattr(self, name) < 1:
                 raise ExpertcastError(f"{name}={getattr(self, name)}: give at least 1")
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         return super().as_dict() | {"triggers": list(self.triggers), "memories": list(self.memories)}
 
 
@@ -126,19 +127,20 @@ class NextToken(Predictor):
 
     @property
     def rows(self) -> int:
-        """H"""
+        """H, the rows of a forecast."""
         return self.config.tokens + 2
 
     def bind(self, view: MoEView) -> Predictor:
         super().bind(view)
-        self._plain = _routes_by_logits(view)
+        self._plain = goes_by_logits(view)
         return self
 
     def logits(self, state: RouterState, ahead: int) -> NoReturn:
         raise ExpertcastError("next_token forecasts tokens, not layers: give it to the eviction policy `forecast`")
 
     def forecast(self, state: RouterState, ahead: int = 1) -> NoReturn:
-        """
+        """Refuse: there is no layer ahead to forecast.
+
         Raises:
             ExpertcastError: always.
         """
@@ -148,7 +150,7 @@ class NextToken(Predictor):
         """The experts [B, L, K] that the model's routers choose by these logits."""
         if self._plain:
             return logits_BLE.topk(self.shape.top_k, dim=-1).indices
-        return torch.stack([layer.route(logits_BLE[:, layer.index])[0] for layer in self.view], dim=1)
+        return torch.stack(route_all(self.view, logits_BLE)[0], dim=1)
 
     def membership(self, ids_BLK: Tensor) -> Tensor:
         """1 for chosen experts, else 0: [B, N]."""
@@ -156,6 +158,7 @@ class NextToken(Predictor):
         return member_BLE.scatter_(2, ids_BLK, 1.0).flatten(1)
 
     def standardised(self, residual_BD: Tensor, trigger: int) -> Tensor:
+        """Residuals at a trigger about their mean, in units of their spread."""
         return (residual_BD.float() - self.mean_RD[trigger]) * self.inverse_RD[trigger]
 
     def start(self, batch: int) -> TextState:
@@ -171,6 +174,8 @@ class NextToken(Predictor):
         """The state after T more tokens.
 
         Args:
+            state: the state before them.
+            member_BTN: 1 for the experts that each token chose, else 0.
             last_BN: router probabilities of the last of them.
             residual_BD: its residual at the last layer.
         """
@@ -211,24 +216,5 @@ class NextToken(Predictor):
             return torch.cat([torch.zeros_like(p_BSLE[:, :1]), p_BSLE], dim=1)
         this_BLE = p_BSLE[:, 0]
         this_BLE[:, : layer + 1] = 0.0
-        return torch.cat(
-            [p_BSLE, p_BSLE[:, -1:]], dim=1
-        )  # one step short of S tokens after this one: as the later ones
-
-
-def _routes_by_logits(view: MoEView) -> bool:
-    """Whether every router simply takes the experts with the highest logits: found out on random ones.
-
-    The logits of a probe lie on a grid about 0, so that no two of them become equal in bf16.
-    """
-    generator = torch.Generator().manual_seed(0)
-    experts, top_k = view.shape.experts, view.shape.top_k
-    order_TE = torch.stack([torch.randperm(experts, generator=generator) for _ in range(PROBES)])
-    logits_TE = (order_TE - experts // 2) * 2.0 ** -max(0, experts.bit_length() - 4)
-    best_TK = logits_TE.topk(top_k, dim=-1).indices.sort(dim=1).values
-    for layer in view:
-        weight = next(layer.router.parameters())
-        ids_TK, _ = layer.route(logits_TE.to(weight.device, weight.dtype))
-        if not torch.equal(ids_TK.sort(dim=1).values.cpu(), best_TK):
-            return False
-    return True
+        # one step short of S tokens after this one: as the later ones
+        return torch.cat([p_BSLE, p_BSLE[:, -1:]], dim=1)

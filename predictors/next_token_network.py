@@ -22,9 +22,11 @@ class NextTokenNetwork(nn.Module):
 
     Args:
         experts: N.
+        hidden: D.
         averages: A moving averages of the routing.
         triggers: points in a token's pass at which a forecast can be made, each with its own residual.
         steps: S.
+        width: W.
         spread: by what averages and last routing are multiplied to be of unit size.
     """
 
@@ -60,7 +62,15 @@ class NextTokenNetwork(nn.Module):
         return self.state(x)  # type: ignore[no-any-return]
 
     def forward(self, start_BW: Tensor, average_BAN: Tensor, last_BN: Tensor, residual_BD: Tensor, at: int) -> Tensor:
-        """Logits [B, S + 1, N] from trigger `at`; the last row is the mean of the tokens after the first S."""
+        """Logits [B, S + 1, N]; the last row is the mean of the tokens after the first S.
+
+        Args:
+            start_BW: what :meth:`start` gave.
+            average_BAN: moving averages of the routing.
+            last_BN: the last token's router probabilities.
+            residual_BD: the trigger's residual, standardised.
+            at: number of the trigger.
+        """
         z_BW = functional.silu(self.norm(start_BW + self.residual[at](residual_BD)))
         z_BW = z_BW + self.mix(z_BW)
         steps = []

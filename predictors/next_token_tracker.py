@@ -35,7 +35,9 @@ class NextTokenTracker:
         """A router has run.
 
         Args:
+            layer: whose router.
             residual_TD: what its norm read, T tokens: each sequence's in a row.
+            logits_TE: what it gave.
             sequences: B; T is a multiple of it.
 
         Returns:

@@ -7,14 +7,13 @@ Finding the layers in a model is :mod:`expertcast.data.discovery`; this module o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+
+from expertcast.predictors.routing_rule import route
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +68,7 @@ class MoELayer:
         Returns:
             ids [T, K] (int64) and weights [T, K], as the router module itself would return them.
         """
-        weight = _linear_weight(self.router, self.num_experts, self.hidden_size)
-        placeholder_TD = weight.new_zeros(1, 1).expand(logits_TE.shape[0], self.hidden_size)
-        with torch.no_grad(), _AnswerLinear(weight, logits_TE):
-            _, weights_TK, ids_TK = self.router(placeholder_TD)
-        return ids_TK, weights_TK
+        return route(self, logits_TE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +90,7 @@ class MoEView:
 
     @property
     def shape(self) -> ModelShape:
+        """L, E, K and D of the model."""
         first = self.layers[0]
         return ModelShape(
             layers=len(self.layers),
@@ -124,35 +120,10 @@ class ModelShape:
     hidden: int
 
     def as_dict(self) -> dict[str, int]:
+        """By letter, as checkpoints and traces write it."""
         return {"L": self.layers, "E": self.experts, "K": self.top_k, "D": self.hidden}
 
     @classmethod
     def from_dict(cls, values: dict[str, int]) -> ModelShape:
+        """What :meth:`as_dict` gave."""
         return cls(layers=values["L"], experts=values["E"], top_k=values["K"], hidden=values["D"])
-
-
-class _AnswerLinear(TorchFunctionMode):
-    """Answers the one `F.linear` against an [E, D] weight with given logits; everything else runs."""
-
-    def __init__(self, weight_ED: Tensor, logits_TE: Tensor) -> None:
-        super().__init__()
-        self._shape = weight_ED.shape
-        self._logits_TE = logits_TE
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is functional.linear and args[1].shape == self._shape:
-            return self._logits_TE.to(dtype=args[0].dtype, device=args[0].device)
-        return func(*args, **(kwargs or {}))
-
-
-def _linear_weight(router: nn.Module, experts: int, hidden: int) -> Tensor:
-    for parameter in router.parameters():
-        if parameter.shape == (experts, hidden):
-            return parameter
-    raise AssertionError(f"{type(router).__name__} holds no [E, D] weight; discovery should have refused it")

@@ -113,10 +113,7 @@ def _check(predictors: Mapping[str, Predictor], view: MoEView, ahead: int) -> No
     if not 1 <= ahead < len(view):
         raise ExpertcastError(f"ahead={ahead}: the model has {len(view)} MoE layers, give 1 to {len(view) - 1}")
     for name, predictor in predictors.items():
-        if ahead not in predictor.ahead:
-            raise ExpertcastError(
-                f"predictor {name} looks {list(predictor.ahead)} layers ahead, not {ahead}: train it with ahead={ahead}"
-            )
+        predictor.check_ahead(ahead)
         if predictor.view is not view and predictor.view.fingerprint() != view.fingerprint():
             raise ExpertcastError(
                 f"predictor {name} is bound to other routers than those of the traces: collect traces with its model, "

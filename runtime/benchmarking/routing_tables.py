@@ -15,6 +15,7 @@ from torch import Tensor
 
 from expertcast.data.traces import ALL, TraceDataset
 from expertcast.predictors import ExpertcastError, ModelShape
+from expertcast.predictors.routing_rule import route_all
 
 _RANK_DECAY = 0.8
 """Combine weight of each drawn expert, as a multiple of the one before it."""
@@ -104,12 +105,12 @@ def replayed(
     if traces.token_count() < wanted:
         raise ExpertcastError(f"--replay {folder}: {traces.token_count()} tokens recorded, {wanted} are needed")
     batch = next(iter(traces.batches(ALL, wanted)))
-    routed = [traces.view[layer].route(batch.logits_TLE[:, layer]) for layer in range(shape.layers)]
-    ids_PLK = torch.stack([ids_TK for ids_TK, _ in routed], dim=1)
+    ids, weights = route_all(traces.view, batch.logits_TLE[:, : shape.layers])
+    ids_PLK = torch.stack(ids, dim=1)
     rng = np.random.default_rng(options.seed)
     return RoutingTables(
         ids_PLK=ids_PLK,
-        weights_PLK=torch.stack([weights_TK.float() for _, weights_TK in routed], dim=1),
+        weights_PLK=torch.stack(weights, dim=1).float(),
         forecast_NLK=_forecasts(rng, ids_PLK[prompt:], shape.experts, options.accuracy),
         prompt=prompt,
         experts=shape.experts,

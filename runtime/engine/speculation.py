@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.routing_rule import weights_over
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.engine.taps import RouterCall, RouterTaps
 from expertcast.runtime.engine.traced import TracedForecasts
-from expertcast.runtime.policies.routing.weights import weights_over
 
 
 class Speculator:
@@ -45,11 +45,8 @@ class Speculator:
         prefill: bool = False,
         ahead: int = 1,
     ) -> None:
-        if predictor is not None and ahead not in predictor.ahead:
-            raise ExpertcastError(
-                f"predictor {predictor.name} looks {list(predictor.ahead)} layers ahead, not {ahead}: "
-                f"give one of these as ahead"
-            )
+        if predictor is not None:
+            predictor.check_ahead(ahead)
         self.view, self.predictor = view, predictor
         self.layers = frozenset(layers)
         outside = [layer for layer in self.layers if not 0 <= layer < len(view)]

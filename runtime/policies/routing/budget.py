@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.routing_rule import renormalises
 from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 from expertcast.runtime.policies.routing.base import Routed, RoutingPolicy
-from expertcast.runtime.policies.routing.weights import renormalises
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.routing_rule import weights_over
 from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 from expertcast.runtime.policies.routing.base import Routed, RoutingPolicy
-from expertcast.runtime.policies.routing.weights import weights_over
 
 
 @dataclass(frozen=True, kw_only=True)

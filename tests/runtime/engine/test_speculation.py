@@ -16,8 +16,8 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors import Forecast, MoEView, Predictor, PredictorConfig, RouterState, predictor_class
 from expertcast.predictors.quasi_hidden import QuasiHidden
 from expertcast.predictors.router_input import RouterInput
+from expertcast.predictors.routing_rule import weights_over
 from expertcast.runtime import offload, speculate
-from expertcast.runtime.engine.speculation import weights_over
 from tests.families.models import CONFIGS, tiny_model
 from tests.runtime.conftest import assert_same, greedy
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors import ExpertcastError
+from expertcast.predictors.routing_rule import weights_over
 from expertcast.predictors.view import MoELayer
 from expertcast.runtime.policies.routing import ROUTING
-from expertcast.runtime.policies.routing.weights import weights_over
 from tests.families.models import CONFIGS, tiny_model
 from tests.runtime.policies.routing.made import logits, policy_of, routed, router_of
 

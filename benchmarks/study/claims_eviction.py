@@ -1,10 +1,10 @@
-"""Claims about eviction and prefetching."""
+"""Claims about policies that look at the past only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policy_study.found import (
+from benchmarks.study.found import (
     NOT,
     PART,
     Found,
@@ -19,7 +19,7 @@ from policy_study.found import (
     signed,
     verdict,
 )
-from policy_study.study import EVICT_ONLY, FORECAST, LITERAL, SHARED, USUAL
+from benchmarks.study.study import FORECAST, LITERAL, SHARED, USUAL
 
 FEWEST, FEW = 0.01, 0.05
 """Capacities that SpecMD's numbers are of, most of them of the second."""
@@ -127,103 +127,6 @@ def rankings_shift(found: Found) -> Judgement:
     return f"fewest misses: {text}; {len(orders)} different orders of all policies", judged
 
 
-@claim("Top-k with factor 1.0 has the best precision and recall", "SpecMD, 5.3, figure 6")
-def top_k_is_right(found: Found) -> Judgement:
-    precise, complete, example = [], [], ""
-    for share, _, by_selection in _selections(found):
-        rows = [row for name, row in by_selection.items() if name.startswith(("top_k", "percentile"))]
-        precise.append(max(rows, key=lambda row: row["prefetch_precision"] or 0)["prefetch"] == "top_k")
-        complete.append(max(rows, key=lambda row: row["prefetch_recall"] or 0)["prefetch"] == "top_k")
-        if not example:
-            example = f"at {share_text(share)} " + ", ".join(
-                f"{row['prefetch']} {row['prefetch_precision']:.2f}/{row['prefetch_recall']:.2f}" for row in rows
-            )
-    text = f"best precision in {sum(precise)}, best recall in {sum(complete)} of {len(precise)} settings; {example}"
-    return text, verdict(precise + complete)
-
-
-@claim("Percentile selection has more hits and less waiting than top-k with any factor", "SpecMD, 5.3")
-def percentile_waits_less(found: Found) -> Judgement:
-    hits, waits, example = [], [], []
-    for share, ratio, rows in _selections(found):
-        others = [row for name, row in rows.items() if name.startswith("top_k")]
-        own = rows["percentile"]
-        hits.append(own["hit_rate"] > max(row["hit_rate"] for row in others))
-        waits.append(own["blocking_s"] < min(row["blocking_s"] for row in others))
-        if share == found.shares("prefetch", eviction="least_stale", ratio=ratio, prefetch="top_k")[0]:
-            each = ", ".join(f"{row['prefetch']} {_hits_and_wait(row)}" for row in (own, *others))
-            example.append(f"{share_text(share)}, {ratio:g}x link: {each}")
-    text = f"more hits in {sum(hits)}, less waiting in {sum(waits)} of {len(hits)} settings; {'; '.join(example)}"
-    return text, verdict(hits + waits)
-
-
-@claim("Prefetching alone lowers decode speed", "WiSP: -46 to -55%")
-def prefetch_slows(found: Found) -> Judgement:
-    changes = _prefetch_changes(found)
-    text = f"time per token with top_k against on demand, LRU: {_changes(changes)}"
-    return text, verdict([value > 0 for _, value in changes])
-
-
-@claim(
-    "Prefetching alone raises decode speed by 5 to 20% (here: by 5% or more)",
-    "DALI, HybriMoE, Speculating Experts, MoE-SpeQ ...",
-)
-def prefetch_speeds_up(found: Found) -> Judgement:
-    changes = [(label, 1 / (1 + value) - 1) for label, value in _prefetch_changes(found)]
-    return f"tokens per second: {_changes(changes)}", verdict([value >= 0.05 for _, value in changes])
-
-
-@claim(
-    "Eviction by forecast of the next tokens avoids 68 and 74% of the best classic policy's misses at 25 and 45% (hits "
-    "91.7 for 74.2%, 97.0 for 88.5%)",
-    "SeqMoE 2609.12978",
-)
-def forecast_avoids(found: Found) -> Judgement:
-    texts, held = [], []
-    for share, least in ((0.25, 0.68), (0.45, 0.74)):
-        best = found.best_classic(share)
-        for name, words in ((EVICT_ONLY, "evicting only"), (FORECAST, "loading too")):
-            own = found.row("headline", share=share, eviction=name)
-            avoided = -change(own["misses"], best["misses"])
-            held.append(avoided >= least)
-            texts.append(f"{share_text(share)} {words} {percent(avoided)} ({_gain(best, own)})")
-    return f"misses of the best classic policy avoided: {'; '.join(texts)}", verdict(held)
-
-
-@claim(
-    "It closes half of the misses between the best classic policy and belady at 10 and 25%", "this project's own mark"
-)
-def forecast_closes(found: Found) -> Judgement:
-    texts, half = [], []
-    for share in found.shares("headline", eviction=EVICT_ONLY):
-        best, bound = found.best_classic(share), found.row("headline", share=share, eviction="belady")
-        own, closed = found.row("headline", share=share, eviction=EVICT_ONLY), found.closed(share, EVICT_ONLY)
-        counts = "/".join(str(row["misses"]) for row in (best, own, bound))
-        texts.append(f"{share_text(share)} {percent(closed)} ({best['eviction']}/forecast/belady {counts})")
-        if share in (0.10, 0.25):
-            half.append(closed >= 0.5)
-    return f"misses, evicting only: {'; '.join(texts)}", verdict(half)
-
-
-@claim("Replaying each access as an event of its own gives LRU 27 to 29% more misses", "2608.07911")
-def replay_inflates(found: Found) -> Judgement:
-    rows = found.rows("replay", eviction="lru")
-    texts = [
-        f"{row['scope']}, {row['batch']} at once, {share_text(row['share'])} "
-        f"{row['misses']}/{row['misses_per_access']} ({signed(row['inflation'] or 0.0)})"
-        for row in rows
-    ]
-    held = [(row["inflation"] or 0.0) >= 0.27 for row in rows]
-    return f"LRU's misses by layer/by access: {'; '.join(texts)}", verdict(held)
-
-
-CACHING = (
-    stale_collisions, collision_rates, fld_collisions, score_collisions, literal_is_lru, stale_is_lru_by_layer,
-    stale_hits, rankings_shift, top_k_is_right, percentile_waits_less, prefetch_slows, prefetch_speeds_up,
-    forecast_avoids, forecast_closes, replay_inflates,
-)  # fmt: skip
-
-
 def _settings(found: Found) -> Iterator[tuple[str, Named]]:
     """Every eviction policy's row at each capacity: without prefetching, and prefetching by each usual selection over
     the faster link."""
@@ -238,46 +141,14 @@ def _settings(found: Found) -> Iterator[tuple[str, Named]]:
             )
 
 
-def _selections(found: Found) -> Iterator[tuple[float, float, Named]]:
-    """Capacity, link and the rows of all selections under Least-Stale."""
-    where = {"eviction": "least_stale", "predictor": SHARED}
-    for ratio in sorted({row["ratio"] for row in found.rows("prefetch", **where)}):
-        for share in found.shares("prefetch", ratio=ratio, **where):
-            rows = found.rows("prefetch", share=share, ratio=ratio, **where)
-            yield share, ratio, Named((row["prefetch"], row) for row in rows)
-
-
 def _prefetching(found: Found, share: float, name: str, selection: str) -> Row:
     """Over the faster link, by the papers' own predictor."""
     rows = found.rows("prefetch", predictor=SHARED, share=share, eviction=name, prefetch=selection)
     return min(rows, key=lambda row: float(row["ratio"]))
 
 
-def _prefetch_changes(found: Found) -> list[tuple[str, float]]:
-    """Setting, and time per token with top-k prefetching against none, under LRU."""
-    changes = []
-    for row in found.rows("prefetch", eviction="lru", prefetch="none"):
-        where = {"eviction": "lru", "share": row["share"], "ratio": row["ratio"]}
-        other = found.row("prefetch", predictor=SHARED, prefetch="top_k", **where)
-        label = f"{share_text(row['share'])} {row['ratio']:g}x"
-        changes.append((label, change(other["tpot_mean_s"], row["tpot_mean_s"])))
-    return changes
-
-
-def _changes(changes: list[tuple[str, float]]) -> str:
-    return ", ".join(f"{label} {signed(value)}" for label, value in changes)
-
-
-def _gain(best: Row, own: Row) -> str:
-    return f"{best['eviction']} {percent(best['hit_rate'])}, forecast {percent(own['hit_rate'])} hits"
-
-
 def _rates(row: Row) -> str:
     return f"{percent(row['collision_rate'])} ({percent(row['collision_share'] or 0)})"
-
-
-def _hits_and_wait(row: Row) -> str:
-    return f"{percent(row['hit_rate'])} {1e3 * row['blocking_s']:.1f} ms"
 
 
 def _classic(row: Row) -> bool:

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from benchmarks.study.study import FORECAST, LITERAL, SHARED
 from expertcast.runtime.simulation.figures import collisions, frontier, hit_rates, token_times
-from policy_study.study import FORECAST, LITERAL, SHARED
 
 COLLIDING = ("lru", "lfu", "fld", "score", "least_stale", LITERAL, FORECAST)
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#767676")

@@ -9,13 +9,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from expertcast.predictors import ExpertcastError
-from expertcast.runtime.policies import PRESETS, CacheShape, Policies
-from expertcast.runtime.simulation.events import Trace
-from expertcast.runtime.simulation.machine import Machine
-from expertcast.runtime.simulation.sweep import Case, refusal, with_bounds
-from policy_study.replay import replays
-from policy_study.study import (
+from benchmarks.study.replay import replays
+from benchmarks.study.study import (
     ACTIVE,
     BASELINES,
     EVICT_ONLY,
@@ -28,6 +23,11 @@ from policy_study.study import (
     Rows,
     Study,
 )
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime.policies import PRESETS, CacheShape, Policies
+from expertcast.runtime.simulation.events import Trace
+from expertcast.runtime.simulation.machine import Machine
+from expertcast.runtime.simulation.sweep import Case, refusal, with_bounds
 
 REPLAYED = ("lru", "lfu", "least_stale", "importance")
 _DECIDED_BY_THE_LINK = ("threshold", "value")

@@ -6,8 +6,18 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from policy_study.found import VERDICTS, Found, MissingRowError, Row, change, percent, share_text, signed
-from policy_study.study import EVICT_ONLY
+from benchmarks.study.found import (
+    VERDICTS,
+    Found,
+    MissingRowError,
+    Row,
+    change,
+    ms,
+    percent,
+    share_text,
+    signed,
+)
+from benchmarks.study.study import EVICT_ONLY
 
 CLOSE = 0.95
 """Agreement with the exact model that still counts as its quality."""
@@ -54,8 +64,8 @@ def _prefetching(found: Found) -> str:
         best = _fastest(rows)
         plain = found.row("prefetch", share=share, ratio=ratio, eviction="lru", prefetch="none")
         texts.append(
-            f"`{best['eviction']}` with `{best['prefetch']}`{_by(best)} at {share_text(share)} ({_ms(best)} ms per "
-            f"token where lru on demand takes {_ms(plain)})"
+            f"`{best['eviction']}` with `{best['prefetch']}`{_by(best)} at {share_text(share)} "
+            f"({ms(best['tpot_mean_s'])} ms per token where lru on demand takes {ms(plain['tpot_mean_s'])})"
         )
     return f"**The fastest exact eviction and prefetching** over the slow link, forecasts at no cost: {_and(texts)}."
 
@@ -81,11 +91,11 @@ def _presets(found: Found) -> str:
     for share in found.shares("presets", ratio=ratio):
         rows = found.rows("presets", share=share, ratio=ratio)
         exact = _fastest([row for row in rows if (row["miss"], row["routing"]) == ("fetch", "standard")])
-        text = f"`{exact['preset']}` at {share_text(share)} ({_ms(exact)} ms per token"
+        text = f"`{exact['preset']}` at {share_text(share)} ({ms(exact['tpot_mean_s'])} ms per token"
         best = _fastest(rows)
         if best is not exact:
             agreement = "" if best["agreement"] is None else f" at {percent(best['agreement'])} agreement"
-            text += f"; with losses `{best['preset']}`, {_ms(best)} ms{agreement}"
+            text += f"; with losses `{best['preset']}`, {ms(best['tpot_mean_s'])} ms{agreement}"
         texts.append(text + ")")
     return f"**Of the published systems** the fastest exact one over the slow link is {_and(texts)}."
 
@@ -108,10 +118,6 @@ def _fastest(rows: Iterable[Row]) -> Row:
 
 def _by(row: Row) -> str:
     return "" if row["predictor"] is None else f" by `{row['predictor']}`"
-
-
-def _ms(row: Row) -> str:
-    return f"{1e3 * row['tpot_mean_s']:.1f}"
 
 
 def _and(texts: list[str]) -> str:

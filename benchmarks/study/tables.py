@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
-from policy_study.claims_systems import best_of_both
-from policy_study.found import Found, MissingRowError, Row, change, percent, share_text, signed
-from policy_study.study import EVICT_ONLY, FORECAST
+from benchmarks.study.claims_systems import best_of_both
+from benchmarks.study.found import Found, MissingRowError, Row, change, ms, percent, share_text, signed
+from benchmarks.study.study import EVICT_ONLY, FORECAST
 
 Section = Callable[[Found], str]
 _SHOWN = ("lru", "least_stale", FORECAST)
@@ -116,7 +116,7 @@ def presets(found: Found) -> str:
     ratio, share = max(places)[0], shares[len(shares) // 2]
     details = [
         [
-            f"`{row['preset']}`", _ms(row["ttft_mean_s"]), _ms(row["blocking_s"]), f"{row['bytes_per_step'] / 1e3:.0f}",
+            f"`{row['preset']}`", ms(row["ttft_mean_s"]), ms(row["blocking_s"]), f"{row['bytes_per_step'] / 1e3:.0f}",
             percent(row["hit_rate"]), _number(row["redundant"], ".1%"), _two(row["prefetch_precision"]),
             _two(row["prefetch_recall"]), _number(row["perplexity"], ".2f"), _number(row["agreement"], ".1%"),
         ]
@@ -186,11 +186,7 @@ def _trade(found: Found, share: float, miss: str, routing: str, bold: bool) -> s
 
 
 def _time(row: Row | None) -> str:
-    return "-" if row is None else _ms(row["tpot_mean_s"])
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f}"
+    return "-" if row is None else ms(row["tpot_mean_s"])
 
 
 def _two(value: float | None) -> str:

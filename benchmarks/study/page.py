@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from policy_study import tables
-from policy_study.findings import findings
-from policy_study.found import UNKNOWN, VERDICTS, Found, MissingRowError, share_text
-from policy_study.study import LITERAL, PREFILL
-from policy_study.tables import wrapped
+from benchmarks.study import tables
+from benchmarks.study.findings import findings
+from benchmarks.study.found import UNKNOWN, VERDICTS, Found, MissingRowError, share_text
+from benchmarks.study.study import LITERAL, PREFILL
+from benchmarks.study.tables import wrapped
 
 TITLE = "# Policies: what to keep, load and drop"
 SECTIONS: tuple[tuple[str, tables.Section], ...] = (
@@ -45,7 +45,7 @@ def _introduction(result: Mapping[str, Any]) -> str:
         {shape["E"]} experts, {shape["K"]} per token, one text at a time. **What held here held on a small model; what
         did not may hold on a large one.**"""
     quick = "\n\n**A run with --quick: it shows that everything runs, its numbers mean nothing.**"
-    command = f"    python scripts/{result['command']}"
+    command = f"    python -m benchmarks.study {result['command'].partition(' ')[2]}"
     return f"{TITLE}\n\n{command}\n\n{wrapped(text)}{quick if result['quick'] else ''}"
 
 
@@ -86,7 +86,7 @@ def _method(result: Mapping[str, Any]) -> list[str]:
 
 def _claims(result: Mapping[str, Any]) -> str:
     claims = result["claims"]
-    rules = """Judged by the rows with fixed rules (`scripts/policy_study/claims_*.py`): *held* in every setting
+    rules = """Judged by the rows with fixed rules (`benchmarks/study/claims_*.py`): *held* in every setting
         measured, *did not hold* in none, *held in part* otherwise. Percentages before the counts are capacities."""
     parts = [f"## What held and what did not\n\n{wrapped(rules)}"]
     for verdict in VERDICTS:

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.study import __main__ as benchmark_policies
+from benchmarks.study import quality, study
+from benchmarks.study.claims import CLAIMS, claims
+from benchmarks.study.claims_eviction import literal_is_lru
+from benchmarks.study.claims_forecast import forecast_closes
+from benchmarks.study.claims_systems import drop_is_fastest
+from benchmarks.study.findings import findings
+from benchmarks.study.found import HELD, NOT, PART, UNKNOWN, Claim, Found, MissingRowError, verdict
+from benchmarks.study.replay import replays
 
 from expertcast.data.models import REFERENCE, load_tokenizer
 from tests.families.models import tiny_model
 from tests.runtime.simulation import made
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import benchmark_policies  # noqa: E402
-from policy_study import quality, study  # noqa: E402
-from policy_study.claims import CLAIMS, claims  # noqa: E402
-from policy_study.claims_caching import forecast_closes, literal_is_lru  # noqa: E402
-from policy_study.claims_systems import drop_is_fastest  # noqa: E402
-from policy_study.findings import findings  # noqa: E402
-from policy_study.found import HELD, NOT, PART, UNKNOWN, Claim, Found, MissingRowError, verdict  # noqa: E402
-from policy_study.replay import replays  # noqa: E402
 
 KEYS = {
     "eviction", "prefetch", "miss", "routing", "scope", "slots", "capacity", "bandwidth", "hit_rate", "misses",
@@ -91,7 +87,7 @@ def test_second_call_runs_nothing_again(run: list[str], monkeypatch: pytest.Monk
     monkeypatch.setattr(study, "sweep", again)
     monkeypatch.setattr(quality, "measure_policies", again)
     monkeypatch.setattr(benchmark_policies, "fit", again)
-    monkeypatch.setattr("policy_study.stages.replays", again)
+    monkeypatch.setattr("benchmarks.study.stages.replays", again)
     assert benchmark_policies.main(run) == 0
     assert (out_of(run) / "policies.md").read_text() == page
 

@@ -114,6 +114,20 @@ def change(new: float, old: float) -> float:
     return new / old - 1 if old else 0.0
 
 
+Changes = list[tuple[str, float]]
+"""Where, and the relative change there."""
+
+
+def changes_text(changes: Changes) -> str:
+    """Every change with where it is of."""
+    return ", ".join(f"{label} {signed(value)}" for label, value in changes)
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds."""
+    return f"{1e3 * seconds:.1f}"
+
+
 def span(values: Sequence[float], text: Callable[[float], str] = signed) -> str:
     """Lowest to highest."""
     low, high = text(min(values)), text(max(values))

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from expertcast.runtime.simulation.figures import frontier
-from policy_study.found import (
+from benchmarks.study.found import (
+    Changes,
     Found,
     Judgement,
     MissingRowError,
     Named,
     Row,
     change,
+    changes_text,
     claim,
+    ms,
     percent,
     share_text,
     signed,
     span,
     verdict,
 )
-from policy_study.study import ACTIVE, BASELINES, SWAPPED
+from benchmarks.study.study import ACTIVE, BASELINES, SWAPPED
+from expertcast.runtime.simulation.figures import frontier
 
 SIMPLER = ("fetch", "fetch_priority", "drop")
 """Miss policies that the inconsistent ones are compared with."""
@@ -44,7 +47,9 @@ def drop_is_fastest(found: Found) -> Judgement:
     for share, rows in _misses(found):
         by_time = sorted(rows.values(), key=lambda row: float(row["tpot_mean_s"]))
         fastest.append(by_time[0]["miss"] == "drop")
-        texts.append(f"{share_text(share)} " + ", ".join(f"{row['miss']} {_ms(row)}" for row in by_time[:3]))
+        texts.append(
+            f"{share_text(share)} " + ", ".join(f"{row['miss']} {ms(row['tpot_mean_s'])}" for row in by_time[:3])
+        )
     return f"fastest with standard routing: {'; '.join(texts)} ms per token", verdict(fastest)
 
 
@@ -88,10 +93,8 @@ def lambda_range(found: Found) -> Judgement:
         each = []
         for name, row in rows.items():
             if name != "standard":
-                faster, worse = (
-                    change(plain["tpot_mean_s"], row["tpot_mean_s"]),
-                    row["perplexity"] / plain["perplexity"] - 1,
-                )
+                faster = change(plain["tpot_mean_s"], row["tpot_mean_s"])
+                worse = row["perplexity"] / plain["perplexity"] - 1
                 strength = float(name.rpartition("=")[2]) if "=" in name else 0.2
                 each.append(f"{strength:g}: {signed(faster)} speed, {signed(worse)} perplexity")
                 good = faster >= 0.05 and worse <= 0.05
@@ -113,22 +116,12 @@ def drop_in_tpot(found: Found) -> Judgement:
 
 @claim("ActiveEvict blocks 31 to 46% less on copies than systems that prefetch", "ActiveEvict, 4.3")
 def active_blocks_less(found: Found) -> Judgement:
-    changes = []
-    for row in _systems(found, ACTIVE):
-        for name in BASELINES:
-            other = _beside(found, row, name)
-            changes.append((f"{_where(row)} against {name}", change(row["blocking_s"], other["blocking_s"])))
-    return f"waiting: {_changes(changes)}", verdict([value <= -0.31 for _, value in changes])
+    return _less_waiting(found, "presets")
 
 
 @claim("The same where an evicted expert is copied back to a host that keeps no weights", "trap 7 under system D")
 def active_blocks_less_with_write_back(found: Found) -> Judgement:
-    changes = []
-    for row in found.rows("write_back", preset=ACTIVE):
-        for name in BASELINES:
-            other = found.row("write_back", preset=name, share=row["share"])
-            changes.append((f"{_where(row)} against {name}", change(row["blocking_s"], other["blocking_s"])))
-    return f"waiting: {_changes(changes)}", verdict([value <= -0.31 for _, value in changes])
+    return _less_waiting(found, "write_back")
 
 
 @claim("ActiveEvict loses less than 1% of quality", "ActiveEvict, abstract and 4.4")
@@ -138,8 +131,8 @@ def active_keeps_quality(found: Found) -> Judgement:
 
 @claim("Its dynamic top-k blocks 7 to 13% less than a fixed one", "ActiveEvict, 4.4")
 def dynamic_top_k(found: Found) -> Judgement:
-    changes = _against(found, "activeevict_fixed_top_k")
-    return f"waiting: {_changes(changes)}", verdict([value <= -0.07 for _, value in changes])
+    changes = _waiting(found, "presets", "activeevict_fixed_top_k")
+    return f"waiting: {changes_text(changes)}", verdict([value <= -0.07 for _, value in changes])
 
 
 @claim(
@@ -149,7 +142,7 @@ def dynamic_top_k(found: Found) -> Judgement:
 def importance_pays(found: Found) -> Judgement:
     texts, held = [], []
     for name, least in (("prediction_only", 0.08), ("hotness_only", 0.13), ("lru", 0.13)):
-        changes = _against(found, f"activeevict_{name}")
+        changes = _waiting(found, "presets", f"activeevict_{name}")
         texts.append(f"{name} {span([value for _, value in changes])}")
         held += [value <= -least for _, value in changes]
     return f"waiting of the full policy against {'; '.join(texts)}", verdict(held)
@@ -162,20 +155,13 @@ def importance_pays(found: Found) -> Judgement:
 )
 def redundant_copies(found: Found) -> Judgement:
     texts, held = [], []
-    for row in _systems(found, ACTIVE):
+    for row in found.rows("presets", preset=ACTIVE):
         others = [_beside(found, row, name) for name in BASELINES]
         held.append((row["redundant"] or 0) < min(other["redundant"] or 0 for other in others))
         held.append(not row["prefetched"])
         each = ", ".join(f"{other['preset']} {percent(other['redundant'] or 0)}" for other in others)
         texts.append(f"{_where(row)} {percent(row['redundant'] or 0)}, {each}")
     return f"redundant: {'; '.join(texts)}", verdict(held)
-
-
-SYSTEMS = (
-    priority_on_frontier, drop_is_fastest, nothing_gained, substitution_fails, lambda_range, drop_in_ttft, drop_in_tpot,
-    active_blocks_less, active_blocks_less_with_write_back, active_keeps_quality, dynamic_top_k,
-    importance_pays, redundant_copies,
-)  # fmt: skip
 
 
 def _measured(found: Found, share: float) -> list[Row]:
@@ -202,26 +188,28 @@ def _on_frontier(found: Found, names: Sequence[str]) -> Judgement:
     return f"its places on the frontier: {'; '.join(texts)}", verdict(held)
 
 
-def _systems(found: Found, name: str) -> list[Row]:
-    return found.rows("presets", preset=name)
-
-
 def _beside(found: Found, row: Row, name: str) -> Row:
-    """Another preset on the same link with the same slots."""
-    return found.row("presets", preset=name, share=row["share"], ratio=row["ratio"])
+    """Another preset of the same stage, on the same link with the same slots."""
+    return found.row(row["stage"], preset=name, share=row["share"], ratio=row["ratio"])
 
 
-def _against(found: Found, name: str) -> list[tuple[str, float]]:
-    """Waiting of ActiveEvict against another preset's."""
+def _waiting(found: Found, stage: str, *names: str) -> Changes:
+    """Waiting of ActiveEvict against that of other presets, by setting."""
     return [
-        (_where(row), change(row["blocking_s"], _beside(found, row, name)["blocking_s"]))
-        for row in _systems(found, ACTIVE)
+        (_where(row) + f" against {name}" * (len(names) > 1), change(row["blocking_s"], other["blocking_s"]))
+        for row in found.rows(stage, preset=ACTIVE)
+        for name, other in ((name, _beside(found, row, name)) for name in names)
     ]
+
+
+def _less_waiting(found: Found, stage: str) -> Judgement:
+    changes = _waiting(found, stage, *BASELINES)
+    return f"waiting: {changes_text(changes)}", verdict([value <= -0.31 for _, value in changes])
 
 
 def _quality(found: Found, name: str, most: float) -> Judgement:
     texts, held = [], []
-    for row in _systems(found, name):
+    for row in found.rows("presets", preset=name):
         if row["perplexity"] is None:
             raise MissingRowError
         exact = next(each for each in found.rows("presets", preset="on_demand") if each["perplexity"] is not None)
@@ -251,13 +239,5 @@ def _loss(row: Row) -> str:
     return f"{row['perplexity']:.2f}, {percent(row['agreement'])}"
 
 
-def _ms(row: Row) -> str:
-    return f"{1e3 * row['tpot_mean_s']:.1f}"
-
-
 def _where(row: Row) -> str:
     return f"{share_text(row['share'])} {row['ratio']:g}x"
-
-
-def _changes(changes: Sequence[tuple[str, float]]) -> str:
-    return ", ".join(f"{label} {signed(value)}" for label, value in changes)

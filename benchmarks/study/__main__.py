@@ -1,6 +1,6 @@
 """The policy study: eviction, prefetching, miss handling, routing and published systems on one trace, in one command.
 
-    python scripts/benchmark_policies.py TRACES --out benchmarks
+    python -m benchmarks.study TRACES --out benchmarks
 
 writes policies.md, results/policies.json (every row) and results/policies-*.png. Without TRACES they are collected from
 --model running over --data; a next_token checkpoint is trained unless --next-token names one. What has been done lies
@@ -19,13 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from policy_study import stages
-from policy_study.claims import claims
-from policy_study.figures import colliding, write_figures
-from policy_study.page import page
-from policy_study.quality import Decoding, add_quality, split_windows
-from policy_study.study import QUICK, SHARED, Scale, Study
-
+from benchmarks.study import stages
+from benchmarks.study.claims import claims
+from benchmarks.study.figures import colliding, write_figures
+from benchmarks.study.page import page
+from benchmarks.study.quality import Decoding, add_quality, split_windows
+from benchmarks.study.study import QUICK, SHARED, Scale, Study
 from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.store import load_predictor, save_predictor
 from expertcast.commands import evaluated_predictors, is_checkpoint
@@ -100,7 +99,7 @@ def study(args: argparse.Namespace, work: Path) -> dict[str, Any]:
         "replay": stages.replay(given),
         "skipped": [row for part in found for row in part["skipped"]],
         "seconds": round(time.monotonic() - begin),
-        **provenance(),
+        **provenance(" ".join(["benchmarks.study", *sys.argv[1:]])),
     }
     return {**result, "claims": claims(result)}
 
@@ -189,7 +188,9 @@ def _data(args: argparse.Namespace, model: str) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("traces", type=Path, nargs="?", help="folder of `expertcast collect`")
     parser.add_argument("--out", type=Path, required=True, help="folder of the page, with results/ in it")
     parser.add_argument("--work", type=Path, help="folder to keep what has been done in, and to go on from")

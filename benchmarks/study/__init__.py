@@ -1,0 +1,1 @@
+"""The policy study: what decides about experts, on one trace, and what held of the papers' claims."""

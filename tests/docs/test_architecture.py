@@ -1,0 +1,193 @@
+"""docs/architecture.md: its picture against the import contracts, its paths against the files, its recipes run."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import tomllib
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import expertcast
+from expertcast import cli
+from expertcast.data.discovery import find_moe_layers
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors import PredictorConfig, names, registry
+from expertcast.predictors.router_input import RouterInput
+from expertcast.predictors.view import MoEView
+from expertcast.runtime.policies import EVICTION, Policies
+from expertcast.training import evaluation
+from tests.families.models import tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+FOLDERS = ("src/expertcast", "runtime", "training", "data", "checkpoints", "predictors")
+
+Make = Callable[[str, str], ModuleType]
+
+
+def blocks(title: str) -> list[str]:
+    """The code of one recipe."""
+    sections = re.split(r"^### ", PAGE, flags=re.MULTILINE)
+    (text,) = (section for section in sections if section.startswith(title + "\n"))
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
+    """Makes a module of a block, in a file as its author would; registries are put back afterwards."""
+    monkeypatch.setattr(registry, "_CLASSES", dict(registry._CLASSES))
+    monkeypatch.setattr(EVICTION, "_classes", dict(EVICTION._classes))
+
+    def make(name: str, code: str) -> ModuleType:
+        path = tmp_path / f"{name.rpartition('.')[2]}.py"
+        path.write_text(code)
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        made = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, made)
+        spec.loader.exec_module(made)
+        return made
+
+    return make
+
+
+def picture() -> list[str]:
+    """The lines of the picture that name a row of the house."""
+    (drawn,) = re.findall(r"```text\n(.*?)```", PAGE, flags=re.DOTALL)
+    return [line for line in drawn.splitlines()[1:] if line[:24].strip(" ─│")]
+
+
+def test_the_picture_is_the_import_contracts() -> None:
+    """Every package and every room of the runtime is drawn, none above what may import it."""
+    rows = [re.match(r" *((?:[\w/]+ ?)*)", line[:24])[1].split() for line in picture()]  # type: ignore[index]
+    row_of = {name: number for number, row in enumerate(rows) for name in row}
+    assert [name for name in row_of if name in FOLDERS] == list(FOLDERS)
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    runtime = next(each["layers"] for each in contracts if "expertcast.runtime.engine" in each["layers"])
+    layers = [[name.strip().rpartition(".")[2] for name in layer.split("|")] for layer in runtime]
+    drawn = {name for name, row in row_of.items() if row_of["runtime"] < row < row_of["training"]}
+    assert drawn == {name for layer in layers for name in layer}
+    for upper, lower in pairwise(layers):
+        assert max(row_of[name] for name in upper) < min(row_of[name] for name in lower)
+
+
+def test_files_that_are_named_exist() -> None:
+    named = set(re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", PAGE)) | set(re.findall(r"\]\(([\w-]+\.md)\)", PAGE))
+    assert len(named) > 20
+    places = (ROOT, ROOT / "docs", ROOT / "runtime" / "policies")
+    assert not {name for name in named if not any((place / name).exists() for place in places)}
+
+
+def same_as_resident(model: PreTrainedModel, **options: Any) -> expertcast.OffloadedModel:
+    """Decode offloaded, with few slots; the logits are those of the model as it was, then and afterwards."""
+    ids = torch.arange(1, 9).unsqueeze(0)
+    decode: dict[str, Any] = {
+        "input_ids": ids, "max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True,
+        "output_logits": True,
+    }  # fmt: skip
+    expected = model.generate(**decode)
+    with expertcast.offload(model, slots=8, **options) as offloaded:
+        found = offloaded.generate(**decode)
+        assert offloaded.stats.total.misses > 0
+    for output in (found, model.generate(**decode)):
+        assert all(torch.equal(one, other) for one, other in zip(expected.logits, output.logits, strict=True))
+    return offloaded
+
+
+def test_a_predictor(module: Make) -> None:
+    (code,) = blocks("A predictor")
+    module("same_logits", code)
+    assert names()[-1] == "same_logits"
+    offloaded = same_as_resident(tiny_model("qwen3_moe"), predictor="same_logits")
+    assert offloaded.stats.total.prefetched > 0
+
+
+def test_a_policy(module: Make) -> None:
+    (code,) = blocks("A policy")
+    made = module("first_in", code)
+    policy = made.FirstIn(None, None)
+    for key in (4, 2, 3):
+        policy.insert(key)
+    policy.use([4])
+    assert policy.victim(()) == 4
+    assert policy.victim({4}) == 2
+    same_as_resident(tiny_model("qwen3_moe"), policies=Policies(eviction="first_in"))
+
+
+@pytest.mark.parametrize("predictor", [None, "router_input"])
+def test_a_link(module: Make, predictor: str | None) -> None:
+    (code,) = blocks("A link")
+    link = module("steady", code).SteadyLink(20e6)
+    same_as_resident(tiny_model("qwen3_moe"), link=link, predictor=predictor)
+    assert link.copies > 0
+    assert link.busy_s >= link.bytes_moved / link.bandwidth
+
+
+def test_a_store(module: Make) -> None:
+    (code,) = blocks("A store")
+    model = tiny_model("qwen3_moe")
+    store = module("shared", code).SharedStore(find_moe_layers(model))
+    shared: list[bool] = []
+    read_ahead = store.read_ahead
+    store.read_ahead = lambda keys: (shared.append(store.block(0).is_shared()), read_ahead(keys))
+    same_as_resident(model, store=store, predictor="router_input")
+    assert shared
+    assert all(shared)
+
+
+def test_a_metric(
+    module: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    reference_traces: TraceDataset,
+    reference_view: MoEView,
+) -> None:
+    """Listed, it is part of every evaluation; its value is that of a loop over tokens."""
+    code, line = blocks("A metric")
+    made = module("heaviest_found", code)
+    listed = evaluation.routing_metrics
+
+    def routing_metrics(shape: Any, layers: int, **kwargs: Any) -> Any:
+        metrics = listed(shape, layers, **kwargs)
+        exec(line, {**vars(made), "metrics": metrics, "layers": layers, "kwargs": kwargs})
+        return metrics
+
+    monkeypatch.setattr(evaluation, "routing_metrics", routing_metrics)
+    view = reference_traces.view
+    predictor = RouterInput(PredictorConfig(), view.shape).bind(view)
+    batch = next(reference_traces.batches("test", 64))
+    found = evaluation.evaluate({"router_input": predictor}, [batch], view).as_dict()["heaviest_found"]["router_input"]
+    true, forecast = batch.state(view, 1), predictor.forecast(batch.state(view, 0))
+    heaviest_T = true.topk_ids_TK[torch.arange(len(batch)), true.topk_weights_TK.argmax(dim=1)].tolist()
+    hits = [one in ids for one, ids in zip(heaviest_T, forecast.topk_ids_TK.tolist(), strict=True)]
+    assert found["per_layer"][0] == pytest.approx(sum(hits) / len(hits))
+    assert len(found["per_layer"]) == view.shape.layers - 1
+
+
+def test_a_command(
+    module: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    reference_view: MoEView,
+) -> None:
+    code, line = blocks("A command")
+    monkeypatch.setattr(cli, "COMMANDS", dict(cli.COMMANDS))
+    module("expertcast.commands.fingerprint", code)
+    exec(line, {})
+    assert cli.main(["fingerprint", "reference", "--digits", "8", "--json", str(tmp_path / "out.json")]) == 0
+    assert reference_view.fingerprint()[:8] in capsys.readouterr().out
+    assert reference_view.fingerprint()[:8] in (tmp_path / "out.json").read_text()
+    assert reference_view.fingerprint()[:9] not in (tmp_path / "out.json").read_text()
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["fingerprint", "--help"])
+    assert "digits to print (default: 64)" in capsys.readouterr().out.lower()
