@@ -216,7 +216,12 @@ def read_info(folder: Path) -> dict[str, Any] | None:
 
 
 class _Shard:
-    """One Arrow file: its columns as tensors over a private memory map."""
+    """One Arrow file: its columns as tensors over a private memory map.
+
+    `datasets.load_from_disk` reads the same files, but makes arrays of its own for every batch: batches of 1024 tokens
+    came at 140,000 tokens/s instead of 370,000 in order, and at 22,000 instead of 98,000 shuffled (its Arrow format,
+    of CPU time; its numpy format gives half of that, and its torch format turns the 16 bits of bf16 into 64).
+    """
 
     def __init__(self, path: Path, info: dict[str, Any]) -> None:
         try:
