@@ -116,4 +116,3 @@ def write_dataset_files(folder: Path, shape: ModelShape, logits: torch.dtype, sh
         "_split": None,
     }
     (folder / DATASET_STATE_FILE).write_text(json.dumps(state, indent=2))
-

@@ -172,9 +172,7 @@ def _hub_rows(name: str) -> Iterator[tuple[str, str]]:
     except ExpertcastError:
         raise
     except Exception as error:  # the hub client raises many kinds; all mean that the data cannot be had
-        raise ExpertcastError(
-            f"no such file, and no hub dataset either: {name!r} ({first_line(error)})"
-        ) from error
+        raise ExpertcastError(f"no such file, and no hub dataset either: {name!r} ({first_line(error)})") from error
 
 
 def _require_text_column(where: str, columns: Iterable[str]) -> None:

@@ -142,4 +142,3 @@ def _load_progress(folder: Path, rank: int, means: MeanOutputs) -> tuple[list[st
         note = json.loads(file.metadata()["progress"])
         means.load_tensors({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (no mapping)
     return note["shards"], note["batches_done"], note["rows_done"]
-
