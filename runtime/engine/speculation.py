@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertcast.data.taps import RouterCall, RouterTaps
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.engine.taps import RouterCall, RouterTaps
 from expertcast.runtime.engine.traced import TracedForecasts
 from expertcast.runtime.policies.routing.weights import weights_over
 
