@@ -6,69 +6,69 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from expertcast.checkpoints.provenance import provenance
 from expertcast.data import layout
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.distributed import Share, current_share, documents_of, wait_for_all
 from expertcast.data.means import MeanOutputs
 from expertcast.data.models import save_skeleton
-from expertcast.data.plan import SPLITS, Plan, Window, make_plan
-from expertcast.data.stream import ActivationStream as ActivationStream
-from expertcast.data.stream import pad_windows
+from expertcast.data.plan import SPLITS, Plan, PlannedDocument, TextOptions, Window, make_plan
+from expertcast.data.stream import ActivationStream, pad_windows
 from expertcast.data.text import Document
 from expertcast.data.traces import TraceDataset, read_info
 from expertcast.data.writer import SHARD_BYTES, ShardWriter, merged_progress, write_atomically
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import Json
 from expertcast.predictors.view import MoEView
 
 
 def collect(
     model: PreTrainedModel,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[Document],
     out: Path | str,
+    options: TextOptions | None = None,
     *,
-    tokens: int | None = None,
-    window: int = 256,
-    batch_size: int = 8,
-    seed: int = 0,
     shard_bytes: int = SHARD_BYTES,
+    **fields: object,
 ) -> TraceDataset:
-    """Write traces of `tokens` tokens to `out`, or finish a collection that was begun there.
+    """Write traces of a text to `out`, or finish a collection that was begun there.
 
     Under torchrun each rank takes its share of the documents and the shards become one dataset. Prints an estimate of
     the disk it will use, and shows its progress, on standard error.
 
     Args:
-        tokens: how many, from documents in an order shuffled by `seed`; None, or more than there are, takes all.
-        window: tokens per window; a window sees nothing before it.
-        batch_size: windows per forward.
+        model: is run; it stays as it is.
+        tokenizer: the model's.
+        documents: the text.
+        out: the folder to write.
+        options: how much of the text, and in which portions; none are the default :class:`TextOptions`.
         shard_bytes: size of a shard, which is also what a kill can cost.
+        fields: fields of :class:`TextOptions` that are other than in `options`, such as `tokens`.
 
     Raises:
         ExpertcastError: model not supported, too few documents, `out` holds something else or was begun with other
             settings, or the traces do not fit the disk.
     """
+    options = TextOptions.of(options, fields)
     share = current_share()
     view = find_moe_layers(model)
     means = MeanOutputs(view)
-    plan = make_plan(documents, tokenizer, tokens=tokens, window=window, seed=seed)
-    logits = _logits_dtype(model, view, plan)
-    settings = _settings(model, view, plan, batch_size, share)
+    plan = make_plan(documents, tokenizer, tokens=options.tokens, window=options.window, seed=options.seed)
+    stream = ActivationStream(model, view, plan.windows_of(plan.documents), batch_size=options.batch_size)
+    logits = _logits_dtype(stream)
+    settings = _settings(stream, plan, share)
     folder = Path(out)
     if share.rank == 0:
-        _claim(folder, settings, lambda: _new_info(view, plan, settings, logits, seed))
+        _claim(folder, settings, lambda: _new_info(view, plan, settings, logits, options.seed))
         _check_disk(folder, plan, layout.row_bytes(view.shape, logits))
     wait_for_all(share)
     info = read_info(folder)
@@ -78,7 +78,7 @@ def collect(
         writer = ShardWriter(
             folder, rank=share.rank, shape=view.shape, logits=logits, means=means, shard_bytes=shard_bytes
         )
-        _run(ActivationStream(model, view, _windows(plan), batch_size=batch_size), plan, share, writer, means)
+        _run(stream, plan, share, writer, means)
         wait_for_all(share)
         if share.rank == 0:
             _finish(folder, model, view, plan, logits, share)
@@ -88,8 +88,8 @@ def collect(
 
 def _run(stream: ActivationStream, plan: Plan, share: Share, writer: ShardWriter, means: MeanOutputs) -> None:
     """Run the batches that are not committed yet."""
-    own = {document.index for document in documents_of(plan.documents, share)}
-    total = sum(document.tokens for document in plan.documents if document.index in own)
+    own = documents_of(plan.documents, share)
+    total = sum(document.tokens for document in own)
     label = "collecting" if share.world == 1 else f"collecting, rank {share.rank}"
     batches = islice(_batches(plan, own, stream.batch_size), writer.batches_done, None)
     with tqdm(total=total, initial=writer.rows_done, unit="token", desc=label, unit_scale=True) as bar:
@@ -101,39 +101,35 @@ def _run(stream: ActivationStream, plan: Plan, share: Share, writer: ShardWriter
     writer.commit()
 
 
-def _batches(plan: Plan, own: set[int], batch_size: int) -> Iterator[tuple[str, list[Window]]]:
+def _batches(plan: Plan, own: list[PlannedDocument], batch_size: int) -> Iterator[tuple[str, list[Window]]]:
     """(split, windows) per forward; a batch never mixes splits."""
     for split in SPLITS:
-        windows = [window for window in plan.windows[split] if window.document in own]
+        windows = plan.windows_of(own, split)
         for begin in range(0, len(windows), batch_size):
             yield split, windows[begin : begin + batch_size]
 
 
-def _windows(plan: Plan) -> list[Window]:
-    return [window for split in SPLITS for window in plan.windows[split]]
-
-
-def _logits_dtype(model: PreTrainedModel, view: MoEView, plan: Plan) -> torch.dtype:
+def _logits_dtype(stream: ActivationStream) -> torch.dtype:
     """What logits are stored in: seen in one forward of two tokens."""
-    first = _windows(plan)[0]
+    first = stream.windows[0]
     batch = pad_windows([Window(first.document, 0, first.token_ids[:2])])
-    return layout.stored_logits_dtype(ActivationStream(model, view, []).run(batch).logits_TLE.dtype)
+    return layout.stored_logits_dtype(stream.run(batch).logits_TLE.dtype)
 
 
-def _settings(model: PreTrainedModel, view: MoEView, plan: Plan, batch_size: int, share: Share) -> dict[str, Any]:
+def _settings(stream: ActivationStream, plan: Plan, share: Share) -> Json:
     """What must be the same for a collection to be gone on with."""
     return {
-        "fingerprint": view.fingerprint(),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "fingerprint": stream.view.fingerprint(),
+        "dtype": str(stream.model.dtype).removeprefix("torch."),
         "window": plan.window,
-        "tokens": plan.token_count("all"),
-        "batch_size": batch_size,
+        "tokens": plan.token_count(),
+        "batch_size": stream.batch_size,
         "ranks": share.world,
         "text": plan.digest,
     }
 
 
-def _claim(folder: Path, settings: dict[str, Any], new_info: Any) -> None:
+def _claim(folder: Path, settings: Json, new_info: Callable[[], Json]) -> None:
     """Make the folder ours, or see that it is ours and was begun with these settings."""
     if folder.exists() and not folder.is_dir():
         raise ExpertcastError(f"{folder} is a file: give a folder for the traces")
@@ -152,29 +148,21 @@ def _claim(folder: Path, settings: dict[str, Any], new_info: Any) -> None:
             )
 
 
-def _new_info(view: MoEView, plan: Plan, settings: dict[str, Any], logits: torch.dtype, seed: int) -> dict[str, Any]:
+def _new_info(view: MoEView, plan: Plan, settings: Json, logits: torch.dtype, seed: int) -> Json:
     identity = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return {
         "format": layout.FORMAT,
         "id": identity[:16],
         "complete": False,
-        "model": view.model_id,
-        "fingerprint": settings["fingerprint"],
-        "shape": view.shape.as_dict(),
-        "tokens": plan.token_count("all"),
-        "window": plan.window,
-        "seed": seed,
-        "splits": {split: plan.token_count(split) for split in SPLITS},
         "settings": settings,
         "columns": layout.columns_note(view.shape, logits),
-        **provenance(),
-        "documents": [asdict(document) for document in plan.documents],
+        **plan.account(view, seed),
     }
 
 
 def _check_disk(folder: Path, plan: Plan, row_bytes: int) -> None:
     """Print the estimate; refuse what does not fit."""
-    total = plan.token_count("all") * row_bytes
+    total = plan.token_count() * row_bytes
     there = sum(path.stat().st_size for path in folder.glob("data-*"))
     free = shutil.disk_usage(folder).free
     print(
@@ -200,7 +188,7 @@ def _size(count: float) -> str:
 def _finish(folder: Path, model: PreTrainedModel, view: MoEView, plan: Plan, logits: torch.dtype, share: Share) -> None:
     """Merge the ranks' work and mark the dataset complete; safe to repeat."""
     shards, rows, means = merged_progress(folder, [MeanOutputs(view) for _ in range(share.world)])
-    assert rows == plan.token_count("all"), f"{rows} rows for {plan.token_count('all')} tokens"
+    assert rows == plan.token_count(), f"{rows} rows for {plan.token_count('all')} tokens"
     defaults = means.default_vectors(view)
     write_atomically(folder / layout.DEFAULTS_FILE, save(defaults.as_tensors()))
     save_skeleton(view, model, folder / layout.SKELETON_FOLDER)
@@ -212,5 +200,5 @@ def _finish(folder: Path, model: PreTrainedModel, view: MoEView, plan: Plan, log
     shutil.rmtree(folder / layout.PROGRESS_FOLDER)
 
 
-def _write_info(folder: Path, info: dict[str, Any]) -> None:
+def _write_info(folder: Path, info: Json) -> None:
     write_atomically(folder / layout.TRACE_FILE, (json.dumps(info, indent=1) + "\n").encode())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from expertcast.data.discovery import experts_implementation
 from expertcast.data.means import MeanOutputs
+from expertcast.data.taps import RouterCall, RouterTaps
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
 
@@ -34,8 +34,11 @@ class Capture:
     ) -> None:
         """
         Args:
+            view: the model's MoE layers.
             keep_T: indices of the real tokens in the flattened batch, None when there is no padding.
             tokens: number of real tokens.
+            means: where to add expert outputs, for default vectors; None leaves them out.
+            residual_dtype: what residuals are rounded to.
         """
         self.keep_T = keep_T
         self.means = means
@@ -52,19 +55,22 @@ class Capture:
         rows = flat.reshape(-1, flat.shape[-1])
         return rows if self.keep_T is None else rows[self.keep_T.to(rows.device)]
 
-    def add_residual(self, layer: int, residual: Tensor) -> None:
-        self.residual_TLD[:, layer] = self.rows(residual)
-
-    def add_logits(self, layer: int, logits: Tensor) -> None:
-        if layer == 0:
+    def see(self, call: RouterCall) -> None:
+        """Take what one layer's router was given and gave."""
+        if call.layer == 0:
             self.logits_TLE = torch.empty(
-                self._tokens, self._shape.layers, self._shape.experts, dtype=logits.dtype, device=logits.device
+                self._tokens,
+                self._shape.layers,
+                self._shape.experts,
+                dtype=call.logits_TE.dtype,
+                device=call.logits_TE.device,
             )
-        self.logits_TLE[:, layer] = self.rows(logits)
+        self.residual_TLD[:, call.layer] = self.rows(call.residual_TD)
+        self.logits_TLE[:, call.layer] = self.rows(call.logits_TE)
 
 
 class LayerCapture:
-    """One layer's part of a capture."""
+    """What one layer's experts add to a capture's means."""
 
     def __init__(self, layer: MoELayer, capture: Capture) -> None:
         self.layer = layer
@@ -72,13 +78,8 @@ class LayerCapture:
         self.routed_TD: Tensor | None = None
         """Output of the routed experts, kept until the block has added the shared ones."""
 
-    def before_norm(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.capture.add_residual(self.layer.index, args[0])
-
-    def after_router(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        self.capture.add_logits(self.layer.index, output[0])
-
-    def after_block(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+    def after_block(self, _module: nn.Module, _args: tuple[object, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+        """A hook on the block: what it puts out beyond its routed experts is the shared experts' output."""
         means = self.capture.means
         if means is None or self.routed_TD is None:
             return
@@ -88,6 +89,7 @@ class LayerCapture:
         self.routed_TD = None
 
     def add_inner(self, inner_SI: Tensor, ids_TK: Tensor) -> None:
+        """Add inner activations of the routed experts, rows sorted by expert."""
         assert self.capture.means is not None
         count_E = torch.bincount(ids_TK.reshape(-1), minlength=self.layer.num_experts)
         self.capture.means.add_experts(self.layer.index, inner_SI, count_E)
@@ -96,11 +98,10 @@ class LayerCapture:
 @contextmanager
 def attached(model: PreTrainedModel, view: MoEView, capture: Capture) -> Iterator[None]:
     """Capture the forwards run inside."""
-    layers = [LayerCapture(layer, capture) for layer in view]
     with ExitStack() as stack:
-        for layer, own in zip(view, layers, strict=True):
-            stack.callback(layer.norm.register_forward_pre_hook(own.before_norm).remove)
-            stack.callback(layer.router.register_forward_hook(own.after_router).remove)
+        stack.callback(RouterTaps(model, view, capture.see).close)
+        for layer in view:
+            own = LayerCapture(layer, capture)
             if layer.has_shared:
                 stack.callback(layer.block.register_forward_hook(own.after_block).remove)
             _ACTIVE[layer.experts] = own

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import pyarrow as pa
 import torch
 
+from expertcast.predictors.plain import Json
 from expertcast.predictors.view import ModelShape
+
+if TYPE_CHECKING:
+    from datasets import Features
 
 TRACE_FILE = "trace.json"
 DEFAULTS_FILE = "default_vectors.safetensors"
@@ -37,10 +40,12 @@ INDEX_BYTES = 12
 
 
 def shard_file(rank: int, number: int) -> str:
+    """Name of a rank's shard."""
     return f"data-{rank:05d}-{number:05d}.arrow"
 
 
 def progress_file(rank: int) -> str:
+    """Name, in the progress folder, of a rank's account of what it has committed."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -58,7 +63,7 @@ def row_bytes(shape: ModelShape, logits: torch.dtype) -> int:
     return shape.layers * (shape.hidden * 2 + shape.experts * logits.itemsize) + INDEX_BYTES
 
 
-def features(shape: ModelShape, logits: torch.dtype) -> Any:
+def features(shape: ModelShape, logits: torch.dtype) -> Features:
     """The `datasets.Features` of a trace dataset."""
     from datasets import Features, List, Value  # slow to import, and only writing needs it
 
@@ -73,7 +78,7 @@ def features(shape: ModelShape, logits: torch.dtype) -> Any:
     )
 
 
-def columns_note(shape: ModelShape, logits: torch.dtype) -> dict[str, Any]:
+def columns_note(shape: ModelShape, logits: torch.dtype) -> Json:
     """How to read the columns, for trace.json."""
     return {
         RESIDUAL: {"dtype": "bfloat16", "stored_as": "uint16 holding the bits", "shape": [shape.layers, shape.hidden]},
@@ -82,17 +87,26 @@ def columns_note(shape: ModelShape, logits: torch.dtype) -> dict[str, Any]:
     }
 
 
-def logits_dtype_of(info: dict[str, Any]) -> torch.dtype:
+def logits_dtype_of(info: Json) -> torch.dtype:
+    """What the logits of a trace dataset are stored in, from its trace.json."""
     dtype: torch.dtype = getattr(torch, info["columns"][LOGITS]["dtype"])
     return dtype
 
 
 def write_dataset_files(folder: Path, shape: ModelShape, logits: torch.dtype, shards: list[str], digest: str) -> None:
-    """dataset_info.json and state.json, with which `datasets.load_from_disk` reads the shards in order."""
+    """dataset_info.json and state.json, with which `datasets.load_from_disk` reads the shards in order.
+
+    Args:
+        folder: the trace dataset.
+        shape: numbers of layers, experts and hidden units, which the columns are as wide as.
+        logits: what router logits are stored in.
+        shards: names of the shards' files, in the order of their rows.
+        digest: hexadecimal digits that tell this dataset from others.
+    """
     from datasets import DatasetInfo
 
     DatasetInfo(features=features(shape, logits)).write_to_directory(str(folder))
-    state: dict[str, Any] = {
+    state: Json = {
         "_data_files": [{"filename": name} for name in shards],
         "_fingerprint": digest[:16],
         "_format_columns": None,
@@ -102,7 +116,3 @@ def write_dataset_files(folder: Path, shape: ModelShape, logits: torch.dtype, sh
         "_split": None,
     }
     (folder / DATASET_STATE_FILE).write_text(json.dumps(state, indent=2))
-
-
-def arrow_schema(shape: ModelShape, logits: torch.dtype) -> pa.Schema:
-    return features(shape, logits).arrow_schema

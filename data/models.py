@@ -62,7 +62,7 @@ def load_tokenizer(model_id: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(resolve_model(model_id))
     except (OSError, ValueError, KeyError) as error:
-        raise ExpertcastError(f"no tokenizer for {model_id!r}: {_first_line(error)}") from error
+        raise ExpertcastError(f"no tokenizer for {model_id!r}: {first_line(error)}") from error
 
 
 def meta_model(model_id: str) -> PreTrainedModel:
@@ -134,9 +134,10 @@ def torch_dtype(name: str) -> Any:
 
 
 def _load_failure(model_id: str, error: Exception) -> str:
-    return f"cannot load model {model_id!r}: {_first_line(error)}"
+    return f"cannot load model {model_id!r}: {first_line(error)}"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, in one line; its kind where it says nothing."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -8,23 +8,52 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
 
+from expertcast.checkpoints.provenance import provenance
 from expertcast.data.text import Document
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import Json
+from expertcast.predictors.view import MoEView
 
 SPLITS = ("train", "validation", "test")
+ALL = "all"
+"""Stands for the three of them together."""
 HELD_OUT_SHARE = 0.1
 """Share of the tokens that each of validation and test aims for."""
 MIN_DOCUMENTS = 3
 MIN_DOCUMENTS_WANTED = 10
 """A small collection takes parts of so many documents rather than the whole of a few: splits need several."""
 TOKENIZER_BATCH = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """How much of a text a model is run over, and in which portions: for collection and for online training alike."""
+
+    tokens: int | None = None
+    """Tokens of text to use, from documents in an order shuffled by seed (default: all there are)."""
+    window: int = 256
+    """Tokens per window; a window sees nothing before it."""
+    batch_size: int = 8
+    """Windows per forward."""
+    seed: int = 0
+    """What the order of the documents is drawn from."""
+
+    @classmethod
+    def of(cls, options: Self | None, fields: Mapping[str, object]) -> Self:
+        """Options with some fields changed; none are the default ones.
+
+        Raises:
+            TypeError: a field that does not exist.
+        """
+        return replace(options or cls(), **fields)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +69,45 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDocument:
+    """A document that is run: as much of it as is taken, and the split that it is in."""
+
     index: int
+    """`Document.index`."""
     domain: str
     tokens: int
+    """How many are taken, from its beginning."""
     split: str
+    """train, validation or test."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Documents in the order they are run: train, then validation, then test."""
+class Documented:
+    """Anything that is made from planned documents: a plan, traces, a running model."""
+
+    documents: Sequence[PlannedDocument]
+    """In the order they are run: train, then validation, then test."""
+
+    def chosen(self, split: str) -> list[PlannedDocument]:
+        """The documents of `train`, `validation`, `test` or `all`, in order.
+
+        Raises:
+            ExpertcastError: unknown split.
+        """
+        if split not in (*SPLITS, ALL):
+            raise ExpertcastError(f"unknown split {split!r}: choose from {', '.join((*SPLITS, ALL))}")
+        return [document for document in self.documents if split in (document.split, ALL)]
+
+    def token_count(self, split: str = ALL) -> int:
+        """Tokens of `train`, `validation`, `test` or `all`."""
+        return sum(document.tokens for document in self.chosen(split))
+
+    def domains(self) -> dict[int, str]:
+        """Document index to domain (an empty string where the text named none)."""
+        return {document.index: document.domain for document in self.documents}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Documented):
+    """What is run, window by window."""
 
     documents: tuple[PlannedDocument, ...]
     windows: dict[str, list[Window]]
@@ -57,19 +116,55 @@ class Plan:
     digest: str
     """SHA-256 over every token id, document and split."""
 
-    def token_count(self, split: str) -> int:
-        """Tokens of a split, or of `all`."""
-        return sum(document.tokens for document in self.documents if split in (document.split, "all"))
+    def windows_of(self, documents: Sequence[PlannedDocument], split: str = ALL) -> list[Window]:
+        """The windows of some documents in the order they are run, those of one split or all.
+
+        Args:
+            documents: documents of this plan.
+            split: leave out those of other splits.
+        """
+        own = {document.index for document in documents}
+        splits = SPLITS if split == ALL else (split,)
+        return [window for name in splits for window in self.windows[name] if window.document in own]
+
+    def account(self, view: MoEView, seed: int) -> Json:
+        """What traces say of where they come from: the model, the text, the documents, the versions.
+
+        Args:
+            view: the model that is run.
+            seed: what the order of the documents was drawn from.
+        """
+        return {
+            "model": view.model_id,
+            "fingerprint": view.fingerprint(),
+            "shape": view.shape.as_dict(),
+            "tokens": self.token_count(),
+            "window": self.window,
+            "seed": seed,
+            "splits": {split: self.token_count(split) for split in SPLITS},
+            **provenance(),
+            "documents": [asdict(document) for document in self.documents],
+        }
 
 
-def make_plan(documents: Sequence[Document], tokenizer: Any, *, tokens: int | None, window: int, seed: int = 0) -> Plan:
+def make_plan(
+    documents: Sequence[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tokens: int | None,
+    window: int,
+    seed: int = 0,
+) -> Plan:
     """Tokenise documents, in an order shuffled by `seed`, until there are `tokens`; cut windows; split by document.
 
     The shuffle gives a small collection, and every prefix of it, the mix of domains of the whole text.
 
     Args:
+        documents: the text, in any order.
+        tokenizer: of the model that will be run.
         tokens: how many to take (long documents, and the last one, are cut); None takes all there are.
         window: tokens per window; the last window of a document is shorter.
+        seed: what the order is drawn from.
 
     Raises:
         ExpertcastError: fewer than three documents (one for each split), or a bad `tokens` or `window`.
@@ -123,7 +218,7 @@ def assign_splits(lengths: Sequence[int]) -> list[str]:
 
 
 def _tokenise(
-    documents: Sequence[Document], tokenizer: Any, tokens: int | None, window: int
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, tokens: int | None, window: int
 ) -> list[tuple[Document, npt.NDArray[np.int32]]]:
     """Documents until there are `tokens`, each cut to a tenth of them when the text has enough others."""
     read: list[tuple[Document, npt.NDArray[np.int32]]] = []

@@ -44,7 +44,7 @@ class ShardWriter:
         self._folder, self._rank, self._shape, self._logits = folder, rank, shape, logits
         self._means = means
         self._shard_rows = max(1, shard_bytes // layout.row_bytes(shape, logits))
-        self._schema = layout.arrow_schema(shape, logits)
+        self._features = layout.features(shape, logits)
         self._batches: list[tuple[TraceBatch, Tensor]] = []
         self.shards, self.batches_done, self.rows_done = _load_progress(folder, rank, means)
         self._uncommitted = 0
@@ -68,13 +68,18 @@ class ShardWriter:
         """Write what is buffered, if anything."""
         if not self._batches:
             return
+        from datasets.arrow_writer import ArrowWriter  # slow to import, and only collection needs it
+
         name = layout.shard_file(self._rank, len(self.shards))
-        rows = self._record_batch()
+        rows = self._table()
         partial = self._folder / (name + layout.PARTIAL)
         with partial.open("wb") as file:
-            with pa.ipc.new_stream(file, self._schema) as stream:
-                stream.write_batch(rows)
-            _flush(file.fileno())
+            # in one piece, so that the reader can look at a whole column as one tensor
+            with ArrowWriter(features=self._features, stream=file, writer_batch_size=rows.num_rows) as writer:
+                writer.write_table(rows)
+                writer.finalize(close_stream=False)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(partial, self._folder / name)
         self.shards.append(name)
         self.batches_done += self._uncommitted
@@ -82,7 +87,9 @@ class ShardWriter:
         self._batches, self._uncommitted = [], 0
         self._save_progress()
 
-    def _record_batch(self) -> pa.RecordBatch:
+    def _table(self) -> pa.Table:
+        """What is buffered. Built by hand: ArrowWriter.write_batch, given the same arrays, takes 2.7 times as long
+        (38,300 against 103,200 tokens/s), for it builds every list anew."""
         batch = TraceBatch.cat([batch for batch, _ in self._batches])
         token_T = torch.cat([token_T for _, token_T in self._batches])
         bits = batch.residual_TLD.contiguous().view(torch.int16).numpy().view(np.uint16)
@@ -95,7 +102,7 @@ class ShardWriter:
             ),
             *(pa.array(x.to(torch.int32).numpy()) for x in (batch.document_T, batch.position_T, token_T)),
         ]
-        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
+        return pa.Table.from_arrays(columns, schema=self._features.arrow_schema)
 
     def _save_progress(self) -> None:
         note = {"shards": self.shards, "batches_done": self.batches_done, "rows_done": self.rows_done}
@@ -109,7 +116,8 @@ def write_atomically(path: Path, content: bytes) -> None:
     partial = path.with_name(path.name + layout.PARTIAL)
     with partial.open("wb") as file:
         file.write(content)
-        _flush(file.fileno())
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(partial, path)
 
 
@@ -134,7 +142,3 @@ def _load_progress(folder: Path, rank: int, means: MeanOutputs) -> tuple[list[st
         note = json.loads(file.metadata()["progress"])
         means.load_tensors({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (no mapping)
     return note["shards"], note["batches_done"], note["rows_done"]
-
-
-def _flush(descriptor: int) -> None:
-    os.fsync(descriptor)

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from expertcast.data.discovery import experts_implementation
+from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView, NextToken
 from expertcast.predictors.next_token_tracker import NextTokenTracker
 from expertcast.runtime.arguments import (
@@ -26,7 +27,6 @@ from expertcast.runtime.engine.host import EXPERTS_NAME, Engine
 from expertcast.runtime.engine.kernels import SlotKernel
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.engine.taps import RouterTaps
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.choice import fastest_link
 from expertcast.runtime.links.cuda import CudaLink

@@ -27,13 +27,13 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from expertcast.checkpoints.provenance import provenance
 from expertcast.data.discovery import find_moe_layers
+from expertcast.data.taps import RouterCall
 from expertcast.predictors.base import Forecast
 from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.engine.host import Engine
 from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.engine.taps import RouterCall
 from expertcast.runtime.links.base import Copy, Link
 from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.recording.observer import Observer

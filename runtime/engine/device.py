@@ -12,12 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from expertcast.data.taps import RouterCall, capturing
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import MoELayer
 from expertcast.runtime.engine.host import Engine
 from expertcast.runtime.engine.kernels import SlotKernel, combine, row_order
 from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.engine.taps import RouterCall, capturing
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.policies.prefetch import PrefetchPolicy
 from expertcast.runtime.recording.observer import Observer, State

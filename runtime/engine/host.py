@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from expertcast.data.taps import RouterCall
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer
 from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.engine.kernels import SlotKernel, combine, row_order
 from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.engine.taps import RouterCall
 from expertcast.runtime.links.readback import Pending, Readback
 from expertcast.runtime.links.upload import Upload
 from expertcast.runtime.recording.observer import Observer, State

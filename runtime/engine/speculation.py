@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertcast.data.taps import RouterCall, RouterTaps
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.routing_rule import weights_over
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.engine.taps import RouterCall, RouterTaps
 from expertcast.runtime.engine.traced import TracedForecasts
 
 

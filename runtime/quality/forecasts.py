@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertcast.data.taps import RouterCall, RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.runtime.engine.speculation import speculate
-from expertcast.runtime.engine.taps import RouterCall, RouterTaps
 from expertcast.runtime.quality.divergence import Pass, Sums, report
 
 EXACT = "exact"

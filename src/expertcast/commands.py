@@ -17,12 +17,12 @@ from expertcast.checkpoints import files
 from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor, save_predictor
 from expertcast.data.collector import collect as collect_traces
-from expertcast.data.datamodule import OnlineDataModule
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.distributed import current_share
 from expertcast.data.inspection import inspect_model
 from expertcast.data.layout import TRACE_FILE
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
+from expertcast.data.online import OnlineTraces
 from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.data.writer import write_atomically
@@ -262,7 +262,7 @@ def training_source(args: argparse.Namespace) -> TraceSource:
         raise ExpertcastError(f"{args.source} is no traces folder: give --data to train online on that model")
     documents = load_documents(args.data)
     model = load_model(args.source, dtype=args.dtype, device=device_of(args))
-    return OnlineDataModule(
+    return OnlineTraces(
         model, load_tokenizer(args.source), documents, window=args.window, batch_size=args.batch_size, seed=args.seed
     )
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.datamodule import OnlineDataModule, TraceDataModule
+from expertcast.data.datamodule import TraceDataModule
+from expertcast.data.online import OnlineTraces
 from expertcast.data.shuffle import rebatched, shuffled
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
@@ -55,15 +56,14 @@ def test_shuffle_buffer_mixes_within_its_capacity() -> None:
 
 
 @pytest.fixture(scope="module")
-def online(reference_model: PreTrainedModel, reference_tokenizer: Any) -> OnlineDataModule:
+def online(reference_model: PreTrainedModel, reference_tokenizer: Any) -> OnlineTraces:
     """The running model with the settings of the session's traces."""
-    return OnlineDataModule(
-        reference_model, reference_tokenizer, load_documents("reference"), tokens=12_000, buffer_tokens=700,
-        tokens_per_batch=256, max_tokens=1500,
-    )  # fmt: skip
+    return OnlineTraces(
+        reference_model, reference_tokenizer, load_documents("reference"), tokens=12_000, buffer_tokens=700
+    )
 
 
-def test_unshuffled_batches_are_the_traces_own(online: OnlineDataModule, reference_traces: TraceDataset) -> None:
+def test_unshuffled_batches_are_the_traces_own(online: OnlineTraces, reference_traces: TraceDataset) -> None:
     assert online.info["splits"] == reference_traces.info["splits"]
     for split in ("validation", "test"):
         ours = list(online.batches(split, 500))
@@ -77,17 +77,19 @@ def test_unshuffled_batches_are_the_traces_own(online: OnlineDataModule, referen
 
 
 def test_online_default_vectors_are_the_traces_own(
-    reference_model: PreTrainedModel, reference_tokenizer: Any, online: OnlineDataModule, reference_traces: TraceDataset
+    reference_model: PreTrainedModel, reference_tokenizer: Any, online: OnlineTraces, reference_traces: TraceDataset
 ) -> None:
     assert torch.equal(online.defaults.count_LE, reference_traces.defaults.count_LE)
     assert torch.equal(online.defaults.expert_LED, reference_traces.defaults.expert_LED)
     assert online.view.fingerprint() == reference_traces.view.fingerprint()
 
 
-def test_both_modules_train_on_the_same_tokens(online: OnlineDataModule, reference_traces: TraceDataset) -> None:
-    stored = TraceDataModule(reference_traces, tokens_per_batch=256, max_tokens=1500)
+def test_both_modules_train_on_the_same_tokens(online: OnlineTraces, reference_traces: TraceDataset) -> None:
+    running, stored = (
+        TraceDataModule(source, tokens_per_batch=256, max_tokens=1500) for source in (online, reference_traces)
+    )
     orders = []
-    for module in (online, stored):
+    for module in (running, stored):
         loader = module.train_dataloader()
         epochs = [TraceBatch.cat(list(loader)) for _ in range(2 if module is stored else 1)]
         tokens = [list(zip(e.document_T.tolist(), e.position_T.tolist(), strict=True)) for e in epochs]
@@ -95,4 +97,4 @@ def test_both_modules_train_on_the_same_tokens(online: OnlineDataModule, referen
         orders += tokens
     assert set(orders[0]) == set(orders[1])
     assert orders[1] != orders[2], "every epoch is shuffled anew"
-    assert sum(len(batch) for batch in online.val_dataloader()) == reference_traces.token_count("validation")
+    assert sum(len(batch) for batch in running.val_dataloader()) == reference_traces.token_count("validation")

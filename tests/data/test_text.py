@@ -14,7 +14,7 @@ from expertcast.data.text import TXT_DOCUMENT_CHARS, Document, load_documents
 from expertcast.predictors.errors import ExpertcastError
 
 
-def parquet(path: Path, **columns: list[object]) -> Path:
+def parquet(path: Path, **columns: object) -> Path:
     pq.write_table(pa.table(columns), path)
     return path
 
@@ -80,6 +80,37 @@ def test_bad_input_is_one_clear_line(tmp_path: Path, name: str, content: str | N
         load_documents(path)
     assert expected in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_damaged_parquet_is_one_clear_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    whole = parquet(tmp_path / "x.parquet", text=[f"document {number}" for number in range(1000)])
+    content = whole.read_bytes()
+    damaged = {"cut": content[: len(content) // 2], "changed": content[:100] + b"\xff" * 2000 + content[2100:]}
+    for name, changed in damaged.items():
+        whole.with_stem(name).write_bytes(changed)
+        with pytest.raises(ExpertcastError, match=f"cannot read .*{name}.parquet: ") as raised:
+            load_documents(whole.with_stem(name))
+        assert "\n" not in str(raised.value)
+    (tmp_path / "latin.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    with pytest.raises(ExpertcastError, match=r"cannot read .*latin.txt: 'utf-8' codec"):
+        load_documents(tmp_path / "latin.txt")
+    with pytest.raises(ExpertcastError, match="no text in"):
+        load_documents(parquet(tmp_path / "none.parquet", text=pa.array([], pa.string())))
+    assert capfd.readouterr() == ("", ""), "somebody else had something to say too"
+
+
+def test_local_files_are_read_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing goes into anybody's cache, and a name may hold what `datasets` takes for a pattern."""
+    cache = tmp_path / "cache"
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
+    monkeypatch.setattr("datasets.config.HF_UPDATE_DOWNLOAD_COUNTS", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.load.get_session", lambda: pytest.fail("a local file was announced to a server"))
+    for name in ("a[1].parquet", "b*.parquet", "-.parquet"):
+        assert load_documents(parquet(tmp_path / name, text=[name])) == [Document(0, name)]
+    (tmp_path / "c?.txt").write_text("text")
+    assert load_documents(tmp_path / "c?.txt") == [Document(0, "text")]
+    assert not cache.exists()
 
 
 def test_parquet_without_text_column_names_its_columns(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.collector import collect
-from expertcast.data.datamodule import OnlineDataModule, TraceDataModule
+from expertcast.data.datamodule import TraceDataModule
 from expertcast.data.models import load_model, load_tokenizer
+from expertcast.data.online import OnlineTraces
 from expertcast.data.text import load_documents
 
 TOKENS_PER_BATCH = 128
@@ -69,10 +70,8 @@ def main() -> None:
     traces = collect(model, tokenizer, documents, folder / "traces", **settings)
     result = {"traces": train(TraceDataModule(traces, tokens_per_batch=TOKENS_PER_BATCH))}
     del settings["shard_bytes"]
-    online = OnlineDataModule(
-        model, tokenizer, documents, tokens_per_batch=TOKENS_PER_BATCH, buffer_tokens=512, **settings
-    )
-    result["online"] = train(online)
+    online = OnlineTraces(model, tokenizer, documents, buffer_tokens=512, **settings)
+    result["online"] = train(TraceDataModule(online, tokens_per_batch=TOKENS_PER_BATCH))
     rank = torch.distributed.get_rank()
     (folder / f"rank-{rank}.json").write_text(json.dumps(result))
 

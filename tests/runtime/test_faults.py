@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import EmulatedLink, OffloadedModel, offload
 from expertcast.runtime import offloaded as offloaded_module
 from expertcast.runtime import offloading as offloading_module
-from expertcast.runtime.engine.taps import RouterTaps
 from expertcast.runtime.links.base import Copy
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore

@@ -120,7 +120,7 @@ def _as_if_captured(link: KernelLink, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
     with monkeypatch.context() as patch, _NoHost():
         patch.setattr(link._copier, "copy", copy)
-        patch.setattr("expertcast.runtime.engine.taps.capturing", lambda: True)
+        patch.setattr("expertcast.data.taps.capturing", lambda: True)
         patch.setattr("expertcast.runtime.engine.device.capturing", lambda: True)
         patch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True)
         yield

@@ -1,5 +1,7 @@
 """Hooks that show a model's MoE layers while it runs, and may replace what a router returns.
 
+Collection looks at a model through them, and the offloaded runtime decides in them.
+
 T tokens, B sequences, S tokens per sequence, D hidden size, E routed experts per layer, K experts per token.
 """
 
@@ -8,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from expertcast.predictors.view import MoELayer, MoEView
+
+RouterOutput: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""What a router returns: logits [T, E], weights [T, K] and ids [T, K]."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,12 +27,15 @@ class RouterCall:
     """One router has just run."""
 
     layer: int
+    """MoE layer index."""
     sequences: int
     """B"""
     tokens: int
     """S, tokens per sequence: 1 in a decode step."""
     residual_TD: Tensor
+    """What entered the layer's norm."""
     router_input_TD: Tensor
+    """What the norm made of it."""
     logits_TE: Tensor
     weights_TK: Tensor
     ids_TK: Tensor
@@ -40,8 +48,10 @@ class RouterTaps:
     model they run between its graphs.
 
     Args:
+        model: gets the hooks.
+        view: the model's MoE layers.
         on_router: gets the call; returns None to leave the routing, or (ids, weights) to execute instead.
-        on_start: gets True when the forward starts new texts (nothing in the key-value cache).
+        on_start: gets True when the forward starts new texts (nothing in the key-value cache); None for no such call.
     """
 
     def __init__(
@@ -49,44 +59,42 @@ class RouterTaps:
         model: PreTrainedModel,
         view: MoEView,
         on_router: Callable[[RouterCall], tuple[Tensor, Tensor] | None],
-        on_start: Callable[[bool], None],
+        on_start: Callable[[bool], None] | None = None,
     ) -> None:
         self._on_router = on_router
-        self._on_start = on_start
         self._muted = False
         self._residuals: list[Tensor | None] = [None] * len(view)
         with ExitStack() as self._stack:
-            self._register(model, view)
+            if on_start is not None:
+                self._on_start = on_start
+                handle = model.base_model.register_forward_pre_hook(self._before_model, with_kwargs=True)
+                self._stack.callback(handle.remove)
+            for layer in view:
+                self._attach(layer)
             self._stack = self._stack.pop_all()
-
-    def _register(self, model: PreTrainedModel, view: MoEView) -> None:
-        handle = model.base_model.register_forward_pre_hook(self._before_model, with_kwargs=True)
-        self._stack.callback(handle.remove)
-        for layer in view:
-            self._attach(layer)
 
     def close(self) -> None:
         """Remove the hooks."""
         self._stack.close()
 
     def _attach(self, layer: MoELayer) -> None:
-        def before_norm(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        def before_norm(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
             if not self._muted:
                 self._residuals[layer.index] = args[0]
 
-        def after_router(_module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        def after_router(_module: nn.Module, args: tuple[Tensor, ...], output: RouterOutput) -> RouterOutput | None:
             return None if self._muted else self._routed(layer, args[0], output)
 
         self._stack.callback(layer.norm.register_forward_pre_hook(before_norm).remove)
         self._stack.callback(layer.router.register_forward_hook(after_router).remove)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before_model(self, _module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        past = kwargs.get("past_key_values")
+    def _before_model(self, _module: nn.Module, _args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        past: Cache | None = kwargs.get("past_key_values")
         self._on_start(past is None or (not capturing() and not past.get_seq_length()))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _routed(self, layer: MoELayer, router_input: Tensor, output: Any) -> Any:
+    def _routed(self, layer: MoELayer, router_input: Tensor, output: RouterOutput) -> RouterOutput | None:
         logits_TE, weights_TK, ids_TK = output
         residual = self._residuals[layer.index]
         assert residual is not None, "the router ran without its norm"
