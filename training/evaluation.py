@@ -25,7 +25,7 @@ from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import ModelShape, MoEView
 from expertcast.training.comparison import RankedRouting, compare, rank_routing
-from expertcast.training.metrics import BUDGETS, Calibration, budget, chance_levels, routing_metrics
+from expertcast.training.metrics.routing import BUDGETS, Calibration, budget, chance_levels, routing_metrics
 from expertcast.training.results import CHAINED, Evaluation, recall_table, reliability, summary
 
 __all__ = ["Evaluation", "evaluate", "recall_table"]
