@@ -18,7 +18,7 @@ from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.hybrid import Hybrid, HybridConfig
 from expertcast.training.options import FitOptions, Fitted
-from expertcast.training.scoring import states_of, validation_batches, validation_recall
+from expertcast.training.scoring import states_of, validation_batch, validation_recall
 
 
 def select_hybrid(
@@ -55,10 +55,7 @@ def forecast_flops(
     members: Mapping[str, Predictor], source: TraceSource, ahead: int, options: FitOptions
 ) -> dict[str, int]:
     """Floating-point operations in matrix products of one forecast for one token, counted while it runs."""
-    batch = next(iter(validation_batches(source, options)), None)
-    if batch is None:
-        raise ExpertcastError("no tokens in the validation split to choose by: collect more text, in more documents")
-    state = states_of(source, batch[:1])[0]
+    state = states_of(source, validation_batch(source, options)[:1])[0]
     flops = {}
     for name, member in members.items():
         with FlopCounterMode(display=False) as counter:

@@ -5,6 +5,8 @@ T tokens, V vocabulary. All take log probabilities, in which no probability is t
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn import functional
 from torchmetrics import Metric, MetricCollection
@@ -60,7 +62,7 @@ class Divergence(TokenMean):
         return super().compute().clamp(min=0.0)
 
 
-def language_metrics(**kwargs: object) -> MetricCollection:
+def language_metrics(**kwargs: Any) -> MetricCollection:
     """`perplexity`, `top1_agreement` and `kl`, fresh; updated with `log_probs_TV`, `reference_TV` and `token_T`.
 
     Args:

@@ -5,6 +5,8 @@ T tokens, K experts per token, L rows (layers, or whatever is scored side by sid
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -23,7 +25,7 @@ class TokenMean(Metric):  # type: ignore[misc]
     total_LR: Tensor
     count_L: Tensor
 
-    def __init__(self, rows: int = 1, width: int = 1, **kwargs: object) -> None:
+    def __init__(self, rows: int = 1, width: int = 1, **kwargs: Any) -> None:
         """
         Args:
             rows: means that are kept apart, such as one per layer.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class PerLayerMetric(TokenMean, ABC):
 class RecallAtBudget(PerLayerMetric):
     """|candidates and true experts| / K, with the forecast's first `budget` experts as candidates (B6, A20)."""
 
-    def __init__(self, layers: int, budget: int, **kwargs: object) -> None:
+    def __init__(self, layers: int, budget: int, **kwargs: Any) -> None:
         super().__init__(layers, **kwargs)
         self.budget = budget
 
@@ -113,7 +113,7 @@ class RankAlignment(PerLayerMetric):
 
     per_rank = True
 
-    def __init__(self, layers: int, top_k: int, **kwargs: object) -> None:
+    def __init__(self, layers: int, top_k: int, **kwargs: Any) -> None:
         super().__init__(layers, width=top_k, **kwargs)
 
     def score(self, comparison: RoutingComparison) -> Tensor:
@@ -140,7 +140,7 @@ class Calibration(Metric):  # type: ignore[misc]
     confidence_LB: Tensor
     hits_LB: Tensor
 
-    def __init__(self, layers: int, top_k: int, bins: int = CALIBRATION_BINS, **kwargs: object) -> None:
+    def __init__(self, layers: int, top_k: int, bins: int = CALIBRATION_BINS, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.top_k, self.bins = top_k, bins
         for name in ("count_LB", "confidence_LB", "hits_LB"):
@@ -170,7 +170,7 @@ class Calibration(Metric):  # type: ignore[misc]
         }
 
 
-def routing_metrics(shape: ModelShape, layers: int, **kwargs: object) -> dict[str, PerLayerMetric]:
+def routing_metrics(shape: ModelShape, layers: int, **kwargs: Any) -> dict[str, PerLayerMetric]:
     """The metrics of an evaluation by name, fresh.
 
     Args:
