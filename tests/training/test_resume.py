@@ -84,12 +84,12 @@ def alone(reference_traces: TraceDataset) -> Fitted:
     return fit("estimator", reference_traces, config=ESTIMATOR, options=options(None))
 
 
-@pytest.mark.parametrize("batches", [3, 7, 8, 12, 15, 17, 24, 31, 32, 41, 49, 50])
-def test_estimator(reference_traces: TraceDataset, alone: Fitted, batches: int, tmp_path: Path) -> None:
-    """Killed in a trial, between trainings, at a pass's end, at a validation round; then killed again at once."""
-    for left in (batches, 2):
+@pytest.mark.parametrize("kills", [(3, 9, 12, 10, 11), (17, 2, 8, 13)])
+def test_estimator(reference_traces: TraceDataset, alone: Fitted, kills: tuple[int, ...], tmp_path: Path) -> None:
+    """Killed in a trial, between trainings, when a pass over the tokens ends, at a validation round, and at once."""
+    for batches in kills:
         with pytest.raises(KilledError):
-            fit("estimator", Fatal(reference_traces, left), config=ESTIMATOR, options=options(tmp_path))
+            fit("estimator", Fatal(reference_traces, batches), config=ESTIMATOR, options=options(tmp_path))
     resumed = fit("estimator", reference_traces, config=ESTIMATOR, options=options(tmp_path))
     assert_same(tensors_of(resumed), tensors_of(alone))
     assert report_of(resumed) == report_of(alone)
@@ -210,3 +210,28 @@ def test_command_killed_at_a_random_step(reference_traces: TraceDataset, tmp_pat
     assert_same(one, other)
     assert not resume_folder(killed).exists()
     assert not resume_folder(whole).exists()
+
+
+def two_ranks(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+         "-m", "tests.training.distributed_resume", *map(str, arguments)],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_two_ranks(reference_traces: TraceDataset, tmp_path: Path) -> None:
+    """One of two ranks is killed; started again, both go on where the first one saved."""
+    traces, killed, whole = reference_traces.folder, tmp_path / "killed", tmp_path / "whole"
+    for folder in (killed, whole):
+        folder.mkdir()
+    state = tmp_path / "states" / "ahead1.safetensors"
+    assert two_ranks(traces, killed, state.parent, 9).returncode != 0
+    assert 6 <= read_state(state)["global_step"] <= 9
+    resumed = two_ranks(traces, killed, state.parent, -1)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert "going on at step" in resumed.stderr
+    alone = two_ranks(traces, whole, tmp_path / "others", -1)
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    for rank in range(2):
+        assert_same(*(load_file(folder / f"{rank}.safetensors") for folder in (killed, whole)))
