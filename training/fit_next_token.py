@@ -85,7 +85,7 @@ class TokenDistiller(NetworkTraining):
 
     def loss(self, examples: TokenExamples, trigger: int) -> Tensor:
         """Cross-entropy in nats per token and layer, mean over the tokens ahead, from one trigger."""
-        start_BW = self.network.start(examples.average_BAN, examples.last_BN)
+        start_BW = self._predictor[0].network.start(examples.average_BAN, examples.last_BN)
         logits_BSN = self.network(
             start_BW, examples.average_BAN, examples.last_BN, examples.residual_RBD[trigger], trigger
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import aligned as aligned
 
 CHAINED = "_chained"
 """Ending of a metric's name where forecasts were made from executed forecasts."""
@@ -43,15 +44,6 @@ def recall_table(evaluation: Evaluation | Mapping[str, Any], metric: str = "reca
     if chance is not None:
         rows.append(["chance", *[_decimal(chance)] * (len(rows[0]) - 1)])
     return aligned(rows)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A text table: the first column to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    )
 
 
 def summary(value_L: Tensor) -> dict[str, Any]:

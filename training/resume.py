@@ -8,8 +8,8 @@ from a file of its very configuration, data and versions. On the CPU it ends bit
 
 Under torchrun the first rank writes and all ranks read: the folder must be one that they share, as --out is.
 
-A save takes 30 ms for the default estimator on the bundled model (2 M values with the optimiser's and the best
-round's), most of it fsync; with 20 saves in a training of 2000 steps that is under 1% of its time.
+A save takes about 80 ms for the default estimator on the bundled model (0.76 M parameters, 12 MB with the optimiser's
+state and the best round's) on a busy machine of two cores: 20 saves are under 1% of its training of minutes.
 """
 
 from __future__ import annotations
