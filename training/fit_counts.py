@@ -1,4 +1,4 @@
-"""Fitting `frequency` and `previous_token`: counts of the routing, in one pass."""
+"""Fitting what takes one pass or none: counts for `frequency` and `previous_token`, means for `quasi_hidden`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, PredictorConfig
 from expertcast.predictors.frequency import Frequency
 from expertcast.predictors.previous_token import PreviousToken
+from expertcast.predictors.quasi_hidden import QuasiHidden
 from expertcast.training.options import NO_TRAINING, FitOptions, Fitted
 from expertcast.training.scoring import device_of, train_batches
 
@@ -37,3 +38,11 @@ def count_routing(predictor: Frequency, source: TraceSource, options: FitOptions
     if not predictor.count_LE.any():
         raise ExpertcastError(NO_TRAINING)
     return predictor
+
+
+def fit_quasi_hidden(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
+    """Take the means over the source's whole train split, whatever `options.tokens` says."""
+    del options
+    predictor = QuasiHidden(config, source.view.shape)
+    predictor.set_defaults(source.defaults)
+    return Fitted(predictor=predictor)

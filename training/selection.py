@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.hybrid import Hybrid, HybridConfig
+from expertcast.predictors.plain import Json
 from expertcast.training.options import FitOptions, Fitted
 from expertcast.training.scoring import states_of, validation_batch, validation_recall
 
@@ -64,9 +64,7 @@ def forecast_flops(
     return flops
 
 
-def _choose(
-    recall: Mapping[str, Tensor], cost: Mapping[str, int], ahead: int, threshold: float
-) -> list[dict[str, Any]]:
+def _choose(recall: Mapping[str, Tensor], cost: Mapping[str, int], ahead: int, threshold: float) -> list[Json]:
     choices = []
     for pair in range(len(next(iter(recall.values())))):
         values = {name: float(recall_P[pair]) for name, recall_P in recall.items()}
@@ -83,7 +81,7 @@ def _choose(
     return choices
 
 
-def _brief(choice: Mapping[str, Any]) -> dict[str, Any]:
+def _brief(choice: Json) -> Json:
     return {
         "ahead": choice["ahead"],
         "layer": choice["layer"],
