@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +22,17 @@ from torch.nn import functional
 from expertcast.data.batch import TraceBatch
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import Json
 from expertcast.predictors.view import ModelShape, MoEView
 from expertcast.training.comparison import RankedRouting, compare, rank_routing
-from expertcast.training.metrics import BUDGETS, Calibration, budget, chance_levels, routing_metrics
+from expertcast.training.metrics.routing import (
+    BUDGETS,
+    Calibration,
+    PerLayerMetric,
+    budget,
+    chance_levels,
+    routing_metrics,
+)
 from expertcast.training.results import CHAINED, Evaluation, recall_table, reliability, summary
 
 __all__ = ["Evaluation", "evaluate", "recall_table"]
@@ -88,7 +95,7 @@ class _Score:
         shape, layers = view.shape, view.shape.layers - ahead
         self.metrics = routing_metrics(shape, layers, sync_on_compute=distributed)
         self.calibration = Calibration(layers, shape.top_k, sync_on_compute=distributed)
-        self.all: list[Any] = [*self.metrics.values(), self.calibration]
+        self.all: list[PerLayerMetric | Calibration] = [*self.metrics.values(), self.calibration]
         for metric in self.all:
             metric.to(_device(view))
         self._first_target = ahead
@@ -200,8 +207,8 @@ def _executed_state(state: RouterState, forecast: Forecast) -> RouterState:
     )
 
 
-def _values(plain: dict[str, _Score], chains: dict[str, _Score], shape: ModelShape, ahead: int) -> dict[str, Any]:
-    values: dict[str, Any] = {}
+def _values(plain: dict[str, _Score], chains: dict[str, _Score], shape: ModelShape, ahead: int) -> Json:
+    values: Json = {}
     for suffix, scores in (("", plain), (CHAINED, chains)):
         for name, score in scores.items():
             for metric, state in score.metrics.items():

@@ -6,11 +6,12 @@ They read the dictionaries that `Evaluation.as_dict()` and the quality harness m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from expertcast.predictors.plain import Json
 from expertcast.training.drawing import (
     BLACK,
     GREY,
@@ -22,7 +23,7 @@ from expertcast.training.drawing import (
     short,
     style,
 )
-from expertcast.training.results import CHAINED, quality_runs
+from expertcast.training.results import CHAINED, Curve, quality_runs
 
 LABELS = {
     "recall_at_k": "recall@k",
@@ -34,7 +35,7 @@ LABELS = {
 }
 
 
-def recall_by_layer(values: Mapping[str, Any], metric: str = "recall_at_k") -> Figure:
+def recall_by_layer(values: Json, metric: str = "recall_at_k") -> Figure:
     """A metric per target layer and predictor, teacher-forced and (where scored) chained side by side (Fig. 4, 10).
 
     Where weak predictors press the others together, a second row shows the others close up.
@@ -63,14 +64,14 @@ def recall_by_layer(values: Mapping[str, Any], metric: str = "recall_at_k") -> F
     return figure
 
 
-def _lowest(panels: Mapping[str, Any], names: Iterable[str], level: float | None = None) -> float:
+def _lowest(panels: Json, names: Iterable[str], level: float | None = None) -> float:
     """Lower end of the axis for some predictors in all panels, and the chance level if given."""
     return floor(
         [level, *(value for result in panels.values() for name in names for value in result[name]["per_layer"])]
     )
 
 
-def learning_curve(curve: Mapping[str, Mapping[Any, float]]) -> Figure:
+def learning_curve(curve: Curve) -> Figure:
     """Mean recall@k against training tokens (Fig. 9).
 
     Args:
@@ -90,21 +91,14 @@ def learning_curve(curve: Mapping[str, Mapping[Any, float]]) -> Figure:
     return figure
 
 
-def rank_alignment(values: Mapping[str, Any]) -> Figure:
+def rank_alignment(values: Json) -> Figure:
     """P[forecast expert at rank r is the true one], a heat map of layers and ranks per predictor (Fig. 5)."""
     results = values["rank_alignment"]
-    columns = min(4, len(results))
-    rows = math.ceil(len(results) / columns)
     ranks, targets = values["k"], values["targets"]
     cell = max(0.24, min(0.5, 3.0 / ranks))
-    figure = Figure(figsize=(1.2 + 2.9 * columns, 0.5 + rows * (0.9 + cell * ranks)), layout="constrained")
-    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    figure, axes = _panels(len(results), (1.2, 0.5), (2.9, 0.9 + cell * ranks))
     image = None
-    for index, axis in enumerate(axes.flat):
-        if index >= len(results):
-            axis.set_axis_off()
-            continue
-        name, result = list(results.items())[index]
+    for axis, (name, result) in zip(axes, results.items(), strict=False):
         grid = list(zip(*result["per_layer"], strict=True))  # ranks down, layers across
         image = axis.imshow(grid, vmin=0, vmax=1, cmap="cividis", aspect="auto", interpolation="nearest")
         axis.set_title(f"{name} ({sum(result['mean']) / ranks:.2f})", fontsize=10)
@@ -119,16 +113,23 @@ def rank_alignment(values: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def calibration(values: Mapping[str, Any]) -> Figure:
+def _panels(count: int, frame: tuple[float, float], panel: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+    """A figure of so many panels, at most four in a row, with a frame around them; sizes as width and height."""
+    columns = min(4, count)
+    rows = math.ceil(count / columns)
+    size = (frame[0] + panel[0] * columns, frame[1] + panel[1] * rows)
+    figure = Figure(figsize=size, layout="constrained")
+    axes: list[Axes] = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
+    for axis in axes[count:]:
+        axis.set_axis_off()
+    return figure, axes
+
+
+def calibration(values: Json) -> Figure:
     """Reliability of the forecast probabilities, one panel per predictor; a point's area is its share of pairs."""
     results = values["calibration"]
-    columns = min(4, len(results))
-    rows = math.ceil(len(results) / columns)
-    figure = Figure(figsize=(0.8 + 2.5 * columns, 0.7 + 2.4 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    for axis in axes.flat[len(results) :]:
-        axis.set_axis_off()
-    for axis, (name, result) in zip(axes.flat, results.items(), strict=False):
+    figure, axes = _panels(len(results), (0.8, 0.7), (2.5, 2.4))
+    for axis, (name, result) in zip(axes, results.items(), strict=False):
         filled = [entry for entry in result["bins"] if entry["count"]]
         most = max(entry["count"] for entry in filled)
         points = [(entry["confidence"], entry["frequency"]) for entry in filled]
@@ -145,7 +146,7 @@ def calibration(values: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def quality_bars(quality: Mapping[str, Mapping[str, Any]]) -> Figure:
+def quality_bars(quality: Json) -> Figure:
     """What each way to run costs the model: perplexity, top-1 agreement and KL; dots are the text's domains."""
     panels = (
         ("perplexity", "perplexity (lower is better)"),

@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from expertcast.data.distributed import current_share, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, predictor_class
 from expertcast.predictors.hybrid import Hybrid, HybridConfig
-from expertcast.training.fit_counts import fit_frequency, fit_previous_token
-from expertcast.training.fit_defaults import fit_quasi_hidden
+from expertcast.predictors.plain import Json
+from expertcast.training.fit_counts import fit_frequency, fit_previous_token, fit_quasi_hidden
 from expertcast.training.fit_estimator import fit_estimator
 from expertcast.training.fit_linear import fit_linear
 from expertcast.training.fit_next_token import fit_next_token
@@ -113,7 +112,7 @@ def fit_many(
     return {name: fitted[name] for name in names}
 
 
-def _used(source: TraceSource, options: FitOptions) -> dict[str, Any]:
+def _used(source: TraceSource, options: FitOptions) -> Json:
     return {
         "tokens": train_tokens(source, options),
         "traces": source.info.get("id"),

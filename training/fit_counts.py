@@ -1,15 +1,14 @@
-"""Fitting `frequency` and `previous_token`: counts of the routing, in one pass."""
+"""Fitting what takes one pass or none: counts for `frequency` and `previous_token`, means for `quasi_hidden`."""
 
 from __future__ import annotations
 
-from torch import distributed
-
-from expertcast.data.distributed import training_share
+from expertcast.data.distributed import sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, PredictorConfig
 from expertcast.predictors.frequency import Frequency
 from expertcast.predictors.previous_token import PreviousToken
-from expertcast.training.options import FitOptions, Fitted
+from expertcast.predictors.quasi_hidden import QuasiHidden
+from expertcast.training.options import NO_TRAINING, FitOptions, Fitted
 from expertcast.training.scoring import device_of, train_batches
 
 
@@ -35,9 +34,15 @@ def count_routing(predictor: Frequency, source: TraceSource, options: FitOptions
         logits_TLE = batch.logits_TLE.to(device)
         for layer in source.view:
             predictor.observe(layer.index, *layer.route(logits_TLE[:, layer.index]))
-    if training_share().world > 1:
-        distributed.all_reduce(predictor.count_LE)
-        distributed.all_reduce(predictor.weight_sum_LE)
+    sum_over_ranks(training_share(), [predictor.count_LE, predictor.weight_sum_LE])
     if not predictor.count_LE.any():
-        raise ExpertcastError("no tokens in the train split to fit from: collect more text")
+        raise ExpertcastError(NO_TRAINING)
     return predictor
+
+
+def fit_quasi_hidden(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
+    """Take the means over the source's whole train split, whatever `options.tokens` says."""
+    del options
+    predictor = QuasiHidden(config, source.view.shape)
+    predictor.set_defaults(source.defaults)
+    return Fitted(predictor=predictor)

@@ -5,23 +5,23 @@ T tokens, D hidden size, F features, E routed experts, P layer pairs, S maps, G 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from expertcast.data.batch import TraceBatch
-from expertcast.data.distributed import training_share
 from expertcast.data.traces import TraceSource
-from expertcast.predictors import ExpertcastError, PredictorConfig
+from expertcast.predictors import PredictorConfig, RouterState
 from expertcast.predictors.estimator import Estimator, EstimatorConfig
-from expertcast.training.distill import BestState, Distiller
+from expertcast.predictors.plain import Json
+from expertcast.training.distill import Distillation, Distiller, TraceOrder, Validation
 from expertcast.training.fit_linear import gather, score_maps
 from expertcast.training.losses import suited_loss
-from expertcast.training.options import FitOptions, Fitted, train_tokens
+from expertcast.training.network_training import TrainingData, steps_of
+from expertcast.training.options import FitOptions, Fitted
 from expertcast.training.ridge import RidgeStatistics
-from expertcast.training.scoring import device_of, states_of, token_recall, validation_batches
-from expertcast.training.trainer import StepBatches, run
+from expertcast.training.scoring import candidate_recall, device_of, validation_batch
+from expertcast.training.trainer import run
 
 GATES = (0.5, 1.0)
 """Shares of the network's output to choose from, beside none of it."""
@@ -40,7 +40,7 @@ def fit_estimator(source: TraceSource, config: PredictorConfig, options: FitOpti
     predictor.set_defaults(source.defaults)
     predictor.to(device_of(source.view)).bind(source.view)
     if predictor.uses_previous_token:
-        logits_TLE = _validation_batch(source, options).logits_TLE.float()
+        logits_TLE = validation_batch(source, options).logits_TLE.float()
         predictor.get_buffer("usual_LE").copy_((logits_TLE - logits_TLE.mean(dim=2, keepdim=True)).mean(dim=0))
     sums = {} if config.form == "paper" else gather(source, predictor.features, config.ahead, options)
     report = {}
@@ -52,22 +52,22 @@ def fit_estimator(source: TraceSource, config: PredictorConfig, options: FitOpti
 
 def _fit_paper(
     predictor: Estimator, source: TraceSource, ahead: int, options: FitOptions, _: RidgeStatistics | None
-) -> dict[str, Any]:
+) -> Json:
     """The published network alone: plain KL on the logits as they are."""
     scale_P = torch.ones(source.view.shape.layers - ahead, device=device_of(source.view))
-    return _distil(predictor, source, ahead, options, loss="kl", scale_P=scale_P)
+    return _distil(predictor, source, options, ahead, loss="kl", scale_P=scale_P)
 
 
 def _fit_residual(
     predictor: Estimator, source: TraceSource, ahead: int, options: FitOptions, sums: RidgeStatistics | None
-) -> dict[str, Any]:
+) -> Json:
     assert sums is not None
     maps = _base_maps(predictor, source, ahead, options, sums)
     base_P = maps.recall_SP.argmax(dim=0)
     _set_base(predictor, ahead, sums, *maps.pick(base_P))
     scale_P = _spread(source, ahead, options)
-    report = _distil(predictor, source, ahead, options, loss=suited_loss(source.view[ahead]), scale_P=scale_P)
-    recall_GP = _score_gates(predictor, source, ahead, scale_P, options)
+    report = _distil(predictor, source, options, ahead, loss=suited_loss(source.view[ahead]), scale_P=scale_P)
+    recall_GP = _score_gates(predictor, source, options, ahead, scale_P)
     # where neither the wider ridge nor the network pays, the pair goes back to what `linear` would do
     best_P, linear_P = recall_GP.argmax(dim=0), maps.plain_recall()
     gates = torch.tensor([0.0, *GATES])[best_P]
@@ -113,7 +113,7 @@ def _base_maps(
     padded_SPFE = torch.zeros_like(weight_SPFE)
     padded_SPFE[:, :, :hidden] = linear_SPDE
     weight_SPFE, bias_SPE = torch.cat([padded_SPFE, weight_SPFE]), torch.cat([linear_SPE, bias_SPE])
-    recall_SP = score_maps(source, predictor.features, ahead, weight_SPFE, bias_SPE, options)
+    recall_SP = score_maps(source, predictor.features, ahead, (weight_SPFE, bias_SPE), options)
     return _Maps(weight_SPFE, bias_SPE, recall_SP, len(config.strengths))
 
 
@@ -129,79 +129,52 @@ def _set_base(predictor: Estimator, ahead: int, sums: RidgeStatistics, weight_PF
 
 def _spread(source: TraceSource, ahead: int, options: FitOptions) -> Tensor:
     """Standard deviation [P] of the target routers' logits about each token's mean."""
-    logits_TPE = _validation_batch(source, options).logits_TLE[:, ahead:].float()
+    logits_TPE = validation_batch(source, options).logits_TLE[:, ahead:].float()
     centred_TPE = logits_TPE - logits_TPE.mean(dim=2, keepdim=True)
     return centred_TPE.square().mean(dim=(0, 2)).sqrt().clamp(min=1e-6).to(device_of(source.view))
 
 
-def _validation_batch(source: TraceSource, options: FitOptions) -> TraceBatch:
-    """One batch of validation tokens, the same on every rank.
-
-    Raises:
-        ExpertcastError: the validation split is empty.
-    """
-    batch = next(iter(validation_batches(source, options)), None)
-    if batch is None:
-        raise ExpertcastError("no tokens in the validation split to choose by: collect more text, in more documents")
-    return batch
-
-
 def _distil(
-    predictor: Estimator, source: TraceSource, ahead: int, options: FitOptions, *, loss: str, scale_P: Tensor
-) -> dict[str, Any]:
-    """Train the network of one distance and leave it at its best validation round."""
+    predictor: Estimator, source: TraceSource, options: FitOptions, ahead: int, *, loss: str, scale_P: Tensor
+) -> Json:
+    """Train the network of one distance and leave it at its best validation round; what to report of it."""
     config, network = predictor.config, predictor.network(ahead)
     initial = {key: tensor.detach().clone() for key, tensor in network.state_dict().items()}
-    world = training_share().world
-    available = max(1, train_tokens(source, options) // (config.step_tokens * world))
-    steps = max(1, min(config.steps, config.passes * available))
+    steps = steps_of(config, source, options)
 
-    def attempt(temperature: float, steps: int, log_name: str) -> Distiller:
+    def attempt(temperature: float, steps: int, name: str) -> Distiller:
         network.load_state_dict(initial)
-        module = Distiller(predictor, source, ahead, loss=loss, temperature=temperature, scale_P=scale_P, steps=steps)
-        data = StepBatches(source, options, config.step_tokens)
-        run(module, data, options, steps=steps, patience=config.patience, log_name=log_name)
+        how = Distillation(ahead=ahead, loss=loss, temperature=temperature, steps=steps, scale_P=scale_P)
+        module = Distiller(predictor, source, how)
+        order = TraceOrder(source, options, config.step_tokens)
+        run(module, TrainingData(order, Validation(source, options, config.step_tokens)), source, options, name)
         return module
 
     temperature, trials = config.temperatures[0], {}
     if len(config.temperatures) > 1:
         short = max(1, steps // TRIAL_SHARE)
         for value in config.temperatures:
-            trials[value] = attempt(value, short, f"ahead{ahead}_trial{value:g}").best.recall
+            trials[value] = attempt(value, short, f"ahead{ahead}_trial{value:g}").best.score
         temperature = max(trials, key=lambda value: trials[value])
-    module = attempt(temperature, steps, f"ahead{ahead}")
-    _keep(network, module.best)
     return {
         "loss": loss,
         "temperature": temperature,
         "trials": {str(value): recall for value, recall in trials.items()},
-        "parameters": sum(parameter.numel() for parameter in network.parameters()),
-        "steps": module.best.step,
-        "history": module.history,
+        **attempt(temperature, steps, f"ahead{ahead}").finish(),
     }
 
 
-def _keep(network: torch.nn.Module, best: BestState) -> None:
-    assert best.tensors, "a run ends with a validation round"
-    network.load_state_dict(best.tensors)
-    network.requires_grad_(False)
-
-
 @torch.no_grad()
-def _score_gates(predictor: Estimator, source: TraceSource, ahead: int, scale_P: Tensor, options: FitOptions) -> Tensor:
+def _score_gates(predictor: Estimator, source: TraceSource, options: FitOptions, ahead: int, scale_P: Tensor) -> Tensor:
     """Recall@k [G, P] on validation without the network and with each share of it."""
-    gates = (0.0, *GATES)
-    total_GP = torch.zeros(len(gates), len(scale_P), dtype=torch.float64)
-    tokens = 0
-    for batch in validation_batches(source, options):
-        states = states_of(source, batch)
+
+    def forecasts(states: list[RouterState]) -> Iterator[Iterable[Tensor]]:
         x_PTF = torch.stack([predictor.features(state, ahead) for state in states[: len(scale_P)]])
         x_PTF = predictor.standardised(x_PTF, ahead)
         base_PTE = predictor.base(x_PTF, ahead)
         added_PTE = scale_P[:, None, None] * predictor.network(ahead)(x_PTF)
-        for pair in range(len(scale_P)):
-            for index, gate in enumerate(gates):
-                ids_TK, _ = source.view[pair + ahead].route(base_PTE[pair] + gate * added_PTE[pair])
-                total_GP[index, pair] += token_recall(ids_TK, states[pair + ahead].topk_ids_TK).sum().cpu()
-        tokens += len(batch)
-    return total_GP / max(tokens, 1)
+        for layer, base_TE, added_TE in zip(source.view.layers[ahead:], base_PTE, added_PTE, strict=True):
+            yield [layer.route(base_TE + gate * added_TE)[0] for gate in gates]
+
+    gates = (0.0, *GATES)
+    return candidate_recall(source, ahead, options, len(gates), forecasts)

@@ -5,8 +5,7 @@ T tokens, D hidden size, E routed experts, P layer pairs, S ridge strengths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,9 +13,10 @@ from torch import Tensor
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, PredictorConfig, RouterState
 from expertcast.predictors.linear import Linear, LinearConfig
-from expertcast.training.options import FitOptions, Fitted
+from expertcast.predictors.plain import Json
+from expertcast.training.options import NO_TRAINING, FitOptions, Fitted
 from expertcast.training.ridge import RidgeStatistics
-from expertcast.training.scoring import device_of, states_of, token_recall, train_batches, validation_batches
+from expertcast.training.scoring import candidate_recall, device_of, states_of, train_batches
 
 Features = Callable[[RouterState, int], Tensor]
 """Router state and distance to inputs [T, F]."""
@@ -28,10 +28,10 @@ def fit_linear(source: TraceSource, config: PredictorConfig, options: FitOptions
     predictor = Linear(config, source.view.shape)
     predictor.set_defaults(source.defaults)
     predictor.to(device_of(source.view)).bind(source.view)
-    report: dict[str, Any] = {"strengths": {}, "validation_recall": {}}
+    report: Json = {"strengths": {}, "validation_recall": {}}
     for ahead, statistics in gather(source, predictor.input_vector, config.ahead, options).items():
-        weight_SPFE, bias_SPE = statistics.solve(config.strengths)
-        recall_SP = score_maps(source, predictor.input_vector, ahead, weight_SPFE, bias_SPE, options)
+        weight_SPFE, bias_SPE = solved = statistics.solve(config.strengths)
+        recall_SP = score_maps(source, predictor.input_vector, ahead, solved, options)
         best_P = recall_SP.argmax(dim=0)
         pairs = torch.arange(len(best_P))
         chosen = [config.strengths[index] for index in best_P]
@@ -47,6 +47,12 @@ def gather(
 ) -> dict[int, RidgeStatistics]:
     """The sums for every distance from one pass over the train split, over all ranks' shares together.
 
+    Args:
+        source: whose train split.
+        features: what is mapped.
+        aheads: the distances.
+        options: how many tokens.
+
     Raises:
         ExpertcastError: the train split is empty.
     """
@@ -61,31 +67,30 @@ def gather(
                     sums[ahead] = RidgeStatistics(shape.layers - ahead, x_TF.shape[1], shape.experts, x_TF.device)
                 sums[ahead].update(pair, x_TF, states[pair + ahead].logits_TE)
     if not sums:
-        raise ExpertcastError("no tokens in the train split to fit from: collect more text")
+        raise ExpertcastError(NO_TRAINING)
     for statistics in sums.values():
         statistics.all_reduce()
     return sums
 
 
-@torch.no_grad()
 def score_maps(
-    source: TraceSource,
-    features: Features,
-    ahead: int,
-    weight_SPFE: Tensor,
-    bias_SPE: Tensor,
-    options: FitOptions,
+    source: TraceSource, features: Features, ahead: int, solved: tuple[Tensor, Tensor], options: FitOptions
 ) -> Tensor:
-    """Recall@k [S, P] of S maps per layer pair on the validation split."""
-    total_SP = torch.zeros(weight_SPFE.shape[:2], dtype=torch.float64)
-    tokens = 0
-    for batch in validation_batches(source, options):
-        states = states_of(source, batch)
-        for pair in range(weight_SPFE.shape[1]):
-            true_TK = states[pair + ahead].topk_ids_TK
+    """Recall@k [S, P] of S maps per layer pair on the validation split.
+
+    Args:
+        source: whose validation split.
+        features: what the maps take.
+        ahead: layers from a pair's first to its second.
+        solved: weights [S, P, F, E] and biases [S, P, E].
+        options: how many tokens.
+    """
+    weight_SPFE, bias_SPE = solved
+
+    def forecasts(states: list[RouterState]) -> Iterator[Iterable[Tensor]]:
+        for pair, layer in enumerate(source.view.layers[ahead:]):
             x_TF = features(states[pair], ahead).float()
-            for index, weight_FE in enumerate(weight_SPFE[:, pair]):
-                ids_TK, _ = source.view[pair + ahead].route(x_TF @ weight_FE + bias_SPE[index, pair])
-                total_SP[index, pair] += token_recall(ids_TK, true_TK).sum().cpu()
-        tokens += len(batch)
-    return total_SP / max(tokens, 1)
+            maps = zip(weight_SPFE[:, pair], bias_SPE[:, pair], strict=True)
+            yield [layer.route(x_TF @ weight_FE + bias_E)[0] for weight_FE, bias_E in maps]
+
+    return candidate_recall(source, ahead, options, len(weight_SPFE), forecasts)

@@ -5,22 +5,19 @@ B examples, N experts of all layers, L layers, E routed experts, D hidden size, 
 
 from __future__ import annotations
 
-from typing import Any
-
-import lightning
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.nn import functional
+from torchmetrics import MeanMetric
 
 from expertcast.data.distributed import sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, PredictorConfig
 from expertcast.predictors.next_token import NextToken, NextTokenConfig
-from expertcast.training.distill import BestState, warm_cosine
-from expertcast.training.options import FitOptions, Fitted, train_tokens
+from expertcast.training.network_training import NetworkTraining, TrainingData, steps_of
+from expertcast.training.options import NO_TRAINING, FitOptions, Fitted
 from expertcast.training.scoring import device_of
-from expertcast.training.token_examples import LEAST_CHUNK, TokenDataModule, TokenExamples
+from expertcast.training.token_examples import LEAST_CHUNK, TokenExamples, TokenOrder, TokenValidation
 from expertcast.training.trainer import run
 
 RARE = 1e-4
@@ -35,20 +32,11 @@ def fit_next_token(source: TraceSource, config: PredictorConfig, options: FitOpt
         predictor = NextToken(config, source.view.shape)
     predictor.to(device_of(source.view)).bind(source.view)
     _measure(predictor, source, options)
-    per_epoch = max(1, train_tokens(source, options) // (config.step_tokens * training_share().world))
-    steps = max(1, min(config.steps, config.passes * per_epoch))
-    module = TokenDistiller(predictor, steps)
-    data = TokenDataModule(predictor, source, options)
-    run(module, data, options, steps=steps, patience=config.patience, log_name="next_token", watch=("nats", "min"))
-    if not module.best.tensors:
-        raise ExpertcastError("no tokens in the validation split to choose by: collect more text, in more documents")
-    predictor.network.load_state_dict(module.best.tensors)
+    module = TokenDistiller(predictor, steps_of(config, source, options))
+    order, validation = TokenOrder(predictor, source, options), TokenValidation(predictor, source, options)
+    run(module, TrainingData(order, validation), source, options, "next_token")
+    report = module.finish()
     predictor.requires_grad_(False)
-    report = {
-        "parameters": sum(parameter.numel() for parameter in predictor.parameters()),
-        "steps": module.best.step,
-        "history": module.history,
-    }
     return Fitted(predictor=predictor, report=report)
 
 
@@ -66,7 +54,7 @@ def _measure(predictor: NextToken, source: TraceSource, options: FitOptions) -> 
         tokens_1 += len(batch)
     sum_over_ranks(share, [count_N, sums_2RD, tokens_1])
     if not tokens_1:
-        raise ExpertcastError("no tokens in the train split to fit from: collect more text")
+        raise ExpertcastError(NO_TRAINING)
     mean_RD, square_RD = sums_2RD / tokens_1
     spread_RD = (square_RD - mean_RD.square()).clamp(min=0).sqrt()
     predictor.mean_RD.copy_(mean_RD)
@@ -76,26 +64,28 @@ def _measure(predictor: NextToken, source: TraceSource, options: FitOptions) -> 
     predictor.network.usual_N.copy_(share_N.logit())
 
 
-class TokenDistiller(lightning.LightningModule):  # type: ignore[misc]
+class TokenDistiller(NetworkTraining):
     """Trains the network of a `next_token`; each step divides its examples among the triggers.
 
-    Logs `loss` per step, and per validation round `nats` (the mean over triggers). The best round's network is kept in
-    memory (`best`).
+    Logs `loss` per step, and per validation round `nats` (the mean over triggers).
     """
 
+    watched = "nats"
+    mode = "min"
+
     def __init__(self, predictor: NextToken, steps: int) -> None:
-        super().__init__()
-        self.network = predictor.network
+        """
+        Args:
+            predictor: what the network is a part of, its frequencies and spreads set.
+            steps: optimiser steps of the schedule.
+        """
+        super().__init__(predictor.network, predictor.config, steps)
         self._predictor = [predictor]  # in a list: only the network is trained, synchronised and moved
-        self._steps = steps
-        self._nats: list[tuple[int, float]] = []
-        self.best = BestState()
-        self.history: list[dict[str, float]] = []
-        self._least = float("inf")
+        self.nats = MeanMetric(nan_strategy="disable", sync_on_compute=False).set_dtype(torch.float64)
 
     def loss(self, examples: TokenExamples, trigger: int) -> Tensor:
         """Cross-entropy in nats per token and layer, mean over the tokens ahead, from one trigger."""
-        start_BW = self.network.start(examples.average_BAN, examples.last_BN)
+        start_BW = self._predictor[0].network.start(examples.average_BAN, examples.last_BN)
         logits_BSN = self.network(
             start_BW, examples.average_BAN, examples.last_BN, examples.residual_RBD[trigger], trigger
         )
@@ -118,27 +108,16 @@ class TokenDistiller(lightning.LightningModule):  # type: ignore[misc]
     def validation_step(self, examples: TokenExamples, index: int) -> None:
         triggers = range(len(self._predictor[0].layers))
         nats = sum(float(self.loss(examples, trigger)) for trigger in triggers) / len(triggers)
-        self._nats.append((len(examples), nats))
+        self.nats.update(nats, weight=len(examples))
 
     def on_validation_epoch_end(self) -> None:
-        nats = sum(count * value for count, value in self._nats) / max(1, sum(count for count, _ in self._nats))
-        self._nats.clear()
-        self.log("nats", nats)
-        self.history.append({"step": self.global_step, "nats": nats})
-        if nats < self._least:
-            self._least = nats
-            tensors = {key: tensor.detach().clone() for key, tensor in self.network.state_dict().items()}
-            self.best = BestState(step=self.global_step, tensors=tensors)
+        nats = float(self.nats.compute())
+        self.nats.reset()
+        self.end_round(nats)
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        config = self._predictor[0].config
-        optimizer = torch.optim.AdamW(
-            self.network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.98)
-        )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_cosine(step, self._steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(
+        self, batch: TokenExamples, device: torch.device, dataloader_idx: int
+    ) -> TokenExamples:
         """Examples are made where the predictor is."""
         return batch
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, Predictor
+from expertcast.predictors.plain import Json
+
+NO_TRAINING = "no tokens in the train split to fit from: collect more text"
+NO_VALIDATION = "no tokens in the validation split to choose by: collect more text, in more documents"
 
 
 @dataclass(kw_only=True)
@@ -26,6 +29,8 @@ class FitOptions:
     """Where TensorBoard logs go; nothing is logged when not given."""
     progress: bool = False
     """Whether to show progress bars."""
+    resume_folder: Path | None = None
+    """Where trainings keep their state against a kill (:mod:`expertcast.training.resume`); nowhere when not given."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "validation_tokens", "batch_size"):
@@ -40,7 +45,7 @@ class Fitted:
 
     predictor: Predictor
     """Bound to the source's model, in eval mode."""
-    report: dict[str, Any] = field(default_factory=dict)
+    report: Json = field(default_factory=dict)
     """Plain values: seconds, tokens, and what was chosen on validation. Goes into the checkpoint's config.json."""
 
 

@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -16,8 +15,10 @@ from torch.utils.tensorboard import SummaryWriter
 
 from expertcast.checkpoints.provenance import provenance as running_provenance
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import Json
 from expertcast.training import figures
 from expertcast.training.report_page import page
+from expertcast.training.results import Curve
 
 PAGE = "index.html"
 DATA = "report.json"
@@ -30,12 +31,12 @@ DPI = 110
 
 def write_report(
     folder: Path | str,
-    evaluation: Mapping[str, Any],
+    evaluation: Json,
     *,
-    learning_curve: Mapping[str, Mapping[Any, float]] | None = None,
-    quality: Mapping[str, Any] | None = None,
+    learning_curve: Curve | None = None,
+    quality: Json | None = None,
     title: str = "expertcast evaluation",
-    provenance: Mapping[str, Any] | None = None,
+    provenance: Json | None = None,
 ) -> Path:
     """Write a report folder; one of an earlier report is overwritten.
 
@@ -49,9 +50,11 @@ def write_report(
         report.json           the numbers: evaluation, learning_curve, quality, provenance
 
     Args:
+        folder: where to; made if it is not there.
         evaluation: `Evaluation.as_dict()`; further keys are kept in report.json.
         learning_curve: per predictor, mean recall@k by number of training tokens.
         quality: result of the quality harness, or its `runs`.
+        title: heading of the page.
         provenance: where the numbers come from; this process's command, revision and versions if not given.
 
     Returns:
@@ -79,7 +82,7 @@ def write_report(
     return folder / PAGE
 
 
-def log_figures(folder: Path | str, evaluation: Mapping[str, Any]) -> None:
+def log_figures(folder: Path | str, evaluation: Json) -> None:
     """Add an evaluation's figures to the TensorBoard logs in `folder`."""
     with SummaryWriter(str(folder)) as writer:
         for name, figure in figures_of(evaluation).items():
@@ -88,9 +91,9 @@ def log_figures(folder: Path | str, evaluation: Mapping[str, Any]) -> None:
 
 
 def figures_of(
-    evaluation: Mapping[str, Any],
-    learning_curve: Mapping[str, Mapping[Any, float]] | None = None,
-    quality: Mapping[str, Any] | None = None,
+    evaluation: Json,
+    learning_curve: Curve | None = None,
+    quality: Json | None = None,
 ) -> dict[str, Figure]:
     """The report's figures by file name."""
     drawn = {

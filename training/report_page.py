@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
-from typing import Any
 
+from expertcast.predictors.plain import Json
 from expertcast.training.report_parts import Cell, folded, picture, table
-from expertcast.training.results import CHAINED, quality_runs
+from expertcast.training.results import CHAINED, Curve, quality_runs
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c1c1c; --soft: #5c5c5c; --line: #d9d9d9; --paper: #ffffff; --best: #e3f1ea; }
@@ -41,16 +41,21 @@ METRICS = {
 
 def page(
     title: str,
-    evaluation: Mapping[str, Any],
+    evaluation: Json,
     pictures: Mapping[str, str],
-    learning_curve: Mapping[str, Mapping[Any, float]] | None,
-    quality: Mapping[str, Any] | None,
-    provenance: Mapping[str, Any],
+    learning_curve: Curve | None,
+    quality: Json | None,
+    provenance: Json,
 ) -> str:
     """The whole page.
 
     Args:
+        title: its heading.
+        evaluation: `Evaluation.as_dict()`.
         pictures: base64 of each PNG, by file name.
+        learning_curve: recall by tokens, if there is one.
+        quality: result of the quality harness, if there is one.
+        provenance: where the numbers come from.
     """
     sections = [
         _summary(evaluation, pictures),
@@ -68,7 +73,7 @@ def page(
     )
 
 
-def _scored(evaluation: Mapping[str, Any]) -> str:
+def _scored(evaluation: Json) -> str:
     layers = "1 layer" if evaluation["ahead"] == 1 else f"{evaluation['ahead']} layers"
     split = f" of the {escape(str(evaluation['split']))} split" if "split" in evaluation else ""
     return (
@@ -77,7 +82,7 @@ def _scored(evaluation: Mapping[str, Any]) -> str:
     )
 
 
-def _summary(evaluation: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
+def _summary(evaluation: Json, pictures: Mapping[str, str]) -> str:
     text = (
         "Recall@k is the share of the experts the router chose that were forecast; with a budget of 1.5k or 2k that "
         "many experts are fetched. Teacher-forced, a forecast starts from the model's own routing. Chained, it starts "
@@ -97,7 +102,7 @@ def _summary(evaluation: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
     return "\n".join(parts)
 
 
-def _layers(evaluation: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
+def _layers(evaluation: Json, pictures: Mapping[str, str]) -> str:
     parts = ["<h2>Every layer</h2>", picture(pictures, "weight_covered.png", "router weight covered per layer")]
     for key, heading in METRICS.items():
         for suffix, form in (("", "teacher-forced"), (CHAINED, "chained")):
@@ -111,7 +116,7 @@ def _layers(evaluation: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
     return "\n".join(parts)
 
 
-def _ranks(evaluation: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
+def _ranks(evaluation: Json, pictures: Mapping[str, str]) -> str:
     ranks = [f"rank {rank + 1}" for rank in range(evaluation["k"])]
     means: list[list[Cell]] = [[name, *result["mean"]] for name, result in evaluation["rank_alignment"].items()]
     layers: list[list[Cell]] = [
@@ -130,7 +135,7 @@ def _ranks(evaluation: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
     )
 
 
-def _calibration(evaluation: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
+def _calibration(evaluation: Json, pictures: Mapping[str, str]) -> str:
     text = (
         "An expert's forecast probability is sigmoid(logit - t), with t such that a token's probabilities sum to k. "
         "A point shows, for the experts given about that probability, how often the router chose them; its area grows "
@@ -155,7 +160,7 @@ def _calibration(evaluation: Mapping[str, Any], pictures: Mapping[str, str]) -> 
     )
 
 
-def _curve(curve: Mapping[str, Mapping[Any, float]], pictures: Mapping[str, str]) -> str:
+def _curve(curve: Curve, pictures: Mapping[str, str]) -> str:
     sizes = sorted({int(tokens) for points in curve.values() for tokens in points})
     rows: list[list[Cell]] = []
     for name, points in curve.items():
@@ -166,7 +171,7 @@ def _curve(curve: Mapping[str, Mapping[Any, float]], pictures: Mapping[str, str]
     return f"<h2>Recall against training tokens</h2>\n{drawn}\n{numbers}"
 
 
-def _quality(quality: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
+def _quality(quality: Json, pictures: Mapping[str, str]) -> str:
     columns = {"perplexity": "perplexity", "top1_agreement": "top-1 agreement", "kl": "KL"}
     runs = quality_runs(quality)
     rows: list[list[Cell]] = [[name, *(run.get(key) for key in columns)] for name, run in runs.items()]
@@ -191,7 +196,7 @@ def _quality(quality: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
     return "\n".join(parts)
 
 
-def _provenance(provenance: Mapping[str, Any]) -> str:
+def _provenance(provenance: Json) -> str:
     rows = "".join(
         f"<tr><th>{escape(str(key))}</th><td><code>{escape(_flat(value))}</code></td></tr>"
         for key, value in provenance.items()
@@ -199,7 +204,7 @@ def _provenance(provenance: Mapping[str, Any]) -> str:
     return f"<h2>Where this comes from</h2>\n<div class=wide><table>{rows}</table></div>"
 
 
-def _flat(value: Any) -> str:
+def _flat(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {item}" for key, item in value.items())
     return str(value)

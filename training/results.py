@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.plain import aligned as aligned
+from expertcast.predictors.plain import Json, aligned
 
+Curve = Mapping[str, Mapping[str, float]]
+"""Per predictor, recall by number of training tokens (as text, as JSON has its keys)."""
 CHAINED = "_chained"
 """Ending of a metric's name where forecasts were made from executed forecasts."""
 
@@ -20,9 +21,9 @@ CHAINED = "_chained"
 class Evaluation:
     """The result of :func:`evaluate`: plain numbers, ready for JSON."""
 
-    values: dict[str, Any]
+    values: Json
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """`{metric: {predictor: {"mean": x, "per_layer": [..]}}}`, plus `chance`, `tokens`, `k` and so on."""
         return self.values
 
@@ -32,7 +33,7 @@ class Evaluation:
         return value
 
 
-def recall_table(evaluation: Evaluation | Mapping[str, Any], metric: str = "recall_at_k") -> str:
+def recall_table(evaluation: Evaluation | Json, metric: str = "recall_at_k") -> str:
     """A text table for the terminal: a row per predictor, the mean first, then the target layers."""
     values = evaluation.as_dict() if isinstance(evaluation, Evaluation) else evaluation
     if metric not in values:
@@ -46,12 +47,12 @@ def recall_table(evaluation: Evaluation | Mapping[str, Any], metric: str = "reca
     return aligned(rows)
 
 
-def summary(value_L: Tensor) -> dict[str, Any]:
+def summary(value_L: Tensor) -> Json:
     """`mean` over the layers that have a value, and `per_layer` with None where there is none."""
     return {"mean": _plain(value_L.double().nanmean(dim=0)), "per_layer": _plain(value_L.double())}
 
 
-def reliability(result: dict[str, Tensor]) -> dict[str, Any]:
+def reliability(result: dict[str, Tensor]) -> Json:
     """Expected calibration error over all layers, per layer, and the bins of equal width."""
     number = len(result["count_B"])
     edges = [index / number for index in range(number + 1)]
@@ -63,14 +64,14 @@ def reliability(result: dict[str, Tensor]) -> dict[str, Any]:
     return {"ece": _plain(result["ece"]), "ece_per_layer": _plain(result["ece_L"].reshape(-1)), "bins": bins}
 
 
-def quality_runs(quality: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def quality_runs(quality: Json) -> dict[str, Json]:
     """Runs by name, each with `per_domain`, from what the quality harness gives (its whole result or its `runs`)."""
     runs = quality.get("runs", quality)
     return {name: {**run, "per_domain": run.get("per_domain", run.get("domains", {}))} for name, run in runs.items()}
 
 
-def _plain(tensor: Tensor) -> Any:
-    def clean(value: Any) -> Any:
+def _plain(tensor: Tensor) -> object:
+    def clean(value: object) -> object:
         if isinstance(value, list):
             return [clean(item) for item in value]
         return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,11 +1,12 @@
-"""Recall on validation while predictors are fitted: only what choices are made by.
+"""What predictors are fitted from, and recall on validation, by which choices are made.
 
-T tokens, P layer pairs, E routed experts, K experts per token. Reports are :mod:`expertcast.training.evaluation`.
+T tokens, P layer pairs, C candidates, E routed experts, K experts per token. Reports are
+:mod:`expertcast.training.evaluation`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -14,16 +15,14 @@ from torch import Tensor
 from expertcast.data.batch import TraceBatch
 from expertcast.data.distributed import training_share
 from expertcast.data.traces import TraceSource
-from expertcast.predictors import MoEView, Predictor, RouterState
-from expertcast.training.options import FitOptions
+from expertcast.predictors import ExpertcastError, MoEView, Predictor, RouterState
+from expertcast.training.metrics.means import Recall
+from expertcast.training.options import NO_VALIDATION, FitOptions
 
 RANK_BATCH = 256
 FORGET_EVERY = 10
-
-
-def token_recall(forecast_ids_TK: Tensor, true_ids_TK: Tensor) -> Tensor:
-    """Share of each token's true experts among the forecast ones (row B6)."""
-    return (forecast_ids_TK[:, :, None] == true_ids_TK[:, None, :]).any(dim=1).float().mean(dim=1)
+Candidates = Callable[[list[RouterState]], Iterable[Iterable[Tensor]]]
+"""The states of all layers to each layer pair's forecast expert ids [T, K] by each candidate."""
 
 
 def train_batches(source: TraceSource, options: FitOptions) -> Iterator[TraceBatch]:
@@ -34,9 +33,21 @@ def train_batches(source: TraceSource, options: FitOptions) -> Iterator[TraceBat
     return source.batches("train", size, max_tokens=options.tokens, share=share)
 
 
-def validation_batches(source: TraceSource, options: FitOptions) -> Iterator[TraceBatch]:
+def validation_batches(source: TraceSource, options: FitOptions, size: int | None = None) -> Iterator[TraceBatch]:
     """The validation split in order, in full on every rank, so that all ranks choose alike."""
-    return source.batches("validation", options.batch_size, max_tokens=options.validation_tokens)
+    return source.batches("validation", size or options.batch_size, max_tokens=options.validation_tokens)
+
+
+def validation_batch(source: TraceSource, options: FitOptions) -> TraceBatch:
+    """The first batch of validation tokens, the same on every rank.
+
+    Raises:
+        ExpertcastError: the validation split is empty.
+    """
+    batch = next(iter(validation_batches(source, options)), None)
+    if batch is None:
+        raise ExpertcastError(NO_VALIDATION)
+    return batch
 
 
 def device_of(view: MoEView) -> torch.device:
@@ -64,19 +75,41 @@ def forget_some(batch: TraceBatch) -> TraceBatch:
 
 
 @torch.no_grad()
+def candidate_recall(source: TraceSource, ahead: int, options: FitOptions, count: int, forecasts: Candidates) -> Tensor:
+    """Recall@k [C, P] of some candidates on the validation split, teacher-forced, all on the same tokens.
+
+    Args:
+        source: whose validation split.
+        ahead: layers from a pair's first to its second.
+        options: how many tokens.
+        count: how many candidates there are.
+        forecasts: what they forecast.
+    """
+    pairs = source.view.shape.layers - ahead
+    recall = Recall(pairs * count, sync_on_compute=False).to(device_of(source.view))
+    for batch in validation_batches(source, options):
+        states = states_of(source, batch)
+        for pair, candidates in enumerate(forecasts(states)):
+            for index, ids_TK in enumerate(candidates):
+                recall.update(pair * count + index, ids_TK, states[pair + ahead].topk_ids_TK)
+    recall_PC: Tensor = recall.per_row().nan_to_num().view(pairs, count)
+    return recall_PC.T.cpu()
+
+
 def validation_recall(
     members: Mapping[str, Predictor], source: TraceSource, ahead: int, options: FitOptions
 ) -> dict[str, Tensor]:
-    """Recall@k [P] of each predictor on the validation split, teacher-forced, all on the same tokens."""
-    pairs = source.view.shape.layers - ahead
-    total = {name: torch.zeros(pairs, dtype=torch.float64) for name in members}
-    tokens = 0
-    for batch in validation_batches(source, options):
-        states = states_of(source, batch)
-        for name, member in members.items():
-            for pair in range(pairs):
-                forecast = member.forecast(states[pair], ahead)
-                score_T = token_recall(forecast.topk_ids_TK, states[pair + ahead].topk_ids_TK)
-                total[name][pair] += score_T.sum().cpu()
-        tokens += len(batch)
-    return {name: total_P / max(tokens, 1) for name, total_P in total.items()}
+    """Recall@k [P] of each predictor on the validation split.
+
+    Args:
+        members: the predictors by name, bound to the source's view.
+        source: whose validation split.
+        ahead: the distance.
+        options: how many tokens.
+    """
+
+    def forecasts(states: list[RouterState]) -> Iterator[Iterable[Tensor]]:
+        for state in states[: len(states) - ahead]:
+            yield (member.forecast(state, ahead).topk_ids_TK for member in members.values())
+
+    return dict(zip(members, candidate_recall(source, ahead, options, len(members), forecasts), strict=True))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.hybrid import Hybrid, HybridConfig
+from expertcast.predictors.plain import Json
 from expertcast.training.options import FitOptions, Fitted
-from expertcast.training.scoring import states_of, validation_batches, validation_recall
+from expertcast.training.scoring import states_of, validation_batch, validation_recall
 
 
 def select_hybrid(
@@ -55,10 +55,7 @@ def forecast_flops(
     members: Mapping[str, Predictor], source: TraceSource, ahead: int, options: FitOptions
 ) -> dict[str, int]:
     """Floating-point operations in matrix products of one forecast for one token, counted while it runs."""
-    batch = next(iter(validation_batches(source, options)), None)
-    if batch is None:
-        raise ExpertcastError("no tokens in the validation split to choose by: collect more text, in more documents")
-    state = states_of(source, batch[:1])[0]
+    state = states_of(source, validation_batch(source, options)[:1])[0]
     flops = {}
     for name, member in members.items():
         with FlopCounterMode(display=False) as counter:
@@ -67,9 +64,7 @@ def forecast_flops(
     return flops
 
 
-def _choose(
-    recall: Mapping[str, Tensor], cost: Mapping[str, int], ahead: int, threshold: float
-) -> list[dict[str, Any]]:
+def _choose(recall: Mapping[str, Tensor], cost: Mapping[str, int], ahead: int, threshold: float) -> list[Json]:
     choices = []
     for pair in range(len(next(iter(recall.values())))):
         values = {name: float(recall_P[pair]) for name, recall_P in recall.items()}
@@ -86,7 +81,7 @@ def _choose(
     return choices
 
 
-def _brief(choice: Mapping[str, Any]) -> dict[str, Any]:
+def _brief(choice: Json) -> Json:
     return {
         "ahead": choice["ahead"],
         "layer": choice["layer"],

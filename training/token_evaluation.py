@@ -6,7 +6,6 @@ B tokens, L MoE layers, E routed experts, N = L * E, K experts per token, S toke
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,8 @@ from torch import Tensor
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.next_token import NextToken
-from expertcast.training.results import aligned
+from expertcast.predictors.plain import Json, aligned
+from expertcast.training.metrics.means import TokenMean
 from expertcast.training.token_examples import TokenExamples, token_chunks
 
 FURTHER = 3
@@ -24,7 +24,7 @@ RECALLS = ("recall_at_k", f"recall_at_k_plus_{FURTHER}")
 
 
 @torch.no_grad()
-def evaluate_tokens(predictor: NextToken, source: TraceSource, split: str) -> dict[str, Any]:
+def evaluate_tokens(predictor: NextToken, source: TraceSource, split: str) -> Json:
     """Score a split, all forecasts on the same tokens.
 
     Returns:
@@ -36,25 +36,25 @@ def evaluate_tokens(predictor: NextToken, source: TraceSource, split: str) -> di
     Raises:
         ExpertcastError: the split holds no token with one before it.
     """
-    shape = predictor.shape
-    scores: dict[str, _Score] = {}
+    scores: dict[str, _Recall] = {}
     for chunk in token_chunks(predictor, source, split):
         follows_T = chunk.document_T == chunk.document_T.roll(1)
         follows_T[0] = False  # its token before is in another chunk, if anywhere
         for index_B in torch.split(follows_T.nonzero().flatten(), BATCH):
             examples = chunk.examples(index_B)
             for name, rank_BSN, ran in _forecasts(predictor, examples, chunk.member_TN[index_B - 1]):
-                score = scores.setdefault(name, _Score(predictor, ran))
-                score.add(rank_BSN.reshape(*rank_BSN.shape[:2], shape.layers, shape.experts), examples)
+                if name not in scores:
+                    scores[name] = _Recall(predictor, ran).to(rank_BSN.device)
+                scores[name].update(rank_BSN, examples)
     if not scores:
         raise ExpertcastError(f"no tokens to score: split {split!r} is empty; collect more tokens or choose another")
     return {
-        "tokens": int(scores["frequency"].count_S[0]),
+        "tokens": int(scores["frequency"].count_L[0]),
         "tokens_ahead": {name: score.as_dict() for name, score in scores.items()},
     }
 
 
-def tokens_table(tokens_ahead: Mapping[str, Any]) -> str:
+def tokens_table(tokens_ahead: Mapping[str, Json]) -> str:
     """A text table for the terminal: a row per forecast and recall, a column per token ahead."""
     steps = len(next(iter(tokens_ahead.values()))[RECALLS[0]]["mean"])
     rows = [["tokens ahead", *(str(step + 1) for step in range(steps))]]
@@ -78,30 +78,30 @@ def _forecasts(predictor: NextToken, examples: TokenExamples, before_BN: Tensor)
     yield "previous_token", (before_BN + examples.last_BN)[:, None].expand(-1, steps, -1), 0
 
 
-class _Score:
-    """Sums of recall per token ahead and layer."""
+class _Recall(TokenMean):
+    """Recall [S, 2, L] per token ahead, among K and among K + 3 forecast experts, and layer."""
 
     def __init__(self, predictor: NextToken, ran: int) -> None:
-        shape, steps = predictor.shape, predictor.config.tokens
-        self._top_k, self._ran = shape.top_k, ran
-        self._wider = min(shape.experts, shape.top_k + FURTHER)
-        self._total_2SL = torch.zeros(2, steps, shape.layers, dtype=torch.float64)
-        self.count_S = torch.zeros(steps, dtype=torch.long)
+        self._shape, self._ran = predictor.shape, ran
+        self._budgets = (self._shape.top_k, min(self._shape.experts, self._shape.top_k + FURTHER))
+        super().__init__(predictor.config.tokens, len(self._budgets) * self._shape.layers, sync_on_compute=False)
 
-    def add(self, rank_BSLE: Tensor, examples: TokenExamples) -> None:
-        used_BSLE = examples.used_BSN.view(rank_BSLE.shape)
-        ids_BSLW = rank_BSLE.topk(self._wider, dim=-1).indices
-        hits_BSLW = used_BSLE.gather(3, ids_BSLW) * examples.known_BS[:, :, None, None]
-        for row, budget in enumerate((self._top_k, self._wider)):
-            self._total_2SL[row] += hits_BSLW[..., :budget].sum(dim=(0, 3)).double().cpu() / self._top_k
-        self.count_S += examples.known_BS.sum(dim=0).cpu()
+    def update(self, rank_BSN: Tensor, examples: TokenExamples) -> None:
+        """Add some tokens, their experts ranked by `rank_BSN`."""
+        rank_BSLE = rank_BSN.reshape(*rank_BSN.shape[:2], self._shape.layers, self._shape.experts)
+        ids_BSLW = rank_BSLE.topk(self._budgets[-1], dim=-1).indices
+        hits_BSLW = examples.used_BSN.view(rank_BSLE.shape).gather(3, ids_BSLW) * examples.known_BS[:, :, None, None]
+        hits = [hits_BSLW[..., :budget].sum(dim=(0, 3)) for budget in self._budgets]
+        self.total_LR += torch.cat(hits, dim=1) / self._shape.top_k
+        self.count_L += examples.known_BS.sum(dim=0)
 
-    def as_dict(self) -> dict[str, Any]:
-        mean_2SL = self._total_2SL / self.count_S[:, None]
-        mean_2SL[:, 0, : self._ran] = torch.nan
+    def as_dict(self) -> Json:
+        """Per recall `mean` [S] over layers and `per_layer` [S][L]."""
+        mean_S2L = self.compute().view(-1, 2, self._shape.layers)
+        mean_S2L[0, :, : self._ran] = torch.nan
         return {
             name: {"mean": _plain(mean_SL.nanmean(dim=1)), "per_layer": [_plain(mean_L) for mean_L in mean_SL]}
-            for name, mean_SL in zip(RECALLS, mean_2SL, strict=True)
+            for name, mean_SL in zip(RECALLS, mean_S2L.unbind(1), strict=True)
         }
 
 

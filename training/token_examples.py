@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import lightning
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.distributed import training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors.next_token import NextToken
+from expertcast.training.network_training import TrainOrder
 from expertcast.training.options import FitOptions
 
 CHUNK_BYTES = 96 * 2**20
@@ -169,39 +169,39 @@ def token_chunks(
         before._front = None  # or each chunk would keep all before it
 
 
-class TokenDataModule(lightning.LightningDataModule):  # type: ignore[misc]
-    """`train`: examples in an order drawn anew in every epoch within each chunk; `validation`: some, in order."""
+class TokenOrder(TrainOrder[TokenExamples]):
+    """Examples of the train split, in an order drawn anew in every pass within each chunk."""
 
     def __init__(self, predictor: NextToken, source: TraceSource, options: FitOptions) -> None:
-        super().__init__()
-        self._predictor, self._source, self._options = predictor, source, options
+        """
+        Args:
+            predictor: whose examples.
+            source: where tokens come from.
+            options: seed, and how many tokens.
+        """
+        super().__init__(options.seed)
+        self._predictor, self._source, self._limit = predictor, source, options.tokens
 
-    def train_dataloader(self) -> DataLoader[TokenExamples]:
-        rows = _Train(self._predictor, self._source, self._options.tokens, self._options.seed)
-        return DataLoader(rows, batch_size=None)
-
-    def val_dataloader(self) -> DataLoader[TokenExamples]:
-        rows = _Validation(self._predictor, self._source, self._options.validation_tokens)
-        return DataLoader(rows, batch_size=None)
-
-
-class _Train(IterableDataset[TokenExamples]):
-    def __init__(self, predictor: NextToken, source: TraceSource, limit: int | None, seed: int) -> None:
-        self._predictor, self._source, self._limit = predictor, source, limit
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def __iter__(self) -> Iterator[TokenExamples]:
+    def passing(self, epoch: int, generator: torch.Generator) -> Iterator[TokenExamples]:
         size = self._predictor.config.step_tokens
         for chunk in token_chunks(self._predictor, self._source, "train", max_tokens=self._limit):
-            order_T = torch.randperm(len(chunk), generator=self._generator).to(chunk.document_T.device)
+            order_T = torch.randperm(len(chunk), generator=generator).to(chunk.document_T.device)
             for index_B in torch.split(order_T, size):
                 if len(index_B) == size or len(chunk) < size:
                     yield chunk.examples(index_B)
 
 
-class _Validation(IterableDataset[TokenExamples]):
-    def __init__(self, predictor: NextToken, source: TraceSource, limit: int | None) -> None:
-        self._predictor, self._source, self._limit = predictor, source, limit
+class TokenValidation(IterableDataset[TokenExamples]):
+    """Some examples of the validation split, in order."""
+
+    def __init__(self, predictor: NextToken, source: TraceSource, options: FitOptions) -> None:
+        """
+        Args:
+            predictor: whose examples.
+            source: where tokens come from.
+            options: how many tokens.
+        """
+        self._predictor, self._source, self._limit = predictor, source, options.validation_tokens
 
     def __iter__(self) -> Iterator[TokenExamples]:
         for chunk in token_chunks(self._predictor, self._source, "validation", max_tokens=self._limit):

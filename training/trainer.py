@@ -1,4 +1,4 @@
-"""The Lightning trainer that distillation runs in: quiet, no pickled checkpoints, on one rank or under torchrun."""
+"""The Lightning trainer that networks are trained in: quiet, no pickled checkpoints, on one rank or under torchrun."""
 
 from __future__ import annotations
 
@@ -7,83 +7,119 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TypedDict
 
 import lightning
+import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import DataLoader
 
-from expertcast.data.datamodule import TraceDataModule
-from expertcast.data.distributed import training_share
+import expertcast
+from expertcast.data.distributed import training_share, wait_for_all
 from expertcast.data.traces import TraceSource
+from expertcast.training.network_training import Examples, NetworkTraining, TrainingData
 from expertcast.training.options import FitOptions
+from expertcast.training.resume import SAVES, KeepState, PlainCheckpoints, fingerprint, note_of, read_state, write_state
 
 ROUNDS = 12
 """Validation rounds in a full run."""
 
 
 def run(
-    module: lightning.LightningModule,
-    data: lightning.LightningDataModule,
-    options: FitOptions,
-    *,
-    steps: int,
-    patience: int,
-    log_name: str,
-    watch: tuple[str, str] = ("recall", "max"),
+    module: NetworkTraining, data: TrainingData[Examples], source: TraceSource, options: FitOptions, name: str
 ) -> None:
-    """Train `module` for at most `steps` steps; its best validation round is in `module.best` afterwards.
+    """Train `module` to the end of its schedule; its best validation round is in `module.best` afterwards.
 
     Args:
-        watch: what the module logs in a validation round, and whether more of it (`max`) or less (`min`) is better.
+        module: the training.
+        data: what it learns from and is validated on.
+        source: where that comes from.
+        options: logs, progress bar, and where the state is kept against a kill; what is kept there of this very
+            training is gone on from.
+        name: the training's among those of one fit.
     """
-    callbacks: list[Callback] = [EarlyStopping(watch[0], mode=watch[1], patience=patience, min_delta=1e-4)]
-    logger: Any = False
-    if options.log_folder is not None:
-        logger = TensorBoardLogger(str(options.log_folder), name=log_name)
+    if options.resume_folder is None:
+        _fit(module, data, options, name)
+        return
+    path = options.resume_folder / f"{name}.safetensors"
+    mark = fingerprint(_about(module, source, options))
+    note = note_of(path, mark)
+    wait_for_all(training_share())  # all ranks have looked before the first one writes or removes
+    if note is not None and note["finished"]:
+        module.on_load_checkpoint(read_state(path))
+        return
+    keeping = [KeepState(path, max(1, module.steps // SAVES))]
+    _fit(module, data, options, name, callbacks=keeping, states=PlainCheckpoints(mark), start=path if note else None)
+    if training_share().rank == 0:
+        state: dict[str, object] = {}
+        module.on_save_checkpoint(state)
+        write_state(path, state, {"fingerprint": mark, "step": module.steps, "finished": True})
+
+
+def _about(module: NetworkTraining, source: TraceSource, options: FitOptions) -> dict[str, object]:
+    """All that must be the same for a training to go on: what it is, its data, and the versions at work."""
+    data = {key: value for key, value in source.info.items() if key not in ("command", "documents")}
+    return {
+        "training": module.identity(),
+        "data": data,
+        "options": [options.tokens, options.validation_tokens, options.seed],
+        "ranks": training_share().world,
+        "versions": [expertcast.__version__, torch.__version__, lightning.__version__],
+    }
+
+
+def _fit(
+    module: NetworkTraining,
+    data: TrainingData[Examples],
+    options: FitOptions,
+    name: str,
+    *,
+    callbacks: list[Callback] | None = None,
+    states: PlainCheckpoints | None = None,
+    start: Path | None = None,
+) -> None:
+    logger = None if options.log_folder is None else TensorBoardLogger(str(options.log_folder), name=name)
+    stopping = EarlyStopping(module.watched, mode=module.mode, patience=module.config.patience, min_delta=1e-4)
     with _quiet():
         trainer = lightning.Trainer(
-            max_steps=steps,
+            max_steps=module.steps,
             max_epochs=-1,
-            val_check_interval=max(1, steps // ROUNDS),
+            val_check_interval=max(1, module.steps // ROUNDS),
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             gradient_clip_val=1.0,
             log_every_n_steps=10,
-            logger=logger,
-            callbacks=callbacks,
+            logger=logger or False,
+            callbacks=[stopping, *(callbacks or [])],
+            plugins=states,
             enable_checkpointing=False,
             enable_model_summary=False,
             enable_progress_bar=options.progress,
             **_placement(module),
         )
-        trainer.fit(module, datamodule=data)
+        trainer.fit(module, datamodule=data, ckpt_path=start, weights_only=True)
 
 
-class StepBatches(TraceDataModule):
-    """The source's data module, its validation cut to what the options allow."""
-
-    def __init__(self, source: TraceSource, options: FitOptions, step_tokens: int) -> None:
-        super().__init__(source, tokens_per_batch=step_tokens, max_tokens=options.tokens, seed=options.seed)
-        self._options = options
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return self._loader("validation", max_tokens=self._options.validation_tokens)
+class _Placement(TypedDict, total=False):
+    accelerator: str
+    devices: int | list[int]
+    num_nodes: int
+    strategy: DDPStrategy
 
 
-def _placement(module: lightning.LightningModule) -> dict[str, Any]:
+def _placement(module: lightning.LightningModule) -> _Placement:
     """Device and strategy: where the network is, and DDP over gloo or nccl in a process group of several ranks."""
     device = next(module.parameters()).device
     on_gpu = device.type == "cuda"
     world = training_share().world
-    placement: dict[str, Any] = {"accelerator": "gpu" if on_gpu else "cpu"}
+    accelerator = "gpu" if on_gpu else "cpu"
     if world == 1:
-        return placement | {"devices": [device.index or 0] if on_gpu else 1}
+        return {"accelerator": accelerator, "devices": [device.index or 0] if on_gpu else 1}
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     strategy = DDPStrategy(process_group_backend="nccl" if on_gpu else "gloo")
-    return placement | {"devices": per_node, "num_nodes": world // per_node, "strategy": strategy}
+    return {"accelerator": accelerator, "devices": per_node, "num_nodes": world // per_node, "strategy": strategy}
 
 
 @contextmanager

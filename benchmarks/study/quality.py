@@ -20,6 +20,7 @@ from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.data.writer import write_atomically
 from expertcast.predictors import Predictor
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.quality.forecasts import text_windows
 from expertcast.runtime.quality.policies import measure_policies
@@ -133,11 +134,11 @@ class _Worker:
     def measure(self, chunk: Sequence[Run]) -> dict[str, Any]:
         decoding = self._decoding
         runs = {
-            name: {
-                "policies": Policies(**policies),
-                "slots": slots,
-                "predictor": None if predictor is None else decoding.predictors[predictor],
-            }
+            name: OffloadConfig(
+                policies=Policies(**policies),
+                slots=slots,
+                predictor=None if predictor is None else decoding.predictors[predictor],
+            )
             for name, policies, slots, predictor in chunk
         }
         found: dict[str, Any] = measure_policies(self._model, decoding.windows_NW, runs, prefill=_PREFILLED)["runs"]

@@ -5,12 +5,15 @@ B windows, W tokens per window, T = B x W tokens, V vocabulary, L MoE layers, E 
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
+
+from expertcast.predictors.plain import Json
+from expertcast.training.metrics.language import language_metrics
+from expertcast.training.metrics.means import Recall
 
 
 @dataclass(slots=True)
@@ -24,51 +27,53 @@ class Pass:
     """Per layer the router's logits [T, E]; of the exact pass only."""
 
 
-class Sums:
-    """Sums over tokens of one run on one domain."""
+class RunScores:
+    """The metrics of one run on one domain."""
 
     def __init__(self, layers: int) -> None:
-        self.tokens = 0
-        self.nll = 0.0
-        self.agreement = 0.0
-        self.kl = 0.0
-        self.routed_tokens = 0
-        self.recall = [0.0] * layers
+        # every process measures all windows
+        self.language = language_metrics(sync_on_compute=False)
+        self.executed = Recall(layers, sync_on_compute=False)
 
     def add(self, run: Pass, exact: Pass, ids_BW: Tensor) -> None:
-        scored, reference = run.log_probs_BWV[:, :-1], exact.log_probs_BWV[:, :-1]
-        self.tokens += ids_BW[:, 1:].numel()
-        self.nll += float(functional.nll_loss(scored.flatten(0, 1), ids_BW[:, 1:].flatten(), reduction="sum"))
-        self.agreement += float((scored.argmax(-1) == reference.argmax(-1)).sum())
-        if run is not exact:
-            self.kl += float(functional.kl_div(scored, reference, reduction="sum", log_target=True))
-        self.routed_tokens += ids_BW.numel()
+        """Score a run of these windows: the distribution after each token but the last of a window.
+
+        Args:
+            run: what is scored.
+            exact: the exact model on the same windows; may be `run` itself.
+            ids_BW: the windows' tokens.
+        """
+        reference_TV = exact.log_probs_BWV[:, :-1].flatten(0, 1)
+        scored_TV = reference_TV if run is exact else run.log_probs_BWV[:, :-1].flatten(0, 1)
+        self.language.to(reference_TV.device).update(
+            log_probs_TV=scored_TV, reference_TV=reference_TV, token_T=ids_BW[:, 1:].flatten()
+        )
+        self.executed.to(reference_TV.device)
         for layer, (ids_TK, true_TK) in enumerate(zip(run.executed, exact.executed, strict=True)):
-            found_TK = (true_TK.unsqueeze(-1) == ids_TK.unsqueeze(-2)).any(-1)
-            self.recall[layer] += float(found_TK.float().mean(-1).sum())
+            self.executed.update(layer, ids_TK.to(reference_TV.device), true_TK.to(reference_TV.device))
 
     def as_dict(self) -> dict[str, float]:
-        return {
-            "perplexity": math.exp(self.nll / self.tokens),
-            "top1_agreement": self.agreement / self.tokens,
-            "kl": max(0.0, self.kl / self.tokens),
-        }
+        """`perplexity`, `top1_agreement` and `kl`."""
+        return {name: float(value) for name, value in self.language.compute().items()}
 
-    def __iadd__(self, other: Sums) -> Sums:
-        self.tokens += other.tokens
-        self.nll += other.nll
-        self.agreement += other.agreement
-        self.kl += other.kl
-        self.routed_tokens += other.routed_tokens
-        self.recall = [own + more for own, more in zip(self.recall, other.recall, strict=True)]
-        return self
+    def merge(self, other: RunScores) -> None:
+        """Add the tokens of another domain."""
+        for name, metric in self.language.items():
+            metric.merge_state(other.language[name])
+        self.executed.merge_state(other.executed)
 
 
-def report(parts: dict[str, Sums]) -> dict[str, Any]:
-    total = Sums(len(next(iter(parts.values())).recall))
-    for part in parts.values():
-        total += part
-    recall = [value / total.routed_tokens for value in total.recall[1:]]
+def report(parts: Mapping[str, RunScores]) -> Json:
+    """The scores of a run on all its domains together, and on each.
+
+    Args:
+        parts: its scores by domain.
+    """
+    first, *others = parts.values()
+    total = deepcopy(first)
+    for part in others:
+        total.merge(part)
+    recall: list[float] = total.executed.per_row()[1:].tolist()
     return {
         **total.as_dict(),
         "executed_recall": {"mean": sum(recall) / len(recall) if recall else 1.0, "per_layer": recall},

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.taps import RouterCall, RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
+from expertcast.predictors.plain import Json
 from expertcast.runtime.engine.speculation import speculate
-from expertcast.runtime.quality.divergence import Pass, Sums, report
+from expertcast.runtime.quality.divergence import Pass, RunScores, report
 
 EXACT = "exact"
 
@@ -27,10 +27,13 @@ class QualityRun:
     """One way to execute the model; the arguments of :func:`expertcast.runtime.engine.speculation.speculate`."""
 
     predictor: Predictor
+    """Whose forecasts are executed."""
     layers: Sequence[int] | None = None
     """Layers that execute their forecast (hybrid); None for all that have one."""
     true_weights: bool = False
+    """Whether executed experts get the true router's weights."""
     ahead: int = 1
+    """Layers between a forecast and its target."""
 
 
 def measure_quality(
@@ -40,7 +43,7 @@ def measure_quality(
     runs: Mapping[str, QualityRun],
     *,
     batch_size: int = 8,
-) -> dict[str, Any]:
+) -> Json:
     """Teacher-forced comparison of speculative runs with the exact model on the same windows.
 
     Every token of a window but the first is scored. Forecasts are executed at every position, prefill included,
@@ -48,8 +51,11 @@ def measure_quality(
     in one forward over a whole window the speculative one does not exist yet.
 
     Args:
+        model: the model, its experts in memory.
+        view: its norms and routers.
         windows_by_domain: token ids [N, W] per domain.
         runs: by name; `exact` is always measured and its name is taken.
+        batch_size: windows per forward.
 
     Returns:
         `tokens` scored, and `runs.<name>` with `perplexity`, `top1_agreement`, `kl` (nats per token, exact || run),
@@ -60,23 +66,29 @@ def measure_quality(
         ExpertcastError: no windows, windows of fewer than two tokens, or a run called `exact`.
     """
     _check(windows_by_domain, runs)
-    sums = {name: {domain: Sums(len(view)) for domain in windows_by_domain} for name in (EXACT, *runs)}
+    scores = {name: {domain: RunScores(len(view)) for domain in windows_by_domain} for name in (EXACT, *runs)}
     device = next(model.parameters()).device
     for domain, windows_NW in windows_by_domain.items():
         for windows_BW in torch.split(windows_NW, batch_size):
             ids_BW = windows_BW.to(device)
             exact = _exact(model, view, ids_BW)
-            sums[EXACT][domain].add(exact, exact, ids_BW)
+            scores[EXACT][domain].add(exact, exact, ids_BW)
             for name, run in runs.items():
-                sums[name][domain].add(_speculative(model, view, run, ids_BW, exact), exact, ids_BW)
+                scores[name][domain].add(_speculative(model, view, run, ids_BW, exact), exact, ids_BW)
     return {
-        "tokens": sum(part.tokens for part in sums[EXACT].values()),
-        "runs": {name: report(parts) for name, parts in sums.items()},
+        "tokens": sum(windows_NW[:, 1:].numel() for windows_NW in windows_by_domain.values()),
+        "runs": {name: report(parts) for name, parts in scores.items()},
     }
 
 
-def text_windows(tokenizer: Any, texts: Iterable[str], *, length: int, count: int) -> Tensor:
-    """The first `count` windows [N, length] of some texts; a window never spans two texts, shorter ends are left out.
+def text_windows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], *, length: int, count: int) -> Tensor:
+    """The first windows of some texts, [N, length]; a window never spans two texts, shorter ends are left out.
+
+    Args:
+        tokenizer: turns the texts into tokens.
+        texts: read as far as needed.
+        length: tokens of a window.
+        count: windows at most.
 
     Raises:
         ExpertcastError: no text is as long as one window.

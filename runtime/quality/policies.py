@@ -7,36 +7,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from expertcast.predictors import ExpertcastError, MoEView
+from expertcast.predictors.plain import Json
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.quality.divergence import Pass, Sums
+from expertcast.runtime.quality.divergence import Pass, RunScores
 
 
 def measure_policies(
     model: PreTrainedModel,
     windows_NW: Tensor,
-    runs: Mapping[str, Mapping[str, Any]],
+    runs: Mapping[str, OffloadConfig],
     *,
     prefill: int = 16,
     progress: Callable[[], None] | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """Decode windows token by token, the right token given each time, with each set of policies and without any.
 
     What a lossy policy does depends on what the cache holds, so every token is a decode step of its own, and the
     cache lives on from window to window. Copies are made at once: no decision depends on the speed of this machine.
 
     Args:
+        model: the model, its experts in memory.
         windows_NW: token ids; every token of a window after the prefill is scored.
-        runs: by name, arguments of :func:`expertcast.offload` (`policies`, `slots`, `predictor` ...).
+        runs: how the model is offloaded, by name; where the link is left open, copies are made at once.
         prefill: tokens of each window that are read at once.
+        progress: called after each window of each run.
 
     Returns:
         `tokens` scored, and `runs.<name>` with `perplexity`, `top1_agreement`, `kl` (nats per token, exact || run),
@@ -51,12 +54,10 @@ def measure_policies(
             f"windows of shape {list(windows_NW.shape)} with prefill={prefill}: give [windows, tokens] of prefill + 2 "
             "tokens or more"
         )
-    exact = _passes(model, windows_NW, {"policies": Policies()}, prefill, progress)
-    results = {"exact": _result(model, windows_NW, exact, exact, prefill)}
-    for name, arguments in runs.items():
-        results[name] = _result(
-            model, windows_NW, _passes(model, windows_NW, arguments, prefill, progress), exact, prefill
-        )
+    exact = _passes(model, windows_NW, OffloadConfig(policies=Policies()), prefill, progress)
+    results = {"exact": _result(windows_NW, exact, exact, prefill)}
+    for name, config in runs.items():
+        results[name] = _result(windows_NW, _passes(model, windows_NW, config, prefill, progress), exact, prefill)
     return {"tokens": windows_NW.shape[0] * (windows_NW.shape[1] - prefill), "runs": results}
 
 
@@ -66,14 +67,15 @@ _Run = tuple[list[Pass], dict[str, int]]
 def _passes(
     model: PreTrainedModel,
     windows_NW: Tensor,
-    arguments: Mapping[str, Any],
+    config: OffloadConfig,
     prefill: int,
     progress: Callable[[], None] | None,
 ) -> _Run:
     """Each window's pass, and the counters of all decode steps."""
     totals = {"requests": 0, "hits": 0, "misses": 0, "skipped": 0, "bytes": 0}
     passes = []
-    with offload(model, **{"link": InstantLink(), **arguments}) as offloaded:
+    link = InstantLink() if config.link == "auto" else config.link
+    with offload(model, config, link=link) as offloaded:
         for window_W in windows_NW:
             cache = DynamicCache(config=model.config)
             with _recorded(offloaded.view) as executed:
@@ -113,16 +115,15 @@ def _recorded(view: MoEView) -> Iterator[list[list[Tensor]]]:
         yield executed
 
 
-def _result(model: PreTrainedModel, windows_NW: Tensor, run: _Run, exact: _Run, prefill: int) -> dict[str, float]:
-    layers = len(run[0][0].executed)
-    sums = Sums(layers)
+def _result(windows_NW: Tensor, run: _Run, exact: _Run, prefill: int) -> dict[str, float]:
+    scores = RunScores(len(run[0][0].executed))
     for window_W, passed, reference in zip(windows_NW, run[0], exact[0], strict=True):
         # the first distribution is over the token after the prefill; its own row of ids is never looked at
-        sums.add(passed, reference, window_W[prefill - 1 :].unsqueeze(0).to(passed.log_probs_BWV.device))
+        scores.add(passed, reference, window_W[prefill - 1 :].unsqueeze(0).to(passed.log_probs_BWV.device))
     counts, tokens = run[1], windows_NW.shape[0] * (windows_NW.shape[1] - prefill)
     return {
-        **sums.as_dict(),
-        "executed_recall": sum(sums.recall) / layers / tokens,
+        **scores.as_dict(),
+        "executed_recall": float(scores.executed.per_row().mean()),
         "hit_rate": counts["hits"] / max(counts["requests"], 1),
         "misses": counts["misses"] / tokens,
         "skipped": counts["skipped"] / tokens,

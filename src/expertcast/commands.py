@@ -37,6 +37,7 @@ from expertcast.training.fit import fit, fit_many
 from expertcast.training.options import FitOptions
 from expertcast.training.report import log_figures, write_report
 from expertcast.training.results import aligned, recall_table
+from expertcast.training.resume import forget, resume_folder
 
 Outcome = tuple[dict[str, Any], str]
 EVAL_BATCH = 4096  # tokens
@@ -65,7 +66,9 @@ def train(args: argparse.Namespace) -> Outcome:
         raise ExpertcastError(f"--ahead counts layers and {args.predictor} looks tokens ahead: give --set tokens=N")
     config = predictor_config(args.predictor, args.ahead, args.set)
     source = training_source(args)
-    options = FitOptions(tokens=args.tokens, seed=args.seed, log_folder=args.log, progress=True)
+    options = FitOptions(
+        tokens=args.tokens, seed=args.seed, log_folder=args.log, progress=True, resume_folder=resume_folder(args.out)
+    )
     fitted = fit(args.predictor, source, config=config, options=options)
     if fitted.predictor.looks == "tokens":
         return save_token_predictor(args, fitted, source)
@@ -84,6 +87,7 @@ def train(args: argparse.Namespace) -> Outcome:
     }
     if current_share().rank == 0:  # every rank has fitted and scored the same
         save_predictor(fitted.predictor, args.out, view=source.view, metrics=metrics, extra={"training": fitted.report})
+        forget(args.out)
     if args.log and current_share().rank == 0:
         log_figures(args.log / "evaluation", evaluation.as_dict())
     text = f"{recall_table(evaluation)}\n\nfitted in {fitted.report['seconds']:.0f} s; wrote {args.out}"

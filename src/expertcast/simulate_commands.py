@@ -22,6 +22,7 @@ from expertcast.data.writer import write_atomically
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.next_token import NextToken
 from expertcast.predictors.next_token_tracker import NextTokenTracker
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.policies import EVICTION, PRESETS, CacheShape, Policies
 from expertcast.runtime.quality.forecasts import text_windows
 from expertcast.runtime.quality.policies import measure_policies
@@ -251,13 +252,13 @@ def _quality(
     )
     by_name = {predictor.name: predictor for predictor in predictors.values()}
     runs = {
-        name: {
-            "policies": case.policies,
-            "slots": case.slots,
-            "predictor": None if case.predictor is None else by_name[case.predictor],
-            "ahead": args.ahead if case.predictor is not None else 1,
-            "next_token": args.next_token if case.policies.eviction.cls.reads_tokens else None,
-        }
+        name: OffloadConfig(
+            policies=case.policies,
+            slots=case.slots,
+            predictor=None if case.predictor is None else by_name[case.predictor],
+            ahead=args.ahead if case.predictor is not None else 1,
+            next_token=args.next_token if case.policies.eviction.cls.reads_tokens else None,
+        )
         for name, case in wanted.items()
     }
     found = measure_policies(model, windows_NW, runs)["runs"]

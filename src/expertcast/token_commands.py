@@ -12,6 +12,7 @@ from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.next_token import NextToken
 from expertcast.training.options import Fitted
+from expertcast.training.resume import forget
 from expertcast.training.token_evaluation import evaluate_tokens, tokens_table
 
 
@@ -27,6 +28,7 @@ def save_token_predictor(args: argparse.Namespace, fitted: Fitted, source: Trace
     }
     if current_share().rank == 0:  # every rank has fitted and scored the same
         save_predictor(predictor, args.out, view=source.view, metrics=metrics, extra={"training": fitted.report})
+        forget(args.out)
     table = tokens_table(metrics["tokens_ahead"])
     text = f"{table}\n\nfitted in {fitted.report['seconds']:.0f} s; wrote {args.out}"
     return {"checkpoint": str(args.out), "training": fitted.report, **metrics}, text

@@ -14,12 +14,12 @@ from torch import Tensor
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import ModelShape
 from expertcast.training.comparison import RoutingComparison, compare, inclusion_probability, rank_routing
-from expertcast.training.metrics import (
+from expertcast.training.metrics.routing import (
     BUDGETS,
     Calibration,
     InputCosine,
     RankAlignment,
-    RecallAtK,
+    RecallAtBudget,
     chance_levels,
     routing_metrics,
 )
@@ -159,7 +159,7 @@ def test_ties_in_weight_go_to_the_higher_logit() -> None:
 def test_layers_are_kept_apart() -> None:
     shape = ModelShape(layers=4, experts=8, top_k=2, hidden=4)
     truth = random_routing(0, 20, shape)
-    metric = RecallAtK(3, shape.top_k)
+    metric = RecallAtBudget(3, shape.top_k)
     metric.update(0, comparison_of(truth, truth, shape))
     metric.update(2, comparison_of(near(truth, 1, 2.0), truth, shape))
     first, second, third = metric.compute().tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import offload
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.policies import EVICTION, PREFETCH, PRESETS, Policies
 from expertcast.runtime.quality.policies import measure_policies
 from tests.runtime.conftest import assert_same, greedy
@@ -66,9 +68,9 @@ def test_lossy_runs_say_so(reference_model: PreTrainedModel) -> None:
         "activeevict": PRESETS["activeevict"].policies,
     }
     packed = {name: Policies(miss=name) for name in ("fetch_lowest", "fetch_priority", "cascade", "drop_cascade")}
-    runs = {name: {"policies": policies, "slots": 60} for name, policies in (lossy | packed).items()}
-    runs["activeevict"]["predictor"] = PRESETS["activeevict"].predictor
-    runs["lossless"] = {"policies": Policies(eviction="least_stale"), "slots": 60}
+    runs = {name: OffloadConfig(policies=policies, slots=60) for name, policies in (lossy | packed).items()}
+    runs["activeevict"] = dataclasses.replace(runs["activeevict"], predictor=PRESETS["activeevict"].predictor)
+    runs["lossless"] = OffloadConfig(policies=Policies(eviction="least_stale"), slots=60)
     result = measure_policies(reference_model, ids, runs, prefill=8)
     assert result["tokens"] == 64
     measured = result["runs"]
@@ -82,7 +84,7 @@ def test_lossy_runs_say_so(reference_model: PreTrainedModel) -> None:
         assert run["kl"] > 0, name
         assert run["executed_recall"] < 1.0, name  # other experts or other weights: later layers route otherwise
         assert (run["skipped"] > 0) == (name not in ("fetch_lowest", "fetch_priority", "cascade")), name
-        if runs[name]["policies"].scope == "global":
+        if (lossy | packed)[name].scope == "global":
             assert run["bytes"] < lossless["bytes"], name
 
 

@@ -17,6 +17,7 @@ from torchmetrics import Metric
 
 from expertcast.predictors.view import ModelShape
 from expertcast.training.comparison import RoutingComparison, inclusion_probability, membership_threshold
+from expertcast.training.metrics.means import TokenMean
 
 CALIBRATION_BINS = 10
 BUDGETS = {"recall_at_k": 1.0, "recall_at_1.5k": 1.5, "recall_at_2k": 2.0}
@@ -27,43 +28,24 @@ def budget(factor: float, shape: ModelShape) -> int:
     return min(math.ceil(factor * shape.top_k), shape.experts)
 
 
-class PerLayerMetric(Metric, ABC):  # type: ignore[misc]
-    """Mean over tokens of some score, kept per layer; a subclass only says what the score is."""
+class PerLayerMetric(TokenMean, ABC):
+    """Mean over tokens of some score, kept per target layer; a subclass only says what the score is."""
 
-    full_state_update = False
-    higher_is_better = True
     per_rank: ClassVar[bool] = False
     """Whether a token's score is one number per rank."""
-    total_LR: Tensor
-    count_L: Tensor
-
-    def __init__(self, layers: int, width: int = 1, **kwargs: Any) -> None:
-        """
-        Args:
-            layers: number of target layers.
-            width: numbers per token in the score.
-            kwargs: torchmetrics' own (sync_on_compute, process_group, ...).
-        """
-        super().__init__(**kwargs)
-        total_LR = torch.zeros(layers, width, dtype=torch.float64)
-        self.add_state("total_LR", default=total_LR, dist_reduce_fx="sum")
-        self.add_state("count_L", default=torch.zeros(layers, dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, layer: int, comparison: RoutingComparison) -> None:
         """Add the tokens of one batch at one target layer (0 = the first target layer)."""
         score_TR = self.score(comparison)
-        if score_TR is None:
-            return
-        score_TR = score_TR.reshape(score_TR.shape[0], -1)
-        self.total_LR[layer] += score_TR.sum(dim=0, dtype=torch.float64)
-        self.count_L[layer] += score_TR.shape[0]
+        if score_TR is not None:
+            self.add(score_TR, layer)
 
     def compute(self) -> Tensor:
         """Mean score per layer: [L], or [L, R] for a score per rank; NaN where nothing was scored.
 
         torchmetrics turns a result of one element into a scalar: :meth:`per_layer` keeps the shape.
         """
-        mean_LR = (self.total_LR / self.count_L[:, None]).float()
+        mean_LR = super().compute().float()
         return mean_LR if self.per_rank else mean_LR[:, 0]
 
     def per_layer(self) -> Tensor:
@@ -85,13 +67,6 @@ class RecallAtBudget(PerLayerMetric):
 
     def score(self, comparison: RoutingComparison) -> Tensor:
         return (comparison.place_TK < self.budget).float().mean(dim=1)
-
-
-class RecallAtK(RecallAtBudget):
-    """Share of the true experts among the K forecast ones (B6)."""
-
-    def __init__(self, layers: int, top_k: int, **kwargs: Any) -> None:
-        super().__init__(layers, top_k, **kwargs)
 
 
 class ExactSet(PerLayerMetric):

@@ -1,0 +1,237 @@
+"""A training that is killed and started again ends in the very bits of one that was left alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from expertcast.cli import main
+from expertcast.data.batch import TraceBatch
+from expertcast.data.traces import TraceDataset, TraceSource
+from expertcast.predictors import PredictorConfig
+from expertcast.predictors.estimator import EstimatorConfig
+from expertcast.predictors.next_token import NextTokenConfig
+from expertcast.training.fit import fit
+from expertcast.training.options import FitOptions, Fitted
+from expertcast.training.resume import note_of, read_state, resume_folder, write_state
+from tests.training.synthetic import tiny_view
+from tests.training.test_next_token import Cyclic
+
+ROOT = Path(__file__).parents[2]
+ESTIMATOR = EstimatorConfig(parameters=60_000, steps=40, step_tokens=256, passes=9, patience=20, temperatures=[1, 2])
+NEXT_TOKEN = NextTokenConfig(
+    tokens=2, width=8, memories=(2, 8), later_tokens=8, steps=60, step_tokens=64, passes=9, patience=20
+)
+TOKENS = 2000
+COMMAND = ["--predictor", "estimator", "--set", "parameters=60000", "steps=60", "step_tokens=256", "passes=99"]
+
+
+class KilledError(BaseException):
+    """Nobody catches it, as nobody catches SIGKILL: what is on disk stays as it is."""
+
+
+class Fatal:
+    """A source that ends the process once so many batches were drawn from its train split for training."""
+
+    def __init__(self, source: TraceSource, batches: int) -> None:
+        self._source, self._left = source, batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def batches(self, split: str, batch_size: int, **options: Any) -> Iterator[TraceBatch]:
+        for batch in self._source.batches(split, batch_size, **options):
+            if options.get("shuffle"):
+                self._left -= 1
+                if self._left < 0:
+                    raise KilledError
+            yield batch
+
+
+def options(folder: Path | None) -> FitOptions:
+    return FitOptions(tokens=TOKENS, validation_tokens=300, resume_folder=folder)
+
+
+def tensors_of(fitted: Fitted) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in fitted.predictor.state_dict().items()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    different = [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+    assert not different
+
+
+def report_of(fitted: Fitted) -> dict[str, Any]:
+    return {key: value for key, value in fitted.report.items() if key != "seconds"}
+
+
+@pytest.fixture(scope="module")
+def alone(reference_traces: TraceDataset) -> Fitted:
+    return fit("estimator", reference_traces, config=ESTIMATOR, options=options(None))
+
+
+@pytest.mark.parametrize("kills", [(3, 9, 12, 10, 11), (17, 2, 8, 13)])
+def test_estimator(reference_traces: TraceDataset, alone: Fitted, kills: tuple[int, ...], tmp_path: Path) -> None:
+    """Killed in a trial, between trainings, when a pass over the tokens ends, at a validation round, and at once."""
+    for batches in kills:
+        with pytest.raises(KilledError):
+            fit("estimator", Fatal(reference_traces, batches), config=ESTIMATOR, options=options(tmp_path))
+    resumed = fit("estimator", reference_traces, config=ESTIMATOR, options=options(tmp_path))
+    assert_same(tensors_of(resumed), tensors_of(alone))
+    assert report_of(resumed) == report_of(alone)
+
+
+class DyingOrder(Cyclic):
+    """As :class:`Fatal`, counting all batches of the train split: `next_token` draws whole chunks."""
+
+    left = 10**9
+
+    def batches(self, split: str, batch_size: int, **options: Any) -> Iterator[TraceBatch]:
+        for batch in super().batches(split, batch_size, **options):
+            if split == "train":
+                self.left -= 1
+                if self.left < 0:
+                    raise KilledError
+            yield batch
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4, 5])
+def test_next_token(chunks: int, tmp_path: Path) -> None:
+    """Killed when a pass over the tokens begins; the first chunk is that of the frequencies."""
+    source = DyingOrder(tiny_view())
+    whole = fit("next_token", source, config=NEXT_TOKEN)
+    source.left = chunks
+    with pytest.raises(KilledError):
+        fit("next_token", source, config=NEXT_TOKEN, options=FitOptions(resume_folder=tmp_path))
+    source.left = 10**9
+    resumed = fit("next_token", source, config=NEXT_TOKEN, options=FitOptions(resume_folder=tmp_path))
+    assert_same(tensors_of(resumed), tensors_of(whole))
+    assert report_of(resumed) == report_of(whole)
+
+
+def test_a_state_of_something_else_is_not_used(
+    reference_traces: TraceDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def killed(config: PredictorConfig, batches: int) -> None:
+        with pytest.raises(KilledError):
+            fit("estimator", Fatal(reference_traces, batches), config=config, options=options(tmp_path))
+
+    plain = {"parameters": 60_000, "steps": 20, "step_tokens": 256, "passes": 9}
+    killed(EstimatorConfig(**plain), 12)
+    path = tmp_path / "ahead1.safetensors"
+    before = read_state(path)["global_step"]
+    assert before > 4
+    with caplog.at_level(logging.WARNING):
+        killed(EstimatorConfig(**plain, learning_rate=1e-4), 5)
+    assert "another configuration" in caplog.text
+    assert read_state(path)["global_step"] < before
+    path.write_bytes(path.read_bytes()[:-100])
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        killed(EstimatorConfig(**plain), 3)
+    assert "is damaged" in caplog.text
+
+
+def test_a_kill_during_a_write_leaves_the_state_before(tmp_path: Path) -> None:
+    """A process that does nothing but write states, killed at any moment: there is always a whole one."""
+    path = tmp_path / "state.safetensors"
+    program = (
+        "import itertools, sys, torch; from pathlib import Path; from expertcast.training.resume import write_state\n"
+        "for step in itertools.count():\n"
+        "    write_state(Path(sys.argv[1]), {'value': torch.full((500_000,), float(step)), 3: (step,)},\n"
+        "                {'fingerprint': 'x', 'step': step, 'finished': False})\n"
+    )
+    for _ in range(3):
+        path.unlink(missing_ok=True)
+        process = subprocess.Popen([sys.executable, "-c", program, str(path)], cwd=ROOT)
+        wait_for(path, process)
+        time.sleep(random.uniform(0, 0.05))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        note, state = note_of(path, "x"), read_state(path)
+        assert note is not None
+        assert state[3] == [note["step"]]
+        assert (state["value"] == note["step"]).all()
+
+
+def test_only_plain_values_are_kept(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="object in a training's state"):
+        write_state(tmp_path / "state", {"what": object()}, {})
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 200
+    while not path.exists():
+        assert process.poll() is None, "it ended before it was killed"
+        assert time.monotonic() < deadline, "nothing was written"
+        time.sleep(0.002)
+
+
+def train_killed(arguments: list[str], path: Path, after_s: float) -> None:
+    """Start the command and SIGKILL it some time after it has written its first state."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "expertcast.cli", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    wait_for(path, process)
+    time.sleep(after_s)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_command_killed_at_a_random_step(reference_traces: TraceDataset, tmp_path: Path) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    arguments = ["train", str(reference_traces.folder), *COMMAND]
+    after_s = random.uniform(0.0, 0.7)
+    train_killed([*arguments, "--out", str(killed)], resume_folder(killed) / "ahead1.safetensors", after_s)
+    assert not killed.exists()
+    step = read_state(resume_folder(killed) / "ahead1.safetensors").get("global_step", ESTIMATOR.steps)
+    assert step >= 3
+    assert main([*arguments, "--out", str(killed)]) == 0
+    assert main([*arguments, "--out", str(whole)]) == 0
+    one, other = (load_file(folder / "model.safetensors") for folder in (killed, whole))
+    assert_same(one, other)
+    assert not resume_folder(killed).exists()
+    assert not resume_folder(whole).exists()
+
+
+def two_ranks(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+         "-m", "tests.training.distributed_resume", *map(str, arguments)],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_two_ranks(reference_traces: TraceDataset, tmp_path: Path) -> None:
+    """One of two ranks is killed; started again, both go on where the first one saved."""
+    traces, killed, whole = reference_traces.folder, tmp_path / "killed", tmp_path / "whole"
+    for folder in (killed, whole):
+        folder.mkdir()
+    state = tmp_path / "states" / "ahead1.safetensors"
+    assert two_ranks(traces, killed, state.parent, 9).returncode != 0
+    assert 6 <= read_state(state)["global_step"] <= 9
+    resumed = two_ranks(traces, killed, state.parent, -1)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert "going on at step" in resumed.stderr
+    alone = two_ranks(traces, whole, tmp_path / "others", -1)
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    for rank in range(2):
+        assert_same(*(load_file(folder / f"{rank}.safetensors") for folder in (killed, whole)))

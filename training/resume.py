@@ -1,0 +1,215 @@
+"""Going on with a training that was killed: what is kept on disk while it runs, in safetensors and JSON, no pickle.
+
+`expertcast train ... --out CKPT` keeps it in CKPT.partial, a file per training (a distance, a trial of a temperature),
+and removes the folder when CKPT is written. A file holds the network, the optimiser's state, the learning rate's, the
+step, the best round's network and its score, the random states, and the position in the order of the tokens. It
+replaces the one before it whole, so that a kill at any moment leaves one that can be used. A training goes on only
+from a file of its very configuration, data and versions. On the CPU it ends bit for bit as if nothing had happened.
+
+Under torchrun the first rank writes and all ranks read: the folder must be one that they share, as --out is.
+
+A save takes about 80 ms for the default estimator on the bundled model (0.76 M parameters, 12 MB with the optimiser's
+state and the best round's) on a busy machine of two cores: 20 saves are under 1% of its training of minutes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import lightning
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.callbacks import Callback
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from expertcast.data.writer import write_atomically
+from expertcast.predictors.plain import Json
+
+SAVES = 20
+"""Times that a training's state is saved."""
+_RANDOM = "expertcast_random_states"
+
+log = logging.getLogger(__name__)
+
+
+def resume_folder(out: Path) -> Path:
+    """Where the trainings of the checkpoint `out` keep their states: beside it."""
+    return out.with_name(out.name + ".partial")
+
+
+def forget(out: Path) -> None:
+    """Remove what the trainings of the checkpoint `out` have kept: it is complete."""
+    shutil.rmtree(resume_folder(out), ignore_errors=True)
+
+
+def fingerprint(about: Json) -> str:
+    """One value for all that must be the same for a training to go on, given as plain values."""
+    return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def note_of(path: Path, wanted: str) -> Json | None:
+    """What a state's file says of itself (`step`, `finished`), or None where there is none to go on from.
+
+    A file that is there and cannot be used is said in one line.
+
+    Args:
+        path: the file.
+        wanted: the fingerprint of the training that is to go on.
+    """
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            note: Json = json.loads(file.metadata()["note"])
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+        log.warning("%s is damaged: this training starts over", path)
+        return None
+    if note["fingerprint"] != wanted:
+        log.warning("%s is of another configuration, other data or other versions: this training starts over", path)
+        return None
+    log.warning("%s: %s", path, "finished before" if note["finished"] else f"going on at step {note['step']}")
+    return note
+
+
+def write_state(path: Path, state: Mapping[str, object], note: Json) -> None:
+    """Write nested values and tensors as one safetensors file, whole or not at all.
+
+    Args:
+        path: the file; its folder is made.
+        state: numbers, texts, booleans, None, tensors, and lists and mappings of these.
+        note: plain values that :func:`note_of` gives back.
+
+    Raises:
+        TypeError: a value of another kind.
+    """
+    tensors: dict[str, Tensor] = {}
+    tree = json.dumps(_packed(state, tensors))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, save(tensors, metadata={"tree": tree, "note": json.dumps(note)}))
+
+
+def read_state(path: Path) -> Json:
+    """What :func:`write_state` wrote, with lists for tuples."""
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        state = _unpacked(json.loads(file.metadata()["tree"]), tensors)
+    assert isinstance(state, dict)
+    return state
+
+
+def _packed(value: object, tensors: dict[str, Tensor]) -> object:
+    """JSON values, with each tensor's place in `tensors` in its stead; mappings as pairs, as keys may be numbers."""
+    if isinstance(value, Tensor):
+        name = str(len(tensors))
+        tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        return {"pairs": [[key, _packed(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        return [_packed(item, tensors) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{type(value).__name__} in a training's state: only tensors and plain values can be kept")
+
+
+def _unpacked(value: object, tensors: Mapping[str, Tensor]) -> object:
+    if isinstance(value, list):
+        return [_unpacked(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return tensors[value["tensor"]]
+    return {key: _unpacked(item, tensors) for key, item in value["pairs"]}
+
+
+class PlainCheckpoints(CheckpointIO):  # type: ignore[misc]
+    """How Lightning writes and reads its checkpoints here: as safetensors and JSON instead of a pickle."""
+
+    def __init__(self, fingerprint: str) -> None:
+        self._fingerprint = fingerprint
+
+    def save_checkpoint(
+        self, checkpoint: Mapping[str, object], path: Path | str, storage_options: object = None
+    ) -> None:
+        """Write a state, atomically; `storage_options` are of other kinds of storage."""
+        note = {"fingerprint": self._fingerprint, "step": checkpoint["global_step"], "finished": False}
+        write_state(Path(path), checkpoint, note)
+
+    def load_checkpoint(
+        self, path: Path | str, map_location: object = None, weights_only: bool | None = None
+    ) -> dict[str, object]:
+        """The state, its tensors on the CPU; Lightning moves them to where they belong."""
+        return read_state(Path(path))
+
+    def remove_checkpoint(self, path: Path | str) -> None:
+        """Remove one state."""
+        Path(path).unlink(missing_ok=True)
+
+
+class KeepState(Callback):  # type: ignore[misc]
+    """Saves a training's state every few steps, between one step (and its validation round) and the next."""
+
+    def __init__(self, path: Path, every: int) -> None:
+        """
+        Args:
+            path: the file.
+            every: steps from one save to the next.
+        """
+        self._path, self._every = path, every
+        self._random: dict[str, object] | None = None
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Set the random states of a training that goes on."""
+        if self._random is not None:
+            _set_random_states(self._random)
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        """Save, where it is time to."""
+        if trainer.global_step and trainer.global_step % self._every == 0:
+            trainer.save_checkpoint(self._path)
+
+    def on_save_checkpoint(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, object]
+    ) -> None:
+        """Add the random states, and take back that the next batch was fetched."""
+        checkpoint[_RANDOM] = _random_states()
+        _before_the_batch(checkpoint)
+
+    def on_load_checkpoint(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, object]
+    ) -> None:
+        """Keep the random states until the data is set up, which draws from them."""
+        states = checkpoint[_RANDOM]
+        assert isinstance(states, dict)
+        self._random = states
+
+
+def _before_the_batch(checkpoint: Json) -> None:
+    """Set Lightning's counters to where they were between two steps.
+
+    When a batch starts they count it as made ready, and, if it is the epoch's last, the epoch as being at its end.
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    progress["is_last_batch"] = False
+    for counters in (progress["total"], progress["current"]):
+        counters["ready"] = counters["completed"]
+
+
+def _random_states() -> dict[str, object]:
+    on_gpu = torch.cuda.is_available()
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if on_gpu else []}
+
+
+def _set_random_states(states: Json) -> None:
+    torch.set_rng_state(states["cpu"])
+    if states["cuda"]:
+        torch.cuda.set_rng_state_all(states["cuda"])
