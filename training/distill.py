@@ -75,6 +75,7 @@ class Distiller(NetworkTraining):
         return y_PTE, estimator.base(x_PTF, ahead) + self.scale_P[:, None, None] * self.network(x_PTF).float()
 
     def training_step(self, batch: TraceBatch, batch_index: int) -> Tensor:
+        """The loss of one step."""
         del batch_index
         y_PTE, z_PTE = self.forecast(batch)
         scale_P11 = self.scale_P[:, None, None]
@@ -83,12 +84,14 @@ class Distiller(NetworkTraining):
         return loss
 
     def validation_step(self, batch: TraceBatch, batch_index: int) -> None:
+        """Score one batch of the round."""
         del batch_index
         y_PTE, z_PTE = self.forecast(batch)
         for pair, layer in enumerate(self._source.view.layers[self._how.ahead :]):
             self.recall.update(pair, layer.route(z_PTE[pair])[0], layer.route(y_PTE[pair])[0])
 
     def on_validation_epoch_end(self) -> None:
+        """End the round with its score."""
         recall_P = self.recall.per_row().float()
         self.recall.reset()
         for pair, value in enumerate(recall_P):

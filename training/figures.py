@@ -136,7 +136,8 @@ def calibration(values: Json) -> Figure:
         colour = style(name)[0]
         axis.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, linestyle="--")
         axis.plot(*zip(*points, strict=True), color=colour, linewidth=1.4)
-        axis.scatter(*zip(*points, strict=True), s=[8 + 90 * entry["count"] / most for entry in filled], color=colour)
+        sizes = [8 + 90 * entry["count"] / most for entry in filled]
+        axis.scatter([x for x, _ in points], [y for _, y in points], s=sizes, color=colour)
         axis.set_title(f"{name} (ECE {result['ece']:.3f})", fontsize=10)
         axis.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
         plain_frame(axis)

@@ -99,6 +99,7 @@ class TokenDistiller(NetworkTraining):
         return torch.stack(losses).mean() * shape.experts
 
     def training_step(self, examples: TokenExamples, index: int) -> Tensor:
+        """The loss of one step."""
         triggers = len(self._predictor[0].layers)
         losses = [self.loss(examples.part(trigger, triggers), trigger) for trigger in range(triggers)]
         loss = torch.stack(losses).mean()
@@ -106,11 +107,13 @@ class TokenDistiller(NetworkTraining):
         return loss
 
     def validation_step(self, examples: TokenExamples, index: int) -> None:
+        """Score one batch of the round."""
         triggers = range(len(self._predictor[0].layers))
         nats = sum(float(self.loss(examples, trigger)) for trigger in triggers) / len(triggers)
         self.nats.update(nats, weight=len(examples))
 
     def on_validation_epoch_end(self) -> None:
+        """End the round with its score."""
         nats = float(self.nats.compute())
         self.nats.reset()
         self.end_round(nats)

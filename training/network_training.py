@@ -97,6 +97,7 @@ class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
         }
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW, its learning rate set anew at every step."""
         optimizer = torch.optim.AdamW(
             self.network.parameters(),
             lr=self.config.learning_rate,
@@ -163,15 +164,19 @@ class TrainingData(lightning.LightningDataModule, Generic[Examples]):  # type: i
         self._order, self._validation = order, validation
 
     def train_dataloader(self) -> DataLoader[Examples]:
+        """The next pass over the train split, each time it is iterated."""
         return DataLoader(self._order, batch_size=None)
 
     def val_dataloader(self) -> DataLoader[Examples]:
+        """The validation split."""
         return DataLoader(self._validation, batch_size=None)
 
     def state_dict(self) -> dict[str, object]:
+        """The position in the order of the train split, kept with the training's state."""
         return self._order.position(self.trainer.fit_loop.epoch_loop.batch_progress.current.completed)
 
     def load_state_dict(self, state_dict: Json) -> None:
+        """Go on at a position."""
         self._order.go_on(state_dict)
 
 

@@ -56,10 +56,10 @@ def reliability(result: dict[str, Tensor]) -> Json:
     """Expected calibration error over all layers, per layer, and the bins of equal width."""
     number = len(result["count_B"])
     edges = [index / number for index in range(number + 1)]
-    columns = (result["count_B"].long(), result["confidence_B"], result["frequency_B"])
+    columns = [_plain_row(result[name]) for name in ("count_B", "confidence_B", "frequency_B")]
     bins = [
-        {"low": low, "high": high, "count": count, "confidence": confidence, "frequency": frequency}
-        for low, high, count, confidence, frequency in zip(edges, edges[1:], *map(_plain, columns), strict=False)
+        {"low": low, "high": high, "count": int(count or 0), "confidence": confidence, "frequency": frequency}
+        for low, high, (count, confidence, frequency) in zip(edges, edges[1:], zip(*columns, strict=True), strict=False)
     ]
     return {"ece": _plain(result["ece"]), "ece_per_layer": _plain(result["ece_L"].reshape(-1)), "bins": bins}
 
@@ -68,6 +68,10 @@ def quality_runs(quality: Json) -> dict[str, Json]:
     """Runs by name, each with `per_domain`, from what the quality harness gives (its whole result or its `runs`)."""
     runs = quality.get("runs", quality)
     return {name: {**run, "per_domain": run.get("per_domain", run.get("domains", {}))} for name, run in runs.items()}
+
+
+def _plain_row(value_B: Tensor) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in value_B.tolist()]
 
 
 def _plain(tensor: Tensor) -> object:
