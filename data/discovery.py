@@ -36,25 +36,25 @@ def find_moe_layers(model: PreTrainedModel) -> MoEView:
         {"block": block, "norm": norms[block], "router": f"{block}.{router}", "experts": f"{block}.{experts}"}
         for block, router, experts in blocks
     ]
-    layers = [_layer(model, index, entry) for index, entry in enumerate(names)]
-    _check_alike(model, layers)
-    return MoEView(tuple(layers), model_id=str(model.config._name_or_path or type(model).__name__))
+    view = layers_by_name(model, names, None, str(model.config._name_or_path or type(model).__name__))
+    _check_alike(model, view)
+    return view
 
 
-def layers_by_name(model: nn.Module, names: list[dict[str, str]], top_k: int, model_id: str) -> MoEView:
+def layers_by_name(model: nn.Module, names: list[dict[str, str]], top_k: int | None, model_id: str) -> MoEView:
     """The view of a model whose layers were found before (a saved skeleton): no probe.
 
     Args:
         model: has modules of these names; they need no weights.
         names: per layer `block`, `norm`, `router`, `experts` module paths.
-        top_k: experts per token.
+        top_k: experts per token; None asks the routers.
         model_id: hub id or path of the model the names come from.
     """
     layers = [_layer(model, index, entry, top_k) for index, entry in enumerate(names)]
     return MoEView(tuple(layers), model_id=model_id)
 
 
-def _layer(model: nn.Module, index: int, paths: dict[str, str], top_k: int | None = None) -> MoELayer:
+def _layer(model: nn.Module, index: int, paths: dict[str, str], top_k: int | None) -> MoELayer:
     block, router = model.get_submodule(paths["block"]), model.get_submodule(paths["router"])
     experts = model.get_submodule(paths["experts"])
     num_experts = _integer(experts, "num_experts")
@@ -139,10 +139,9 @@ def _router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
 
 
 def _integer(module: nn.Module, attribute: str) -> int:
-    value: int | None = getattr(module, attribute, None)
-    if value is None:
+    if getattr(module, attribute, None) is None:
         raise ExpertcastError(f"{type(module).__name__} has no attribute {attribute}: not supported")
-    return int(value)
+    return int(getattr(module, attribute))
 
 
 def _hidden_size(router: nn.Module, experts: int) -> int:
@@ -161,8 +160,8 @@ def _has_shared(block: nn.Module, router: nn.Module, experts: nn.Module) -> bool
     )
 
 
-def _check_alike(model: PreTrainedModel, layers: list[MoELayer]) -> None:
-    shapes = {(layer.num_experts, layer.top_k, layer.hidden_size) for layer in layers}
+def _check_alike(model: PreTrainedModel, view: MoEView) -> None:
+    shapes = {(layer.num_experts, layer.top_k, layer.hidden_size) for layer in view}
     if len(shapes) > 1:
         raise ExpertcastError(
             f"{type(model).__name__} mixes MoE layers of different shape (E, K, D): {sorted(shapes)}; not supported"
@@ -211,22 +210,18 @@ def _probe(model: PreTrainedModel, block_names: list[str]) -> dict[str, str]:
         stack.callback(model.train, training)
         model.eval()
         device = next(model.parameters()).device
+        padding = getattr(model.config.get_text_config(), "pad_token_id", None)  # its embedding may be zero
+        tokens = [token for token in (1, 2, 3) if token != padding][:2]
         with torch.no_grad():
             # a ready 4-d mask: transformers builds none of its own, which a meta model could not do
             model.base_model(
-                input_ids=torch.tensor([_probe_tokens(model)], device=device),
+                input_ids=torch.tensor([tokens], device=device),
                 attention_mask=torch.zeros(1, 1, 2, 2, dtype=model.dtype, device=device),
                 use_cache=False,
             )
     for name in block_names:
         _check_probed(model, name, seen.get(name))
     return {name: seen[name].norm_name for name in block_names}
-
-
-def _probe_tokens(model: PreTrainedModel) -> list[int]:
-    """Two token ids other than the padding's, whose embedding is zero in a fresh model."""
-    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
-    return [token for token in (1, 2, 3) if token != padding][:2]
 
 
 @dataclass(slots=True)
