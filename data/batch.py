@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,21 +37,21 @@ class TraceBatch:
         return self._map(lambda column: column[rows])
 
     def to(self, device: torch.device | str) -> TraceBatch:
+        """The same rows on a device."""
         return self._map(lambda column: column.to(device))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> TraceBatch:
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed: dict[str, Any] = {name: None if column is None else change(column) for name, column in columns.items()}
-        return TraceBatch(**changed)
+        return TraceBatch._joined([self], lambda parts: change(parts[0]))
 
     @staticmethod
     def cat(batches: list[TraceBatch]) -> TraceBatch:
         """All rows of some batches, which either all have `previous_TLE` or all have not."""
+        return TraceBatch._joined(batches, torch.cat)
+
+    @staticmethod
+    def _joined(batches: list[TraceBatch], join: Callable[[list[Tensor]], Tensor]) -> TraceBatch:
         columns = {field.name: [getattr(batch, field.name) for batch in batches] for field in fields(TraceBatch)}
-        joined: dict[str, Any] = {
-            name: None if parts[0] is None else torch.cat(parts) for name, parts in columns.items()
-        }
-        return TraceBatch(**joined)
+        return TraceBatch(**{name: join(parts) for name, parts in columns.items() if parts[0] is not None})
 
     def with_previous(self, before: TraceBatch | None = None) -> TraceBatch:
         """The same rows, in order of document and position, with `previous_TLE` filled in from the row before each.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -32,29 +32,29 @@ def find_moe_layers(model: PreTrainedModel) -> MoEView:
     """
     blocks = _moe_blocks(model)
     norms = _probe(model, [block for block, _, _ in blocks])
-    layers = [
-        _layer(
-            model,
-            index,
-            {"block": block, "norm": norms[block], "router": f"{block}.{router}", "experts": f"{block}.{experts}"},
-        )
-        for index, (block, router, experts) in enumerate(blocks)
+    names = [
+        {"block": block, "norm": norms[block], "router": f"{block}.{router}", "experts": f"{block}.{experts}"}
+        for block, router, experts in blocks
     ]
-    _check_alike(model, layers)
-    return MoEView(tuple(layers), model_id=str(model.config._name_or_path or type(model).__name__))
+    view = layers_by_name(model, names, None, str(model.config._name_or_path or type(model).__name__))
+    _check_alike(model, view)
+    return view
 
 
-def layers_by_name(model: nn.Module, names: list[dict[str, str]], top_k: int, model_id: str) -> MoEView:
+def layers_by_name(model: nn.Module, names: list[dict[str, str]], top_k: int | None, model_id: str) -> MoEView:
     """The view of a model whose layers were found before (a saved skeleton): no probe.
 
     Args:
+        model: has modules of these names; they need no weights.
         names: per layer `block`, `norm`, `router`, `experts` module paths.
+        top_k: experts per token; None asks the routers.
+        model_id: hub id or path of the model the names come from.
     """
     layers = [_layer(model, index, entry, top_k) for index, entry in enumerate(names)]
     return MoEView(tuple(layers), model_id=model_id)
 
 
-def _layer(model: nn.Module, index: int, paths: dict[str, str], top_k: int | None = None) -> MoELayer:
+def _layer(model: nn.Module, index: int, paths: dict[str, str], top_k: int | None) -> MoELayer:
     block, router = model.get_submodule(paths["block"]), model.get_submodule(paths["router"])
     experts = model.get_submodule(paths["experts"])
     num_experts = _integer(experts, "num_experts")
@@ -130,7 +130,7 @@ def _router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
     for module in model.modules():
         if not isinstance(module, PreTrainedModel):
             continue
-        recorder: Any = (module._can_record_outputs or {}).get("router_logits")
+        recorder = (module._can_record_outputs or {}).get("router_logits")
         for entry in recorder if isinstance(recorder, (list, tuple)) else [recorder]:
             target = getattr(entry, "target_class", entry)
             if isinstance(target, type) and target not in classes:
@@ -139,10 +139,9 @@ def _router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
 
 
 def _integer(module: nn.Module, attribute: str) -> int:
-    value: Any = getattr(module, attribute, None)
-    if value is None:
+    if getattr(module, attribute, None) is None:
         raise ExpertcastError(f"{type(module).__name__} has no attribute {attribute}: not supported")
-    return int(value)
+    return int(getattr(module, attribute))
 
 
 def _hidden_size(router: nn.Module, experts: int) -> int:
@@ -161,8 +160,8 @@ def _has_shared(block: nn.Module, router: nn.Module, experts: nn.Module) -> bool
     )
 
 
-def _check_alike(model: PreTrainedModel, layers: list[MoELayer]) -> None:
-    shapes = {(layer.num_experts, layer.top_k, layer.hidden_size) for layer in layers}
+def _check_alike(model: PreTrainedModel, view: MoEView) -> None:
+    shapes = {(layer.num_experts, layer.top_k, layer.hidden_size) for layer in view}
     if len(shapes) > 1:
         raise ExpertcastError(
             f"{type(model).__name__} mixes MoE layers of different shape (E, K, D): {sorted(shapes)}; not supported"
@@ -180,9 +179,9 @@ def _probe(model: PreTrainedModel, block_names: list[str]) -> dict[str, str]:
     producers: dict[int, tuple[str, Tensor]] = {}
     seen: dict[str, _Probed] = {}
     owners = {name.rpartition(".")[0]: name for name in block_names}
-    keep: list[Any] = []  # ids stay unique only while the tensors live
+    keep: list[object] = []  # ids stay unique only while the tensors live
 
-    def after(name: str, args: tuple[Any, ...], output: Any) -> None:
+    def after(name: str, args: tuple[object, ...], output: Tensor | tuple[Tensor, ...]) -> None:
         first = output[0] if isinstance(output, tuple) else output
         keep.append(output)
         if name in owners and owners[name] in seen:
@@ -192,30 +191,31 @@ def _probe(model: PreTrainedModel, block_names: list[str]) -> dict[str, str]:
         elif isinstance(output, Tensor) and args and isinstance(args[0], Tensor):
             producers[id(output)] = (name, args[0])
 
-    def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         seen[name] = _Probed(*producers.get(id(hidden), ("", None)))
 
     training = model.training
     with ExitStack() as stack:
+        for name in block_names:
+            hook = model.get_submodule(name).register_forward_pre_hook(
+                lambda _m, args, kwargs, name=name: before(name, args, kwargs), with_kwargs=True
+            )
+            stack.callback(hook.remove)
         for name, module in model.named_modules():
-            if not name:
-                continue
-            if name in block_names:
-                handle = module.register_forward_pre_hook(
-                    lambda _m, args, kwargs, name=name: before(name, args, kwargs), with_kwargs=True
-                )
-                stack.callback(handle.remove)
-            handle = module.register_forward_hook(lambda _m, args, output, name=name: after(name, args, output))
-            stack.callback(handle.remove)
+            if name:
+                hook = module.register_forward_hook(lambda _m, args, output, name=name: after(name, args, output))
+                stack.callback(hook.remove)
         stack.enter_context(experts_implementation(model, PROBE_EXPERTS))
         stack.callback(model.train, training)
         model.eval()
         device = next(model.parameters()).device
+        padding = getattr(model.config.get_text_config(), "pad_token_id", None)  # its embedding may be zero
+        tokens = [token for token in (1, 2, 3) if token != padding][:2]
         with torch.no_grad():
             # a ready 4-d mask: transformers builds none of its own, which a meta model could not do
             model.base_model(
-                input_ids=torch.tensor([_probe_tokens(model)], device=device),
+                input_ids=torch.tensor([tokens], device=device),
                 attention_mask=torch.zeros(1, 1, 2, 2, dtype=model.dtype, device=device),
                 use_cache=False,
             )
@@ -224,20 +224,14 @@ def _probe(model: PreTrainedModel, block_names: list[str]) -> dict[str, str]:
     return {name: seen[name].norm_name for name in block_names}
 
 
-def _probe_tokens(model: PreTrainedModel) -> list[int]:
-    """Two token ids other than the padding's, whose embedding is zero in a fresh model."""
-    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
-    return [token for token in (1, 2, 3) if token != padding][:2]
-
-
+@dataclass(slots=True)
 class _Probed:
     """What the probe saw around one MoE block."""
 
-    def __init__(self, norm_name: str, residual: Tensor | None) -> None:
-        self.norm_name = norm_name
-        self.residual = residual
-        self.block_output: Tensor | None = None
-        self.layer_output: Tensor | None = None
+    norm_name: str
+    residual: Tensor | None
+    block_output: Tensor | None = None
+    layer_output: Tensor | None = None
 
 
 def _check_probed(model: PreTrainedModel, name: str, probed: _Probed | None) -> None:

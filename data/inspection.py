@@ -43,6 +43,7 @@ class ModelReport:
     """Everything that is not a routed expert."""
 
     def as_dict(self) -> dict[str, object]:
+        """The report as plain values."""
         return asdict(self)
 
 

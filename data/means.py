@@ -80,6 +80,7 @@ class MeanOutputs:
         return tensors
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take over what :meth:`as_tensors` gave."""
         self.token_count = int(tensors["token_count"])
         for name in ("inner_EI", "count_E", "shared_D"):
             for layer, tensor in enumerate(getattr(self, name)):

@@ -10,14 +10,14 @@ A skeleton is a folder that lets traces be scored and predictors be trained wher
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.discovery import layers_by_name
 from expertcast.predictors.errors import ExpertcastError
@@ -45,24 +45,25 @@ def load_model(model_id: str, *, dtype: str = "auto", device: str = "cpu") -> Pr
     """
     path = resolve_model(model_id)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype(dtype))
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype(dtype) or "auto")
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:  # missing, foreign or damaged
-        raise ExpertcastError(_load_failure(model_id, error)) from error
+        raise ExpertcastError(f"cannot load model {model_id!r}: {first_line(error)}") from error
     model.config._name_or_path = model_id
     loaded: PreTrainedModel = model.to(torch.device(device)).eval()
     return loaded
 
 
-def load_tokenizer(model_id: str) -> Any:
+def load_tokenizer(model_id: str) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model.
 
     Raises:
         ExpertcastError: there is none.
     """
     try:
-        return AutoTokenizer.from_pretrained(resolve_model(model_id))
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(resolve_model(model_id))
     except (OSError, ValueError, KeyError) as error:
         raise ExpertcastError(f"no tokenizer for {model_id!r}: {first_line(error)}") from error
+    return tokenizer
 
 
 def meta_model(model_id: str) -> PreTrainedModel:
@@ -76,7 +77,7 @@ def meta_model(model_id: str) -> PreTrainedModel:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError) as error:
-        raise ExpertcastError(_load_failure(model_id, error)) from error
+        raise ExpertcastError(f"cannot load model {model_id!r}: {first_line(error)}") from error
     model.config._name_or_path = model_id
     return model.eval()
 
@@ -86,10 +87,9 @@ def save_skeleton(view: MoEView, model: PreTrainedModel, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(folder)
     tensors = {}
-    for layer in view:
-        for name, module in ((layer.norm_name, layer.norm), (layer.router_name, layer.router)):
-            for key, tensor in module.state_dict().items():
-                tensors[f"{name}.{key}"] = tensor.detach().cpu().contiguous()
+    for name, module in _kept(view):
+        for key, tensor in module.state_dict().items():
+            tensors[f"{name}.{key}"] = tensor.detach().cpu().contiguous()
     save_file(tensors, folder / SKELETON_WEIGHTS)
     names = [
         {"block": x.block_name, "norm": x.norm_name, "router": x.router_name, "experts": x.experts_name} for x in view
@@ -111,30 +111,31 @@ def load_skeleton(folder: Path) -> MoEView:
         raise ExpertcastError(f"{folder} holds no router skeleton: collect the traces again") from error
     model = meta_model(str(folder))
     view = layers_by_name(model, description["layers"], description["top_k"], description["model_id"])
-    for layer in view:
-        for name, module in ((layer.norm_name, layer.norm), (layer.router_name, layer.router)):
-            _materialise(
-                module,
-                {key.removeprefix(name + "."): t for key, t in tensors.items() if key.startswith(name + ".")},
-            )
+    for name, module in _kept(view):
+        own = {key.removeprefix(name + "."): t for key, t in tensors.items() if key.startswith(name + ".")}
+        module.load_state_dict(own, assign=True)
+        module.requires_grad_(False)
+        module.eval()
     return view
 
 
-def _materialise(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    module.load_state_dict(tensors, assign=True)
-    module.requires_grad_(False)
-    module.eval()
+def _kept(view: MoEView) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a skeleton holds, with their paths in the model."""
+    for layer in view:
+        yield layer.norm_name, layer.norm
+        yield layer.router_name, layer.router
 
 
-def torch_dtype(name: str) -> Any:
-    names = {"auto": "auto", "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+def torch_dtype(name: str) -> torch.dtype | None:
+    """`bf16`, `fp16` and `fp32` as torch names them; None for `auto`, which is the weights' own.
+
+    Raises:
+        ExpertcastError: another name.
+    """
+    names = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if name not in names:
         raise ExpertcastError(f"unknown dtype {name!r}: choose from {', '.join(names)}")
     return names[name]
-
-
-def _load_failure(model_id: str, error: Exception) -> str:
-    return f"cannot load model {model_id!r}: {first_line(error)}"
 
 
 def first_line(error: Exception) -> str:

@@ -11,21 +11,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.discovery import find_moe_layers
-from expertcast.data.distributed import Share, current_share, documents_of, sum_over_ranks
+from expertcast.data.distributed import current_share, documents_of, sum_over_ranks
 from expertcast.data.means import MeanOutputs
-from expertcast.data.plan import Documented, PlannedDocument, TextOptions, Window, make_plan
+from expertcast.data.plan import PlannedDocument, TextOptions, Window, make_plan
 from expertcast.data.shuffle import rebatched, shuffled
 from expertcast.data.stream import ActivationStream
 from expertcast.data.text import Document
-from expertcast.data.traces import own_tokens
+from expertcast.data.traces import TraceSource
 from expertcast.predictors.defaults import DefaultVectors
-from expertcast.predictors.plain import Json
-from expertcast.predictors.view import MoEView
 
 BUFFER_TOKENS = 16_384
 
 
-class OnlineTraces(Documented):
+class OnlineTraces(TraceSource):
     """Runs the model each time batches are asked for. Same documents, splits and values as traces collected with the
     same settings; only the order of shuffled tokens differs, which mix within the buffer and not over the whole split.
     """
@@ -54,17 +52,17 @@ class OnlineTraces(Documented):
         """
         self.options = TextOptions.of(options, fields)
         self.model = model
-        self.view: MoEView = find_moe_layers(model)
+        self.view = find_moe_layers(model)
         tokens, window, seed = self.options.tokens, self.options.window, self.options.seed
         self.plan = make_plan(documents, tokenizer, tokens=tokens, window=window, seed=seed)
         self.documents = self.plan.documents
         self._buffer_tokens = buffer_tokens
         account = self.plan.account(self.view, seed)
         identity = hashlib.sha256(f"{account['fingerprint']} {self.plan.digest}".encode())
-        self.info: Json = {"id": identity.hexdigest()[:16], **account}
+        self.info = {"id": identity.hexdigest()[:16], **account}
 
     @cached_property
-    def defaults(self) -> DefaultVectors:
+    def defaults(self) -> DefaultVectors:  # type: ignore[override]
         """Default vectors over the train split: one pass, at the first use.
 
         With a process group each rank passes over its share, so every rank must ask for them.
@@ -78,22 +76,13 @@ class OnlineTraces(Documented):
         means.token_count = int(counted)
         return means.default_vectors(self.view)
 
-    def batches(
-        self,
-        split: str,
-        batch_size: int,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        max_tokens: int | None = None,
-        share: Share | None = None,
+    def _batches(
+        self, own: list[PlannedDocument], tokens: int, batch_size: int, seed: int | None
     ) -> Iterator[TraceBatch]:
-        """As :meth:`TraceSource.batches`, from the running model, shuffled within the buffer."""
-        own, limit = own_tokens(self, split, batch_size, max_tokens, share)
-        stream = with_previous_tokens(self._stream(own, limit))
-        if shuffle:
-            return shuffled(stream, batch_size, capacity=self._buffer_tokens, seed=seed)
-        return rebatched(stream, batch_size)
+        stream = with_previous_tokens(self._stream(own, tokens))
+        if seed is None:
+            return rebatched(stream, batch_size)
+        return shuffled(stream, batch_size, capacity=self._buffer_tokens, seed=seed)
 
     def _stream(
         self, documents: Sequence[PlannedDocument], limit: int | None, means: MeanOutputs | None = None

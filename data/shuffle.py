@@ -27,6 +27,12 @@ def shuffled(stream: Iterable[TraceBatch], batch_size: int, *, capacity: int, se
     """Every token once, `batch_size` at a time, mixed with its neighbours within about `capacity` tokens.
 
     The buffer is filled to `capacity` tokens, shuffled, and half of it given out before it is filled again.
+
+    Args:
+        stream: batches of any size.
+        batch_size: of those that come out; the last one may be smaller.
+        capacity: tokens held at a time (two batches at least).
+        seed: what the order is drawn from.
     """
     generator = torch.Generator().manual_seed(seed)
     held: list[TraceBatch] = []

@@ -39,6 +39,7 @@ def window_batches(windows: Sequence[Window], batch_size: int) -> Iterator[Windo
 
 
 def pad_windows(windows: Sequence[Window]) -> WindowBatch:
+    """Some windows as one batch."""
     longest = max(len(window.token_ids) for window in windows)
     ids_BS = np.zeros((len(windows), longest), dtype=np.int64)
     mask_BS = np.zeros((len(windows), longest), dtype=np.int64)
@@ -69,12 +70,15 @@ class ActivationStream:
     ) -> None:
         """
         Args:
+            model: is run, in eval mode; its own mode comes back afterwards.
+            view: the model's MoE layers.
+            windows: what iteration runs over, in order.
             batch_size: windows per forward.
             means: where to add expert outputs, for default vectors; None leaves them out.
             residual_dtype: what residuals are rounded to; traces hold bf16.
 
         Raises:
-            ExpertcastError: a window is longer than the model's context.
+            ExpertcastError: `batch_size` under 1, or a window longer than the model's context.
         """
         if batch_size < 1:
             raise ExpertcastError(f"batch_size={batch_size}: give at least 1 window per forward")

@@ -155,6 +155,8 @@ def _reading(path: Path) -> Iterator[None]:
     logging.set_verbosity(logging.CRITICAL)
     try:
         yield
+    except ExpertcastError:
+        raise
     except (OSError, ValueError, pa.ArrowException) as error:
         raise ExpertcastError(f"cannot read {path}: {first_line(error)}") from error
     finally:

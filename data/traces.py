@@ -5,13 +5,13 @@ T tokens, D hidden size, L MoE layers, E routed experts per layer. The folder is
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -32,23 +32,15 @@ from expertcast.predictors.plain import Json
 from expertcast.predictors.view import MoEView
 
 
-class TraceSource(Protocol):
+class TraceSource(Documented):
     """What predictors are fitted from: traces on disk, or a running model."""
 
-    @property
-    def view(self) -> MoEView:
-        """The model's norms and routers."""
-
-    @property
-    def defaults(self) -> DefaultVectors:
-        """Default vectors over the documents of the train split."""
-
-    @property
-    def info(self) -> Json:
-        """Where the values come from: model, text, documents, versions."""
-
-    def token_count(self, split: str) -> int:
-        """Tokens of `train`, `validation`, `test` or `all`."""
+    view: MoEView
+    """The model's norms and routers."""
+    defaults: DefaultVectors
+    """Default vectors over the documents of the train split."""
+    info: Json
+    """Where the values come from: model, text, documents, versions."""
 
     def batches(
         self,
@@ -68,7 +60,8 @@ class TraceSource(Protocol):
         Args:
             split: train, validation, test or all.
             batch_size: tokens per batch.
-            shuffle: tokens in an order drawn from `seed`.
+            shuffle: tokens in an order drawn from `seed`: over the whole split where it lies on disk, within the
+                shuffle buffer where a model is run.
             seed: only looked at with `shuffle`.
             max_tokens: only the first so many tokens of the split (whole documents first, then a part of one).
             share: this rank's documents only, cut so that every rank gets equally many full batches.
@@ -76,9 +69,30 @@ class TraceSource(Protocol):
         Raises:
             ExpertcastError: unknown split, `batch_size` under 1, or a share without one full batch.
         """
+        if batch_size < 1:
+            raise ExpertcastError(f"batch_size={batch_size}: give at least 1 token")
+        own, tokens = self.chosen(split), self.token_count(split)
+        if share is not None and share.world > 1:
+            tokens = smallest_share(own, share.world)
+            tokens = tokens if max_tokens is None else min(tokens, max_tokens // share.world)
+            if tokens < batch_size:
+                raise ExpertcastError(
+                    f"a rank's share of {tokens} tokens of {split} holds no batch of {batch_size}: use more text, a "
+                    "smaller batch or fewer ranks"
+                )
+            own, tokens = documents_of(own, share), tokens - tokens % batch_size
+        elif max_tokens is not None:
+            tokens = min(tokens, max_tokens)
+        return self._batches(own, tokens, batch_size, seed if shuffle else None)
+
+    def _batches(
+        self, own: list[PlannedDocument], tokens: int, batch_size: int, seed: int | None
+    ) -> Iterator[TraceBatch]:
+        """The first `tokens` of neighbouring documents, shuffled where there is a seed."""
+        raise NotImplementedError
 
 
-class TraceDataset(Documented):
+class TraceDataset(TraceSource):
     """A complete trace dataset. Made by :func:`expertcast.data.collector.collect`, opened by :meth:`open`."""
 
     def __init__(self, folder: Path, info: Json) -> None:
@@ -86,8 +100,10 @@ class TraceDataset(Documented):
         self.info = info
         self.documents = [PlannedDocument(**document) for document in info["documents"]]
         names = json.loads((folder / layout.DATASET_STATE_FILE).read_text())["_data_files"]
-        self._shards = [_Shard(folder / entry["filename"], info) for entry in names]
-        self._ends = np.cumsum([len(shard) for shard in self._shards])
+        shards = [_Shard(folder / entry["filename"], info) for entry in names]
+        begins = itertools.accumulate(map(len, shards), initial=0)
+        self._shards = list(zip(begins, shards, strict=False))
+        """Each with the number of its first row."""
 
     @classmethod
     def open(cls, folder: Path | str) -> TraceDataset:
@@ -105,55 +121,37 @@ class TraceDataset(Documented):
         return cls(folder, info)
 
     @cached_property
-    def view(self) -> MoEView:
+    def view(self) -> MoEView:  # type: ignore[override]
         """The model's norms and routers, from the skeleton in the folder."""
         return load_skeleton(self.folder / layout.SKELETON_FOLDER)
 
     @cached_property
-    def defaults(self) -> DefaultVectors:
+    def defaults(self) -> DefaultVectors:  # type: ignore[override]
         """Default vectors over the documents of the train split."""
         return DefaultVectors.from_tensors(load_file(self.folder / layout.DEFAULTS_FILE))
 
-    def batches(
-        self,
-        split: str,
-        batch_size: int,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        max_tokens: int | None = None,
-        share: Share | None = None,
+    def _batches(
+        self, own: list[PlannedDocument], tokens: int, batch_size: int, seed: int | None
     ) -> Iterator[TraceBatch]:
-        """As :meth:`TraceSource.batches`, shuffled over the whole split. Tensors are views of the files, private ones:
-        writing to them never reaches the disk."""
-        begin, end = self._rows_of(split, max_tokens, share, batch_size)
-        order = begin + torch.randperm(end - begin, generator=torch.Generator().manual_seed(seed)) if shuffle else None
+        """Tensors are views of the files, private ones: writing to them never reaches the disk."""
+        before = itertools.takewhile(lambda document: document is not own[0], self.documents)
+        begin = sum(document.tokens for document in before)
+        end = begin + tokens
+        order = None if seed is None else torch.randperm(tokens, generator=torch.Generator().manual_seed(seed)) + begin
         for first in range(begin, end, batch_size):
             last = min(first + batch_size, end)
             yield self._slice(first, last) if order is None else self._gather(order[first - begin : last - begin])
-
-    def _rows_of(self, split: str, max_tokens: int | None, share: Share | None, batch_size: int) -> tuple[int, int]:
-        """First row and end: a split, and a rank's share of it, are runs of neighbouring rows."""
-        own, limit = own_tokens(self, split, batch_size, max_tokens, share)
-        begin = 0
-        for document in self.documents:
-            if own and document is own[0]:
-                break
-            begin += document.tokens
-        return begin, begin + limit
 
     def _slice(self, first: int, last: int) -> TraceBatch:
         before = self._rows(first - 1, first) if first else None
         return self._rows(first, last).with_previous(before)
 
     def _rows(self, first: int, last: int) -> TraceBatch:
-        parts = []
-        while first < last:
-            number = int(np.searchsorted(self._ends, first, side="right"))
-            start = int(self._ends[number]) - len(self._shards[number])
-            end = min(last, int(self._ends[number]))
-            parts.append(self._shards[number].rows(slice(first - start, end - start)))
-            first = end
+        parts = [
+            shard.rows(slice(max(first - begin, 0), last - begin))
+            for begin, shard in self._shards
+            if begin < last and begin + len(shard) > first
+        ]
         return parts[0] if len(parts) == 1 else TraceBatch.cat(parts)
 
     def _gather(self, rows_T: Tensor) -> TraceBatch:
@@ -164,43 +162,10 @@ class TraceDataset(Documented):
 
     def _by_shard(self, sorted_T: Tensor) -> Iterator[tuple[_Shard, Tensor]]:
         """The shards that hold some of the rows, and the rows' numbers in them."""
-        first = 0
-        for shard, end in zip(self._shards, self._ends, strict=True):
-            own_T = sorted_T[(sorted_T >= first) & (sorted_T < int(end))]
+        for begin, shard in self._shards:
+            own_T = sorted_T[(sorted_T >= begin) & (sorted_T < begin + len(shard))]
             if len(own_T):
-                yield shard, own_T - first
-            first = int(end)
-
-
-def own_tokens(
-    source: Documented, split: str, batch_size: int, max_tokens: int | None, share: Share | None
-) -> tuple[list[PlannedDocument], int]:
-    """A rank's documents of a split, and how many of their tokens it takes: equally many full batches on every rank.
-
-    Args:
-        source: what has the documents.
-        split: train, validation, test or all.
-        batch_size: tokens per batch.
-        max_tokens: of the whole split, over all ranks; None takes all.
-        share: the rank; none is the only one.
-
-    Raises:
-        ExpertcastError: unknown split, `batch_size` under 1, or several ranks and a share without one full batch.
-    """
-    if batch_size < 1:
-        raise ExpertcastError(f"batch_size={batch_size}: give at least 1 token")
-    chosen, total = source.chosen(split), source.token_count(split)
-    if share is None or share.world == 1:
-        return chosen, total if max_tokens is None else min(total, max_tokens)
-    tokens = smallest_share(chosen, share.world)
-    tokens = tokens if max_tokens is None else min(tokens, max_tokens // share.world)
-    count = tokens // batch_size
-    if count == 0:
-        raise ExpertcastError(
-            f"a rank's share of {tokens} tokens of {split} holds no batch of {batch_size}: use more text, a smaller "
-            "batch or fewer ranks"
-        )
-    return documents_of(chosen, share), count * batch_size
+                yield shard, own_T - begin
 
 
 def read_info(folder: Path) -> Json | None:

@@ -40,7 +40,16 @@ class ShardWriter:
         means: MeanOutputs,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        """Goes on where an earlier writer of this rank committed last; `means` is set to that state."""
+        """Goes on where an earlier writer of this rank committed last.
+
+        Args:
+            folder: the trace dataset; it exists.
+            rank: whose shards these are.
+            shape: numbers of layers, experts and hidden units, which the columns are as wide as.
+            logits: what router logits are stored in.
+            means: saved with every commit, and set here to what was saved with the last one.
+            shard_bytes: size at which a shard is committed.
+        """
         self._folder, self._rank, self._shape, self._logits = folder, rank, shape, logits
         self._means = means
         self._shard_rows = max(1, shard_bytes // layout.row_bytes(shape, logits))

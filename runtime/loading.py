@@ -195,10 +195,7 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """None stands for what the model's configuration says."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    named = torch_dtype(dtype or "auto")
-    return None if named == "auto" else named
+    return dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype or "auto")
 
 
 def _failure(name: str, error: Exception) -> ExpertcastError:
