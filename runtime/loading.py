@@ -75,7 +75,7 @@ def load_offloaded(
         model = _load_others(skeleton, sources, files, name).to(target)
         _put_placeholders(model, sources)
         fingerprint = f"{files.fingerprint()} {skeleton.dtype} transformers {transformers.__version__}"
-        made = make_store(config.store, config.store_folder, view, target, fingerprint)
+        made = make_store(config, view, target, fingerprint)
         reader = _Reader(sources, len(view), name)
         try:
             made.source = reader
