@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from expertcast.data.discovery import layers_by_name
 from expertcast.predictors.errors import ExpertcastError
@@ -65,20 +65,25 @@ def load_tokenizer(model_id: str) -> Any:
         raise ExpertcastError(f"no tokenizer for {model_id!r}: {_first_line(error)}") from error
 
 
-def meta_model(model_id: str) -> PreTrainedModel:
-    """The model's modules without weights (meta device), from its config alone.
+def meta_model(model: str | PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A model's modules without weights (meta device), from its config alone.
+
+    Args:
+        model: folder, hub id, or the config itself.
+        dtype: of its parameters; None is what the config says.
 
     Raises:
         ExpertcastError: no config there.
     """
     try:
-        config = AutoConfig.from_pretrained(resolve_model(model_id))
+        config = AutoConfig.from_pretrained(resolve_model(model)) if isinstance(model, str) else model
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+            made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
     except (OSError, ValueError, KeyError) as error:
-        raise ExpertcastError(_load_failure(model_id, error)) from error
-    model.config._name_or_path = model_id
-    return model.eval()
+        raise ExpertcastError(_load_failure(str(model), error)) from error
+    if isinstance(model, str):
+        made.config._name_or_path = model
+    return made.eval()
 
 
 def save_skeleton(view: MoEView, model: PreTrainedModel, folder: Path) -> None:

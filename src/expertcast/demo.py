@@ -6,6 +6,7 @@ import argparse
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.text import load_documents
 from expertcast.predictors import Predictor, names
-from expertcast.runtime.benchmarking.bench import benchmark
+from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE, BenchSettings, benchmark
 from expertcast.runtime.benchmarking.decoding import balanced_bandwidth, decode_greedily
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit_many
@@ -28,9 +30,6 @@ from expertcast.training.results import aligned, recall_table
 DEMO_FILE = Path("demo.json")
 SLOTS = 96
 """An eighth of the reference model's 768 experts: two tokens' worth."""
-COPY_OVER_COMPUTE = 5.0
-"""Copying K experts takes so many times as long as computing one layer: 83% of the time per output token when every
-expert is loaded on demand, as Speculating Experts measured on GPUs (84 to 88%)."""
 PROMPT_TOKENS = 64
 NEW_TOKENS = 48
 QUALITY_TOKENS = 6144
@@ -77,17 +76,19 @@ def deploy(
     model: PreTrainedModel, tokenizer: Any, texts: list[str], predictor: Predictor, layers: list[int]
 ) -> dict[str, Any]:
     """Time, bytes, hits and perplexity of on-demand loading and of the three modes, on unseen text."""
-    ways: dict[str, dict[str, Any]] = {
-        "on_demand": {},
-        "exact": {"predictor": predictor},
-        "speculate": {"predictor": predictor, "mode": "speculate"},
-        "hybrid": {"predictor": predictor, "mode": "hybrid", "layers": layers},
+    on_demand = OffloadConfig(slots=SLOTS)
+    exact = replace(on_demand, predictor=predictor)
+    ways = {
+        "on_demand": on_demand,
+        "exact": exact,
+        "speculate": replace(exact, mode="speculate"),
+        "hybrid": replace(exact, mode="hybrid", layers=tuple(layers)),
     }
     prompt_ids = tokenizer(texts[0], return_tensors="pt")["input_ids"][:, :PROMPT_TOKENS]
     resident = decode_greedily(model, prompt_ids, NEW_TOKENS)
     bandwidth = balanced_bandwidth(model, resident) / COPY_OVER_COMPUTE
     prompt = tokenizer.decode(prompt_ids[0])
-    timed = benchmark(model, tokenizer, prompt, runs=ways, slots=SLOTS, bandwidth=bandwidth, new_tokens=NEW_TOKENS)
+    timed = benchmark(model, tokenizer, prompt, ways, BenchSettings(new_tokens=NEW_TOKENS), bandwidth=bandwidth)
     windows = {"test": text_windows(tokenizer, texts, length=WINDOW, count=QUALITY_TOKENS // WINDOW)}
     measured = measure_quality(
         model,
