@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from expertcast.runtime.advising.advice import Advice, Option, milliseconds
 from expertcast.runtime.advising.event_model import Replay
 from expertcast.runtime.advising.survey import Given, Survey, label_of, survey
+from expertcast.runtime.config import OffloadConfig
 
 WORTH = 0.02
 """Share of the time per token that a change must save before it is advised."""
@@ -24,11 +25,12 @@ _LEVERS = {"twice the slots": {"slots": 2.0}, "a link of twice the speed": {"cop
 def advise(
     model: PreTrainedModel,
     prompt_ids: Tensor,
+    config: OffloadConfig | None = None,
     *,
     predictors: Sequence[Given] = (),
     new_tokens: int = 32,
     repetitions: int = 2,
-    **arguments: Any,
+    **fields: object,
 ) -> Advice:
     """Measure the link and the layers in short runs, and say what to do.
 
@@ -37,13 +39,15 @@ def advise(
         predictors: names, checkpoint folders or objects to choose from. Where a checkpoint's metrics.json has recall
             for a distance, its forecasts count as good as that; else as good as they were in the short run.
         new_tokens, repetitions: of each short run.
-        arguments: slots or memory, cache, link, bandwidth, latency, overfetch: as for :func:`expertcast.offload`.
+        config, fields: slots or memory, cache, link, bandwidth, latency, overfetch: as for :func:`expertcast.offload`.
 
     Raises:
         ExpertcastError: as :func:`expertcast.offload`; fewer than 2 new tokens or no repetition; not one prompt.
     """
     return advice_from(
-        survey(model, prompt_ids, predictors=predictors, new_tokens=new_tokens, repetitions=repetitions, **arguments)
+        survey(
+            model, prompt_ids, config, predictors=predictors, new_tokens=new_tokens, repetitions=repetitions, **fields
+        )
     )
 
 
@@ -95,7 +99,7 @@ def most_to_gain(on_demand: Replay, compute_s: Sequence[float], ahead: int = 1) 
     return statistics.median(hidden_s) / on_demand.tpot_s
 
 
-def expected_tpot(found: Survey, arguments: Mapping[str, Any]) -> float:
+def expected_tpot(found: Survey, arguments: OffloadConfig | Mapping[str, Any]) -> float:
     """Seconds per token that the event model expects of a run with these arguments of :func:`expertcast.offload`.
 
     Args:
@@ -104,6 +108,8 @@ def expected_tpot(found: Survey, arguments: Mapping[str, Any]) -> float:
     Raises:
         ExpertcastError: a predictor or distance that the survey did not run.
     """
+    if isinstance(arguments, OffloadConfig):
+        arguments = vars(arguments)
     other = {key: arguments[key] for key in ("slots", "cache") if arguments.get(key) is not None}
     if arguments.get("predictor") is None:
         return found.predict(**other).tpot_s
@@ -113,7 +119,7 @@ def expected_tpot(found: Survey, arguments: Mapping[str, Any]) -> float:
 
 
 def advice_errors(
-    found: Survey, runs: Mapping[str, Mapping[str, Any]], measured_s: Mapping[str, float]
+    found: Survey, runs: Mapping[str, OffloadConfig | Mapping[str, Any]], measured_s: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
     """How far the event model was from what a benchmark measured, run by run.
 
@@ -138,7 +144,9 @@ def advice_errors(
     return errors
 
 
-def _late(found: Survey, arguments: Mapping[str, Any]) -> float:
+def _late(found: Survey, arguments: OffloadConfig | Mapping[str, Any]) -> float:
+    if isinstance(arguments, OffloadConfig):
+        arguments = vars(arguments)
     if arguments.get("predictor") is None:
         return found.times.late_s
     return found.known(label_of(arguments["predictor"]), int(arguments.get("ahead", 1))).times.late_s

@@ -22,6 +22,7 @@ from expertcast.runtime.advising.event_model import Forecasts, Replay, Setting, 
 from expertcast.runtime.advising.observation import Forward, executed, measured_recall, observe, trace_of, with_recall
 from expertcast.runtime.arguments import recall_per_layer, resolve_predictor
 from expertcast.runtime.benchmarking.decoding import decode_greedily
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.kernel import KernelLink
@@ -123,11 +124,12 @@ class _Run:
 def survey(
     model: PreTrainedModel,
     prompt_ids: Tensor,
+    config: OffloadConfig | None = None,
     *,
     predictors: Sequence[Given] = (),
     new_tokens: int = 32,
     repetitions: int = 2,
-    **arguments: Any,
+    **fields: object,
 ) -> Survey:
     """Decode a few tokens on demand, and with each predictor at each distance that it offers, in alternation.
 
@@ -136,23 +138,24 @@ def survey(
         predictors: as :func:`expertcast.offload` takes them.
         new_tokens: per run; the first comes from the prefill. Too few find a cache that is still filling up.
         repetitions: of each run, of which the fastest counts: the one that was disturbed least.
-        arguments: slots or memory, cache, link, bandwidth, latency, overfetch: as for :func:`expertcast.offload`;
+        config, fields: slots or memory, cache, link, bandwidth, latency, overfetch: as for :func:`expertcast.offload`;
             `auto` on CUDA is `cuda`, for the books of `kernel` are out of sight on the device.
 
     Raises:
         ExpertcastError: as :func:`expertcast.offload`; fewer than 2 new tokens or no repetition; not one prompt.
     """
     _check(prompt_ids, new_tokens, repetitions)
-    if prompt_ids.is_cuda and arguments.get("link", "auto") == "auto":
-        arguments["link"] = "cuda"
+    config = OffloadConfig.of(config, fields)
+    if prompt_ids.is_cuda and config.link == "auto":
+        config = replace(config, link="cuda")
     view = find_moe_layers(model)
     resolved = {label_of(given): resolve_predictor(given, view) for given in predictors}
     base_runs: list[_Run] = []
     runs: dict[tuple[str, int], list[_Run]] = defaultdict(list)
     for _ in range(repetitions):
-        base_runs.append(_run(model, view, prompt_ids, new_tokens, arguments))
+        base_runs.append(_run(model, view, prompt_ids, new_tokens, config))
         for label, ahead, predictor in _distances(resolved, len(view)):
-            own = {**arguments, "predictor": predictor, "ahead": ahead}
+            own = replace(config, predictor=predictor, ahead=ahead)
             runs[label, ahead].append(_run(model, view, prompt_ids, new_tokens, own))
     base = min(base_runs, key=_tpot)
     trace = trace_of(base.forwards, view.shape.experts)
@@ -199,11 +202,9 @@ def _tpot(run: _Run) -> float:
     return run.tpot_s
 
 
-def _run(
-    model: PreTrainedModel, view: MoEView, prompt_ids: Tensor, new_tokens: int, arguments: Mapping[str, Any]
-) -> _Run:
+def _run(model: PreTrainedModel, view: MoEView, prompt_ids: Tensor, new_tokens: int, config: OffloadConfig) -> _Run:
     recorder = Recorder(prompt_ids.device)
-    with offload(model, observers=[recorder], **arguments) as offloaded:
+    with offload(model, config, observers=[recorder]) as offloaded:
         link = offloaded.link
         if isinstance(link, KernelLink):
             raise ExpertcastError("link 'kernel' decides on the device, where nothing can be surveyed: use link='cuda'")

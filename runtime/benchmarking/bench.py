@@ -109,7 +109,7 @@ def benchmark(
     if not prompt_ids.is_cuda:
         link = {"bandwidth": bandwidth or balanced_bandwidth(model, resident), "latency": latency}
     store = LentStore(find_moe_layers(model), prompt_ids.device)
-    shared = OffloadConfig(store=store, **link)
+    shared = OffloadConfig(store=store, bandwidth=link.get("bandwidth"), latency=link.get("latency", 0.0))
     try:
         measured = measure(
             model,

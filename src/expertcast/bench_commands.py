@@ -1,67 +1,94 @@
-"""`expertcast bench` and `expertcast advise`. What is measured is in :mod:`expertcast.runtime.benchmarking.bench`."""
+"""`expertcast bench`. What is measured is in :mod:`expertcast.runtime.benchmarking.bench`."""
 
 from __future__ import annotations
 
-import argparse
+import math
 import statistics
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from expertcast.bench_target import (
-    Target,
-    check_options,
-    forecaster,
-    link_arguments,
-    load_target,
-    prompt_of,
-    routing_process,
-    routing_source,
-    say,
-    shared_arguments,
-    ways,
-)
+from expertcast.bench_target import LinkSetting, Target, TargetOptions, routing_source, say
 from expertcast.bench_text import describe
 from expertcast.checkpoints.provenance import provenance
-from expertcast.commands import Outcome
 from expertcast.predictors import ExpertcastError
+from expertcast.predictors.plain import Json
 from expertcast.runtime.advising.advise import advice_errors, advice_from
-from expertcast.runtime.advising.advise import advise as advise_model
 from expertcast.runtime.advising.survey import survey
-from expertcast.runtime.benchmarking.bench import Bench, check_lengths, decode_resident, measure
+from expertcast.runtime.benchmarking.bench import Bench, BenchSettings, decode_resident, measure
 from expertcast.runtime.benchmarking.hardware import hardware
 from expertcast.runtime.benchmarking.peer import measure_peer
 from expertcast.runtime.benchmarking.random_weights import weight_bytes
 from expertcast.runtime.benchmarking.routing_process import RoutingProcess
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.recording.timeline import draw_steps
 from expertcast.runtime.recording.timeline import write_timeline as write_trace
 
 PEER_TOKENS = 4
+MODES = ("on_demand", "exact", "speculate", "hybrid")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(TargetOptions):
+    """The options of `expertcast bench`.
+
+    Raises:
+        ExpertcastError: as the class that it extends; too few tokens or repetitions; no folder for the timeline. Said
+            before a long run, not after it.
+    """
+
+    mode: tuple[str, ...] = MODES
+    cache: str = "both"
+    ahead: int = 1
+    """layers ahead"""
+    prompt_tokens: tuple[int, ...] = (1024,)
+    new_tokens: int = 32
+    repetitions: int = 3
+    no_advice: bool = False
+    """do not check what `advise` would have expected"""
+    peer: bool = False
+    """the first prompt under accelerate's own CPU offload as well"""
+    minutes: float = math.inf
+    """begin no further prompt after so long"""
+    timeline: Path | None = None
+    """Chrome trace of the runs, and a PNG beside it"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        BenchSettings(new_tokens=self.new_tokens, repetitions=self.repetitions)
+        path = self.timeline
+        if path is not None and not path.parent.is_dir():
+            raise ExpertcastError(f"--timeline {path}: there is no folder {path.parent}; make it first")
+
+    @property
+    def settings(self) -> BenchSettings:
+        """How much is measured."""
+        return BenchSettings(new_tokens=self.new_tokens, repetitions=self.repetitions)
+
+
+@dataclass(slots=True, kw_only=True)
 class Prompt:
     """One prompt with everything measured on it."""
 
     ids: Tensor
     bench: Bench
     process: RoutingProcess | None
-    link: dict[str, Any]
-    advice: dict[str, Any] | None
+    link: LinkSetting
+    advice: Json | None
     """What the event model expected, and how far it was off."""
-    peer: dict[str, Any] | None = None
+    peer: Json | None = None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
+        """What is reported of it, for JSON."""
         resident = self.bench.resident
-        found: dict[str, Any] = {
+        found: Json = {
             "prompt_tokens": self.ids.shape[1],
-            **self.link,
+            **self.link.as_dict(),
             "link_rate": self.bench.link_rate,
             "compared_with": "on_demand" if resident is None else "resident",
             "resident": None
@@ -78,127 +105,123 @@ class Prompt:
         return found
 
 
-def bench(args: argparse.Namespace) -> Outcome:
-    """`expertcast bench`."""
-    check_options(args)
-    check_lengths(args.new_tokens, args.repetitions)
-    check_timeline(args.timeline)
+def bench(options: BenchOptions) -> tuple[Json, str]:
+    """Run everything; the result for JSON, and as text."""
     begin = time.monotonic()
     prompts: list[Prompt] = []
-    target = load_target(args)
-    for tokens in args.prompt_tokens:
-        if prompts and time.monotonic() - begin > args.minutes * 60:
-            say(f"{tokens} tokens: left out, {args.minutes:g} minutes are over")
+    target = Target.load(options)
+    for tokens in options.prompt_tokens:
+        if prompts and time.monotonic() - begin > options.minutes * 60:
+            say(f"{tokens} tokens: left out, {options.minutes:g} minutes are over")
             continue
-        prompts.append(bench_prompt(args, target, tokens, prompts[0].link if prompts else None))
+        prompts.append(bench_prompt(options, target, tokens, prompts[0].link if prompts else None))
+    first = prompts[0]
     target.store.give_back(torch.device("cpu"))
-    if args.peer:  # last: it moves the model
-        prompts[0].peer = peer(args, target, prompts[0])
+    if options.peer:  # last: it moves the model
+        first.peer = peer(options, target, first)
     result = {
         **heading(target),
-        "routing": routing_source(prompts[0].process),
-        "new_tokens": args.new_tokens,
-        "repetitions": args.repetitions,
-        "hybrid_layers": hybrid_layers(prompts[0].bench),
-        **prompts[0].as_dict(),
+        "routing": routing_source(first.process),
+        "new_tokens": options.new_tokens,
+        "repetitions": options.repetitions,
+        "hybrid_layers": hybrid_layers(first.bench),
+        **first.as_dict(),
         "prompts": {str(prompt.ids.shape[1]): prompt.as_dict() for prompt in prompts},
     }
-    if args.timeline is not None:
-        result["timeline"] = write_timeline(args.timeline, prompts[0].bench)
+    if options.timeline is not None:
+        result["timeline"] = write_timeline(options.timeline, first.bench)
     return result, describe(result)
 
 
-def advise(args: argparse.Namespace) -> Outcome:
-    """`expertcast advise`."""
-    check_options(args)
-    check_lengths(args.new_tokens, 1)
-    target = load_target(args)
-    prompt_ids, process = (
-        prompt_of(target, args.prompt_tokens, args.seed),
-        routing_process(args, target, args.prompt_tokens),
-    )
-    with process if process is not None else nullcontext():
-        link = link_arguments(args, target, prompt_ids)
-        say("short runs, on demand and with forecasts")
-        advice = advise_model(
-            target.model,
-            prompt_ids,
-            predictors=[forecaster(args, process)],
-            new_tokens=args.new_tokens,
-            **shared_arguments(args, target, link),
-        )
-    routing = routing_source(process)
-    result = {**heading(target), "routing": routing, **link, **advice.as_dict()}
-    return result, f"{target.name}, routing: {routing}\n{advice.text()}"
-
-
-def bench_prompt(args: argparse.Namespace, target: Target, tokens: int, link: dict[str, Any] | None) -> Prompt:
-    """All runs on one prompt.
-
-    Args:
-        link: of the prompts before this one: the link's speed is chosen once.
-    """
-    prompt_ids, process = prompt_of(target, tokens, args.seed), routing_process(args, target, tokens)
-    with process if process is not None else nullcontext():
-        resident = None
-        if target.store.fits:
-            say(f"{tokens} tokens: resident model")
-            with target.store.resident():
-                resident = decode_resident(target.model, prompt_ids, args.new_tokens)
-        link = link_arguments(args, target, prompt_ids) if link is None else link
-        measured = measure(
-            target.model,
-            prompt_ids,
-            runs=ways(args, target, process),
-            shared={"ahead": args.ahead, **shared_arguments(args, target, link)},
-            new_tokens=args.new_tokens,
-            repetitions=args.repetitions,
-            resident=resident,
-            say=say,
-        )
-        no_advice = args.no_advice or args.link == "kernel"  # the event model has no books of a device's own
-        advice = None if no_advice else check_advice(args, target, prompt_ids, process, link, measured)
-    return Prompt(prompt_ids, measured, process, link, advice)
-
-
-def check_advice(
-    args: argparse.Namespace,
-    target: Target,
-    prompt_ids: Tensor,
-    process: RoutingProcess | None,
-    link: dict[str, Any],
-    measured: Bench,
-) -> dict[str, Any]:
-    """What `expertcast advise` would have said before the runs, and how far it was from them."""
-    say(f"{prompt_ids.shape[1]} tokens: what advise says")
-    found = survey(
-        target.model,
-        prompt_ids,
-        predictors=[forecaster(args, process)],
-        new_tokens=args.new_tokens,
-        repetitions=1,
-        **shared_arguments(args, target, link),
-    )
-    runs = {name: {**run.arguments, "slots": run.slots} for name, run in measured.runs.items()}
-    errors = advice_errors(found, runs, {name: run.tpot_s for name, run in measured.runs.items()})
-    return {**advice_from(found).as_dict(), "errors": errors}
-
-
-def heading(target: Target) -> dict[str, Any]:
+def heading(target: Target) -> Json:
     """What was run, on what."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": hardware(),
         **provenance(),
-        "target": target.name,
-        "random_weights": target.random,
+        "target": target.options.target,
+        "random_weights": target.options.random,
         "shape": target.view.shape.as_dict(),
         "dtype": str(target.model.dtype).removeprefix("torch."),
         "block_bytes": target.store.layout.block_bytes,
     }
 
 
-def peer(args: argparse.Namespace, target: Target, prompt: Prompt) -> dict[str, Any]:
+def bench_prompt(options: BenchOptions, target: Target, tokens: int, link: LinkSetting | None) -> Prompt:
+    """All runs on one prompt.
+
+    Args:
+        options: what is asked for.
+        target: what is measured.
+        tokens: the prompt's length.
+        link: of the prompts before this one: the link's speed is chosen once.
+    """
+    prompt_ids, process = target.prompt(tokens), target.routing_process(tokens, options.new_tokens)
+    with process if process is not None else nullcontext():
+        resident = None
+        if target.store.fits:
+            say(f"{tokens} tokens: resident model")
+            with target.store.resident():
+                resident = decode_resident(target.model, prompt_ids, options.new_tokens)
+        link = link or target.link(prompt_ids, options.new_tokens)
+        runs = ways(options, target, process, link)
+        measured = measure(target.model, prompt_ids, runs, options.settings, resident=resident, say=say)
+        prompt = Prompt(ids=prompt_ids, bench=measured, process=process, link=link, advice=None)
+        if not options.no_advice and options.link != "kernel":  # the event model has no books of a device's own
+            prompt.advice = check_advice(options, target, prompt)
+    return prompt
+
+
+def ways(
+    options: BenchOptions, target: Target, process: RoutingProcess | None, link: LinkSetting
+) -> dict[str, OffloadConfig]:
+    """Runs by name: each mode without cache, then with one (`_cache`).
+
+    Args:
+        options: which modes and caches are asked for.
+        target: what is measured.
+        process: that routes in place of the model, if one does.
+        link: of all runs.
+    """
+    on_demand = replace(target.config(link), ahead=options.ahead)
+    exact = replace(on_demand, predictor=target.forecaster(process, options.ahead))
+    layers = None
+    if options.predictor is None or not Path(options.predictor).exists():
+        # no checkpoint says where forecasts are good: every second layer executes one
+        layers = tuple(range(options.ahead, len(target.view), 2))
+    modes = {
+        "on_demand": on_demand,
+        "exact": exact,
+        "speculate": replace(exact, mode="speculate"),
+        "hybrid": replace(exact, mode="hybrid", layers=layers),
+    }
+    caches = {"both": (False, True), "without": (False,), "with": (True,)}[options.cache]
+    return {
+        f"{mode}_cache" if cache else mode: replace(modes[mode], cache=cache)
+        for cache in caches
+        for mode in modes
+        if mode in options.mode
+    }
+
+
+def check_advice(options: BenchOptions, target: Target, prompt: Prompt) -> Json:
+    """What `expertcast advise` would have said before the runs, and how far it was from them."""
+    say(f"{prompt.ids.shape[1]} tokens: what advise says")
+    found = survey(
+        target.model,
+        prompt.ids,
+        target.config(prompt.link),
+        predictors=[target.forecaster(prompt.process, options.ahead)],
+        new_tokens=options.new_tokens,
+        repetitions=1,
+    )
+    measured = prompt.bench.runs
+    runs = {name: replace(run.config, slots=run.slots, memory=None) for name, run in measured.items()}
+    errors = advice_errors(found, runs, {name: run.tpot_s for name, run in measured.items()})
+    return {**advice_from(found).as_dict(), "errors": errors}
+
+
+def peer(options: BenchOptions, target: Target, prompt: Prompt) -> Json:
     """accelerate's offload with the device memory that the cached runs take: everything but experts, and the slots."""
     whole, experts = weight_bytes(target.model), sum(weight_bytes(layer.experts) for layer in target.view)
     memory = whole - experts + max(run.slots for run in prompt.bench.runs.values()) * target.store.layout.block_bytes
@@ -208,8 +231,8 @@ def peer(args: argparse.Namespace, target: Target, prompt: Prompt) -> dict[str, 
             target.model,
             prompt.ids,
             memory=memory,
-            new_tokens=min(PEER_TOKENS, args.new_tokens),
-            bandwidth=prompt.link.get("bandwidth"),
+            new_tokens=min(PEER_TOKENS, options.new_tokens),
+            bandwidth=prompt.link.bandwidth,
             truth=prompt.bench.truth,
         )
     return {"memory": memory, **found}
@@ -217,17 +240,8 @@ def peer(args: argparse.Namespace, target: Target, prompt: Prompt) -> dict[str, 
 
 def hybrid_layers(measured: Bench) -> list[int] | None:
     """Layers that the hybrid runs were told to execute forecasts at; None where a checkpoint's recall chose them."""
-    hybrid = next((run for name, run in measured.runs.items() if name.startswith("hybrid")), None)
-    return None if hybrid is None else hybrid.arguments.get("layers")
-
-
-def check_timeline(path: Path | None) -> None:
-    """
-    Raises:
-        ExpertcastError: the folder does not exist; said before a long run, not after it.
-    """
-    if path is not None and not path.parent.is_dir():
-        raise ExpertcastError(f"--timeline {path}: there is no folder {path.parent}; make it first")
+    chosen = next((run.config.layers for name, run in measured.runs.items() if name.startswith("hybrid")), None)
+    return None if chosen is None else list(chosen)
 
 
 def write_timeline(path: Path, measured: Bench) -> dict[str, str]:

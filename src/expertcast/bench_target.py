@@ -2,66 +2,229 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.commands import device_of
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
-from expertcast.runtime.benchmarking.bench import layer_seconds
+from expertcast.predictors.plain import Json
+from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE, layer_seconds
 from expertcast.runtime.benchmarking.lent_store import LentStore, without_experts_to
 from expertcast.runtime.benchmarking.routing_process import RoutingProcess
 from expertcast.runtime.benchmarking.routing_tables import RoutingOptions, drawn, replayed
 from expertcast.runtime.benchmarking.shapes import SHAPES, build_shape, check_shape
+from expertcast.runtime.config import OffloadConfig
 
 DEFAULT_PREDICTOR = "next_norm"
 """For models with routers of their own: it needs no training."""
-COPY_OVER_COMPUTE = 5.0
-"""Copies are then 83% of the time per token when all is loaded on demand; 84 to 88% were measured on GPUs (row B17)."""
-PROCESS_OPTIONS = ("persistence", "skew", "accuracy")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions:
+    """What `bench` and `advise` both need to run something offloaded.
+
+    Raises:
+        ExpertcastError: options that rule each other out, or out of range; before anything is built or loaded.
+    """
+
+    target: str
+    layers: int | None = None
+    """cut a shape to N MoE layers"""
+    slots: int | None = None
+    """experts that fit on the device"""
+    memory: str | None = None
+    """device memory for experts instead of --slots, such as 2GB"""
+    bandwidth: float | None = None
+    copy_over_compute: float | None = None
+    """emulate a link on which K copies take R layers' time (default: 5)"""
+    latency: float = 0.0
+    """of the emulated link, per copy"""
+    link: str = "auto"
+    """instant, emulated, cuda or kernel (default: emulated, or cuda on a GPU)"""
+    predictor: str | None = None
+    """for a model's own routing (default: next_norm)"""
+    persistence: float | None = None
+    """chance that an expert stays (default: 0.3)"""
+    skew: float | None = None
+    """Zipf exponent of experts' popularity (default: 0.8)"""
+    accuracy: float | None = None
+    """chance of a right forecast (default: 0.9)"""
+    replay: Path | None = None
+    """route as recorded in a traces folder"""
+    seed: int = 0
+    dtype: str = "auto"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.layers is not None and not self.random:
+            raise ExpertcastError(f"--layers cuts shapes, not models: {self.target!r} is none of {', '.join(SHAPES)}")
+        if self.bandwidth is not None and self.copy_over_compute is not None:
+            raise ExpertcastError("--bandwidth and --copy-over-compute both set the link's speed: give one of them")
+        speed_given = self.bandwidth is not None or self.copy_over_compute is not None or self.latency
+        if speed_given and not self.emulated:
+            raise ExpertcastError(f"the emulated link is for the CPU and --link auto or emulated, not {self.link!r}")
+        if self.random:
+            check_shape(self.target, layers=self.layers, dtype=self.dtype)
+        if self.replay is not None:
+            TraceDataset.open(self.replay)
+        if self.routing is not None and self.predictor is not None:
+            raise ExpertcastError(
+                "--predictor reads hidden states, which tell nothing of routing that is drawn or replayed: leave it "
+                "out; forecasts come with --accuracy"
+            )
+        if self.replay is not None and (self.persistence is not None or self.skew is not None):
+            raise ExpertcastError("--replay takes its routing from traces: leave --persistence and --skew out")
+
+    @property
+    def random(self) -> bool:
+        """Whether the target is a shape; `reference` is the bundled model unless `layers` cuts it."""
+        name = self.target
+        return name in SHAPES and not Path(name).exists() and (name != REFERENCE or self.layers is not None)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the link is emulated."""
+        return torch.device(self.device).type == "cpu" and self.link in ("auto", "emulated")
+
+    @property
+    def routing(self) -> RoutingOptions | None:
+        """What a routing process is asked for; None where the model routes by itself.
+
+        Raises:
+            ExpertcastError: a number out of range.
+        """
+        given = {"persistence": self.persistence, "skew": self.skew, "accuracy": self.accuracy}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        if not self.random and not chosen and self.replay is None:
+            return None
+        return RoutingOptions(**chosen, seed=self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSetting:
+    """The link of all runs. None is what a link has not, or nobody measured."""
+
+    link: str
+    latency: float | None = None
+    bandwidth: float | None = None
+    copy_over_compute: float | None = None
+    """K copies take so many layers' time: that is where the bandwidth comes from."""
+    layer_compute_s: float | None = None
+    """What a layer was measured to take."""
+
+    def as_dict(self) -> Json:
+        """What there is, for JSON."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """What is measured."""
 
-    name: str
+    options: TargetOptions
     model: PreTrainedModel
     view: MoEView
-    random: bool
-    """Weights are random, so routing has to be given."""
     store: LentStore
     """Of all runs."""
 
-    @property
-    def device(self) -> torch.device:
-        return self.store.device
+    @classmethod
+    def load(cls, options: TargetOptions) -> Self:
+        """The model or shape that the options name.
+
+        Raises:
+            ExpertcastError: neither, or no room for it.
+        """
+        name, device = options.target, torch.device(options.device)
+        if options.random:
+            say(f"building {name} with random weights")
+            model = build_shape(name, layers=options.layers, dtype=options.dtype, seed=options.seed)
+        else:
+            model = _load_model(name, options.dtype)
+        view = find_moe_layers(model)
+        return cls(options, without_experts_to(model, device), view, LentStore(view, device))
+
+    def prompt(self, tokens: int) -> Tensor:
+        """Token ids [1, T]: the bundled text for a model, random ids where weights are random.
+
+        Raises:
+            ExpertcastError: the bundled text is shorter.
+        """
+        if self.options.random:
+            generator = torch.Generator().manual_seed(self.options.seed)
+            ids = torch.randint(self.model.config.vocab_size, (1, tokens), generator=generator)
+            return ids.to(self.store.device)
+        tokenizer = load_tokenizer(self.options.target)
+        ids_list: list[int] = []
+        for document in load_documents(REFERENCE):
+            ids_list += tokenizer(document.text)["input_ids"]
+            if len(ids_list) >= tokens:
+                return torch.tensor([ids_list[:tokens]], device=self.store.device)
+        raise ExpertcastError(f"--prompt-tokens {tokens}: the bundled text has {len(ids_list)} tokens; give fewer")
+
+    def routing_process(self, prompt: int, new_tokens: int) -> RoutingProcess | None:
+        """The process that routes in place of the model, where weights are random or an option asks for one.
+
+        Raises:
+            ExpertcastError: traces of another model, or too few.
+        """
+        options, shape, replay = self.options.routing, self.view.shape, self.options.replay
+        if options is None:
+            return None
+        if replay is None:
+            tables = drawn(shape, prompt=prompt, new_tokens=new_tokens, options=options)
+        else:
+            tables = replayed(replay, shape, prompt=prompt, new_tokens=new_tokens, options=options)
+        return RoutingProcess(self.model, self.view, tables)
+
+    def forecaster(self, process: RoutingProcess | None, ahead: int = 1) -> str | Predictor:
+        """The predictor of all runs that have one."""
+        return self.options.predictor or DEFAULT_PREDICTOR if process is None else process.predictor((ahead,))
+
+    def link(self, prompt_ids: Tensor, new_tokens: int) -> LinkSetting:
+        """The link that is asked for; an emulated one is as fast as is asked for, or by a layer's measured time.
+
+        On CUDA `auto` is the copy engine's link here: it times every copy, which the kernel's link cannot.
+        """
+        options = self.options
+        if not options.emulated:
+            return LinkSetting(link="cuda" if options.link == "auto" else options.link)
+        if options.bandwidth is not None:
+            return LinkSetting(link="emulated", latency=options.latency, bandwidth=options.bandwidth)
+        ratio = COPY_OVER_COMPUTE if options.copy_over_compute is None else options.copy_over_compute
+        say("measuring a layer's computation, for the link's speed")
+        layer_s = layer_seconds(self.model, prompt_ids, new_tokens, self.store)
+        return LinkSetting(
+            link="emulated",
+            latency=options.latency,
+            bandwidth=self.view.shape.top_k * self.store.layout.block_bytes / (layer_s * ratio),
+            copy_over_compute=ratio,
+            layer_compute_s=layer_s,
+        )
+
+    def config(self, link: LinkSetting) -> OffloadConfig:
+        """What all runs have in common."""
+        return OffloadConfig(
+            slots=self.options.slots,
+            memory=self.options.memory,
+            store=self.store,
+            link=link.link,
+            bandwidth=link.bandwidth,
+            latency=link.latency or 0.0,
+        )
 
 
-def load_target(args: argparse.Namespace) -> Target:
-    """The model or shape that `args.target` names.
-
-    Raises:
-        ExpertcastError: neither, or no room for it.
-    """
-    name, device, random = args.target, torch.device(device_of(args)), has_random_weights(args)
-    if random:
-        say(f"building {name} with random weights")
-        model = build_shape(name, layers=args.layers, dtype=args.dtype, seed=args.seed)
-    else:
-        model = _load_model(name, args.dtype)
-    view = find_moe_layers(model)
-    return Target(name, without_experts_to(model, device), view, random, LentStore(view, device))
+def routing_source(process: RoutingProcess | None) -> str:
+    """Who routes, for people."""
+    return "the model's own routers" if process is None else process.tables.source
 
 
 def _load_model(name: str, dtype: str) -> PreTrainedModel:
@@ -73,134 +236,6 @@ def _load_model(name: str, dtype: str) -> PreTrainedModel:
         raise ExpertcastError(f"{name!r} is no shape ({', '.join(SHAPES)}) and {error}") from error
 
 
-def has_random_weights(args: argparse.Namespace) -> bool:
-    """Whether the target is a shape; `reference` is the bundled model unless --layers cuts it."""
-    name = args.target
-    return name in SHAPES and not Path(name).exists() and (name != REFERENCE or args.layers is not None)
-
-
-def check_options(args: argparse.Namespace) -> None:
-    """Before anything is built or loaded.
-
-    Raises:
-        ExpertcastError: options that rule each other out, or out of range.
-    """
-    if args.layers is not None and not has_random_weights(args):
-        raise ExpertcastError(f"--layers cuts shapes, not models: {args.target!r} is none of {', '.join(SHAPES)}")
-    if args.bandwidth is not None and args.copy_over_compute is not None:
-        raise ExpertcastError("--bandwidth and --copy-over-compute both set the link's speed: give one of them")
-    emulated = torch.device(device_of(args)).type == "cpu" and args.link in ("auto", "emulated")
-    if not emulated and (args.bandwidth is not None or args.copy_over_compute is not None or args.latency):
-        raise ExpertcastError(f"the emulated link is for the CPU and --link auto or emulated, not {args.link!r}")
-    if has_random_weights(args):
-        check_shape(args.target, layers=args.layers, dtype=args.dtype)
-    if args.replay is not None:
-        TraceDataset.open(args.replay)
-    options = routing_options(args)
-    if options is not None and args.predictor is not None:
-        raise ExpertcastError(
-            "--predictor reads hidden states, which tell nothing of routing that is drawn or replayed: leave it out; "
-            "forecasts come with --accuracy"
-        )
-    if args.replay is not None and (args.persistence is not None or args.skew is not None):
-        raise ExpertcastError("--replay takes its routing from traces: leave --persistence and --skew out")
-
-
-def routing_options(args: argparse.Namespace) -> RoutingOptions | None:
-    """What a routing process is asked for; None where the model routes by itself.
-
-    Raises:
-        ExpertcastError: a number out of range.
-    """
-    given = {name: getattr(args, name) for name in PROCESS_OPTIONS if getattr(args, name) is not None}
-    if not has_random_weights(args) and not given and args.replay is None:
-        return None
-    return RoutingOptions(**given, seed=args.seed)
-
-
-def routing_process(args: argparse.Namespace, target: Target, tokens: int) -> RoutingProcess | None:
-    """The process that routes in place of the model, where weights are random or an option asks for one.
-
-    Raises:
-        ExpertcastError: traces of another model, or too few.
-    """
-    options = routing_options(args)
-    if options is None:
-        return None
-    lengths = {"prompt": tokens, "new_tokens": args.new_tokens, "options": options}
-    shape = target.view.shape
-    tables = drawn(shape, **lengths) if args.replay is None else replayed(args.replay, shape, **lengths)
-    return RoutingProcess(target.model, target.view, tables)
-
-
-def routing_source(process: RoutingProcess | None) -> str:
-    return "the model's own routers" if process is None else process.tables.source
-
-
-def forecaster(args: argparse.Namespace, process: RoutingProcess | None) -> str | Predictor:
-    """The predictor of all runs that have one."""
-    return args.predictor or DEFAULT_PREDICTOR if process is None else process.predictor((args.ahead,))
-
-
-def ways(args: argparse.Namespace, target: Target, process: RoutingProcess | None) -> dict[str, dict[str, Any]]:
-    """Runs by name: each mode without cache, then with one (`_cache`)."""
-    predictor = forecaster(args, process)
-    from_checkpoint = args.predictor is not None and Path(args.predictor).exists()
-    hybrid: dict[str, Any] = {"predictor": predictor, "mode": "hybrid"}
-    if not from_checkpoint:  # nothing says where forecasts are good: every second layer executes one
-        hybrid["layers"] = list(range(args.ahead, len(target.view), 2))
-    modes: dict[str, dict[str, Any]] = {
-        "on_demand": {},
-        "exact": {"predictor": predictor},
-        "speculate": {"predictor": predictor, "mode": "speculate"},
-        "hybrid": hybrid,
-    }
-    caches = {"both": (False, True), "without": (False,), "with": (True,)}[args.cache]
-    return {
-        f"{mode}_cache" if cache else mode: {**modes[mode], "cache": cache}
-        for cache in caches
-        for mode in modes
-        if mode in args.mode
-    }
-
-
-def link_arguments(args: argparse.Namespace, target: Target, prompt_ids: Tensor) -> dict[str, Any]:
-    """Arguments of `offload` about the link; on the CPU an emulated one, of the bandwidth that is asked for.
-
-    On CUDA `auto` is the copy engine's link here: it times every copy, which the kernel's link cannot.
-    """
-    if target.device.type != "cpu" or args.link not in ("auto", "emulated"):
-        return {"link": "cuda" if args.link == "auto" else args.link}
-    found: dict[str, Any] = {"link": "emulated", "latency": args.latency}
-    if args.bandwidth is not None:
-        return {**found, "bandwidth": args.bandwidth}
-    ratio = COPY_OVER_COMPUTE if args.copy_over_compute is None else args.copy_over_compute
-    say("measuring a layer's computation, for the link's speed")
-    layer_s = layer_seconds(target.model, prompt_ids, args.new_tokens, target.store)
-    size = target.view.shape.top_k * target.store.layout.block_bytes
-    return {**found, "bandwidth": size / (layer_s * ratio), "copy_over_compute": ratio, "layer_compute_s": layer_s}
-
-
-def shared_arguments(args: argparse.Namespace, target: Target, link: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `offload` that all runs have."""
-    given: dict[str, Any] = {key: link[key] for key in ("link", "bandwidth", "latency") if key in link}
-    return {"slots": args.slots, "memory": args.memory, "store": target.store, **given}
-
-
-def prompt_of(target: Target, tokens: int, seed: int) -> Tensor:
-    """Token ids [1, T]: the bundled text for a model, random ids where weights are random."""
-    if target.random:
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(target.model.config.vocab_size, (1, tokens), generator=generator)
-        return ids.to(target.device)
-    tokenizer = load_tokenizer(target.name)
-    ids_list: list[int] = []
-    for document in load_documents(REFERENCE):
-        ids_list += tokenizer(document.text)["input_ids"]
-        if len(ids_list) >= tokens:
-            return torch.tensor([ids_list[:tokens]], device=target.device)
-    raise ExpertcastError(f"--prompt-tokens {tokens}: the bundled text has {len(ids_list)} tokens; give fewer")
-
-
 def say(text: str) -> None:
+    """A line of progress, apart from the output."""
     print(text, file=sys.stderr, flush=True)

@@ -87,24 +87,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    from expertcast import bench_commands, commands, demo, simulate_commands
+    from expertcast import advise_command, bench_commands, commands, demo, simulate_commands
+
+    def options_of(cls: Any, args: argparse.Namespace) -> Any:
+        import dataclasses
+
+        given = vars(args) | {"device": commands.device_of(args)}
+        return cls(**{field.name: given[field.name] for field in dataclasses.fields(cls) if field.name in given})
 
     if args.threads is not None:
         import torch
 
         torch.set_num_threads(args.threads)
-    functions = {
+    functions: dict[str, Any] = {
         "demo": demo.run,
         "collect": commands.collect,
         "train": commands.train,
         "eval": commands.evaluate,
         "generate": commands.generate,
-        "bench": bench_commands.bench,
-        "advise": bench_commands.advise,
+        "bench": lambda args: bench_commands.bench(options_of(bench_commands.BenchOptions, args)),
+        "advise": lambda args: advise_command.advise(options_of(advise_command.AdviseOptions, args)),
         "simulate": simulate_commands.simulate,
         "inspect": commands.inspect,
     }
-    return functions[args.command](args)
+    outcome: tuple[dict[str, Any], str] = functions[args.command](args)
+    return outcome
 
 
 def _quiet_libraries() -> None:
