@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -30,6 +29,7 @@ from expertcast.commands import write_json
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import Json
 from expertcast.runtime import CudaLink, InstantLink, Link, OffloadConfig, benchmark, offload
 from expertcast.runtime.benchmarking.bench import BenchSettings
 from expertcast.runtime.benchmarking.hardware import hardware
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if args.skip_tests or result["checks"]["passed"] else 1
 
 
-def run_checks(device: str) -> dict[str, Any]:
+def run_checks(device: str) -> Json:
     """Run the tests that belong to this machine in a process of their own."""
     selection = ["-m", "gpu", "tests"] if device == "cuda" else [CPU_TEST]
     command = [sys.executable, "-m", "pytest", "-q", *selection]
@@ -126,7 +126,7 @@ def host_seconds(link: Link, device: str) -> float:
     return statistics.median(seconds)
 
 
-def decode(args: argparse.Namespace, device: str) -> dict[str, Any]:
+def decode(args: argparse.Namespace, device: str) -> Json:
     """On-demand loading against prefetching and speculation, with a predictor that needs no training."""
     model, tokenizer = load_model(args.model, device=device), load_tokenizer(args.model)
     on_demand = OffloadConfig(slots=args.slots)
@@ -144,13 +144,13 @@ def decode(args: argparse.Namespace, device: str) -> dict[str, Any]:
     return benchmark(model, tokenizer, PROMPT, runs, settings)
 
 
-def graph(args: argparse.Namespace, device: str) -> dict[str, Any]:
+def graph(args: argparse.Namespace, device: str) -> Json:
     """Decode steps over the device-side link: one by one, and (with CUDA) as a graph."""
     model, tokenizer = load_model(args.model, device=device), load_tokenizer(args.model)
     prompt_ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"].to(device)
     model.set_experts_implementation(kernel_name(model))
     tokens: dict[str, list[int]] = {}
-    report: dict[str, Any] = {}
+    report: Json = {}
     for name in ("eager", "graph") if device == "cuda" else ("eager",):
         tokens[name], report[f"{name}_tpot_s"] = steps(model, prompt_ids, args, captured=name == "graph")
     if "graph" in tokens:
