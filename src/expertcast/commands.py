@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.data.writer import write_atomically
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, names, predictor_class
+from expertcast.predictors.fields import parse_settings
 from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
@@ -223,29 +222,9 @@ def predictor_config(name: str, ahead: list[int], settings: list[str]) -> Predic
     Raises:
         ExpertcastError: unknown predictor, unknown field, or a value of the wrong type.
     """
-    cls = predictor_class(name).config_class
-    types = typing.get_type_hints(cls)
-    fields = [field.name for field in dataclasses.fields(cls) if field.name != "ahead"]
-    values: dict[str, Any] = {} if predictor_class(name).looks == "tokens" else {"ahead": tuple(ahead)}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals or key not in fields:
-            raise ExpertcastError(f"--set {setting!r}: {name} has {', '.join(fields) or 'no fields to set'}")
-        values[key] = parse_value(f"--set {key}", text, types[key])
-    return cls(**values)
-
-
-def parse_value(what: str, text: str, kind: Any) -> Any:
-    """Text to a config field's type (str, int, float, bool, or a tuple of them, comma-separated)."""
-    if typing.get_origin(kind) is tuple:
-        element = typing.get_args(kind)[0]
-        return tuple(parse_value(what, part, element) for part in text.split(","))
-    try:
-        if kind is bool:
-            return {"true": True, "false": False}[text.lower()]
-        return kind(text) if kind in (int, float, str) else text
-    except (KeyError, ValueError) as error:
-        raise ExpertcastError(f"{what}={text!r}: not a {kind.__name__}") from error
+    cls = predictor_class(name)
+    given = {"ahead": () if cls.looks == "tokens" else tuple(ahead)}
+    return parse_settings(settings, cls.config_class, f"--set: predictor {name!r}", given)
 
 
 def training_source(args: argparse.Namespace) -> TraceSource:
