@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from expertcast.bench_target import (
+from expertcast.commands.bench_target import (
     Target,
+    add_target_options,
     check_options,
     forecaster,
+    heading,
     link_arguments,
     load_target,
     prompt_of,
     routing_process,
     routing_source,
-    say,
     shared_arguments,
     ways,
 )
-from expertcast.bench_text import describe
-from expertcast.checkpoints.provenance import provenance
-from expertcast.commands import Outcome
+from expertcast.commands.bench_text import describe
+from expertcast.commands.options import positive, positive_number
+from expertcast.commands.output import Outcome, say
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.advising.advise import advice_errors, advice_from
-from expertcast.runtime.advising.advise import advise as advise_model
 from expertcast.runtime.advising.survey import survey
 from expertcast.runtime.benchmarking.bench import Bench, check_lengths, decode_resident, measure
-from expertcast.runtime.benchmarking.hardware import hardware
 from expertcast.runtime.benchmarking.peer import measure_peer
 from expertcast.runtime.benchmarking.random_weights import weight_bytes
 from expertcast.runtime.benchmarking.routing_process import RoutingProcess
@@ -43,6 +42,27 @@ from expertcast.runtime.recording.timeline import draw_steps
 from expertcast.runtime.recording.timeline import write_timeline as write_trace
 
 PEER_TOKENS = 4
+BENCH_MODES = ("on_demand", "exact", "speculate", "hybrid")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_target_options(parser)
+    parser.add_argument("--mode", nargs="+", default=list(BENCH_MODES), choices=BENCH_MODES, help="(default: all)")
+    parser.add_argument("--cache", default="both", choices=("both", "with", "without"), help="(default: %(default)s)")
+    parser.add_argument("--ahead", type=positive, default=1, metavar="N", help="layers ahead (default: %(default)s)")
+    parser.add_argument(
+        "--prompt-tokens", type=positive, nargs="+", default=[1024], metavar="N", help="(default: 1024)"
+    )
+    parser.add_argument("--new-tokens", type=positive, default=32, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--repetitions", type=positive, default=3, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--no-advice", action="store_true", help="do not check what `advise` would have expected")
+    parser.add_argument(
+        "--peer", action="store_true", help="the first prompt under accelerate's own CPU offload as well"
+    )
+    parser.add_argument(
+        "--minutes", type=positive_number, default=math.inf, metavar="M", help="begin no further prompt after so long"
+    )
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="Chrome trace of the runs, and a PNG beside it")
 
 
 @dataclass(slots=True)
@@ -78,7 +98,7 @@ class Prompt:
         return found
 
 
-def bench(args: argparse.Namespace) -> Outcome:
+def run(args: argparse.Namespace) -> Outcome:
     """`expertcast bench`."""
     check_options(args)
     check_lengths(args.new_tokens, args.repetitions)
@@ -106,30 +126,6 @@ def bench(args: argparse.Namespace) -> Outcome:
     if args.timeline is not None:
         result["timeline"] = write_timeline(args.timeline, prompts[0].bench)
     return result, describe(result)
-
-
-def advise(args: argparse.Namespace) -> Outcome:
-    """`expertcast advise`."""
-    check_options(args)
-    check_lengths(args.new_tokens, 1)
-    target = load_target(args)
-    prompt_ids, process = (
-        prompt_of(target, args.prompt_tokens, args.seed),
-        routing_process(args, target, args.prompt_tokens),
-    )
-    with process if process is not None else nullcontext():
-        link = link_arguments(args, target, prompt_ids)
-        say("short runs, on demand and with forecasts")
-        advice = advise_model(
-            target.model,
-            prompt_ids,
-            predictors=[forecaster(args, process)],
-            new_tokens=args.new_tokens,
-            **shared_arguments(args, target, link),
-        )
-    routing = routing_source(process)
-    result = {**heading(target), "routing": routing, **link, **advice.as_dict()}
-    return result, f"{target.name}, routing: {routing}\n{advice.text()}"
 
 
 def bench_prompt(args: argparse.Namespace, target: Target, tokens: int, link: dict[str, Any] | None) -> Prompt:
@@ -182,20 +178,6 @@ def check_advice(
     runs = {name: {**run.arguments, "slots": run.slots} for name, run in measured.runs.items()}
     errors = advice_errors(found, runs, {name: run.tpot_s for name, run in measured.runs.items()})
     return {**advice_from(found).as_dict(), "errors": errors}
-
-
-def heading(target: Target) -> dict[str, Any]:
-    """What was run, on what."""
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": hardware(),
-        **provenance(),
-        "target": target.name,
-        "random_weights": target.random,
-        "shape": target.view.shape.as_dict(),
-        "dtype": str(target.model.dtype).removeprefix("torch."),
-        "block_bytes": target.store.layout.block_bytes,
-    }
 
 
 def peer(args: argparse.Namespace, target: Target, prompt: Prompt) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.commands import device_of
+from expertcast.checkpoints.provenance import provenance
+from expertcast.commands.options import add_options, bandwidth, not_negative, positive, positive_number
+from expertcast.commands.output import say
+from expertcast.commands.shared import BANDWIDTH_HELP, MODEL_HELP, ModelOptions, device_of
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.runtime.benchmarking.bench import layer_seconds
+from expertcast.runtime.benchmarking.hardware import hardware
 from expertcast.runtime.benchmarking.lent_store import LentStore, without_experts_to
 from expertcast.runtime.benchmarking.routing_process import RoutingProcess
 from expertcast.runtime.benchmarking.routing_tables import RoutingOptions, drawn, replayed
@@ -54,7 +58,7 @@ def load_target(args: argparse.Namespace) -> Target:
     Raises:
         ExpertcastError: neither, or no room for it.
     """
-    name, device, random = args.target, torch.device(device_of(args)), has_random_weights(args)
+    name, device, random = args.target, torch.device(device_of(args.device)), has_random_weights(args)
     if random:
         say(f"building {name} with random weights")
         model = build_shape(name, layers=args.layers, dtype=args.dtype, seed=args.seed)
@@ -89,7 +93,7 @@ def check_options(args: argparse.Namespace) -> None:
         raise ExpertcastError(f"--layers cuts shapes, not models: {args.target!r} is none of {', '.join(SHAPES)}")
     if args.bandwidth is not None and args.copy_over_compute is not None:
         raise ExpertcastError("--bandwidth and --copy-over-compute both set the link's speed: give one of them")
-    emulated = torch.device(device_of(args)).type == "cpu" and args.link in ("auto", "emulated")
+    emulated = torch.device(device_of(args.device)).type == "cpu" and args.link in ("auto", "emulated")
     if not emulated and (args.bandwidth is not None or args.copy_over_compute is not None or args.latency):
         raise ExpertcastError(f"the emulated link is for the CPU and --link auto or emulated, not {args.link!r}")
     if has_random_weights(args):
@@ -202,5 +206,49 @@ def prompt_of(target: Target, tokens: int, seed: int) -> Tensor:
     raise ExpertcastError(f"--prompt-tokens {tokens}: the bundled text has {len(ids_list)} tokens; give fewer")
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def heading(target: Target) -> dict[str, Any]:
+    """What was run, on what."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": hardware(),
+        **provenance(),
+        "target": target.name,
+        "random_weights": target.random,
+        "shape": target.view.shape.as_dict(),
+        "dtype": str(target.model.dtype).removeprefix("torch."),
+        "block_bytes": target.store.layout.block_bytes,
+    }
+
+
+def add_target_options(parser: argparse.ArgumentParser) -> None:
+    """What `bench` and `advise` both need to run something offloaded."""
+    parser.add_argument(
+        "target", metavar="MODEL|SHAPE", help=MODEL_HELP + "; or a shape with random weights: " + ", ".join(SHAPES)
+    )
+    parser.add_argument("--layers", type=positive, metavar="N", help="cut a shape to N MoE layers")
+    parser.add_argument("--slots", type=positive, metavar="S", help="experts that fit on the device")
+    parser.add_argument("--memory", metavar="BYTES", help="device memory for experts instead of --slots, such as 2GB")
+    parser.add_argument("--bandwidth", type=bandwidth, metavar="BYTES/S", help=BANDWIDTH_HELP)
+    parser.add_argument(
+        "--copy-over-compute",
+        type=positive_number,
+        metavar="R",
+        help="emulate a link on which K copies take R layers' time (default: 5)",
+    )
+    parser.add_argument("--latency", type=not_negative, default=0.0, metavar="S", help="of the emulated link, per copy")
+    parser.add_argument(
+        "--link",
+        default="auto",
+        metavar="NAME",
+        help="instant, emulated, cuda or kernel (default: emulated, or cuda on a GPU)",
+    )
+    parser.add_argument("--predictor", metavar="NAME|CKPT", help="for a model's own routing (default: next_norm)")
+    process = parser.add_argument_group(
+        "routing", "random weights route at random: a process routes a shape instead, and a model where it is asked for"
+    )
+    process.add_argument("--persistence", type=float, metavar="P", help="chance that an expert stays (default: 0.3)")
+    process.add_argument("--skew", type=float, metavar="Z", help="Zipf exponent of experts' popularity (default: 0.8)")
+    process.add_argument("--accuracy", type=float, metavar="A", help="chance of a right forecast (default: 0.9)")
+    process.add_argument("--replay", type=Path, metavar="TRACES", help="route as recorded in a traces folder")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    add_options(parser, ModelOptions)
