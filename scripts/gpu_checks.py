@@ -25,7 +25,7 @@ import torch
 from transformers import PreTrainedModel
 
 from expertcast.checkpoints.provenance import provenance
-from expertcast.commands import write_json
+from expertcast.commands.output import write_json
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.predictors.errors import ExpertcastError

@@ -11,10 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from expertcast.bench_target import say
 from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.store import load_predictor
-from expertcast.commands import Outcome, device_of, evaluated_predictors, write_json
+from expertcast.commands.options import add_options, bandwidth, not_negative, positive, positive_number
+from expertcast.commands.output import Outcome, say, write_json
+from expertcast.commands.predictors import evaluated_predictors
+from expertcast.commands.shared import DATA_HELP, ModelOptions, device_of
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
@@ -22,6 +24,7 @@ from expertcast.data.writer import write_atomically
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.next_token import NextToken
 from expertcast.predictors.next_token_tracker import NextTokenTracker
+from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE
 from expertcast.runtime.policies import EVICTION, PRESETS, CacheShape, Policies
 from expertcast.runtime.quality.forecasts import text_windows
 from expertcast.runtime.quality.policies import measure_policies
@@ -47,8 +50,6 @@ from expertcast.training.results import aligned
 BANDWIDTH = 25e9
 """Bytes per second of PCIe 4 with 16 lanes, as it is reached in practice."""
 CAPACITY = 0.25
-COPY_OVER_COMPUTE = 5.0
-"""K copies at the first bandwidth take so many layers' time, as in `expertcast bench`."""
 QUALITY_WINDOW = 128
 """Tokens that are decoded one after another when quality is measured."""
 _NEEDS_MORE = (BELADY, "forecast")
@@ -59,7 +60,91 @@ _Chosen = tuple[Policies, str | None]
 """Policies, and whose forecasts they get."""
 
 
-def simulate(args: argparse.Namespace) -> Outcome:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("traces", type=Path, metavar="TRACES", help="traces folder")
+    parser.add_argument(
+        "--sweep", action="store_true", help="every eviction policy at 1, 5, 10, 25 and 45%%, with Belady's bounds"
+    )
+    _add_policy_options(parser)
+    parser.add_argument(
+        "--predictor",
+        nargs="+",
+        metavar="NAME|CKPT",
+        help="names are fitted on the train split; their forecasts prefetch",
+    )
+    parser.add_argument("--ahead", type=positive, default=1, metavar="N", help="layers ahead (default: %(default)s)")
+    parser.add_argument(
+        "--next-token", metavar="CKPT", help="next_token checkpoint, for the eviction policy `forecast`"
+    )
+    parser.add_argument("--slots", type=positive, nargs="+", metavar="S", help="experts that fit on the device")
+    parser.add_argument(
+        "--capacity", type=positive_number, nargs="+", metavar="C", help="the same as shares of all (default: 0.25)"
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=bandwidth,
+        nargs="+",
+        metavar="BYTES/S",
+        help="of the link: a number, or pcie3, pcie4, pcie5",
+    )
+    parser.add_argument("--latency", type=not_negative, default=0.0, metavar="S", help="of the link, per copy")
+    parser.add_argument(
+        "--write-back",
+        type=not_negative,
+        default=0.0,
+        metavar="F",
+        help="share of a copy that an eviction takes on the link, for hosts that keep no weights (default: 0)",
+    )
+    parser.add_argument(
+        "--layer-time",
+        type=positive_number,
+        nargs="+",
+        metavar="S",
+        help="compute of all layers, or of each, in seconds",
+    )
+    parser.add_argument(
+        "--split", default="test", choices=("train", "validation", "test", "all"), help="documents to run"
+    )
+    parser.add_argument(
+        "--tokens", type=positive, default=10_000, metavar="N", help="of the split (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prefill", type=positive, default=64, metavar="N", help="of each document (default: %(default)s)"
+    )
+    parser.add_argument("--batch", type=positive, default=1, metavar="B", help="documents decoded together")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="measure what lossy policies cost this model (default: the bundled one, if the traces are its)",
+    )
+    parser.add_argument("--no-quality", action="store_true", help="do not measure what lossy policies cost")
+    parser.add_argument("--data", nargs="+", metavar="D", help="text for --model; " + DATA_HELP)
+    parser.add_argument(
+        "--quality-tokens", type=positive, default=512, help="tokens for --model (default: %(default)s)"
+    )
+    parser.add_argument("--processes", type=positive, metavar="N", help="simulations at a time (default: one per core)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the results, a table and PNGs there")
+    add_options(parser, ModelOptions)
+
+
+def _add_policy_options(parser: argparse.ArgumentParser) -> None:
+    """Which experts are kept, loaded and dropped; several of a kind are all combined."""
+    policies = parser.add_argument_group(
+        "policies", "NAME, or NAME:OPTION=VALUE,...; several of a kind are all combined"
+    )
+    for flag, default, text in (
+        ("--policy", None, "which expert gives up its slot (default: lru)"),
+        ("--prefetch", None, "which of a forecast's experts are asked for (default: top_k with --predictor)"),
+        ("--miss", ["fetch"], "what becomes of missing experts (default: fetch)"),
+        ("--routing", ["standard"], "which experts a layer executes (default: standard)"),
+        ("--pre-eviction", ["none"], "slots given up before the routing is known (default: none)"),
+        ("--scope", ["global"], "global, or layer: each has an equal share of the slots (default: global)"),
+        ("--preset", None, "published systems' policies, by name"),
+    ):
+        policies.add_argument(flag, nargs="+", default=default, metavar="P", help=text)
+
+
+def run(args: argparse.Namespace) -> Outcome:
     """`expertcast simulate`."""
     _check(args)
     chosen = list(_chosen(args))
@@ -188,7 +273,7 @@ def _predictors(args: argparse.Namespace, traces: TraceDataset, chosen: Sequence
     wanted = list(dict.fromkeys(given for _, given in chosen if given is not None))
     if not wanted:
         return {}
-    found = evaluated_predictors(argparse.Namespace(predictor=wanted, ahead=args.ahead), traces)
+    found = evaluated_predictors(wanted, traces, args.ahead)
     return dict(zip(wanted, found.values(), strict=True))
 
 
@@ -241,7 +326,7 @@ def _quality(
 ) -> dict[str, dict[str, Any]]:
     """Decode text with the policies of some cases in the real runtime, and without any (`exact`)."""
     say(f"measuring what {len(wanted)} lossy sets of policies cost {model_name}")
-    model = load_model(model_name, dtype=args.dtype, device=device_of(args))
+    model = load_model(model_name, dtype=args.dtype, device=device_of(args.device))
     documents = load_documents(args.data or [REFERENCE])
     windows_NW = text_windows(
         load_tokenizer(model_name),

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from expertcast.commands import EVAL_BATCH, confident_layers, predictor_config, write_json
+from expertcast.commands.options import Count
+from expertcast.commands.output import Outcome, say, write_json
+from expertcast.commands.predictors import EVAL_BATCH, confident_layers, predictor_config
 from expertcast.data.collector import collect
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
@@ -36,16 +36,26 @@ QUALITY_TOKENS = 6144
 WINDOW = 256
 
 
-def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `expertcast demo` takes."""
+
+    tokens: Count = 120_000
+    """Tokens to collect."""
+    steps: Count = 300
+    """Steps of the estimator."""
+
+
+def run(options: Options) -> Outcome:
     """The whole path; writes demo.json into the current folder."""
     begin = time.perf_counter()
     model, tokenizer = load_model(REFERENCE), load_tokenizer(REFERENCE)
     documents = load_documents(REFERENCE)
     with tempfile.TemporaryDirectory(prefix="expertcast-demo-") as folder:
-        say(f"1/4 collect: {args.tokens} tokens through the bundled model")
-        traces = collect(model, tokenizer, documents, Path(folder) / "traces", tokens=args.tokens)
+        say(f"1/4 collect: {options.tokens} tokens through the bundled model")
+        traces = collect(model, tokenizer, documents, Path(folder) / "traces", tokens=options.tokens)
         say("2/4 train: every predictor, on the train split")
-        configs = {"estimator": predictor_config("estimator", [1], [f"steps={args.steps}"])}
+        configs = {"estimator": predictor_config("estimator", [1], [f"steps={options.steps}"])}
         fitted = fit_many(names(), traces, configs, options=FitOptions(progress=True))
         predictors = {name: result.predictor for name, result in fitted.items()}
         say("3/4 evaluate: recall@k on the test split, documents that no predictor has seen")
@@ -115,7 +125,3 @@ def runs_table(runs: dict[str, Any]) -> str:
             )
         )
     return aligned(rows)
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

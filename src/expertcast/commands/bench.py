@@ -7,21 +7,22 @@ import statistics
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from expertcast.bench_target import LinkSetting, Target, TargetOptions, routing_source, say
-from expertcast.bench_text import describe
-from expertcast.checkpoints.provenance import provenance
+from expertcast.commands.bench_options import TargetOptions
+from expertcast.commands.bench_target import LinkSetting, Target, routing_source
+from expertcast.commands.bench_text import describe
+from expertcast.commands.options import Count, Option, positive_number
+from expertcast.commands.output import Outcome, say
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.runtime.advising.advise import advice_errors, advice_from
 from expertcast.runtime.advising.survey import survey
 from expertcast.runtime.benchmarking.bench import Bench, BenchSettings, decode_resident, measure
-from expertcast.runtime.benchmarking.hardware import hardware
 from expertcast.runtime.benchmarking.peer import measure_peer
 from expertcast.runtime.benchmarking.random_weights import weight_bytes
 from expertcast.runtime.benchmarking.routing_process import RoutingProcess
@@ -34,29 +35,34 @@ MODES = ("on_demand", "exact", "speculate", "hybrid")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(TargetOptions):
-    """The options of `expertcast bench`.
+class Options(TargetOptions):
+    """What `expertcast bench` takes.
 
     Raises:
         ExpertcastError: as the class that it extends; too few tokens or repetitions; no folder for the timeline. Said
             before a long run, not after it.
     """
 
-    mode: tuple[str, ...] = MODES
-    cache: str = "both"
-    ahead: int = 1
-    """layers ahead"""
-    prompt_tokens: tuple[int, ...] = (1024,)
-    new_tokens: int = 32
-    repetitions: int = 3
+    mode: Annotated[tuple[str, ...], Option(choices=MODES)] = MODES
+    """Ways of running."""
+    cache: Annotated[str, Option(choices=("both", "with", "without"))] = "both"
+    """Whether experts stay in their slots when a layer has run."""
+    ahead: Count = 1
+    """Layers ahead."""
+    prompt_tokens: tuple[Count, ...] = (1024,)
+    """Prompts of these lengths."""
+    new_tokens: Count = 32
+    """Tokens decoded per run."""
+    repetitions: Count = 3
+    """Of each run."""
     no_advice: bool = False
-    """do not check what `advise` would have expected"""
+    """Do not check what `advise` would have expected."""
     peer: bool = False
-    """the first prompt under accelerate's own CPU offload as well"""
-    minutes: float = math.inf
-    """begin no further prompt after so long"""
-    timeline: Path | None = None
-    """Chrome trace of the runs, and a PNG beside it"""
+    """The first prompt under accelerate's own CPU offload as well."""
+    minutes: Annotated[float, Option(metavar="M", read=positive_number)] = math.inf
+    """Begin no further prompt after so long."""
+    timeline: Annotated[Path | None, Option(metavar="FILE")] = None
+    """Chrome trace of the runs, and a PNG beside it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,8 +111,8 @@ class Prompt:
         return found
 
 
-def bench(options: BenchOptions) -> tuple[Json, str]:
-    """Run everything; the result for JSON, and as text."""
+def run(options: Options) -> Outcome:
+    """All prompts, one after another."""
     begin = time.monotonic()
     prompts: list[Prompt] = []
     target = Target.load(options)
@@ -120,7 +126,7 @@ def bench(options: BenchOptions) -> tuple[Json, str]:
     if options.peer:  # last: it moves the model
         first.peer = peer(options, target, first)
     result = {
-        **heading(target),
+        **target.heading(),
         "routing": routing_source(first.process),
         "new_tokens": options.new_tokens,
         "repetitions": options.repetitions,
@@ -133,21 +139,7 @@ def bench(options: BenchOptions) -> tuple[Json, str]:
     return result, describe(result)
 
 
-def heading(target: Target) -> Json:
-    """What was run, on what."""
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": hardware(),
-        **provenance(),
-        "target": target.options.target,
-        "random_weights": target.options.random,
-        "shape": target.view.shape.as_dict(),
-        "dtype": str(target.model.dtype).removeprefix("torch."),
-        "block_bytes": target.store.layout.block_bytes,
-    }
-
-
-def bench_prompt(options: BenchOptions, target: Target, tokens: int, link: LinkSetting | None) -> Prompt:
+def bench_prompt(options: Options, target: Target, tokens: int, link: LinkSetting | None) -> Prompt:
     """All runs on one prompt.
 
     Args:
@@ -167,13 +159,13 @@ def bench_prompt(options: BenchOptions, target: Target, tokens: int, link: LinkS
         runs = ways(options, target, process, link)
         measured = measure(target.model, prompt_ids, runs, options.settings, resident=resident, say=say)
         prompt = Prompt(ids=prompt_ids, bench=measured, process=process, link=link, advice=None)
-        if not options.no_advice and options.link != "kernel":  # the event model has no books of a device's own
+        if not options.no_advice and options.offload.link != "kernel":  # the event model has no books of a device's own
             prompt.advice = check_advice(options, target, prompt)
     return prompt
 
 
 def ways(
-    options: BenchOptions, target: Target, process: RoutingProcess | None, link: LinkSetting
+    options: Options, target: Target, process: RoutingProcess | None, link: LinkSetting
 ) -> dict[str, OffloadConfig]:
     """Runs by name: each mode without cache, then with one (`_cache`).
 
@@ -204,7 +196,7 @@ def ways(
     }
 
 
-def check_advice(options: BenchOptions, target: Target, prompt: Prompt) -> Json:
+def check_advice(options: Options, target: Target, prompt: Prompt) -> Json:
     """What `expertcast advise` would have said before the runs, and how far it was from them."""
     say(f"{prompt.ids.shape[1]} tokens: what advise says")
     found = survey(
@@ -221,7 +213,7 @@ def check_advice(options: BenchOptions, target: Target, prompt: Prompt) -> Json:
     return {**advice_from(found).as_dict(), "errors": errors}
 
 
-def peer(options: BenchOptions, target: Target, prompt: Prompt) -> Json:
+def peer(options: Options, target: Target, prompt: Prompt) -> Json:
     """accelerate's offload with the device memory that the cached runs take: everything but experts, and the slots."""
     whole, experts = weight_bytes(target.model), sum(weight_bytes(layer.experts) for layer in target.view)
     memory = whole - experts + max(run.slots for run in prompt.bench.runs.values()) * target.store.layout.block_bytes

@@ -5,27 +5,31 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
-from expertcast.bench_commands import heading
-from expertcast.bench_target import Target, TargetOptions, routing_source, say
+from expertcast.commands.bench_options import TargetOptions
+from expertcast.commands.bench_target import Target, routing_source
+from expertcast.commands.options import Count, Option
+from expertcast.commands.output import Outcome, say
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.plain import Json
-from expertcast.runtime.advising.advise import advise as advise_model
+from expertcast.runtime.advising.advise import advise
 from expertcast.runtime.benchmarking.bench import BenchSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdviseOptions(TargetOptions):
-    """The options of `expertcast advise`.
+class Options(TargetOptions):
+    """What `expertcast advise` takes.
 
     Raises:
         ExpertcastError: as the class that it extends; too few tokens; a configuration that could not be saved.
     """
 
-    prompt_tokens: int = 64
-    new_tokens: int = 32
-    save: Path | None = None
-    """write what is advised as a file for `expertcast generate --config`"""
+    prompt_tokens: Count = 64
+    """Length of the prompt."""
+    new_tokens: Count = 32
+    """Tokens decoded per run."""
+    save: Annotated[Path | None, Option(metavar="FILE")] = None
+    """Write what is advised there, for `expertcast generate --config`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,7 +40,7 @@ class AdviseOptions(TargetOptions):
             raise ExpertcastError(f"--save {self.save}: there is no folder {self.save.parent}; make it first")
 
 
-def advise(options: AdviseOptions) -> tuple[Json, str]:
+def run(options: Options) -> Outcome:
     """Short runs on demand and with forecasts, and what they lead to."""
     target = Target.load(options)
     prompt_ids = target.prompt(options.prompt_tokens)
@@ -45,7 +49,7 @@ def advise(options: AdviseOptions) -> tuple[Json, str]:
         link = target.link(prompt_ids, options.new_tokens)
         config = target.config(link)
         say("short runs, on demand and with forecasts")
-        advice = advise_model(
+        advice = advise(
             target.model,
             prompt_ids,
             config,
@@ -53,7 +57,7 @@ def advise(options: AdviseOptions) -> tuple[Json, str]:
             new_tokens=options.new_tokens,
         )
     routing = routing_source(process)
-    result = {**heading(target), "routing": routing, **link.as_dict(), **advice.as_dict()}
+    result = {**target.heading(), "routing": routing, **link.as_dict(), **advice.as_dict()}
     text = f"{options.target}, routing: {routing}\n{advice.text()}"
     if options.save is not None:
         chosen = replace(
