@@ -39,18 +39,19 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"expertcast: {message}; see `{self.prog} --help`\n")
 
 
-def build_parser(only: Sequence[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """The command line; a test freezes it.
 
     Args:
-        only: commands that get their options. The others are only named: what they are made of is not imported.
+        only: the command that gets its options; the others are named, and what they are made of is not imported. All
+            of them when not given.
     """
     parser = _Parser(prog="expertcast", description=expertcast.__doc__)
     parser.add_argument("--version", action="version", version=f"expertcast {expertcast.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
-        if name in only:
+        if only in (None, name):
             _add_options(command, _module(name))
     return parser
 
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     command = next((word for word in words if not word.startswith("-")), "")
     _set_quiet()
-    args = build_parser([command]).parse_args(words)
+    args = build_parser(command).parse_args(words)
     from expertcast.commands.output import write_json  # only now: `expertcast --help` must not wait for torch
     from expertcast.predictors.errors import ExpertcastError
 
@@ -91,10 +92,7 @@ def _module(command: str) -> ModuleType:
 def _add_options(parser: argparse.ArgumentParser, module: ModuleType) -> None:
     from expertcast.commands.options import add_options, positive
 
-    if hasattr(module, "Options"):
-        add_options(parser, module.Options)
-    else:
-        module.add_arguments(parser)
+    add_options(parser, module.Options)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's own)")
 
@@ -108,7 +106,7 @@ def _run(module: ModuleType, args: argparse.Namespace) -> Outcome:
     transformers_logging.disable_progress_bar()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    outcome: Outcome = module.run(read_options(module.Options, args) if hasattr(module, "Options") else args)
+    outcome: Outcome = module.run(read_options(module.Options, args))
     return outcome
 
 

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from expertcast.commands.options import Count
 from expertcast.commands.output import Outcome, say, write_json
-from expertcast.commands.predictors import EVAL_BATCH, confident_layers, predictor_config
+from expertcast.commands.predictors import EVAL_BATCH, predictor_config
+from expertcast.commands.quality import confident_layers
 from expertcast.data.collector import collect
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer

@@ -10,33 +10,27 @@ from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.commands.options import Count, Option
 from expertcast.commands.output import Outcome
-from expertcast.commands.predictors import EVAL_BATCH, confident_layers, evaluated_predictors, is_checkpoint, scores
-from expertcast.commands.shared import Data, ModelOptions
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.models import REFERENCE, load_model, load_tokenizer
-from expertcast.data.text import load_documents
+from expertcast.commands.predictors import EVAL_BATCH, evaluated_predictors, is_checkpoint, scores
+from expertcast.commands.quality import QualityOptions, forecast_quality, quality_table
+from expertcast.commands.shared import SPLITS
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, NextToken, Predictor
 from expertcast.predictors.plain import Json
-from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
 from expertcast.training.curve import learning_curve
 from expertcast.training.evaluation import evaluate
 from expertcast.training.report import write_report
 from expertcast.training.results import aligned, recall_table
 
-QUALITY_WINDOW = 256
-"""Tokens per window when quality is measured."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ModelOptions):
+class Options(QualityOptions):
     """What `expertcast eval` takes."""
 
     traces: Annotated[Path, Option(positional=True, metavar="TRACES")]
     """Traces folder."""
     predictor: Annotated[tuple[str, ...], Option(metavar="NAME|CKPT")]
     """Names are fitted on the train split and scored on the test split; checkpoints are scored on all."""
-    split: Annotated[str | None, Option(choices=("train", "validation", "test", "all"))] = None
+    split: Annotated[str | None, Option(choices=SPLITS)] = None
     """Documents that score."""
     ahead: Count = 1
     """Layers ahead."""
@@ -44,18 +38,11 @@ class Options(ModelOptions):
     """Write one HTML page, PNGs and JSON."""
     curve: tuple[Count, ...] = ()
     """Learning curve at these token counts."""
-    model: Annotated[str | None, Option(metavar="MODEL")] = None
-    """Also measure what speculative execution costs this model."""
-    data: Data = ()
-    """Text for --model."""
-    quality_tokens: Count = 8192
-    """Tokens for --model."""
 
 
 def run(options: Options) -> Outcome:
     """Predictors of layers share one table, one that looks tokens ahead has its own."""
-    if options.model and not options.data and options.model != REFERENCE:
-        raise ExpertcastError("--model needs text to run on: give --data")
+    options.check_text()
     traces = TraceDataset.open(options.traces)
     predictors, tokens_ahead = split_by_looks(options, evaluated_predictors(options.predictor, traces, options.ahead))
     split, note = scoring_split(options, traces)
@@ -71,7 +58,7 @@ def run(options: Options) -> Outcome:
         tables.insert(0, recall_table(evaluation))
     tables.append(f"scored on split {split!r}, {result['tokens']} tokens{note}")
     if options.model:
-        result["quality"] = quality(options, options.model, predictors, result)
+        result["quality"] = forecast_quality(options, options.model, predictors, result)
         tables.append(quality_table(result["quality"]))
     if options.curve:
         result["learning_curve"] = learning_curve(traces, options.curve, ahead=options.ahead)
@@ -109,41 +96,6 @@ def scoring_split(options: Options, traces: TraceDataset) -> tuple[str, str]:
         if training.get("traces") == traces.info["id"]:
             return "test", f"; {given} was trained on these traces, so their test split alone scores it (see --split)"
     return "all", ""
-
-
-def quality(options: Options, name: str, predictors: dict[str, Predictor], evaluation: Json) -> Json:
-    """What executing forecasts costs a model, per domain, as :func:`measure_quality` has it.
-
-    Each predictor is executed at all layers, and the best one also at the layers where it is right often (`hybrid`).
-
-    Args:
-        options: what text, and how much of it.
-        name: the model's.
-        predictors: that were evaluated, by name.
-        evaluation: the result of that.
-    """
-    model, tokenizer = load_model(name, dtype=options.dtype, device=options.device_name), load_tokenizer(name)
-    documents = load_documents(options.data or REFERENCE)
-    domains = sorted({document.domain for document in documents})
-    count = max(1, options.quality_tokens // QUALITY_WINDOW // len(domains))
-    windows = {}
-    for domain in domains:
-        texts = [document.text for document in documents if document.domain == domain]
-        windows[domain or "text"] = text_windows(tokenizer, texts, length=QUALITY_WINDOW, count=count)
-    ahead = int(evaluation["ahead"])
-    runs = {f"speculate {name}": QualityRun(predictor=p, ahead=ahead) for name, p in predictors.items()}
-    best = max(predictors, key=lambda name: evaluation["recall_at_k"][name]["mean"])
-    layers = confident_layers(evaluation, best)
-    runs[f"hybrid execution of {best}"] = QualityRun(predictor=predictors[best], layers=layers, ahead=ahead)
-    return measure_quality(model, find_moe_layers(model), windows, runs)
-
-
-def quality_table(result: Json) -> str:
-    rows = [("run", "perplexity", "top-1 agreement", "KL", "executed recall")]
-    for name, run in result["runs"].items():
-        numbers = (run["perplexity"], run["top1_agreement"], run["kl"], run["executed_recall"]["mean"])
-        rows.append((name, *(f"{number:.4g}" for number in numbers)))
-    return aligned(rows)
 
 
 def curve_table(curve: dict[str, dict[str, float]]) -> str:

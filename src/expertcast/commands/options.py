@@ -40,7 +40,7 @@ class Option:
 
 
 class Fields(dict[str, Option]):
-    """The fields of a nested dataclass that get an option, with what has to be said of it."""
+    """What has to be said of the options of a nested dataclass; its other fields get none. Empty: all of them do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class _Hint:
         while True:
             origin, args = typing.get_origin(hint), typing.get_args(hint)
             if origin is Annotated:
-                options += args[1:]
+                options += args[:0:-1]
             elif isinstance(origin, type) and issubclass(origin, Sequence):
                 many = True
             elif origin not in (types.UnionType, typing.Union):
@@ -93,7 +93,7 @@ def add_options(parser: argparse._ActionsContainer, cls: type[C], only: Mapping[
             continue
         nested = hint.fields()
         if nested is not None:
-            add_options(parser.add_argument_group(field.name, docs[field.name]), _dataclass(hint), nested)
+            add_options(parser.add_argument_group(field.name, docs[field.name]), _dataclass(hint), nested or None)
         else:
             option = hint.option() if only is None else only[field.name]
             _add(parser, field, hint, option, docs[field.name])
@@ -120,7 +120,7 @@ def _values(cls: type[C], args: argparse.Namespace, only: Mapping[str, Option] |
             continue
         if nested is not None:
             inner = _dataclass(hint)
-            values[field.name] = inner(**_values(inner, args, nested))
+            values[field.name] = inner(**_values(inner, args, nested or None))
         else:
             value = getattr(args, field.name)
             values[field.name] = tuple(value) if isinstance(value, list) else value

@@ -8,8 +8,17 @@ from pathlib import Path
 from expertcast.checkpoints import files
 from expertcast.checkpoints.store import load_predictor
 from expertcast.data.traces import TraceDataset, TraceSource
-from expertcast.predictors import ExpertcastError, NextToken, Predictor, PredictorConfig, names, predictor_class
+from expertcast.predictors import (
+    ExpertcastError,
+    MoEView,
+    NextToken,
+    Predictor,
+    PredictorConfig,
+    names,
+    predictor_class,
+)
 from expertcast.predictors.fields import parse_settings
+from expertcast.predictors.next_token_tracker import NextTokenTracker
 from expertcast.predictors.plain import Json
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit_many
@@ -72,7 +81,18 @@ def scores(predictor: Predictor, source: TraceSource, split: str) -> tuple[Json,
     return evaluation.as_dict(), recall_table(evaluation)
 
 
-def confident_layers(evaluation: Json, name: str, least: float = 0.9) -> list[int]:
-    """Target layers at which a predictor's recall@k is at least `least`: where hybrid mode executes its forecast."""
-    recall = evaluation["recall_at_k"][name]["per_layer"]
-    return [layer for layer, value in zip(evaluation["targets"], recall, strict=True) if value >= least]
+def next_token_tracker(given: str | None, view: MoEView) -> NextTokenTracker | None:
+    """What forecasts the next tokens, if anything does.
+
+    Raises:
+        ExpertcastError: a checkpoint of another kind of predictor.
+    """
+    if given is None:
+        return None
+    predictor = load_predictor(given, view)
+    if not isinstance(predictor, NextToken):
+        raise ExpertcastError(
+            f"--next-token {given} is a {predictor.name}: give a checkpoint of `expertcast train --predictor "
+            "next_token`, and other predictors as --predictor"
+        )
+    return NextTokenTracker(predictor)

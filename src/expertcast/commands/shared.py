@@ -10,6 +10,7 @@ import torch
 from expertcast.commands.options import Count, Option
 
 DTYPES = ("auto", "bf16", "fp16", "fp32")
+SPLITS = ("train", "validation", "test", "all")
 MODEL_HELP = "local folder or hub id of a transformers model, or `reference` (the bundled model)"
 BANDWIDTH_HELP = "emulate a link of this bandwidth: a number, or pcie3, pcie4, pcie5 (12, 25, 50 GB/s)"
 DATA_HELP = "hub data set id, or local .parquet/.jsonl/.txt files with a column `text`, or `reference` (bundled text)"

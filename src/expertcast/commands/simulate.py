@@ -1,232 +1,165 @@
-"""`expertcast simulate`: policies over recorded routing, in virtual time (:mod:`expertcast.runtime.simulation`).
-
-L MoE layers, E routed experts per layer, K experts per token.
-"""
+"""`expertcast simulate`: policies over recorded routing, in virtual time (:mod:`expertcast.runtime.simulation`)."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 from expertcast.checkpoints.provenance import provenance
-from expertcast.checkpoints.store import load_predictor
-from expertcast.commands.options import add_options, bandwidth, not_negative, positive, positive_number
-from expertcast.commands.output import Outcome, say, write_json
-from expertcast.commands.predictors import evaluated_predictors
-from expertcast.commands.shared import DATA_HELP, ModelOptions, device_of
-from expertcast.data.models import REFERENCE, load_model, load_tokenizer
-from expertcast.data.text import load_documents
+from expertcast.commands.options import Count, Fields, Option, positive_number
+from expertcast.commands.output import Outcome
+from expertcast.commands.predictors import evaluated_predictors, next_token_tracker
+from expertcast.commands.quality import QualityOptions, policy_quality
+from expertcast.commands.shared import SPLITS
+from expertcast.commands.simulate_cases import Chosen, MachineOptions, PolicyOptions, swept_evictions
+from expertcast.commands.simulate_text import describe, write_results
+from expertcast.data.models import REFERENCE
 from expertcast.data.traces import TraceDataset
-from expertcast.data.writer import write_atomically
-from expertcast.predictors import ExpertcastError, MoEView, Predictor
-from expertcast.predictors.next_token import NextToken
-from expertcast.predictors.next_token_tracker import NextTokenTracker
-from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE
-from expertcast.runtime.policies import EVICTION, PRESETS, CacheShape, Policies
-from expertcast.runtime.quality.forecasts import text_windows
-from expertcast.runtime.quality.policies import measure_policies
+from expertcast.predictors import ExpertcastError, Predictor
+from expertcast.predictors.plain import Json
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.simulation.events import load_trace
-from expertcast.runtime.simulation.figures import write_figures
-from expertcast.runtime.simulation.machine import Machine, constant_times
-from expertcast.runtime.simulation.summary import table
-from expertcast.runtime.simulation.sweep import (
-    BELADY,
-    CAPACITIES,
-    Case,
-    Workload,
-    refusal,
-    slots_of,
-    sweep,
-    with_bounds,
-)
-from expertcast.runtime.storage.layout import BlockLayout
-from expertcast.runtime.storage.packed import PackedLayout
-from expertcast.runtime.storage.precision import FULL
-from expertcast.training.results import aligned
+from expertcast.runtime.simulation.sweep import CAPACITIES, Case, Workload, refusal, slots_of, sweep, with_bounds
 
-BANDWIDTH = 25e9
-"""Bytes per second of PCIe 4 with 16 lanes, as it is reached in practice."""
 CAPACITY = 0.25
-QUALITY_WINDOW = 128
-"""Tokens that are decoded one after another when quality is measured."""
-_NEEDS_MORE = (BELADY, "forecast")
-"""Evictions that a sweep takes only with what they need: the future, or `--next-token`."""
-TABLE, RESULT = "table.txt", "results.json"
-
-_Chosen = tuple[Policies, str | None]
-"""Policies, and whose forecasts they get."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("traces", type=Path, metavar="TRACES", help="traces folder")
-    parser.add_argument(
-        "--sweep", action="store_true", help="every eviction policy at 1, 5, 10, 25 and 45%%, with Belady's bounds"
-    )
-    _add_policy_options(parser)
-    parser.add_argument(
-        "--predictor",
-        nargs="+",
-        metavar="NAME|CKPT",
-        help="names are fitted on the train split; their forecasts prefetch",
-    )
-    parser.add_argument("--ahead", type=positive, default=1, metavar="N", help="layers ahead (default: %(default)s)")
-    parser.add_argument(
-        "--next-token", metavar="CKPT", help="next_token checkpoint, for the eviction policy `forecast`"
-    )
-    parser.add_argument("--slots", type=positive, nargs="+", metavar="S", help="experts that fit on the device")
-    parser.add_argument(
-        "--capacity", type=positive_number, nargs="+", metavar="C", help="the same as shares of all (default: 0.25)"
-    )
-    parser.add_argument(
-        "--bandwidth",
-        type=bandwidth,
-        nargs="+",
-        metavar="BYTES/S",
-        help="of the link: a number, or pcie3, pcie4, pcie5",
-    )
-    parser.add_argument("--latency", type=not_negative, default=0.0, metavar="S", help="of the link, per copy")
-    parser.add_argument(
-        "--write-back",
-        type=not_negative,
-        default=0.0,
-        metavar="F",
-        help="share of a copy that an eviction takes on the link, for hosts that keep no weights (default: 0)",
-    )
-    parser.add_argument(
-        "--layer-time",
-        type=positive_number,
-        nargs="+",
-        metavar="S",
-        help="compute of all layers, or of each, in seconds",
-    )
-    parser.add_argument(
-        "--split", default="test", choices=("train", "validation", "test", "all"), help="documents to run"
-    )
-    parser.add_argument(
-        "--tokens", type=positive, default=10_000, metavar="N", help="of the split (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--prefill", type=positive, default=64, metavar="N", help="of each document (default: %(default)s)"
-    )
-    parser.add_argument("--batch", type=positive, default=1, metavar="B", help="documents decoded together")
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="measure what lossy policies cost this model (default: the bundled one, if the traces are its)",
-    )
-    parser.add_argument("--no-quality", action="store_true", help="do not measure what lossy policies cost")
-    parser.add_argument("--data", nargs="+", metavar="D", help="text for --model; " + DATA_HELP)
-    parser.add_argument(
-        "--quality-tokens", type=positive, default=512, help="tokens for --model (default: %(default)s)"
-    )
-    parser.add_argument("--processes", type=positive, metavar="N", help="simulations at a time (default: one per core)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write the results, a table and PNGs there")
-    add_options(parser, ModelOptions)
+@dataclass(frozen=True, kw_only=True)
+class Options(QualityOptions):
+    """What `expertcast simulate` takes."""
+
+    traces: Annotated[Path, Option(positional=True, metavar="TRACES")]
+    """Traces folder."""
+    sweep: bool = False
+    """Every eviction policy at 1, 5, 10, 25 and 45%, with Belady's bounds."""
+    policies: Annotated[PolicyOptions, Fields()]
+    """NAME, or NAME:OPTION=VALUE,...; several of a kind are all combined."""
+    predictor: Annotated[tuple[str, ...], Option(metavar="NAME|CKPT")] = ()
+    """Names are fitted on the train split; their forecasts prefetch."""
+    ahead: Count = 1
+    """Layers ahead."""
+    next_token: Annotated[str | None, Option(metavar="CKPT")] = None
+    """next_token checkpoint, for the eviction policy `forecast`."""
+    slots: Annotated[tuple[Count, ...], Option(metavar="S")] = ()
+    """Experts that fit on the device."""
+    capacity: Annotated[tuple[float, ...], Option(metavar="C", read=positive_number)] = ()
+    """The same as shares of all (default: 0.25)."""
+    machine: Annotated[MachineOptions, Fields()]
+    """Link and computation."""
+    split: Annotated[str, Option(choices=SPLITS)] = "test"
+    """Documents to run."""
+    tokens: Count = 10_000
+    """Of the split."""
+    prefill: Count = 64
+    """Of each document."""
+    batch: Annotated[Count, Option(metavar="B")] = 1
+    """Documents decoded together."""
+    model: Annotated[str | None, Option(metavar="MODEL")] = None
+    """Measure what lossy policies cost this model (default: the bundled one, if the traces are its)."""
+    no_quality: bool = False
+    """Do not measure what lossy policies cost."""
+    quality_tokens: Count = 512
+    """Tokens for --model."""
+    processes: Count | None = None
+    """Simulations at a time (default: one per core)."""
+    out: Annotated[Path | None, Option(metavar="DIR")] = None
+    """Write the results, a table and PNGs there."""
 
 
-def _add_policy_options(parser: argparse.ArgumentParser) -> None:
-    """Which experts are kept, loaded and dropped; several of a kind are all combined."""
-    policies = parser.add_argument_group(
-        "policies", "NAME, or NAME:OPTION=VALUE,...; several of a kind are all combined"
-    )
-    for flag, default, text in (
-        ("--policy", None, "which expert gives up its slot (default: lru)"),
-        ("--prefetch", None, "which of a forecast's experts are asked for (default: top_k with --predictor)"),
-        ("--miss", ["fetch"], "what becomes of missing experts (default: fetch)"),
-        ("--routing", ["standard"], "which experts a layer executes (default: standard)"),
-        ("--pre-eviction", ["none"], "slots given up before the routing is known (default: none)"),
-        ("--scope", ["global"], "global, or layer: each has an equal share of the slots (default: global)"),
-        ("--preset", None, "published systems' policies, by name"),
-    ):
-        policies.add_argument(flag, nargs="+", default=default, metavar="P", help=text)
-
-
-def run(args: argparse.Namespace) -> Outcome:
-    """`expertcast simulate`."""
-    _check(args)
-    chosen = list(_chosen(args))
-    traces = TraceDataset.open(args.traces)
+def run(options: Options) -> Outcome:
+    """Every case that can run, as a row of results; those that cannot are left out and named."""
+    _check(options)
+    evictions = swept_evictions(options.next_token is not None) if options.sweep else ["lru"]
+    chosen = list(options.policies.chosen(options.predictor, evictions))
+    traces = TraceDataset.open(options.traces)
     shape = traces.view.shape
-    slots = args.slots or [slots_of(share, shape) for share in args.capacity or _capacities(args)]
-    predictors = _predictors(args, traces, chosen)
+    shares = options.capacity or (CAPACITIES if options.sweep else (CAPACITY,))
+    slots = options.slots or [slots_of(share, shape) for share in shares]
+    predictors = _predictors(options, traces, chosen)
     names = {given: predictor.name for given, predictor in predictors.items()}
-    machines = _machines(args, traces.view, [policies for policies, _ in chosen])
+    machines = options.machine.machines(traces.view, [policies for policies, _ in chosen])
     cases = [
         Case(policies=policies, slots=count, machine=machine, predictor=None if given is None else names[given])
         for count, machine, (policies, given) in itertools.product(slots, machines, chosen)
     ]
-    model = _measured_model(args, traces, cases)
+    model = _measured_model(options, traces, cases)
     reasons = [refusal(case, shape) for case in cases]
     if None not in reasons:
         raise ExpertcastError(f"nothing to simulate: {reasons[0]}")
-    follower = _follower(args, traces.view)
+    follower = next_token_tracker(options.next_token, traces.view)
     trace = load_trace(
         traces,
-        split=args.split,
-        tokens=args.tokens,
-        prefill=args.prefill,
-        batch=args.batch,
+        split=options.split,
+        tokens=options.tokens,
+        prefill=options.prefill,
+        batch=options.batch,
         predictors={predictor.name: predictor for predictor in predictors.values()},
-        ahead=args.ahead,
+        ahead=options.ahead,
         residuals=follower is not None,
     )
+
+    def measured(wanted: Mapping[str, Case]) -> dict[str, Json]:
+        assert model is not None
+        return policy_quality(options, model, _runs(options, wanted, predictors))
+
     found = sweep(
         Workload.of(trace, follower),
-        with_bounds(cases) if args.sweep else cases,
-        processes=args.processes,
-        quality=None if model is None else lambda wanted: _quality(args, model, wanted, predictors),
+        with_bounds(cases) if options.sweep else cases,
+        processes=options.processes,
+        quality=None
+        if model is None
+        else lambda wanted: policy_quality(options, model, _runs(options, wanted, predictors)),
         progress=True,
     )
-    result: dict[str, Any] = {
+    result: Json = {
         "traces": traces.info["id"],
         "model": traces.info["model"],
         "shape": shape.as_dict(),
-        "split": args.split,
-        "documents": sum(forward.fresh for forward in trace.forwards) * args.batch,
+        "split": options.split,
+        "documents": sum(forward.fresh for forward in trace.forwards) * options.batch,
         "steps": trace.steps,
-        "batch": args.batch,
-        "prefill": args.prefill,
-        "ahead": args.ahead,
+        "batch": options.batch,
+        "prefill": options.prefill,
+        "ahead": options.ahead,
         "block_bytes": dict(machines[0].block_bytes),
         "layer_s": machines[0].times.compute_s,
         **found,
         **provenance(),
     }
-    text = _text(result)
-    if args.out is not None:
-        text += "\n\nwrote " + ", ".join(map(str, _write(args.out, result, text)))
+    text = describe(result)
+    if options.out is not None:
+        text += "\n\nwrote " + ", ".join(map(str, write_results(options.out, result, text)))
     return result, text
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(options: Options) -> None:
     """Before anything is read.
 
     Raises:
         ExpertcastError: options that rule each other out, or a folder that is missing.
     """
-    if args.slots and args.capacity:
+    if options.slots and options.capacity:
         raise ExpertcastError("--slots and --capacity both say how much fits: give one of them")
-    if args.prefetch and not args.predictor and set(args.prefetch) != {"none"}:
-        raise ExpertcastError(f"--prefetch {args.prefetch[0]} selects among forecasts: give --predictor")
-    if args.model is not None and not args.data and args.model != REFERENCE:
-        raise ExpertcastError("--model needs text to run on: give --data")
-    if args.out is not None and not args.out.parent.is_dir():
-        raise ExpertcastError(f"--out {args.out}: there is no folder {args.out.parent}; make it first")
+    if options.policies.prefetch and not options.predictor and set(options.policies.prefetch) != {"none"}:
+        raise ExpertcastError(f"--prefetch {options.policies.prefetch[0]} selects among forecasts: give --predictor")
+    options.check_text()
+    if options.out is not None and not options.out.parent.is_dir():
+        raise ExpertcastError(f"--out {options.out}: there is no folder {options.out.parent}; make it first")
 
 
-def _measured_model(args: argparse.Namespace, traces: TraceDataset, cases: Sequence[Case]) -> str | None:
+def _measured_model(options: Options, traces: TraceDataset, cases: Sequence[Case]) -> str | None:
     """The model whose quality under lossy policies is measured; None: nobody's.
 
     Raises:
         ExpertcastError: lossy policies, and nothing is said of quality.
     """
     lossy = [case.policies for case in cases if case.policies.lossy]
-    if args.no_quality:
+    if options.no_quality:
         return None
-    if args.model is None and lossy:
+    if options.model is None and lossy:
         if traces.info["model"] == REFERENCE:
             return REFERENCE
         words = lossy[0].as_dict()
@@ -234,139 +167,30 @@ def _measured_model(args: argparse.Namespace, traces: TraceDataset, cases: Seque
             f"miss={words['miss']}, routing={words['routing']} changes what the model says: give --model and --data to "
             "measure how much, or --no-quality"
         )
-    return str(args.model) if args.model is not None else None
+    return options.model
 
 
-def _capacities(args: argparse.Namespace) -> Sequence[float]:
-    return CAPACITIES if args.sweep else (CAPACITY,)
-
-
-def _chosen(args: argparse.Namespace) -> Iterator[_Chosen]:
-    """Presets, then every combination of the policies that are named.
-
-    Raises:
-        ExpertcastError: an unknown preset, policy or option.
-    """
-    for name in args.preset or ():
-        if name not in PRESETS:
-            raise ExpertcastError(f"unknown preset {name!r}: choose from {', '.join(PRESETS)}")
-        yield PRESETS[name].policies, PRESETS[name].predictor
-    if args.preset and not args.policy:
-        return
-    evictions = args.policy or (_all_evictions(args) if args.sweep else ["lru"])
-    prefetches = args.prefetch or ["top_k" if args.predictor else "none"]
-    for eviction, prefetch, miss, routing, pre_eviction, scope, predictor in itertools.product(
-        evictions, prefetches, args.miss, args.routing, args.pre_eviction, args.scope, args.predictor or [None]
-    ):
-        policies = Policies(
-            eviction=eviction, prefetch=prefetch, miss=miss, routing=routing, pre_eviction=pre_eviction, scope=scope
-        )
-        yield policies, predictor
-
-
-def _all_evictions(args: argparse.Namespace) -> list[str]:
-    return [name for name in EVICTION.names() if name not in _NEEDS_MORE or (name != BELADY and args.next_token)]
-
-
-def _predictors(args: argparse.Namespace, traces: TraceDataset, chosen: Sequence[_Chosen]) -> dict[str, Predictor]:
+def _predictors(options: Options, traces: TraceDataset, chosen: Sequence[Chosen]) -> dict[str, Predictor]:
     """By the word that asked for it: checkpoints loaded, names fitted on the train split."""
     wanted = list(dict.fromkeys(given for _, given in chosen if given is not None))
     if not wanted:
         return {}
-    found = evaluated_predictors(wanted, traces, args.ahead)
+    found = evaluated_predictors(wanted, traces, options.ahead)
     return dict(zip(wanted, found.values(), strict=True))
 
 
-def _follower(args: argparse.Namespace, view: MoEView) -> NextTokenTracker | None:
-    """
-    Raises:
-        ExpertcastError: a checkpoint of another kind of predictor.
-    """
-    if args.next_token is None:
-        return None
-    predictor = load_predictor(args.next_token, view)
-    if not isinstance(predictor, NextToken):
-        raise ExpertcastError(
-            f"--next-token {args.next_token} is a {predictor.name}: give a checkpoint of `expertcast train --predictor "
-            "next_token`, and other predictors as --predictor"
-        )
-    return NextTokenTracker(predictor)
-
-
-def _machines(args: argparse.Namespace, view: MoEView, policies: Sequence[Policies]) -> list[Machine]:
-    """One per bandwidth.
-
-    Raises:
-        ExpertcastError: copies in a precision that these experts do not get smaller by.
-    """
-    shape, layout = view.shape, BlockLayout.of(view)
-    cache = CacheShape(
-        layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=shape.layers * shape.experts
-    )
-    lower = {name for each in policies for name in each.make(cache).miss.precisions}
-    block_bytes = {FULL: layout.block_bytes}
-    block_bytes |= {name: PackedLayout.of(layout, name).block_bytes for name in sorted(lower)}
-    bandwidths = args.bandwidth or [BANDWIDTH]
-    copies_s = shape.top_k * (args.latency + layout.block_bytes / bandwidths[0])
-    times = constant_times(shape.layers, args.layer_time or copies_s / COPY_OVER_COMPUTE)
-    return [
-        Machine(
-            times=times,
-            block_bytes=block_bytes,
-            bandwidth=bandwidth,
-            latency=args.latency,
-            write_back=args.write_back,
-        )
-        for bandwidth in bandwidths
-    ]
-
-
-def _quality(
-    args: argparse.Namespace, model_name: str, wanted: Mapping[str, Case], predictors: Mapping[str, Predictor]
-) -> dict[str, dict[str, Any]]:
-    """Decode text with the policies of some cases in the real runtime, and without any (`exact`)."""
-    say(f"measuring what {len(wanted)} lossy sets of policies cost {model_name}")
-    model = load_model(model_name, dtype=args.dtype, device=device_of(args.device))
-    documents = load_documents(args.data or [REFERENCE])
-    windows_NW = text_windows(
-        load_tokenizer(model_name),
-        (document.text for document in documents),
-        length=min(QUALITY_WINDOW, max(args.quality_tokens, 32)),
-        count=max(1, args.quality_tokens // QUALITY_WINDOW),
-    )
+def _runs(
+    options: Options, wanted: Mapping[str, Case], predictors: Mapping[str, Predictor]
+) -> dict[str, OffloadConfig]:
+    """Cases as the real runtime runs them."""
     by_name = {predictor.name: predictor for predictor in predictors.values()}
-    runs = {
-        name: {
-            "policies": case.policies,
-            "slots": case.slots,
-            "predictor": None if case.predictor is None else by_name[case.predictor],
-            "ahead": args.ahead if case.predictor is not None else 1,
-            "next_token": args.next_token if case.policies.eviction.cls.reads_tokens else None,
-        }
+    return {
+        name: OffloadConfig(
+            policies=case.policies,
+            slots=case.slots,
+            predictor=None if case.predictor is None else by_name[case.predictor],
+            ahead=1 if case.predictor is None else options.ahead,
+            next_token=options.next_token if case.policies.eviction.cls.reads_tokens else None,
+        )
         for name, case in wanted.items()
     }
-    found = measure_policies(model, windows_NW, runs)["runs"]
-    return {
-        name: {"perplexity": run["perplexity"], "agreement": run["top1_agreement"], "kl": run["kl"]}
-        for name, run in found.items()
-    }
-
-
-def _text(result: Mapping[str, Any]) -> str:
-    shape = ", ".join(f"{key}={value}" for key, value in result["shape"].items())
-    rows = sorted(result["results"], key=lambda row: (row["slots"], row["bandwidth"]))  # bounds beside what they bound
-    lines = [
-        f"{result['model']} ({shape}), split {result['split']!r}: {result['documents']} documents, "
-        f"{result['steps']} decode steps of {result['batch']}; an expert is {result['block_bytes'][FULL]} bytes",
-        aligned(table(rows)),
-    ]
-    for reason, left in itertools.groupby(result["skipped"], key=lambda row: row["reason"]):
-        lines.append(f"left out {len(list(left))}: {reason}")
-    return "\n\n".join(lines[:2]) + "".join(f"\n{line}" for line in lines[2:])
-
-
-def _write(folder: Path, result: dict[str, Any], text: str) -> list[Path]:
-    folder.mkdir(exist_ok=True)
-    write_json(folder / RESULT, result)
-    write_atomically(folder / TABLE, (text + "\n").encode())
-    return [folder / RESULT, folder / TABLE, *write_figures(result["results"], folder)]
