@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor
 from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor, names, predictor_class
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink, Link
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.emulated import EmulatedLink
@@ -48,34 +49,31 @@ def resolve_predictor(
     return load_predictor(given, view), PredictorCheckpoint.open(given)
 
 
-def executed_layers(
-    mode: str,
-    layers: Iterable[int] | None,
-    view: MoEView,
-    predictor: Predictor | None,
-    checkpoint: PredictorCheckpoint | None,
-    min_recall: float,
-) -> list[int]:
-    """Layers that execute their forecast; see :func:`expertcast.offload`.
+def executed_layers(config: OffloadConfig, layers: int, recall: Mapping[int, float] | None) -> list[int]:
+    """Layers that execute their forecast.
+
+    Args:
+        config: mode, predictor, layers and min_recall.
+        layers: L of the model.
+        recall: recall@k of the forecasts by target layer, where it is known.
 
     Raises:
         ExpertcastError: no predictor to execute, or nothing that says where a hybrid should.
     """
-    if mode == "exact":
+    if config.mode == "exact":
         return []
-    if predictor is None:
-        raise ExpertcastError(f"mode {mode!r} executes forecasts: give a predictor")
-    if layers is not None:
-        return list(layers)
-    if mode == "speculate":
-        return list(range(len(view)))
-    recall = recall_per_layer(checkpoint)
+    if config.resolved_predictor() is None:
+        raise ExpertcastError(f"mode {config.mode!r} executes forecasts: give a predictor")
+    if config.layers is not None:
+        return list(config.layers)
+    if config.mode == "speculate":
+        return list(range(layers))
     if recall is None:
         raise ExpertcastError(
             "mode 'hybrid' needs to know where forecasts are good: give layers=[...], or a checkpoint with recall_at_k "
             "in its metrics.json"
         )
-    return [layer for layer, value in recall.items() if value >= min_recall]
+    return [layer for layer, value in recall.items() if value >= config.min_recall]
 
 
 def recall_per_layer(checkpoint: PredictorCheckpoint | None) -> dict[int, float] | None:

@@ -10,18 +10,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.data.discovery import find_moe_layers
-from expertcast.predictors import ExpertcastError, ModelShape, MoEView, Predictor
-from expertcast.runtime.advising.event_model import Forecasts, Replay, Setting, Trace, calibrated, replay
-from expertcast.runtime.advising.observation import Forward, executed, measured_recall, observe, trace_of, with_recall
+from expertcast.predictors import ExpertcastError, Predictor
+from expertcast.runtime.advising.event_model import Setting, calibrated, replay
+from expertcast.runtime.advising.observation import Watcher, executed, measured_recall, with_recall
 from expertcast.runtime.arguments import recall_per_layer, resolve_predictor
 from expertcast.runtime.benchmarking.decoding import decode_greedily
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.kernel import KernelLink
@@ -29,6 +29,8 @@ from expertcast.runtime.links.speed import LinkSpeed, link_speed
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.recording.layer_times import LayerTimes, layer_times
 from expertcast.runtime.recording.recorder import Recorder
+from expertcast.runtime.simulation.machine import Simulation
+from expertcast.runtime.simulation.trace import Asked, Trace
 
 Given = str | Path | Predictor
 
@@ -37,8 +39,8 @@ Given = str | Path | Predictor
 class Forecasting:
     """A predictor at one distance: what it asks for, how often it is right, and what it costs."""
 
-    forecasts: Sequence[Forecasts]
-    """Per decode step."""
+    asked: Asked
+    """In the decode steps."""
     recall: dict[int, float]
     """Recall@k by target layer."""
     source: str
@@ -48,6 +50,7 @@ class Forecasting:
 
     @property
     def mean_recall(self) -> float:
+        """Recall@k over all target layers."""
         return statistics.fmean(self.recall.values())
 
 
@@ -55,8 +58,6 @@ class Forecasting:
 class Survey:
     """What the short runs found."""
 
-    layers: int
-    top_k: int
     block_bytes: int
     speed: LinkSpeed
     setting: Setting
@@ -69,30 +70,39 @@ class Survey:
     """By predictor's label and layers ahead."""
 
     @property
+    def layers(self) -> int:
+        """MoE layers."""
+        return self.trace.shape.layers
+
+    @property
     def experts(self) -> int:
         """Of all layers together."""
-        return self.layers * self.trace.experts
+        return self.layers * self.trace.shape.experts
 
     def predict(
-        self, predictor: str | None = None, ahead: int = 1, *, executed_layers: Iterable[int] = (), **other: Any
-    ) -> Replay:
+        self,
+        predictor: str | None = None,
+        ahead: int = 1,
+        *,
+        executed_layers: Iterable[int] = (),
+        setting: Setting | None = None,
+    ) -> Simulation:
         """What a run takes by the event model.
 
         Args:
             predictor: its label; None loads on demand.
+            ahead: layers between its forecasts and their targets.
             executed_layers: layers that execute their forecast (all of them for `speculate`).
-            other: fields of :class:`Setting` that are other than in the survey: slots, cache, copy_s.
+            setting: where it is other than in the survey.
 
         Raises:
             ExpertcastError: a predictor or distance that the survey did not run.
         """
-        setting = replace(self.setting, **other)
-        setting = replace(setting, slots=min(setting.slots, self.experts))
+        setting = setting or self.setting
         if predictor is None:
             return replay(self.trace, self.times, setting)
         found = self.known(predictor, ahead)
-        trace = executed(self.trace, found.forecasts, executed_layers, self.top_k)
-        return replay(trace, found.times, setting, found.forecasts, ahead)
+        return replay(executed(self.trace, found.asked, executed_layers), found.times, setting, found.asked)
 
     def known(self, predictor: str, ahead: int) -> Forecasting:
         """What was found of a predictor at one distance.
@@ -114,7 +124,7 @@ class _Run:
 
     tpot_s: float
     times: LayerTimes
-    forwards: list[Forward]
+    watched: Watcher
     setting: Setting
     speed: LinkSpeed
     block_bytes: int
@@ -123,42 +133,45 @@ class _Run:
 def survey(
     model: PreTrainedModel,
     prompt_ids: Tensor,
+    config: OffloadConfig | None = None,
     *,
     predictors: Sequence[Given] = (),
     new_tokens: int = 32,
     repetitions: int = 2,
-    **arguments: Any,
 ) -> Survey:
     """Decode a few tokens on demand, and with each predictor at each distance that it offers, in alternation.
 
     Args:
+        model: as :func:`expertcast.offload` takes it.
         prompt_ids: [1, T] on the model's device.
+        config: slots, cache, link, store and so on, without a predictor; link `auto` on CUDA is `cuda`, for the books
+            of `kernel` are out of sight on the device.
         predictors: as :func:`expertcast.offload` takes them.
         new_tokens: per run; the first comes from the prefill. Too few find a cache that is still filling up.
         repetitions: of each run, of which the fastest counts: the one that was disturbed least.
-        arguments: slots or memory, cache, link, bandwidth, latency, overfetch: as for :func:`expertcast.offload`;
-            `auto` on CUDA is `cuda`, for the books of `kernel` are out of sight on the device.
 
     Raises:
-        ExpertcastError: as :func:`expertcast.offload`; fewer than 2 new tokens or no repetition; not one prompt.
+        ExpertcastError: as :func:`expertcast.offload`; fewer than 2 new tokens or no repetition; not one prompt; a
+            configuration with a predictor.
     """
+    config = config or OffloadConfig()
     _check(prompt_ids, new_tokens, repetitions)
-    if prompt_ids.is_cuda and arguments.get("link", "auto") == "auto":
-        arguments["link"] = "cuda"
+    if not config.on_demand:
+        raise ExpertcastError("the configuration names a predictor: name those that are to be compared in predictors")
+    if prompt_ids.is_cuda and config.link == "auto":
+        config = replace(config, link="cuda")
     view = find_moe_layers(model)
     resolved = {label_of(given): resolve_predictor(given, view) for given in predictors}
     base_runs: list[_Run] = []
     runs: dict[tuple[str, int], list[_Run]] = defaultdict(list)
     for _ in range(repetitions):
-        base_runs.append(_run(model, view, prompt_ids, new_tokens, arguments))
+        base_runs.append(_run(model, prompt_ids, new_tokens, config))
         for label, ahead, predictor in _distances(resolved, len(view)):
-            own = {**arguments, "predictor": predictor, "ahead": ahead}
-            runs[label, ahead].append(_run(model, view, prompt_ids, new_tokens, own))
+            own = replace(config, predictor=predictor, ahead=ahead)
+            runs[label, ahead].append(_run(model, prompt_ids, new_tokens, own))
     base = min(base_runs, key=_tpot)
-    trace = trace_of(base.forwards, view.shape.experts)
+    trace = base.watched.trace(view.shape)
     return Survey(
-        layers=len(view),
-        top_k=view.shape.top_k,
         block_bytes=base.block_bytes,
         speed=base.speed,
         setting=base.setting,
@@ -166,7 +179,7 @@ def survey(
         trace=trace,
         tpot_s=base.tpot_s,
         forecasting={
-            (label, ahead): _forecasting(base, min(found, key=_tpot), resolved[label][1], ahead, view.shape)
+            (label, ahead): _forecasting(trace, base.setting, min(found, key=_tpot), resolved[label][1], ahead)
             for (label, ahead), found in runs.items()
         },
     )
@@ -199,17 +212,14 @@ def _tpot(run: _Run) -> float:
     return run.tpot_s
 
 
-def _run(
-    model: PreTrainedModel, view: MoEView, prompt_ids: Tensor, new_tokens: int, arguments: Mapping[str, Any]
-) -> _Run:
-    recorder = Recorder(prompt_ids.device)
-    with offload(model, observers=[recorder], **arguments) as offloaded:
+def _run(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, config: OffloadConfig) -> _Run:
+    recorder, watched = Recorder(prompt_ids.device), Watcher()
+    with offload(model, config, observers=[recorder, watched]) as offloaded:
         link = offloaded.link
         if isinstance(link, KernelLink):
             raise ExpertcastError("link 'kernel' decides on the device, where nothing can be surveyed: use link='cuda'")
         speed = link_speed(link, offloaded.store)
-        with observe(offloaded.residency, view.shape.experts) as forwards:
-            decoding = decode_greedily(model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
+        decoding = decode_greedily(model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
         times, block_bytes = layer_times(recorder), offloaded.store.layout.block_bytes
         setting = Setting(
             slots=offloaded.pool.count,
@@ -220,7 +230,7 @@ def _run(
         )
     if setting.blocking:
         times = _without_copies(times, recorder)
-    return _Run(statistics.median(decoding.steps_s), times, forwards, setting, speed, block_bytes)
+    return _Run(statistics.median(decoding.steps_s), times, watched, setting, speed, block_bytes)
 
 
 def _without_copies(times: LayerTimes, recorder: Recorder) -> LayerTimes:
@@ -237,14 +247,13 @@ def _without_copies(times: LayerTimes, recorder: Recorder) -> LayerTimes:
 
 
 def _forecasting(
-    base: _Run, run: _Run, checkpoint: PredictorCheckpoint | None, ahead: int, shape: ModelShape
+    trace: Trace, setting: Setting, run: _Run, checkpoint: PredictorCheckpoint | None, ahead: int
 ) -> Forecasting:
     """The forecasts of a run, at the checkpoint's own recall where its metrics have it for this distance."""
-    steps: list[Forecasts] = [forward.forecast for forward in run.forwards[1:]]
-    trace, top_k = trace_of(base.forwards, shape.experts), shape.top_k
-    times = calibrated(run.tpot_s, trace, run.times, base.setting, steps, ahead)
-    recall, source = measured_recall(trace, steps, top_k), "measured"
+    asked = run.watched.forecasts(ahead)
+    times = calibrated(run.tpot_s, trace, run.times, setting, asked)
+    recall, source = measured_recall(trace, asked), "measured"
     known = None if checkpoint is None or checkpoint.metrics.get("ahead", 1) != ahead else recall_per_layer(checkpoint)
     if known is not None and set(known) == set(recall):
-        steps, recall, source = with_recall(trace, steps, known, top_k), known, "metrics.json"
-    return Forecasting(forecasts=steps, recall=recall, source=source, times=times)
+        asked, recall, source = with_recall(trace, asked, known), known, "metrics.json"
+    return Forecasting(asked=asked, recall=recall, source=source, times=times)

@@ -39,6 +39,7 @@ from expertcast.runtime.benchmarking.hardware import hardware
 from expertcast.runtime.benchmarking.peer import measure_peer
 from expertcast.runtime.benchmarking.random_weights import weight_bytes
 from expertcast.runtime.benchmarking.routing_process import RoutingProcess
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.recording.timeline import draw_steps
 from expertcast.runtime.recording.timeline import write_timeline as write_trace
 
@@ -123,9 +124,9 @@ def advise(args: argparse.Namespace) -> Outcome:
         advice = advise_model(
             target.model,
             prompt_ids,
+            OffloadConfig(**shared_arguments(args, target, link)),
             predictors=[forecaster(args, process)],
             new_tokens=args.new_tokens,
-            **shared_arguments(args, target, link),
         )
     routing = routing_source(process)
     result = {**heading(target), "routing": routing, **link, **advice.as_dict()}
@@ -174,12 +175,15 @@ def check_advice(
     found = survey(
         target.model,
         prompt_ids,
+        OffloadConfig(**shared_arguments(args, target, link)),
         predictors=[forecaster(args, process)],
         new_tokens=args.new_tokens,
         repetitions=1,
-        **shared_arguments(args, target, link),
     )
-    runs = {name: {**run.arguments, "slots": run.slots} for name, run in measured.runs.items()}
+    runs = {
+        name: OffloadConfig(**{**run.arguments, "slots": run.slots, "memory": None})
+        for name, run in measured.runs.items()
+    }
     errors = advice_errors(found, runs, {name: run.tpot_s for name, run in measured.runs.items()})
     return {**advice_from(found).as_dict(), "errors": errors}
 

@@ -25,14 +25,13 @@ from expertcast.predictors.next_token_tracker import NextTokenTracker
 from expertcast.runtime.policies import EVICTION, PRESETS, CacheShape, Policies
 from expertcast.runtime.quality.forecasts import text_windows
 from expertcast.runtime.quality.policies import measure_policies
-from expertcast.runtime.simulation.events import load_trace
 from expertcast.runtime.simulation.figures import write_figures
-from expertcast.runtime.simulation.machine import Machine, constant_times
+from expertcast.runtime.simulation.load import Texts, load_trace
+from expertcast.runtime.simulation.machine import Case, Machine, constant_times
 from expertcast.runtime.simulation.summary import table
 from expertcast.runtime.simulation.sweep import (
     BELADY,
     CAPACITIES,
-    Case,
     Workload,
     refusal,
     slots_of,
@@ -80,10 +79,7 @@ def simulate(args: argparse.Namespace) -> Outcome:
     follower = _follower(args, traces.view)
     trace = load_trace(
         traces,
-        split=args.split,
-        tokens=args.tokens,
-        prefill=args.prefill,
-        batch=args.batch,
+        Texts(split=args.split, tokens=args.tokens, prefill=args.prefill, batch=args.batch),
         predictors={predictor.name: predictor for predictor in predictors.values()},
         ahead=args.ahead,
         residuals=follower is not None,
