@@ -13,17 +13,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertcast.runtime.advising.advice import Advice, Option, milliseconds
-from expertcast.runtime.advising.event_model import Setting
 from expertcast.runtime.advising.survey import Given, Survey, label_of, survey
 from expertcast.runtime.arguments import executed_layers
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.simulation.machine import Simulation
+from expertcast.runtime.simulation.machine import Case, Simulation
 
 WORTH = 0.02
 """Share of the time per token that a change must save before it is advised."""
-_LEVERS: dict[str, Callable[[Setting], Setting]] = {
-    "twice the slots": lambda setting: replace(setting, slots=2 * setting.slots),
-    "a link of twice the speed": lambda setting: replace(setting, copy_s=setting.copy_s / 2),
+_LEVERS: dict[str, Callable[[Case], Case]] = {
+    "twice the slots": lambda case: replace(case, slots=2 * case.slots),
+    "a link of twice the speed": lambda case: replace(
+        case, machine=replace(case.machine, bandwidth=2 * case.machine.bandwidth)
+    ),
 }
 
 
@@ -68,9 +69,10 @@ def advice_from(found: Survey) -> Advice:
     hiding = [option for option in exact if option.wait_s < on_demand.wait_s]
     best = min(hiding, key=lambda option: option.tpot_s, default=on_demand)
     chosen = best if best.tpot_s < (1 - WORTH) * on_demand.tpot_s else on_demand
-    most = most_to_gain(replayed, found.times.compute_s, max((ahead for _, ahead in found.forecasting), default=1))
+    compute_s = found.case.machine.times.compute_s
+    most = most_to_gain(replayed, compute_s, max((ahead for _, ahead in found.forecasting), default=1))
     levers = {
-        name: found.predict(chosen.predictor, chosen.ahead or 1, setting=change(found.setting)).tpot_s
+        name: found.predict(chosen.predictor, chosen.ahead or 1, case=change(found.case)).tpot_s
         for name, change in _LEVERS.items()
     }
     reasons = [_share_of_copies(found, on_demand, most)]
@@ -85,12 +87,12 @@ def advice_from(found: Survey) -> Advice:
         most_to_gain=most,
         levers=levers,
         reasons=reasons + _further(on_demand, speculated, chosen, levers),
-        slots=found.setting.slots,
+        slots=found.case.slots,
         experts=found.experts,
-        memory_bytes=found.setting.slots * found.block_bytes,
+        memory_bytes=found.case.slots * found.block_bytes,
         link_rate=found.speed.rate,
-        copy_s=found.setting.copy_s,
-        layer_compute_s=found.times.compute_s,
+        copy_s=found.speed.copy_s,
+        layer_compute_s=compute_s,
         measured_on_demand_s=found.tpot_s,
     )
 
@@ -116,12 +118,12 @@ def expected_tpot(found: Survey, config: OffloadConfig) -> float:
     Raises:
         ExpertcastError: a predictor or distance that the survey did not run.
     """
-    setting = replace(found.setting, cache=config.cache, slots=config.slots or found.setting.slots)
+    case = replace(found.case, cache=config.cache, slots=config.slots or found.case.slots)
     if config.predictor is None:
-        return found.predict(setting=setting).tpot_s
+        return found.predict(case=case).tpot_s
     label = label_of(config.predictor)
     layers = executed_layers(config, found.layers, found.known(label, config.ahead).recall)
-    return found.predict(label, config.ahead, executed_layers=layers, setting=setting).tpot_s
+    return found.predict(label, config.ahead, executed_layers=layers, case=case).tpot_s
 
 
 def advice_errors(
@@ -142,7 +144,7 @@ def advice_errors(
     errors = {}
     for name, config in runs.items():
         expected, given = expected_tpot(found, config), config.predictor
-        times = found.times if given is None else found.known(label_of(given), config.ahead).times
+        times = found.case.machine.times if given is None else found.known(label_of(given), config.ahead).times
         errors[name] = {
             "expected_tpot_s": expected,
             "tpot_s": measured_s[name],
@@ -156,7 +158,7 @@ def _option(found: Survey, mode: str, replayed: Simulation, name: tuple[str, int
     """What a replay says; `name`: the predictor's label and the layers ahead."""
     forecasting = None if name is None else found.known(*name)
     label, ahead = name or (None, None)
-    times = found.times if forecasting is None else forecasting.times
+    times = found.case.machine.times if forecasting is None else forecasting.times
     return Option(
         mode=mode,
         predictor=label,
@@ -173,9 +175,9 @@ def _option(found: Survey, mode: str, replayed: Simulation, name: tuple[str, int
 
 
 def _share_of_copies(found: Survey, on_demand: Option, most: float) -> str:
-    if found.setting.slots >= found.experts:
+    if found.case.slots >= found.experts:
         return f"all {found.experts} experts fit the slots: each is copied once, then there is nothing to prefetch"
-    if found.setting.blocking:
+    if found.case.machine.blocking:
         return "this link copies in the model's own thread: nothing can be hidden behind compute"
     return (
         f"on demand, waiting for copies is {on_demand.wait_s / on_demand.tpot_s:.0%} of "

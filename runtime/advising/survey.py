@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 from torch import Tensor
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors import ExpertcastError, Predictor
-from expertcast.runtime.advising.event_model import Setting, calibrated, replay
+from expertcast.runtime.advising.event_model import calibrated, replay
 from expertcast.runtime.advising.observation import Watcher, executed, measured_recall, with_recall
 from expertcast.runtime.arguments import recall_per_layer, resolve_predictor
 from expertcast.runtime.benchmarking.decoding import decode_greedily
@@ -27,10 +28,12 @@ from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.links.speed import LinkSpeed, link_speed
 from expertcast.runtime.offloading import offload
+from expertcast.runtime.policies import Policies
 from expertcast.runtime.recording.layer_times import LayerTimes, layer_times
 from expertcast.runtime.recording.recorder import Recorder
-from expertcast.runtime.simulation.machine import Simulation
+from expertcast.runtime.simulation.machine import Case, Machine, Simulation
 from expertcast.runtime.simulation.trace import Asked, Trace
+from expertcast.runtime.storage.precision import FULL
 
 Given = str | Path | Predictor
 
@@ -58,11 +61,9 @@ class Forecasting:
 class Survey:
     """What the short runs found."""
 
-    block_bytes: int
+    case: Case
+    """How the runs were set up, with the layer times of the on-demand run."""
     speed: LinkSpeed
-    setting: Setting
-    times: LayerTimes
-    """On demand."""
     trace: Trace
     tpot_s: float
     """Measured in the on-demand run (median)."""
@@ -79,13 +80,18 @@ class Survey:
         """Of all layers together."""
         return self.layers * self.trace.shape.experts
 
+    @property
+    def block_bytes(self) -> int:
+        """Of one expert."""
+        return self.case.machine.block_bytes[FULL]
+
     def predict(
         self,
         predictor: str | None = None,
         ahead: int = 1,
         *,
         executed_layers: Iterable[int] = (),
-        setting: Setting | None = None,
+        case: Case | None = None,
     ) -> Simulation:
         """What a run takes by the event model.
 
@@ -93,16 +99,16 @@ class Survey:
             predictor: its label; None loads on demand.
             ahead: layers between its forecasts and their targets.
             executed_layers: layers that execute their forecast (all of them for `speculate`).
-            setting: where it is other than in the survey.
+            case: how the runtime is set up, where it is other than in the survey.
 
         Raises:
             ExpertcastError: a predictor or distance that the survey did not run.
         """
-        setting = setting or self.setting
+        case = case or self.case
         if predictor is None:
-            return replay(self.trace, self.times, setting)
+            return replay(self.trace, case)
         found = self.known(predictor, ahead)
-        return replay(executed(self.trace, found.asked, executed_layers), found.times, setting, found.asked)
+        return replay(executed(self.trace, found.asked, executed_layers), case.timed(found.times), found.asked)
 
     def known(self, predictor: str, ahead: int) -> Forecasting:
         """What was found of a predictor at one distance.
@@ -123,11 +129,9 @@ class _Run:
     """One short decoding."""
 
     tpot_s: float
-    times: LayerTimes
+    case: Case
     watched: Watcher
-    setting: Setting
     speed: LinkSpeed
-    block_bytes: int
 
 
 def survey(
@@ -155,7 +159,10 @@ def survey(
             configuration with a predictor.
     """
     config = config or OffloadConfig()
-    _check(prompt_ids, new_tokens, repetitions)
+    if new_tokens < 2 or repetitions < 1:
+        raise ExpertcastError(f"new_tokens={new_tokens}, repetitions={repetitions}: give 2 or more, and 1 or more")
+    if prompt_ids.dim() != 2 or prompt_ids.shape[0] != 1 or not prompt_ids.shape[1]:
+        raise ExpertcastError(f"prompt_ids has shape {list(prompt_ids.shape)}: give one prompt, [1, tokens]")
     if not config.on_demand:
         raise ExpertcastError("the configuration names a predictor: name those that are to be compared in predictors")
     if prompt_ids.is_cuda and config.link == "auto":
@@ -166,20 +173,22 @@ def survey(
     runs: dict[tuple[str, int], list[_Run]] = defaultdict(list)
     for _ in range(repetitions):
         base_runs.append(_run(model, prompt_ids, new_tokens, config))
-        for label, ahead, predictor in _distances(resolved, len(view)):
-            own = replace(config, predictor=predictor, ahead=ahead)
-            runs[label, ahead].append(_run(model, prompt_ids, new_tokens, own))
-    base = min(base_runs, key=_tpot)
+        for label, (predictor, _) in resolved.items():
+            assert predictor is not None
+            for ahead in (ahead for ahead in predictor.ahead if ahead < len(view)):
+                own = replace(config, predictor=predictor, ahead=ahead)
+                runs[label, ahead].append(_run(model, prompt_ids, new_tokens, own))
+    base = min(base_runs, key=attrgetter("tpot_s"))
     trace = base.watched.trace(view.shape)
     return Survey(
-        block_bytes=base.block_bytes,
+        case=base.case.timed(calibrated(base.tpot_s, trace, base.case)),
         speed=base.speed,
-        setting=base.setting,
-        times=calibrated(base.tpot_s, trace, base.times, base.setting),
         trace=trace,
         tpot_s=base.tpot_s,
         forecasting={
-            (label, ahead): _forecasting(trace, base.setting, min(found, key=_tpot), resolved[label][1], ahead)
+            (label, ahead): _forecasting(
+                trace, base.case, min(found, key=attrgetter("tpot_s")), resolved[label][1], ahead
+            )
             for (label, ahead), found in runs.items()
         },
     )
@@ -188,28 +197,6 @@ def survey(
 def label_of(given: Given) -> str:
     """A predictor's name in a survey: what was given, or the name of an object."""
     return given.name if isinstance(given, Predictor) else str(given)
-
-
-def _check(prompt_ids: Tensor, new_tokens: int, repetitions: int) -> None:
-    if new_tokens < 2 or repetitions < 1:
-        raise ExpertcastError(f"new_tokens={new_tokens}, repetitions={repetitions}: give 2 or more, and 1 or more")
-    if prompt_ids.dim() != 2 or prompt_ids.shape[0] != 1 or not prompt_ids.shape[1]:
-        raise ExpertcastError(f"prompt_ids has shape {list(prompt_ids.shape)}: give one prompt, [1, tokens]")
-
-
-def _distances(
-    resolved: Mapping[str, tuple[Predictor | None, PredictorCheckpoint | None]], layers: int
-) -> Iterator[tuple[str, int, Predictor]]:
-    """(label, layers ahead, predictor) of all that a model of so many layers has use for."""
-    for label, (predictor, _) in resolved.items():
-        assert predictor is not None
-        for ahead in predictor.ahead:
-            if ahead < layers:
-                yield label, ahead, predictor
-
-
-def _tpot(run: _Run) -> float:
-    return run.tpot_s
 
 
 def _run(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, config: OffloadConfig) -> _Run:
@@ -221,16 +208,16 @@ def _run(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, config: Of
         speed = link_speed(link, offloaded.store)
         decoding = decode_greedily(model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
         times, block_bytes = layer_times(recorder), offloaded.store.layout.block_bytes
-        setting = Setting(
-            slots=offloaded.pool.count,
-            copy_s=speed.copy_s,
-            cache=offloaded.residency.keep,
-            window=link.window if isinstance(link, CudaLink) else 1,
-            blocking=isinstance(link, InstantLink),
-        )
-    if setting.blocking:
-        times = _without_copies(times, recorder)
-    return _Run(statistics.median(decoding.steps_s), times, watched, setting, speed, block_bytes)
+        blocking, slots = isinstance(link, InstantLink), offloaded.pool.count
+    machine = Machine(
+        times=_without_copies(times, recorder) if blocking else times,
+        block_bytes={FULL: block_bytes},
+        bandwidth=block_bytes / speed.copy_s,
+        window=link.window if isinstance(link, CudaLink) else 1,
+        blocking=blocking,
+    )
+    case = Case(policies=Policies(), slots=slots, machine=machine, cache=config.cache)
+    return _Run(statistics.median(decoding.steps_s), case, watched, speed)
 
 
 def _without_copies(times: LayerTimes, recorder: Recorder) -> LayerTimes:
@@ -247,11 +234,11 @@ def _without_copies(times: LayerTimes, recorder: Recorder) -> LayerTimes:
 
 
 def _forecasting(
-    trace: Trace, setting: Setting, run: _Run, checkpoint: PredictorCheckpoint | None, ahead: int
+    trace: Trace, base: Case, run: _Run, checkpoint: PredictorCheckpoint | None, ahead: int
 ) -> Forecasting:
     """The forecasts of a run, at the checkpoint's own recall where its metrics have it for this distance."""
     asked = run.watched.forecasts(ahead)
-    times = calibrated(run.tpot_s, trace, run.times, setting, asked)
+    times = calibrated(run.tpot_s, trace, base.timed(run.case.machine.times), asked)
     recall, source = measured_recall(trace, asked), "measured"
     known = None if checkpoint is None or checkpoint.metrics.get("ahead", 1) != ahead else recall_per_layer(checkpoint)
     if known is not None and set(known) == set(recall):

@@ -107,8 +107,7 @@ def compare(measured: Measured, times: LayerTimes | None = None) -> Json:
         measured - 1.
     """
     case, next_token = measured.case, measured.next_token
-    if times is not None:
-        case = replace(case, machine=replace(case.machine, times=times))
+    case = case if times is None else case.timed(times)
     follower = None if next_token is None else lambda: NextTokenTracker(next_token)
     done = simulate(measured.trace, case, tokens_ahead=follower)
     counts = _counts(done.decode)

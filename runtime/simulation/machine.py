@@ -67,6 +67,10 @@ class Case:
     carry: bool = True
     """Without a cache, ask at the last layer for what the first layers needed, on behalf of the next token."""
 
+    def timed(self, times: LayerTimes) -> Case:
+        """The same with other layer times."""
+        return replace(self, machine=replace(self.machine, times=times))
+
 
 @dataclass(slots=True, kw_only=True)
 class Simulation:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.advising.event_model import Setting
+from expertcast.runtime.advising import event_model
 from expertcast.runtime.advising.survey import Forecasting, Survey
 from expertcast.runtime.benchmarking.decoding import decode_greedily
 from expertcast.runtime.links.speed import LinkSpeed
 from expertcast.runtime.offloaded import OffloadedModel
+from expertcast.runtime.policies import Policies
 from expertcast.runtime.recording.layer_times import LayerTimes
 from expertcast.runtime.recording.recorder import Recorder, Span
+from expertcast.runtime.simulation.machine import Case, Machine, Simulation
 from expertcast.runtime.simulation.trace import Asked, Forward, Trace
 
 
@@ -63,6 +66,29 @@ def layer_times(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How the runtime is set up; an expert has 1000 bytes."""
+
+    slots: int
+    copy_s: float
+    cache: bool = True
+    blocking: bool = False
+    carry: bool = True
+
+    def case(self, times: LayerTimes) -> Case:
+        machine = Machine(times=times, block_bytes={"full": 1000}, bandwidth=1000 / self.copy_s, blocking=self.blocking)
+        return Case(policies=Policies(), slots=self.slots, machine=machine, cache=self.cache, carry=self.carry)
+
+
+def replay(trace: Trace, times: LayerTimes, setting: Setting, asked: Asked | None = None) -> Simulation:
+    return event_model.replay(trace, setting.case(times), asked)
+
+
+def calibrated(tpot_s: float, trace: Trace, times: LayerTimes, setting: Setting) -> LayerTimes:
+    return event_model.calibrated(tpot_s, trace, setting.case(times))
+
+
 Routing = Sequence[Sequence[int]]
 """[L] keys that each layer needs."""
 
@@ -96,10 +122,8 @@ def made_survey(
 ) -> Survey:
     """A survey without a model; forecasts by predictor and distance, with the layer times of their run."""
     return Survey(
-        block_bytes=1000,
+        case=setting.case(times),
         speed=LinkSpeed(rate=1000 / setting.copy_s, copy_s=setting.copy_s, latency_s=0.0),
-        setting=setting,
-        times=times,
         trace=trace,
         tpot_s=1.0,
         forecasting={

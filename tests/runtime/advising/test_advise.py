@@ -15,14 +15,13 @@ from expertcast.checkpoints.store import save_predictor
 from expertcast.predictors import ExpertcastError, MoEView, predictor_class
 from expertcast.predictors.next_norm import NextNorm
 from expertcast.runtime.advising.advise import WORTH, advice_errors, advice_from, advise, expected_tpot, most_to_gain
-from expertcast.runtime.advising.event_model import Setting
 from expertcast.runtime.advising.observation import Watcher, executed, measured_recall, with_recall
 from expertcast.runtime.advising.survey import survey
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.simulation.machine import Simulation
 from expertcast.runtime.simulation.trace import Asked, Trace
-from tests.runtime.made import decoding, layer_times, made_survey, perfect, routings
+from tests.runtime.made import Setting, decoding, layer_times, made_survey, perfect, routings
 
 LAYERS, EXPERTS = 4, 8
 # two tokens that share no expert: without a cache, or with few slots, everything is copied
@@ -146,7 +145,8 @@ def test_expected_and_measured() -> None:
     )
     assert got["on_demand"]["expected_tpot_s"] == got["on_demand"]["model_tpot_s"] == 16.0
     assert (got["on_demand"]["tpot_s"], got["on_demand"]["relative_error"]) == (20.0, pytest.approx(-0.2))
-    late = advice_errors(replace(found, times=replace(TIMES, late_s=2.0)), {"a": runs["on_demand"]}, {"a": 18.0})["a"]
+    later = replace(found, case=found.case.timed(replace(TIMES, late_s=2.0)))
+    late = advice_errors(later, {"a": runs["on_demand"]}, {"a": 18.0})["a"]
     assert (late["relative_error"], late["expected_tpot_s"], late["model_tpot_s"]) == (0.0, 18.0, 16.0)
     assert got["cached"]["relative_error"] == 0.0
     assert got["exact"]["relative_error"] == 0.0
@@ -212,8 +212,8 @@ def test_survey_and_advice(reference_model: PreTrainedModel, one: dict[str, Any]
         repetitions=1,
     )
     assert (found.layers, found.trace.shape.top_k, found.experts, found.block_bytes) == (12, 4, 768, 36864)
-    assert found.setting.copy_s >= 36864 / 2e7
-    assert (found.setting.slots, found.setting.cache, found.setting.window) == (64, False, 1)
+    assert found.speed.copy_s >= 36864 / 2e7
+    assert (found.case.slots, found.case.cache, found.case.machine.window) == (64, False, 1)
     assert found.trace.steps == 5
     assert found.known("next_norm", 1).source == "measured"
     assert 0.5 < found.known("next_norm", 1).mean_recall < 1

@@ -10,13 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from expertcast.data.discovery import find_moe_layers
-from expertcast.runtime.advising.event_model import Setting, calibrated, replay
 from expertcast.runtime.advising.observation import Watcher, executed
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.recording.layer_times import LayerTimes
 from expertcast.runtime.recording.recorder import Recorder
 from expertcast.runtime.simulation.trace import Asked, Trace
-from tests.runtime.made import decoding, layer_times, perfect, record, routings
+from tests.runtime.made import Setting, calibrated, decoding, layer_times, perfect, record, replay, routings
 
 LAYERS, EXPERTS, TOP_K, STEPS = 4, 6, 2, 5
 
