@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -45,29 +46,25 @@ def resolve_predictor(
     return load_predictor(given, view), PredictorCheckpoint.open(given)
 
 
-def executed_layers(
-    config: OffloadConfig, view: MoEView, predictor: Predictor | None, checkpoint: PredictorCheckpoint | None
-) -> list[int]:
-    """Layers that execute their forecast: what `mode`, `layers` and `min_recall` stand for.
+def executed_layers(config: OffloadConfig, layers: int, recall: Mapping[int, float] | None) -> list[int]:
+    """What `mode`, `layers` and `min_recall` stand for: the layers that execute their forecast.
 
     Args:
-        config: the options.
-        view: the model's MoE layers.
-        predictor: what forecasts, if anything does.
-        checkpoint: where it came from, whose metrics tell its recall.
+        config: mode, predictor, layers and min_recall.
+        layers: L of the model.
+        recall: recall@k of the forecasts by target layer, where it is known.
 
     Raises:
         ExpertcastError: no predictor to execute, or nothing that says where a hybrid should.
     """
     if config.mode == "exact":
         return []
-    if predictor is None:
+    if config.resolved_predictor() is None:
         raise ExpertcastError(f"mode {config.mode!r} executes forecasts: give a predictor")
     if config.layers is not None:
         return list(config.layers)
     if config.mode == "speculate":
-        return list(range(len(view)))
-    recall = recall_per_layer(checkpoint)
+        return list(range(layers))
     if recall is None:
         raise ExpertcastError(
             "mode 'hybrid' needs to know where forecasts are good: give layers=[...], or a checkpoint with recall_at_k "

@@ -13,6 +13,7 @@ from expertcast.runtime.arguments import (
     executed_layers,
     make_link,
     make_store,
+    recall_per_layer,
     resolve_next_token,
     resolve_predictor,
     slot_count,
@@ -59,7 +60,7 @@ def offload(
     speculator = Speculator(
         view,
         bound,
-        layers=executed_layers(config, view, bound, checkpoint),
+        layers=executed_layers(config, len(view), recall_per_layer(checkpoint)),
         true_weights=config.true_weights,
         prefill=config.speculate_prefill,
         ahead=config.ahead,

@@ -11,9 +11,9 @@ from tqdm import tqdm
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.policies import PRESETS, CacheShape, Policies
-from expertcast.runtime.simulation.events import Trace
-from expertcast.runtime.simulation.machine import Machine
-from expertcast.runtime.simulation.sweep import Case, refusal, with_bounds
+from expertcast.runtime.simulation.machine import Case, Machine
+from expertcast.runtime.simulation.sweep import refusal, with_bounds
+from expertcast.runtime.simulation.trace import Trace
 from policy_study.replay import replays
 from policy_study.study import (
     ACTIVE,

@@ -60,14 +60,7 @@ def run(options: Options) -> Outcome:
     result = {**target.heading(), "routing": routing, **link.as_dict(), **advice.as_dict()}
     text = f"{options.target}, routing: {routing}\n{advice.text()}"
     if options.save is not None:
-        chosen = replace(
-            config,
-            predictor=advice.predictor,
-            ahead=advice.ahead or 1,
-            slots=advice.slots,
-            memory=None,
-            store="memory",
-        )
+        chosen = replace(advice.config(config), slots=advice.slots, memory=None, store="memory")
         chosen.save(options.save)
         text += f"\nwrote {options.save}"
     return result, text

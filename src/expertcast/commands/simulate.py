@@ -21,8 +21,9 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.plain import Json
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.simulation.events import load_trace
-from expertcast.runtime.simulation.sweep import CAPACITIES, Case, Workload, refusal, slots_of, sweep, with_bounds
+from expertcast.runtime.simulation.load import Texts, load_trace
+from expertcast.runtime.simulation.machine import Case
+from expertcast.runtime.simulation.sweep import CAPACITIES, Workload, refusal, slots_of, sweep, with_bounds
 
 CAPACITY = 0.25
 
@@ -92,10 +93,7 @@ def run(options: Options) -> Outcome:
     follower = next_token_tracker(options.next_token, traces.view)
     trace = load_trace(
         traces,
-        split=options.split,
-        tokens=options.tokens,
-        prefill=options.prefill,
-        batch=options.batch,
+        Texts(split=options.split, tokens=options.tokens, prefill=options.prefill, batch=options.batch),
         predictors={predictor.name: predictor for predictor in predictors.values()},
         ahead=options.ahead,
         residuals=follower is not None,
