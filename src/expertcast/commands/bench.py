@@ -16,7 +16,7 @@ from torch import Tensor
 from expertcast.commands.bench_options import TargetOptions
 from expertcast.commands.bench_target import LinkSetting, Target, routing_source
 from expertcast.commands.bench_text import describe
-from expertcast.commands.options import Count, Option, positive_number
+from expertcast.commands.options import Count, Fields, Option, positive, positive_number
 from expertcast.commands.output import Outcome, say
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.plain import Json
@@ -32,6 +32,7 @@ from expertcast.runtime.recording.timeline import write_timeline as write_trace
 
 PEER_TOKENS = 4
 MODES = ("on_demand", "exact", "speculate", "hybrid")
+_SETTINGS = Fields(new_tokens=Option(metavar="N", read=positive), repetitions=Option(metavar="N", read=positive))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,7 @@ class Options(TargetOptions):
     """What `expertcast bench` takes.
 
     Raises:
-        ExpertcastError: as the class that it extends; too few tokens or repetitions; no folder for the timeline. Said
-            before a long run, not after it.
+        ExpertcastError: as the class that it extends; no folder for the timeline. Said before a long run, not after it.
     """
 
     mode: Annotated[tuple[str, ...], Option(choices=MODES)] = MODES
@@ -51,10 +51,8 @@ class Options(TargetOptions):
     """Layers ahead."""
     prompt_tokens: tuple[Count, ...] = (1024,)
     """Prompts of these lengths."""
-    new_tokens: Count = 32
-    """Tokens decoded per run."""
-    repetitions: Count = 3
-    """Of each run."""
+    settings: Annotated[BenchSettings, _SETTINGS]
+    """How much is measured."""
     no_advice: bool = False
     """Do not check what `advise` would have expected."""
     peer: bool = False
@@ -66,15 +64,9 @@ class Options(TargetOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        BenchSettings(new_tokens=self.new_tokens, repetitions=self.repetitions)
         path = self.timeline
         if path is not None and not path.parent.is_dir():
             raise ExpertcastError(f"--timeline {path}: there is no folder {path.parent}; make it first")
-
-    @property
-    def settings(self) -> BenchSettings:
-        """How much is measured."""
-        return BenchSettings(new_tokens=self.new_tokens, repetitions=self.repetitions)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,8 +120,8 @@ def run(options: Options) -> Outcome:
     result = {
         **target.heading(),
         "routing": routing_source(first.process),
-        "new_tokens": options.new_tokens,
-        "repetitions": options.repetitions,
+        "new_tokens": options.settings.new_tokens,
+        "repetitions": options.settings.repetitions,
         "hybrid_layers": hybrid_layers(first.bench),
         **first.as_dict(),
         "prompts": {str(prompt.ids.shape[1]): prompt.as_dict() for prompt in prompts},
@@ -148,14 +140,14 @@ def bench_prompt(options: Options, target: Target, tokens: int, link: LinkSettin
         tokens: the prompt's length.
         link: of the prompts before this one: the link's speed is chosen once.
     """
-    prompt_ids, process = target.prompt(tokens), target.routing_process(tokens, options.new_tokens)
+    prompt_ids, process = target.prompt(tokens), target.routing_process(tokens, options.settings.new_tokens)
     with process if process is not None else nullcontext():
         resident = None
         if target.store.fits:
             say(f"{tokens} tokens: resident model")
             with target.store.resident():
-                resident = decode_resident(target.model, prompt_ids, options.new_tokens)
-        link = link or target.link(prompt_ids, options.new_tokens)
+                resident = decode_resident(target.model, prompt_ids, options.settings.new_tokens)
+        link = link or target.link(prompt_ids, options.settings.new_tokens)
         runs = ways(options, target, process, link)
         measured = measure(target.model, prompt_ids, runs, options.settings, resident=resident, say=say)
         prompt = Prompt(ids=prompt_ids, bench=measured, process=process, link=link, advice=None)
@@ -204,7 +196,7 @@ def check_advice(options: Options, target: Target, prompt: Prompt) -> Json:
         prompt.ids,
         target.config(prompt.link),
         predictors=[target.forecaster(prompt.process, options.ahead)],
-        new_tokens=options.new_tokens,
+        new_tokens=options.settings.new_tokens,
         repetitions=1,
     )
     measured = prompt.bench.runs
@@ -223,7 +215,7 @@ def peer(options: Options, target: Target, prompt: Prompt) -> Json:
             target.model,
             prompt.ids,
             memory=memory,
-            new_tokens=min(PEER_TOKENS, options.new_tokens),
+            new_tokens=min(PEER_TOKENS, options.settings.new_tokens),
             bandwidth=prompt.link.bandwidth,
             truth=prompt.bench.truth,
         )
