@@ -17,7 +17,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from expertcast.data.discovery import layers_by_name
 from expertcast.predictors.errors import ExpertcastError
@@ -66,20 +73,25 @@ def load_tokenizer(model_id: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def meta_model(model_id: str) -> PreTrainedModel:
-    """The model's modules without weights (meta device), from its config alone.
+def meta_model(model: str | PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A model's modules without weights (meta device), from its config alone.
+
+    Args:
+        model: folder, hub id, or the config itself.
+        dtype: of its parameters; None is what the config says.
 
     Raises:
         ExpertcastError: no config there.
     """
     try:
-        config = AutoConfig.from_pretrained(resolve_model(model_id))
+        config = AutoConfig.from_pretrained(resolve_model(model)) if isinstance(model, str) else model
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+            made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
     except (OSError, ValueError, KeyError) as error:
-        raise ExpertcastError(f"cannot load model {model_id!r}: {first_line(error)}") from error
-    model.config._name_or_path = model_id
-    return model.eval()
+        raise ExpertcastError(f"cannot load model {str(model)!r}: {first_line(error)}") from error
+    if isinstance(model, str):
+        made.config._name_or_path = model
+    return made.eval()
 
 
 def save_skeleton(view: MoEView, model: PreTrainedModel, folder: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.fields import check_finite
 from expertcast.predictors.plain import Json
 from expertcast.predictors.view import ModelShape, MoEView
 
@@ -73,6 +74,7 @@ class PredictorConfig:
     """How many layers ahead it can look: each value is fitted on its own."""
 
     def __post_init__(self) -> None:
+        check_finite(self)
         self.ahead = tuple(sorted({int(value) for value in self.ahead}))
         if not self.ahead or self.ahead[0] < 1:
             raise ExpertcastError(f"ahead={self.ahead}: give layer distances of 1 or more, such as (1, 2)")

@@ -65,6 +65,8 @@ class EstimatorConfig(LinearConfig):
         for name in ("parameters", "expansion", "learning_rate", "step_tokens", "steps", "passes", "patience"):
             if getattr(self, name) <= 0:
                 raise ExpertcastError(f"{name}={getattr(self, name)}: give a number above 0")
+        if self.weight_decay < 0:
+            raise ExpertcastError(f"weight_decay={self.weight_decay}: give 0 or more")
 
 
 class Estimator(QuasiInput):

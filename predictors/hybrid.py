@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from expertcast.predictors.base import Forecast, Predictor, PredictorConfig, RouterState
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
-from expertcast.predictors.registry import predictor_class
+from expertcast.predictors.registry import names, predictor_class
 from expertcast.predictors.view import ModelShape, MoEView
 
 CANDIDATES = ("frequency", "previous_token", "router_input", "next_norm", "quasi_hidden", "linear", "estimator")
@@ -39,6 +39,9 @@ class HybridConfig(PredictorConfig):
         self.candidates, self.choices = list(self.candidates), list(self.choices)
         if not self.candidates or "hybrid" in self.candidates:
             raise ExpertcastError(f"candidates={self.candidates}: name at least one predictor other than hybrid")
+        for name in () if self.choices else self.candidates:
+            if name not in names():
+                raise ExpertcastError(f"candidates={self.candidates}: {name!r} is none of {', '.join(names())}")
         if self.threshold < 0:
             raise ExpertcastError(f"threshold={self.threshold}: give 0 or more")
         unknown = set(self.member_configs) - set(self.candidates)

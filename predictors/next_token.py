@@ -18,6 +18,7 @@ from torch import Tensor
 
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.fields import check_finite
 from expertcast.predictors.next_token_network import NextTokenNetwork
 from expertcast.predictors.plain import Json
 from expertcast.predictors.routing_rule import goes_by_logits, route_all
@@ -54,6 +55,7 @@ class NextTokenConfig(PredictorConfig):
     """Validation rounds without gain after which training ends."""
 
     def __post_init__(self) -> None:
+        check_finite(self)
         if self.ahead:
             raise ExpertcastError(f"ahead={self.ahead}: next_token looks tokens ahead, give tokens instead")
         self.ahead = ()  # a checkpoint's config gives a list
@@ -64,6 +66,11 @@ class NextTokenConfig(PredictorConfig):
         for name in ("tokens", "width", "later_tokens", "steps", "passes", "step_tokens", "patience"):
             if getattr(self, name) < 1:
                 raise ExpertcastError(f"{name}={getattr(self, name)}: give at least 1")
+        if self.learning_rate <= 0 or self.weight_decay < 0:
+            raise ExpertcastError(
+                f"learning_rate={self.learning_rate}, weight_decay={self.weight_decay}: give a rate above 0, and 0 or "
+                "more of decay"
+            )
 
     def as_dict(self) -> Json:
         return super().as_dict() | {"triggers": list(self.triggers), "memories": list(self.memories)}

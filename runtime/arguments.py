@@ -1,15 +1,15 @@
-"""What the arguments of :func:`expertcast.offload` stand for: predictor, layers, slots, link."""
+"""What the options of an :class:`OffloadConfig` stand for on one model: predictor, layers, slots, link, store."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor
 from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor, names, predictor_class
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink, Link
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.emulated import EmulatedLink
@@ -18,13 +18,11 @@ from expertcast.runtime.policies import LRU, Fetch, Policies, Standard, TopK
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.store import ExpertStore
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-
 
 def resolve_predictor(
     given: str | Path | Predictor | None, view: MoEView
 ) -> tuple[Predictor | None, PredictorCheckpoint | None]:
-    """The predictor bound to the model, and the checkpoint it came from.
+    """What `predictor` (or `next_token`) stands for: bound to the model, and the checkpoint it came from.
 
     Raises:
         ExpertcastError: unknown name, one that must be trained first, or a checkpoint of another model.
@@ -48,34 +46,31 @@ def resolve_predictor(
     return load_predictor(given, view), PredictorCheckpoint.open(given)
 
 
-def executed_layers(
-    mode: str,
-    layers: Iterable[int] | None,
-    view: MoEView,
-    predictor: Predictor | None,
-    checkpoint: PredictorCheckpoint | None,
-    min_recall: float,
-) -> list[int]:
-    """Layers that execute their forecast; see :func:`expertcast.offload`.
+def executed_layers(config: OffloadConfig, layers: int, recall: Mapping[int, float] | None) -> list[int]:
+    """What `mode`, `layers` and `min_recall` stand for: the layers that execute their forecast.
+
+    Args:
+        config: mode, predictor, layers and min_recall.
+        layers: L of the model.
+        recall: recall@k of the forecasts by target layer, where it is known.
 
     Raises:
         ExpertcastError: no predictor to execute, or nothing that says where a hybrid should.
     """
-    if mode == "exact":
+    if config.mode == "exact":
         return []
-    if predictor is None:
-        raise ExpertcastError(f"mode {mode!r} executes forecasts: give a predictor")
-    if layers is not None:
-        return list(layers)
-    if mode == "speculate":
-        return list(range(len(view)))
-    recall = recall_per_layer(checkpoint)
+    if config.resolved_predictor() is None:
+        raise ExpertcastError(f"mode {config.mode!r} executes forecasts: give a predictor")
+    if config.layers is not None:
+        return list(config.layers)
+    if config.mode == "speculate":
+        return list(range(layers))
     if recall is None:
         raise ExpertcastError(
             "mode 'hybrid' needs to know where forecasts are good: give layers=[...], or a checkpoint with recall_at_k "
             "in its metrics.json"
         )
-    return [layer for layer, value in recall.items() if value >= min_recall]
+    return [layer for layer, value in recall.items() if value >= config.min_recall]
 
 
 def recall_per_layer(checkpoint: PredictorCheckpoint | None) -> dict[int, float] | None:
@@ -90,27 +85,25 @@ def recall_per_layer(checkpoint: PredictorCheckpoint | None) -> dict[int, float]
     return {int(layer): float(value) for layer, value in zip(targets, per_layer, strict=True)}
 
 
-def slot_count(
-    view: MoEView, block_bytes: int, slots: int | None, memory: str | int | None, cache: bool, overfetch: float
-) -> int:
-    """Slots to make, at most one per expert.
+def slot_count(config: OffloadConfig, view: MoEView, block_bytes: int) -> int:
+    """Slots to make, at most one per expert: what `slots`, `memory`, or else `cache` and `overfetch` stand for.
 
     Raises:
-        ExpertcastError: both or too little of slots and memory, or no size.
+        ExpertcastError: too few for one token.
     """
-    shape = view.shape
+    shape, slots = view.shape, config.slots
     everything = shape.layers * shape.experts
-    if memory is not None:
-        slots = _bytes(memory) // block_bytes
+    if config.memory_bytes is not None:
+        slots = config.memory_bytes // block_bytes
         if slots < shape.top_k:
             raise ExpertcastError(
-                f"memory={memory!r} holds {slots} experts of {block_bytes} bytes, one token needs {shape.top_k}: "
-                f"give {shape.top_k * block_bytes} bytes or more"
+                f"memory={config.memory!r} holds {slots} experts of {block_bytes} bytes, one token needs "
+                f"{shape.top_k}: give {shape.top_k * block_bytes} bytes or more"
             )
     elif slots is None:
         # the running layer's, a forecast's, and those of a wrong forecast whose copies are under way
-        least = shape.top_k + 2 * -(-int(shape.top_k * overfetch * 100) // 100)
-        slots = max(least, everything // 4) if cache else least
+        least = shape.top_k + 2 * -(-int(shape.top_k * config.overfetch * 100) // 100)
+        slots = max(least, everything // 4) if config.cache else least
     if slots < shape.top_k:
         raise ExpertcastError(
             f"slots={slots} is fewer than the {shape.top_k} experts one token needs: give slots={shape.top_k} or more"
@@ -118,22 +111,16 @@ def slot_count(
     return min(slots, everything)
 
 
-def _bytes(memory: str | int) -> int:
-    if isinstance(memory, int):
-        return memory
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMG]?I?)B?\s*", memory.upper())
-    try:
-        if match is None:
-            raise ValueError
-        return int(float(match[1]) * _UNITS[match[2]])
-    except (ValueError, KeyError):
-        raise ExpertcastError(f"memory={memory!r} is no size: write bytes, or text such as '2GB' or '512MiB'") from None
-
-
 def resolve_next_token(
     given: str | Path | Predictor | None, view: MoEView, policies: Policies, device: torch.device
 ) -> NextToken | None:
-    """The forecaster of the next tokens, bound to the model and on its device.
+    """What `next_token` stands for: the forecaster of the next tokens, bound to the model and on its device.
+
+    Args:
+        given: a checkpoint's folder, or the predictor itself; None where nothing looks tokens ahead.
+        view: the model's MoE layers.
+        policies: one of which must read its forecasts.
+        device: where the model computes.
 
     Raises:
         ExpertcastError: another predictor, or no policy that reads its forecasts.
@@ -160,58 +147,50 @@ def device_decides(policies: Policies) -> bool:
     return plain and chosen == (LRU, TopK, Fetch, Standard)
 
 
-def make_link(
-    link: str | Link, device: str, bandwidth: float | None, latency: float, policies: Policies | None = None
-) -> Link | None:
-    """The link that `link`, the device type and the emulation's numbers ask for; None where measurement decides.
+def make_link(config: OffloadConfig, device: str) -> Link | None:
+    """What `link`, `bandwidth` and `latency` stand for on a type of device; None where measurement decides.
 
     Raises:
-        ExpertcastError: unknown link, or one that the device or the other arguments rule out.
+        ExpertcastError: a link that the device or the other options rule out.
     """
-    if (link == "kernel" or isinstance(link, KernelLink)) and policies is not None and not device_decides(policies):
+    link, bandwidth, latency = config.link, config.bandwidth, config.latency
+    if (link == "kernel" or isinstance(link, KernelLink)) and not device_decides(config.resolved_policies()):
         raise ExpertcastError(
             "the kernel link decides on the device: lru over all slots, top_k prefetches, every miss fetched; "
             "take link='cuda' for other policies"
         )
     if isinstance(link, Link):
         return link
-    if link == "auto":
-        link = "auto" if device == "cuda" else "instant" if bandwidth is None and not latency else "emulated"
-    emulated = link == "emulated"
-    if not emulated and (bandwidth is not None or latency):
-        raise ExpertcastError(f"bandwidth and latency belong to the emulated link, not to {link!r}: leave them out")
-    if link == "cuda":
-        if device != "cuda":
-            raise ExpertcastError(f"link 'cuda' needs a model on CUDA, this one is on {device}: use 'emulated'")
-        return CudaLink()
-    if emulated:
+    if link == "auto" and device != "cuda":
+        link = "instant" if bandwidth is None and not latency else "emulated"
+    if link == "emulated":
         if device != "cpu":
             raise ExpertcastError(f"the emulated link is for models on the CPU, this one is on {device}: use 'cuda'")
         return EmulatedLink(float("inf") if bandwidth is None else bandwidth, latency)
-    if link == "instant":
-        return InstantLink()
-    if link == "kernel":
-        return KernelLink()
-    return None
+    if bandwidth is not None or latency:
+        raise ExpertcastError(f"bandwidth and latency belong to the emulated link, not to {link!r}: leave them out")
+    if link == "cuda" and device != "cuda":
+        raise ExpertcastError(f"link 'cuda' needs a model on CUDA, this one is on {device}: use 'emulated'")
+    kinds: dict[str, type[Link]] = {"cuda": CudaLink, "instant": InstantLink, "kernel": KernelLink}
+    return None if link == "auto" else kinds[link]()
 
 
 def make_store(
-    store: str | ExpertStore,
-    folder: str | Path | None,
-    view: MoEView,
-    device: torch.device,
-    fingerprint: str | None = None,
+    config: OffloadConfig, view: MoEView, device: torch.device, fingerprint: str | None = None
 ) -> ExpertStore:
-    """The store that `store` and `store_folder` ask for.
+    """What `store` and `store_folder` stand for.
 
     Args:
+        config: the options.
+        view: the model's MoE layers.
+        device: where the model computes.
         fingerprint: of the checkpoint that the experts come from; see :class:`DiskStore`.
 
     Raises:
-        ExpertcastError: unknown store, or a folder for one that has no file.
+        ExpertcastError: the folder holds another file of the store's name.
     """
-    if isinstance(store, ExpertStore):
-        return store
-    if store == "disk":
-        return DiskStore(view, folder, device=device, fingerprint=fingerprint)
+    if isinstance(config.store, ExpertStore):
+        return config.store
+    if config.store == "disk":
+        return DiskStore(view, config.store_folder, device=device, fingerprint=fingerprint)
     return ExpertStore(view, device=device, pinned=device.type == "cuda")

@@ -1,15 +1,20 @@
-"""How a model is offloaded: every option once, checked before anything is loaded."""
+"""How a model is offloaded: every option once, checked before anything is loaded, and kept in a file."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import json
+import typing
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from expertcast.data.writer import write_atomically
 from expertcast.predictors import ExpertcastError, Predictor
+from expertcast.predictors.plain import Json
 from expertcast.runtime.links.base import Link
+from expertcast.runtime.option_values import from_plain, size_bytes, to_plain
 from expertcast.runtime.policies import PRESETS, Policies
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -22,8 +27,11 @@ LINKS = ("auto", "instant", "emulated", "cuda", "kernel")
 class OffloadConfig:
     """The options of :func:`expertcast.offload`, which takes them together as this or one by one as keywords.
 
+    :meth:`save` and :meth:`load` keep them in a JSON file: a deployment is that file and the model.
+
     Raises:
-        ExpertcastError: an unknown mode, link, store, preset or policy, or options that rule each other out.
+        ExpertcastError: an unknown mode, link, store, preset or policy, a memory that is no size, or options that rule
+            each other out.
     """
 
     predictor: str | Path | Predictor | None = None
@@ -71,6 +79,8 @@ class OffloadConfig:
         _check_choice("link", self.link, LINKS)
         if self.slots is not None and self.memory is not None:
             raise ExpertcastError("give slots or memory, not both")
+        if self.memory is not None:
+            size_bytes(self.memory)
         if self.store_folder is not None and self.store != "disk":
             raise ExpertcastError("store_folder belongs to store='disk': leave it out")
         self.resolved_policies()
@@ -86,16 +96,73 @@ class OffloadConfig:
         Raises:
             ExpertcastError: a field that does not exist, or as the class.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in fields:
-            if name not in known:
-                raise ExpertcastError(f"unknown option {name!r}: choose from {', '.join(known)}")
+        _check_names(fields, [field.name for field in dataclasses.fields(cls)])
         return dataclasses.replace(config or cls(), **fields)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> Self:
+        """The configuration that :meth:`as_dict` described; what is not in it has its default.
+
+        Raises:
+            ExpertcastError: a field that does not exist, a value that is not of its field's type, or as the class.
+        """
+        hints = typing.get_type_hints(cls)
+        _check_names(values, list(hints))
+        return cls.of(None, {name: from_plain(name, value, hints[name]) for name, value in values.items()})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what :meth:`save` wrote. Folders in it are as they were given: relative to the current one, or absolute.
+
+        Raises:
+            ExpertcastError: no such file, no JSON object in it, or as :meth:`from_dict`; the line names the file.
+        """
+        try:
+            values = json.loads(Path(path).read_bytes())
+        except OSError as error:
+            raise ExpertcastError(f"cannot read {path}: {error.strerror}; OffloadConfig.save writes one") from error
+        except (ValueError, RecursionError) as error:
+            raise ExpertcastError(f"{path} is no JSON: OffloadConfig.save writes such a file") from error
+        if not isinstance(values, dict):
+            raise ExpertcastError(f"{path} holds no JSON object: write options by name, as OffloadConfig.save does")
+        try:
+            return cls.from_dict(values)
+        except ExpertcastError as error:
+            raise ExpertcastError(f"{path}: {error}") from error
+
+    def as_dict(self) -> Json:
+        """Every field as a plain value, policies as texts by kind.
+
+        Raises:
+            ExpertcastError: a field holds an object, such as a link or a predictor that was made already.
+        """
+        return {
+            name: to_plain(name, getattr(self, name), hint) for name, hint in typing.get_type_hints(type(self)).items()
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write a JSON file for :meth:`load`; one that is there is replaced as a whole.
+
+        Raises:
+            ExpertcastError: as :meth:`as_dict`; or the folder is missing or cannot be written.
+        """
+        content = json.dumps(self.as_dict(), indent=2) + "\n"
+        try:
+            write_atomically(Path(path), content.encode())
+        except OSError as error:
+            raise ExpertcastError(
+                f"cannot write {path}: {error.strerror}; give a path in a folder that exists"
+            ) from error
 
     @property
     def on_demand(self) -> bool:
-        """Whether every expert is loaded when its layer asks for it."""
-        return self.predictor is None
+        """Whether every expert is loaded when its layer asks for it: neither this nor a preset names a predictor."""
+        return self.resolved_predictor() is None
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """`memory` as a number."""
+        return None if self.memory is None else size_bytes(self.memory)
 
     def resolved_policies(self) -> Policies:
         """The policies that a preset's name, or nothing, stands for.
@@ -127,6 +194,12 @@ class OffloadConfig:
         if self.predictor is None and isinstance(self.policies, str):
             return PRESETS[self.policies].predictor
         return self.predictor
+
+
+def _check_names(given: Iterable[str], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise ExpertcastError(f"unknown option {name!r}: choose from {', '.join(known)}")
 
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from tqdm import tqdm
 from transformers import GenerationConfig, Mxfp4Config, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
@@ -30,7 +30,7 @@ from expertcast.runtime.offloading import offload
 from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.storage.expert_sources import ExpertSources
 from expertcast.runtime.storage.host_memory import available_memory
-from expertcast.runtime.storage.safetensors_files import SafetensorsFiles
+from expertcast.runtime.storage.safetensors_files import SafetensorsFiles, TensorFile
 from expertcast.runtime.storage.store import ExpertStore
 
 
@@ -75,7 +75,7 @@ def load_offloaded(
         model = _load_others(skeleton, sources, files, name).to(target)
         _put_placeholders(model, sources)
         fingerprint = f"{files.fingerprint()} {skeleton.dtype} transformers {transformers.__version__}"
-        made = make_store(config.store, config.store_folder, view, target, fingerprint)
+        made = make_store(config, view, target, fingerprint)
         reader = _Reader(sources, len(view), name)
         try:
             made.source = reader
@@ -96,7 +96,7 @@ class _Reader:
         self._sources = sources
         self._model_id = model_id
         self._layers = layers
-        self._bar: Any = None
+        self._bar: tqdm | None = None
 
     def __call__(self, layer: int, views: dict[str, Tensor]) -> None:
         try:
@@ -114,13 +114,15 @@ class _Reader:
             self._bar.close()
 
 
-def _load_others(skeleton: PreTrainedModel, sources: ExpertSources, files: SafetensorsFiles, name: str) -> Any:
+def _load_others(
+    skeleton: PreTrainedModel, sources: ExpertSources, files: SafetensorsFiles, name: str
+) -> PreTrainedModel:
     """The model with everything but its experts, on the CPU, by transformers' own loading.
 
     transformers fills in at random what a checkpoint lacks. So it is given the experts too: tensors of the right
     shape in which every element is the same one in memory.
     """
-    state: dict[str, Any] = {other: files.tensors[other] for other in sources.others}
+    state: dict[str, Tensor | TensorFile] = {other: files.tensors[other] for other in sources.others}
     for full, parameter in sources.parameters.items():
         state[full] = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
     try:

@@ -97,7 +97,7 @@ class OffloadedModel:
                 )
                 carry = 0 if speculator.predictor is None else speculator.ahead
                 follows = None if next_token is None else NextTokenTracker(next_token)
-                self.flow = LayerFlow(self.residency, decide, view, carry=carry, tokens_ahead=follows)
+                self.flow = LayerFlow(self.residency, decide, shape, view=view, carry=carry, tokens_ahead=follows)
                 engine = Engine(self.flow, speculator, kernel_slots, observer)
             for layer in view:
                 undo.callback(Engine.detach, layer)

@@ -13,6 +13,7 @@ from expertcast.runtime.arguments import (
     executed_layers,
     make_link,
     make_store,
+    recall_per_layer,
     resolve_next_token,
     resolve_predictor,
     slot_count,
@@ -59,26 +60,25 @@ def offload(
     speculator = Speculator(
         view,
         bound,
-        layers=executed_layers(config.mode, config.layers, view, bound, checkpoint, config.min_recall),
+        layers=executed_layers(config, len(view), recall_per_layer(checkpoint)),
         true_weights=config.true_weights,
         prefill=config.speculate_prefill,
         ahead=config.ahead,
     )
     if config.mode == "exact" and (config.true_weights or config.layers is not None):
         warnings.warn("layers and true_weights have no effect in mode 'exact'", stacklevel=2)
-    block_bytes = ExpertStore.block_bytes_of(view)
-    count = slot_count(view, block_bytes, config.slots, config.memory, config.cache, config.overfetch)
+    count = slot_count(config, view, ExpertStore.block_bytes_of(view))
     return OffloadedModel(
         model,
         view,
         speculator,
         slots=count,
-        link=make_link(config.link, device.type, config.bandwidth, config.latency, policies),
+        link=make_link(config, device.type),
         policies=policies,
         next_token=resolve_next_token(config.next_token, view, policies, device),
         cache=config.cache,
         kernel_slots=SlotKernel(kernel_of(model), count),
-        store=make_store(config.store, config.store_folder, view, device),
+        store=make_store(config, view, device),
         observer=Observers(observers) if observers else Observer(),
     )
 

@@ -22,14 +22,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import expertcast
 from expertcast.checkpoints.provenance import provenance
 from expertcast.data.models import load_model
+from expertcast.predictors.plain import Json
 from expertcast.runtime import OffloadedModel
 from expertcast.runtime.benchmarking.hardware import hardware
 
@@ -102,14 +102,16 @@ def child(method: str, folder: str) -> None:
     finish(model)
 
 
-def load(method: str, folder: str) -> Any:
+def load(method: str, folder: str) -> PreTrainedModel | OffloadedModel:
+    """Load a model as the method's name says."""
     if method.startswith("load_offloaded"):
         return expertcast.load_offloaded(folder, device="cpu", slots=16, store=method.split()[1])
     model = load_model(folder)
     return expertcast.offload(model, slots=16) if method.endswith("offload") else model
 
 
-def finish(model: Any) -> None:
+def finish(model: object) -> None:
+    """Close it, if it is offloaded."""
     if isinstance(model, OffloadedModel):
         model.close()
 
@@ -162,7 +164,8 @@ def summary(measured: list[dict[str, float]], size: int) -> dict[str, float]:
     }
 
 
-def print_table(result: dict[str, Any]) -> None:
+def print_table(result: Json) -> None:
+    """A row per method."""
     print(f"checkpoint {result['checkpoint_bytes'] / 1e6:.0f} MB")
     print(f"{'':30}{'seconds':>9}{'MB/s':>9}{'rss':>8}{'anonymous':>11}   (peak, times the checkpoint)")
     for method, run in result["runs"].items():

@@ -173,7 +173,7 @@ def build() -> tuple[Engine, Any, ListedForecasts, RunStatistics]:
     link.attach(store, pool)
     speculator = ListedForecasts(view, None)
     policies = Policies().make(CacheShape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, slots=SLOTS))
-    flow = LayerFlow(Residency(pool, link, policies.eviction, stats, experts=EXPERTS), policies, view)
+    flow = LayerFlow(Residency(pool, link, policies.eviction, stats, experts=EXPERTS), policies, view.shape)
     engine = Engine(flow, speculator, NoKernel(kernel_of(model), SLOTS), Observer())
     for layer in view:
         engine.attach(layer)

@@ -19,45 +19,35 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from expertcast.checkpoints.provenance import provenance
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.text import load_documents
-from expertcast.predictors import ModelShape, NextToken, Predictor
+from expertcast.predictors import ModelShape, NextToken
 from expertcast.predictors.next_token_tracker import NextTokenTracker
-from expertcast.runtime.arguments import resolve_next_token, resolve_predictor
-from expertcast.runtime.benchmarking.agreement import Measured, compare, measure
+from expertcast.predictors.plain import Json
+from expertcast.runtime.benchmarking.agreement import compare, measure
 from expertcast.runtime.benchmarking.hardware import hardware
 from expertcast.runtime.benchmarking.routing_tables import RoutingOptions, drawn
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.policies import EVICTION, Policies
 from expertcast.runtime.recording.layer_times import LayerTimes
-from expertcast.runtime.simulation.events import Routes, Trace, bare_view, trace_of
-from expertcast.runtime.simulation.machine import Machine, constant_times
+from expertcast.runtime.simulation.machine import Case, Machine, constant_times
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.token_table import TokenTable
+from expertcast.runtime.simulation.trace import Routes, Trace, trace_of
 
 SHAPE = ModelShape(layers=16, experts=64, top_k=8, hidden=1)
 CAPACITIES = (0.25, 0.5)
 PROMPT = 32
 EVICTING = "forecast:idle_loads=0"
 """Loads while the link is idle depend on time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """What one decoding runs with."""
-
-    policies: Policies
-    predictor: Predictor | None = None
-    next_token: NextToken | None = None
 
 
 def main() -> None:
@@ -78,7 +68,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    result: dict[str, Any] = {}
+    result: Json = {}
     if "speed" in args.part:
         result["speed"] = {"shape": SHAPE.as_dict(), "steps": args.steps, "runs": speed(args.steps, args.rounds)}
     if "agreement" in args.part:
@@ -90,16 +80,17 @@ def main() -> None:
         args.out.write_text(text)
 
 
-def speed(steps: int, rounds: int) -> list[dict[str, Any]]:
+def speed(steps: int, rounds: int) -> list[Json]:
     """Layer-events per second of every eviction policy, processor time."""
     trace = drawn_trace(steps)
     machine = Machine(times=constant_times(SHAPE.layers, 1e-4), block_bytes={"full": 100_000}, bandwidth=1e10)
     found = []
     for name, capacity in itertools.product(EVICTION.names(), CAPACITIES):
         slots, best_s, hit_rate = int(capacity * SHAPE.layers * SHAPE.experts), float("inf"), 0.0
+        case = Case(policies=Policies(eviction=name), slots=slots, machine=machine)
         for _ in range(rounds):
             start = time.process_time()
-            hit_rate = simulate(trace, Policies(eviction=name), slots, machine).decode.hit_rate
+            hit_rate = simulate(trace, case).decode.hit_rate
             best_s = min(best_s, time.process_time() - start)
         rate = trace.steps * SHAPE.layers / best_s
         found.append({"eviction": name, "slots": slots, "hit_rate": hit_rate, "layer_events_per_s": rate})
@@ -114,7 +105,6 @@ def drawn_trace(steps: int) -> Trace:
     logits_PLE = torch.zeros(count, SHAPE.layers, SHAPE.experts)
     logits_PLE.scatter_(2, tables.ids_PLK, tables.weights_PLK.log() + 9.0)
     routes = Routes(
-        view=bare_view(SHAPE),
         logits=list(logits_PLE.unbind(1)),
         ids=list(tables.ids_PLK.unbind(1)),
         weights=list(tables.weights_PLK.unbind(1)),
@@ -123,29 +113,29 @@ def drawn_trace(steps: int) -> Trace:
     return trace_of(SHAPE, routes, torch.zeros(count, dtype=torch.long), prefill=1)
 
 
-def agreement(args: argparse.Namespace) -> dict[str, Any]:
+def agreement(args: argparse.Namespace) -> Json:
     """Every policy on demand, lossy ones, and lru with prefetches, at every capacity and bandwidth."""
     model = load_model(args.model)
     view = find_moe_layers(model)
     prompt_ids = prompt_of(args.model)
-    predictor, _ = resolve_predictor("next_norm", view)
-    ways = [Way(policies=Policies(eviction=name, prefetch="none")) for name in args.policy]
-    ways += [Way(policies=Policies(eviction=args.policy[0], prefetch="none", miss=name)) for name in args.miss]
+    evictions = [Policies(eviction=name, prefetch="none") for name in args.policy]
+    misses = [Policies(eviction=args.policy[0], prefetch="none", miss=name) for name in args.miss]
+    ways = [OffloadConfig(policies=policies) for policies in (*evictions, *misses)]
     if args.next_token is not None:
         policies = Policies(eviction=EVICTING, prefetch="none")
-        next_token = resolve_next_token(args.next_token, view, policies, torch.device("cpu"))
-        ways.append(Way(policies=policies, next_token=next_token))
-    ways.append(Way(policies=Policies(), predictor=predictor))
-    runs: list[dict[str, Any]] = []
+        ways.append(OffloadConfig(policies=policies, next_token=args.next_token))
+    ways.append(OffloadConfig(policies=Policies(), predictor="next_norm"))
+    runs: list[Json] = []
     elsewhere: LayerTimes | None = None
     forecasts_s: list[float] = []
     for bandwidth, capacity, way in itertools.product(args.bandwidth, args.capacity, ways):
         slots = int(capacity * len(view) * view.shape.experts)
-        found = [decode(args, model, prompt_ids, way, slots, bandwidth) for _ in range(args.repetitions)]
+        config = replace(way, slots=slots, bandwidth=bandwidth)
+        found = [measure(model, prompt_ids, config, new_tokens=args.new_tokens) for _ in range(args.repetitions)]
         fastest = min(found, key=lambda measured: measured.tpot_s)
-        elsewhere = elsewhere or fastest.machine.times
-        if way.next_token is not None:
-            forecasts_s.append(following_s(fastest.trace, way.next_token))
+        elsewhere = elsewhere or fastest.case.machine.times
+        if fastest.next_token is not None:
+            forecasts_s.append(following_s(fastest.trace, fastest.next_token))
         run = compare(fastest)
         runs.append({**run, "tpot_error_elsewhere": compare(fastest, elsewhere)["tpot_error"]})
         say(runs[-1])
@@ -172,28 +162,13 @@ def following_s(trace: Trace, next_token: NextToken) -> float:
     return (time.perf_counter() - start) / trace.steps
 
 
-def decode(
-    args: argparse.Namespace, model: PreTrainedModel, prompt_ids: Tensor, way: Way, slots: int, bandwidth: float
-) -> Measured:
-    return measure(
-        model,
-        prompt_ids,
-        policies=way.policies,
-        slots=slots,
-        bandwidth=bandwidth,
-        new_tokens=args.new_tokens,
-        predictor=way.predictor,
-        next_token=way.next_token,
-    )
-
-
 def prompt_of(model: str) -> Tensor:
     """The first tokens of the bundled text [1, PROMPT]."""
     text = load_documents(["reference"])[0].text[: 20 * PROMPT]
     return torch.tensor([load_tokenizer(model)(text)["input_ids"][:PROMPT]])
 
 
-def say(run: dict[str, Any]) -> None:
+def say(run: Json) -> None:
     measured, simulated = run["measured"], run["simulated"]
     print(
         f"{run['eviction']} {run['miss']} {run['predictor'] or 'on demand'}, {run['slots']} slots, "

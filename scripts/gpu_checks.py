@@ -17,19 +17,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from expertcast.checkpoints.provenance import provenance
-from expertcast.commands import write_json
+from expertcast.commands.output import write_json
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime import CudaLink, InstantLink, Link, benchmark, offload
+from expertcast.predictors.plain import Json
+from expertcast.runtime import CudaLink, InstantLink, Link, OffloadConfig, benchmark, offload
+from expertcast.runtime.benchmarking.bench import BenchSettings
 from expertcast.runtime.benchmarking.hardware import hardware
 from expertcast.runtime.benchmarking.shapes import build_shape
 from expertcast.runtime.engine.kernels import kernel_name
@@ -75,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if args.skip_tests or result["checks"]["passed"] else 1
 
 
-def run_checks(device: str) -> dict[str, Any]:
+def run_checks(device: str) -> Json:
     """Run the tests that belong to this machine in a process of their own."""
     selection = ["-m", "gpu", "tests"] if device == "cuda" else [CPU_TEST]
     command = [sys.executable, "-m", "pytest", "-q", *selection]
@@ -124,31 +126,31 @@ def host_seconds(link: Link, device: str) -> float:
     return statistics.median(seconds)
 
 
-def decode(args: argparse.Namespace, device: str) -> dict[str, Any]:
+def decode(args: argparse.Namespace, device: str) -> Json:
     """On-demand loading against prefetching and speculation, with a predictor that needs no training."""
     model, tokenizer = load_model(args.model, device=device), load_tokenizer(args.model)
-    runs: dict[str, dict[str, Any]] = {
-        "on_demand_no_cache": {"cache": False, "slots": None},
-        "exact_no_cache": {"cache": False, "slots": None, "predictor": "next_norm"},
-        "on_demand": {},
-        "exact": {"predictor": "next_norm"},
-        "speculate": {"predictor": "next_norm", "mode": "speculate"},
+    on_demand = OffloadConfig(slots=args.slots)
+    exact = replace(on_demand, predictor="next_norm")
+    runs = {
+        "on_demand_no_cache": OffloadConfig(cache=False),
+        "exact_no_cache": OffloadConfig(cache=False, predictor="next_norm"),
+        "on_demand": on_demand,
+        "exact": exact,
+        "speculate": replace(exact, mode="speculate"),
     }
     if device == "cuda":
-        both = [(f"{name}_{link}", {**run, "link": link}) for name, run in runs.items() for link in ("cuda", "kernel")]
-        runs = dict(both)
-    return benchmark(
-        model, tokenizer, PROMPT, runs=runs, slots=args.slots, new_tokens=args.new_tokens, repetitions=args.repetitions
-    )
+        runs = {f"{name}_{link}": replace(runs[name], link=link) for name in runs for link in ("cuda", "kernel")}
+    settings = BenchSettings(new_tokens=args.new_tokens, repetitions=args.repetitions)
+    return benchmark(model, tokenizer, PROMPT, runs, settings)
 
 
-def graph(args: argparse.Namespace, device: str) -> dict[str, Any]:
+def graph(args: argparse.Namespace, device: str) -> Json:
     """Decode steps over the device-side link: one by one, and (with CUDA) as a graph."""
     model, tokenizer = load_model(args.model, device=device), load_tokenizer(args.model)
     prompt_ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"].to(device)
     model.set_experts_implementation(kernel_name(model))
     tokens: dict[str, list[int]] = {}
-    report: dict[str, Any] = {}
+    report: Json = {}
     for name in ("eager", "graph") if device == "cuda" else ("eager",):
         tokens[name], report[f"{name}_tpot_s"] = steps(model, prompt_ids, args, captured=name == "graph")
     if "graph" in tokens:

@@ -27,7 +27,7 @@ from benchmarks.study.quality import Decoding, add_quality, split_windows
 from benchmarks.study.study import QUICK, SHARED, Scale, Study
 from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.store import load_predictor, save_predictor
-from expertcast.commands import evaluated_predictors, is_checkpoint
+from expertcast.commands.predictors import evaluated_predictors, is_checkpoint
 from expertcast.data.collector import collect
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.text import load_documents
@@ -123,13 +123,12 @@ def write(result: dict[str, Any], out: Path) -> list[Path]:
 
 def _study(args: argparse.Namespace, work: Path) -> Study:
     traces = _traces(args, work)
-    wanted = argparse.Namespace(predictor=[SHARED, *args.predictor], ahead=1)
     return Study(
         traces=traces,
         scale=QUICK if args.quick else Scale(),
         whole=args.test_tokens or (QUICK_TOKENS if args.quick else None),
         tokens=args.tokens or (QUICK_TOKENS if args.quick else TOKENS),
-        predictors=evaluated_predictors(wanted, traces),
+        predictors=evaluated_predictors([SHARED, *args.predictor], traces),
         next_token=_next_token(args, traces, work),
         work=work,
         processes=args.processes,

@@ -11,7 +11,7 @@ from typing import Any
 
 from expertcast.runtime.policies import EVICTION, CacheShape
 from expertcast.runtime.policies.scope import Eviction
-from expertcast.runtime.simulation.events import Forward, Trace
+from expertcast.runtime.simulation.trace import Forward, Trace
 
 
 def replays(trace: Trace, names: Sequence[str], slots: int, scope: str) -> list[dict[str, Any]]:
@@ -68,5 +68,5 @@ def _events(
         yield from (keys[start : start + limit] for start in range(0, len(keys), limit))
         return
     first = layer * trace.shape.experts
-    for row in trace.routes.ids[layer][forward.rows].tolist():
+    for row in trace.known_routes().ids[layer][forward.rows].tolist():
         yield from ([first + expert] for expert in row)

@@ -25,9 +25,9 @@ from benchmarks.study.study import (
 )
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.policies import PRESETS, CacheShape, Policies
-from expertcast.runtime.simulation.events import Trace
-from expertcast.runtime.simulation.machine import Machine
-from expertcast.runtime.simulation.sweep import Case, refusal, with_bounds
+from expertcast.runtime.simulation.machine import Case, Machine
+from expertcast.runtime.simulation.sweep import refusal, with_bounds
+from expertcast.runtime.simulation.trace import Trace
 
 REPLAYED = ("lru", "lfu", "least_stale", "importance")
 _DECIDED_BY_THE_LINK = ("threshold", "value")

@@ -18,9 +18,10 @@ from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.next_token import NextToken
 from expertcast.predictors.next_token_tracker import NextTokenTracker
 from expertcast.runtime.policies import EVICTION, MISS, PRESETS
-from expertcast.runtime.simulation.events import Trace, load_trace
-from expertcast.runtime.simulation.machine import Machine, constant_times
-from expertcast.runtime.simulation.sweep import CAPACITIES, Case, Workload, slots_of, sweep
+from expertcast.runtime.simulation.load import Texts, load_trace
+from expertcast.runtime.simulation.machine import Case, Machine, constant_times
+from expertcast.runtime.simulation.sweep import CAPACITIES, Workload, slots_of, sweep
+from expertcast.runtime.simulation.trace import Trace
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.packed import PackedLayout
 from expertcast.runtime.storage.precision import FULL, PRECISIONS
@@ -134,10 +135,10 @@ class Study:
         """`whole`, the test split, or `sample`, the beginnings of its documents, each a text of its own."""
         residuals = self.next_token is not None
         if name == WHOLE:
-            return load_trace(self.traces, tokens=self.whole, prefill=PREFILL, residuals=residuals)
+            return load_trace(self.traces, Texts(tokens=self.whole, prefill=PREFILL), residuals=residuals)
         beginnings = Beginnings.open(self.traces.folder)
         return load_trace(
-            beginnings, tokens=self.tokens, prefill=PREFILL, batch=batch, residuals=residuals,
+            beginnings, Texts(tokens=self.tokens, prefill=PREFILL, batch=batch), residuals=residuals,
             predictors=self.predictors,
         )  # fmt: skip
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+
+from expertcast.predictors.plain import Json
+from expertcast.runtime.config import OffloadConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,7 @@ class Option:
 
     @property
     def name(self) -> str:
+        """For a sentence."""
         return "on demand" if self.predictor is None else f"{self.predictor} {self.ahead} ahead"
 
 
@@ -64,7 +67,15 @@ class Advice:
     measured_on_demand_s: float
     """Seconds per token of the survey's own on-demand run."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def config(self, given: OffloadConfig) -> OffloadConfig:
+        """What is advised, as a configuration to run with; a predictor that was given as an object is only named.
+
+        Args:
+            given: what the advice was asked for: slots, cache, link, store and so on stay as they are in it.
+        """
+        return replace(given, predictor=self.predictor, ahead=self.ahead or 1, mode="exact", layers=None)
+
+    def as_dict(self) -> Json:
         """Plain values, for JSON."""
         return asdict(self)
 
@@ -89,6 +100,7 @@ class Advice:
 
 
 def milliseconds(seconds: float) -> str:
+    """For a sentence."""
     return f"{1e3 * seconds:.3g} ms"
 
 

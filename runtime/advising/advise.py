@@ -6,62 +6,75 @@ L MoE layers, E routed experts per layer, K experts per token.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertcast.runtime.advising.advice import Advice, Option, milliseconds
-from expertcast.runtime.advising.event_model import Replay
 from expertcast.runtime.advising.survey import Given, Survey, label_of, survey
+from expertcast.runtime.arguments import executed_layers
+from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.simulation.machine import Case, Simulation
 
 WORTH = 0.02
 """Share of the time per token that a change must save before it is advised."""
-_LEVERS = {"twice the slots": {"slots": 2.0}, "a link of twice the speed": {"copy_s": 0.5}}
+_LEVERS: dict[str, Callable[[Case], Case]] = {
+    "twice the slots": lambda case: replace(case, slots=2 * case.slots),
+    "a link of twice the speed": lambda case: replace(
+        case, machine=replace(case.machine, bandwidth=2 * case.machine.bandwidth)
+    ),
+}
 
 
 def advise(
     model: PreTrainedModel,
     prompt_ids: Tensor,
+    config: OffloadConfig | None = None,
     *,
     predictors: Sequence[Given] = (),
     new_tokens: int = 32,
     repetitions: int = 2,
-    **arguments: Any,
 ) -> Advice:
     """Measure the link and the layers in short runs, and say what to do.
 
     Args:
+        model: as :func:`expertcast.offload` takes it.
         prompt_ids: [1, T] on the model's device; a text of the kind that will be run.
+        config: slots, cache, link, store and so on, without a predictor.
         predictors: names, checkpoint folders or objects to choose from. Where a checkpoint's metrics.json has recall
             for a distance, its forecasts count as good as that; else as good as they were in the short run.
-        new_tokens, repetitions: of each short run.
-        arguments: slots or memory, cache, link, bandwidth, latency, overfetch: as for :func:`expertcast.offload`.
+        new_tokens: of each short run.
+        repetitions: of each short run.
 
     Raises:
-        ExpertcastError: as :func:`expertcast.offload`; fewer than 2 new tokens or no repetition; not one prompt.
+        ExpertcastError: as :func:`expertcast.runtime.advising.survey.survey`.
     """
     return advice_from(
-        survey(model, prompt_ids, predictors=predictors, new_tokens=new_tokens, repetitions=repetitions, **arguments)
+        survey(model, prompt_ids, config, predictors=predictors, new_tokens=new_tokens, repetitions=repetitions)
     )
 
 
 def advice_from(found: Survey) -> Advice:
     """The advice that a survey leads to."""
     replayed = found.predict()
-    on_demand = _option(found, "on_demand", None, None, replayed)
-    exact = [_option(found, "exact", *name, found.predict(*name)) for name in found.forecasting]
+    on_demand = _option(found, "on_demand", replayed)
+    exact = [_option(found, "exact", found.predict(*name), name) for name in found.forecasting]
     speculated = [
-        _option(found, "speculate", *name, found.predict(*name, executed_layers=range(found.layers)))
+        _option(found, "speculate", found.predict(*name, executed_layers=range(found.layers)), name)
         for name in found.forecasting
     ]
     # an option that hides no waiting can only look faster by a disturbance of the other run
     hiding = [option for option in exact if option.wait_s < on_demand.wait_s]
     best = min(hiding, key=lambda option: option.tpot_s, default=on_demand)
     chosen = best if best.tpot_s < (1 - WORTH) * on_demand.tpot_s else on_demand
-    most = most_to_gain(replayed, found.times.compute_s, max((ahead for _, ahead in found.forecasting), default=1))
-    levers = {name: _with_lever(found, chosen, change) for name, change in _LEVERS.items()}
+    compute_s = found.case.machine.times.compute_s
+    most = most_to_gain(replayed, compute_s, max((ahead for _, ahead in found.forecasting), default=1))
+    levers = {
+        name: found.predict(chosen.predictor, chosen.ahead or 1, case=change(found.case)).tpot_s
+        for name, change in _LEVERS.items()
+    }
     reasons = [_share_of_copies(found, on_demand, most)]
     if on_demand.wait_s:
         reasons += _choice(on_demand, exact, chosen)
@@ -74,17 +87,17 @@ def advice_from(found: Survey) -> Advice:
         most_to_gain=most,
         levers=levers,
         reasons=reasons + _further(on_demand, speculated, chosen, levers),
-        slots=found.setting.slots,
+        slots=found.case.slots,
         experts=found.experts,
-        memory_bytes=found.setting.slots * found.block_bytes,
+        memory_bytes=found.case.slots * found.block_bytes,
         link_rate=found.speed.rate,
-        copy_s=found.setting.copy_s,
-        layer_compute_s=found.times.compute_s,
+        copy_s=found.speed.copy_s,
+        layer_compute_s=compute_s,
         measured_on_demand_s=found.tpot_s,
     )
 
 
-def most_to_gain(on_demand: Replay, compute_s: Sequence[float], ahead: int = 1) -> float:
+def most_to_gain(on_demand: Simulation, compute_s: Sequence[float], ahead: int = 1) -> float:
     """Share of the time per token that can be hidden: sum over layers of min(copy, compute) (row B11). From further
     ahead, more than one layer's compute hides the copies of one.
     """
@@ -95,30 +108,32 @@ def most_to_gain(on_demand: Replay, compute_s: Sequence[float], ahead: int = 1) 
     return statistics.median(hidden_s) / on_demand.tpot_s
 
 
-def expected_tpot(found: Survey, arguments: Mapping[str, Any]) -> float:
-    """Seconds per token that the event model expects of a run with these arguments of :func:`expertcast.offload`.
+def expected_tpot(found: Survey, config: OffloadConfig) -> float:
+    """Seconds per token that the event model expects of a run.
 
     Args:
-        arguments: predictor, mode, ahead, layers, min_recall, cache and slots count; the rest is as in the survey.
+        found: a survey with the same link and store.
+        config: predictor, mode, ahead, layers, min_recall, cache and slots count; without slots, the survey's.
 
     Raises:
         ExpertcastError: a predictor or distance that the survey did not run.
     """
-    other = {key: arguments[key] for key in ("slots", "cache") if arguments.get(key) is not None}
-    if arguments.get("predictor") is None:
-        return found.predict(**other).tpot_s
-    label, ahead = label_of(arguments["predictor"]), int(arguments.get("ahead", 1))
-    found.known(label, ahead)
-    return found.predict(label, ahead, executed_layers=_executed(found, label, ahead, arguments), **other).tpot_s
+    case = replace(found.case, cache=config.cache, slots=config.slots or found.case.slots)
+    if config.predictor is None:
+        return found.predict(case=case).tpot_s
+    label = label_of(config.predictor)
+    layers = executed_layers(config, found.layers, found.known(label, config.ahead).recall)
+    return found.predict(label, config.ahead, executed_layers=layers, case=case).tpot_s
 
 
 def advice_errors(
-    found: Survey, runs: Mapping[str, Mapping[str, Any]], measured_s: Mapping[str, float]
+    found: Survey, runs: Mapping[str, OffloadConfig], measured_s: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
     """How far the event model was from what a benchmark measured, run by run.
 
     Args:
-        runs: arguments of :func:`expertcast.offload` by name, as :func:`expertcast.runtime.benchmark` takes them.
+        found: a survey with the same link and store.
+        runs: by name, as :func:`expertcast.runtime.benchmark` takes them.
         measured_s: TPOT by the same names.
 
     Returns:
@@ -127,48 +142,30 @@ def advice_errors(
         short run took for on-demand and exact runs; for others (speculate, hybrid, other slots) it is a prediction.
     """
     errors = {}
-    for name, arguments in runs.items():
-        expected = expected_tpot(found, arguments)
+    for name, config in runs.items():
+        expected, given = expected_tpot(found, config), config.predictor
+        times = found.case.machine.times if given is None else found.known(label_of(given), config.ahead).times
         errors[name] = {
             "expected_tpot_s": expected,
             "tpot_s": measured_s[name],
             "relative_error": expected / measured_s[name] - 1,
-            "model_tpot_s": expected - _late(found, arguments),
+            "model_tpot_s": expected - times.late_s,
         }
     return errors
 
 
-def _late(found: Survey, arguments: Mapping[str, Any]) -> float:
-    if arguments.get("predictor") is None:
-        return found.times.late_s
-    return found.known(label_of(arguments["predictor"]), int(arguments.get("ahead", 1))).times.late_s
-
-
-def _executed(found: Survey, label: str, ahead: int, arguments: Mapping[str, Any]) -> Iterable[int]:
-    mode = arguments.get("mode", "exact")
-    if mode == "exact":
-        return ()
-    if arguments.get("layers") is not None:
-        return tuple(arguments["layers"])
-    if mode == "speculate":
-        return range(found.layers)
-    recall = found.known(label, ahead).recall
-    return [layer for layer, value in recall.items() if value >= arguments.get("min_recall", 0.9)]
-
-
-def _option(found: Survey, mode: str, label: str | None, ahead: int | None, replayed: Replay) -> Option:
-    forecasting = None if label is None or ahead is None else found.known(label, ahead)
-    forecast_s = 0.0
-    if forecasting is not None and ahead is not None:
-        forecast_s = sum(forecasting.times.forecast_s[: found.layers - ahead])
-    times = found.times if forecasting is None else forecasting.times
+def _option(found: Survey, mode: str, replayed: Simulation, name: tuple[str, int] | None = None) -> Option:
+    """What a replay says; `name`: the predictor's label and the layers ahead."""
+    forecasting = None if name is None else found.known(*name)
+    label, ahead = name or (None, None)
+    times = found.case.machine.times if forecasting is None else forecasting.times
     return Option(
         mode=mode,
         predictor=label,
         ahead=ahead,
         tpot_s=replayed.tpot_s,
         wait_s=replayed.wait_s,
-        forecast_s=forecast_s,
+        forecast_s=0.0 if ahead is None else sum(times.forecast_s[: found.layers - ahead]),
         unexplained_s=times.late_s,
         hit_rate=replayed.hit_rate,
         bytes_per_token=replayed.copies * found.block_bytes,
@@ -177,18 +174,10 @@ def _option(found: Survey, mode: str, label: str | None, ahead: int | None, repl
     )
 
 
-def _with_lever(found: Survey, chosen: Option, change: Mapping[str, float]) -> float:
-    """Seconds per token of the chosen option with a field of the setting multiplied."""
-    other: dict[str, Any] = {key: getattr(found.setting, key) * factor for key, factor in change.items()}
-    if "slots" in other:
-        other["slots"] = int(other["slots"])
-    return found.predict(chosen.predictor, chosen.ahead or 1, **other).tpot_s
-
-
 def _share_of_copies(found: Survey, on_demand: Option, most: float) -> str:
-    if found.setting.slots >= found.experts:
+    if found.case.slots >= found.experts:
         return f"all {found.experts} experts fit the slots: each is copied once, then there is nothing to prefetch"
-    if found.setting.blocking:
+    if found.case.machine.blocking:
         return "this link copies in the model's own thread: nothing can be hidden behind compute"
     return (
         f"on demand, waiting for copies is {on_demand.wait_s / on_demand.tpot_s:.0%} of "

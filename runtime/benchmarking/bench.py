@@ -7,23 +7,47 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.discovery import experts_implementation, find_moe_layers
 from expertcast.predictors import ExpertcastError
+from expertcast.predictors.plain import Json
 from expertcast.runtime.benchmarking.bench_report import Measured, Run, report, step_times
 from expertcast.runtime.benchmarking.decoding import Decoding, balanced_bandwidth, decode_greedily
 from expertcast.runtime.benchmarking.lent_store import LentStore
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.engine.kernels import kernel_name
 from expertcast.runtime.links.speed import link_speed
-from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.recording.recorder import Recorder
 from expertcast.runtime.storage.store import ExpertStore
+
+COPY_OVER_COMPUTE = 5.0
+"""On an emulated link, copying K experts takes so many times as long as computing one layer: copies are then 83% of the
+time per token when all is loaded on demand; 84 to 88% were measured on GPUs (Speculating Experts, row B17)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSettings:
+    """How much is measured.
+
+    Raises:
+        ExpertcastError: too few tokens or repetitions.
+    """
+
+    new_tokens: int = 32
+    """Tokens decoded per run; the first comes from the prefill."""
+    repetitions: int = 3
+    """Of each run."""
+
+    def __post_init__(self) -> None:
+        if self.new_tokens < 2 or self.repetitions < 1:
+            raise ExpertcastError(
+                f"new_tokens={self.new_tokens}, repetitions={self.repetitions}: give 2 or more, and 1 or more"
+            )
 
 
 @dataclass(slots=True)
@@ -34,62 +58,64 @@ class Bench:
     resident: Decoding | None
     link_rate: float | None = None
     """Bytes per second of one large copy over the link that the runs used."""
-    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reports: dict[str, Json] = field(default_factory=dict)
 
     @property
     def truth(self) -> Decoding | None:
         """What exact runs are compared with: the resident run, else the first on-demand run."""
         if self.resident is not None:
             return self.resident
-        first = next((run for run in self.runs.values() if is_on_demand(run.arguments)), None)
+        first = next((run for run in self.runs.values() if run.config.on_demand), None)
         return first.repetitions[0].decoding if first is not None else None
 
 
 def benchmark(
     model: PreTrainedModel,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     prompt: str,
+    runs: Mapping[str, OffloadConfig],
+    settings: BenchSettings | None = None,
     *,
-    runs: Mapping[str, Mapping[str, Any]],
-    slots: int | None = None,
     bandwidth: float | None = None,
     latency: float = 0.0,
-    new_tokens: int = 32,
-    repetitions: int = 3,
-) -> dict[str, Any]:
+) -> Json:
     """Decode a text greedily in each way, runs in alternation, and compare with the resident model.
 
     Args:
-        runs: arguments of :func:`expertcast.offload` by name, such as
-            `{"on_demand": {}, "exact": {"predictor": p}, "speculate": {"predictor": p, "mode": "speculate"}}`.
-        slots: for the runs that name none.
-        bandwidth: bytes per second of the emulated link. None: such that K copies take as long as one layer computes in
-            the resident model, where prefetching can gain most (on a CUDA model the real link is used).
+        model: a model of a supported family, on the device that computes.
+        tokenizer: the model's own.
+        prompt: what to continue.
+        runs: by name, such as `{"on_demand": OffloadConfig(), "exact": OffloadConfig(predictor=p)}`. Those that keep
+            their experts in memory share one copy of them.
+        settings: how much is measured; none is the default :class:`BenchSettings`.
+        bandwidth: bytes per second of the emulated link, for runs that name none. None: such that K copies take as long
+            as one layer computes in the resident model, where prefetching can gain most (on a CUDA model the real link
+            is used).
+        latency: seconds per copy of the emulated link, for runs that name none.
 
     Returns:
         `bandwidth`, `latency`, `prompt_tokens`, `new_tokens`, `resident.{tpot_s,ttft_s}`, `link_rate`, and
         `runs.<name>` as :func:`expertcast.runtime.benchmarking.bench_report.report` has it.
 
     Raises:
-        ExpertcastError: as :func:`expertcast.offload`; fewer than 2 new tokens; no repetition; no token in the prompt.
+        ExpertcastError: as :func:`expertcast.offload`; no token in the prompt.
     """
+    settings = settings or BenchSettings()
     prompt_ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(next(model.parameters()).device)
     if not prompt_ids.shape[1]:
         raise ExpertcastError("the prompt has no token: give some text")
-    check_lengths(new_tokens, repetitions)
-    resident = decode_resident(model, prompt_ids, new_tokens)
-    link: dict[str, Any] = {}
+    resident = decode_resident(model, prompt_ids, settings.new_tokens)
+    link: dict[str, float] = {}
     if not prompt_ids.is_cuda:
         link = {"bandwidth": bandwidth or balanced_bandwidth(model, resident), "latency": latency}
     store = LentStore(find_moe_layers(model), prompt_ids.device)
+    shared = OffloadConfig(store=store, bandwidth=link.get("bandwidth"), latency=link.get("latency", 0.0))
     try:
         measured = measure(
             model,
             prompt_ids,
-            runs=runs,
-            shared={"slots": slots, "store": store, **link},
-            new_tokens=new_tokens,
-            repetitions=repetitions,
+            {name: _with_shared(config, shared) for name, config in runs.items()},
+            settings,
             resident=resident,
         )
     finally:
@@ -97,46 +123,49 @@ def benchmark(
     return {
         **link,
         "prompt_tokens": prompt_ids.shape[1],
-        "new_tokens": new_tokens,
-        "repetitions": repetitions,
+        "new_tokens": settings.new_tokens,
+        "repetitions": settings.repetitions,
         "link_rate": measured.link_rate,
         "resident": {"tpot_s": statistics.median(resident.steps_s), "ttft_s": resident.ttft_s},
         "runs": measured.reports,
     }
 
 
+def _with_shared(config: OffloadConfig, shared: OffloadConfig) -> OffloadConfig:
+    """A run with the store and the link's speed that all share, as far as it names none."""
+    return replace(
+        config,
+        store=shared.store if config.store == "memory" else config.store,
+        bandwidth=config.bandwidth or shared.bandwidth,
+        latency=config.latency or shared.latency,
+    )
+
+
 def measure(
     model: PreTrainedModel,
     prompt_ids: Tensor,
+    runs: Mapping[str, OffloadConfig],
+    settings: BenchSettings,
     *,
-    runs: Mapping[str, Mapping[str, Any]],
-    shared: Mapping[str, Any],
-    new_tokens: int,
-    repetitions: int,
     resident: Decoding | None,
     say: Callable[[str], None] = lambda _text: None,
 ) -> Bench:
     """Measure all runs on one prompt.
 
     Args:
+        model: a model of a supported family, on the device that computes.
         prompt_ids: [1, T] on the model's device.
-        runs: arguments of :func:`expertcast.offload` by name; `shared` goes below them.
+        runs: by name.
+        settings: how much is measured.
         resident: what every exact run must decode; None where the whole model does not fit the device, then the first
             on-demand run says it.
         say: told of progress, a line at a time.
     """
-    check_lengths(new_tokens, repetitions)
-    layers = len(find_moe_layers(model))
-    bench = Bench({name: Run({**shared, **arguments}) for name, arguments in runs.items()}, resident)
-    for number in range(repetitions):
+    bench = Bench({name: Run(config) for name, config in runs.items()}, resident)
+    for number in range(settings.repetitions):
         for name, run in bench.runs.items():
-            say(f"{prompt_ids.shape[1]} tokens, repetition {number + 1} of {repetitions}: {name}")
-            run.recorder = Recorder(prompt_ids.device)
-            with offload(model, **run.arguments, observers=[run.recorder]) as offloaded:
-                run.repetitions.append(_repetition(model, offloaded, run.recorder, prompt_ids, new_tokens, layers))
-                run.slots = offloaded.pool.count
-                if bench.link_rate is None:
-                    bench.link_rate = link_speed(offloaded.link, offloaded.store).rate
+            say(f"{prompt_ids.shape[1]} tokens, repetition {number + 1} of {settings.repetitions}: {name}")
+            _repeat(run, model, prompt_ids, settings.new_tokens, bench)
     truth = bench.truth
     for name, run in bench.runs.items():
         bench.reports[name] = report(
@@ -166,47 +195,27 @@ def layer_seconds(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, s
 
 def on_demand_for(run: Run, runs: Mapping[str, Run]) -> Run | None:
     """The run without forecasts and with the same cache setting."""
-    cache = run.arguments.get("cache", True)
-    return next(
-        (
-            other
-            for other in runs.values()
-            if is_on_demand(other.arguments) and other.arguments.get("cache", True) == cache
-        ),
-        None,
-    )
+    wanted = (True, run.config.cache)
+    return next((other for other in runs.values() if (other.config.on_demand, other.config.cache) == wanted), None)
 
 
-def is_on_demand(arguments: Mapping[str, Any]) -> bool:
-    """Whether these arguments of `offload` load every expert when its layer asks for it."""
-    return arguments.get("predictor") is None
-
-
-def check_lengths(new_tokens: int, repetitions: int) -> None:
-    """
-    Raises:
-        ExpertcastError: too few of one of them.
-    """
-    if new_tokens < 2 or repetitions < 1:
-        raise ExpertcastError(f"new_tokens={new_tokens}, repetitions={repetitions}: give 2 or more, and 1 or more")
-
-
-def _repetition(
-    model: PreTrainedModel,
-    offloaded: OffloadedModel,
-    recorder: Recorder,
-    prompt_ids: Tensor,
-    new_tokens: int,
-    layers: int,
-) -> Measured:
-    decoding = decode_greedily(model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
-    link = offloaded.link
-    if hasattr(link, "synchronize"):
-        link.synchronize()
-    return Measured(
-        decoding=decoding,
-        stats=offloaded.stats.as_dict(),
-        steps=step_times(recorder, layers),
-        link_bytes=link.bytes_moved,
-        link_busy_s=link.busy_s,
-    )
+def _repeat(run: Run, model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, bench: Bench) -> None:
+    """One more repetition of a run; the first of all also measures the link."""
+    recorder, layers = Recorder(prompt_ids.device), len(find_moe_layers(model))
+    with offload(model, run.config, observers=[recorder]) as offloaded:
+        decoding = decode_greedily(model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
+        link = offloaded.link
+        if hasattr(link, "synchronize"):
+            link.synchronize()
+        run.repetitions.append(
+            Measured(
+                decoding=decoding,
+                stats=offloaded.stats.as_dict(),
+                steps=step_times(recorder, layers),
+                link_bytes=link.bytes_moved,
+                link_busy_s=link.busy_s,
+            )
+        )
+        run.recorder, run.slots = recorder, offloaded.pool.count
+        if bench.link_rate is None:
+            bench.link_rate = link_speed(link, offloaded.store).rate

@@ -10,9 +10,10 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from expertcast.predictors.plain import Json
 from expertcast.runtime.benchmarking.decoding import Decoding, same_logits
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.recording.recorder import Recorder
 
 
@@ -38,7 +39,7 @@ class Measured:
     """One repetition of one run."""
 
     decoding: Decoding
-    stats: dict[str, Any]
+    stats: Json
     steps: list[StepTimes]
     link_bytes: int
     link_busy_s: float
@@ -48,7 +49,7 @@ class Measured:
 class Run:
     """A way of running, with all its repetitions."""
 
-    arguments: dict[str, Any]
+    config: OffloadConfig
     repetitions: list[Measured] = field(default_factory=list)
     recorder: Recorder | None = None
     """Of the last repetition."""
@@ -56,14 +57,17 @@ class Run:
 
     @property
     def steps_s(self) -> list[float]:
+        """Seconds of every decode step, over all repetitions."""
         return [seconds for measured in self.repetitions for seconds in measured.decoding.steps_s]
 
     @property
     def steps(self) -> list[StepTimes]:
+        """What those seconds went into."""
         return [step for measured in self.repetitions for step in measured.steps]
 
     @property
     def tpot_s(self) -> float:
+        """Time per output token: the median step."""
         return statistics.median(self.steps_s)
 
 
@@ -88,10 +92,11 @@ def step_times(recorder: Recorder, layers: int) -> list[StepTimes]:
     return steps
 
 
-def report(run: Run, *, on_demand: Run | None, truth: Decoding, link_rate: float | None) -> dict[str, Any]:
+def report(run: Run, *, on_demand: Run | None, truth: Decoding, link_rate: float | None) -> Json:
     """What the benchmark says of one run.
 
     Args:
+        run: with its repetitions.
         on_demand: the run without forecasts and with the same cache setting; None where there was none.
         truth: what every exact run must decode, bit for bit.
         link_rate: bytes per second of one large copy over the same link.
@@ -135,7 +140,7 @@ _AGAINST = (
 """What is None without an on-demand run to compare with."""
 
 
-def _against(run: Run, on_demand: Run | None) -> dict[str, Any]:
+def _against(run: Run, on_demand: Run | None) -> dict[str, float | None]:
     """Overlap efficiency and the bound, from the on-demand run's own measurement; medians as TPOT is one.
 
     The first `ahead` layers have no forecast, at most their last token's experts: the efficiency over all layers counts
@@ -145,7 +150,7 @@ def _against(run: Run, on_demand: Run | None) -> dict[str, Any]:
         return dict.fromkeys(_AGAINST)
     compute_s, copy_s = bound_parts(on_demand.steps)
     hideable_s = statistics.median(step.hideable() for step in on_demand.steps)
-    forecast_s = statistics.median(step.hideable(run.arguments.get("ahead", 1)) for step in on_demand.steps)
+    forecast_s = statistics.median(step.hideable(run.config.ahead) for step in on_demand.steps)
     gained_s = on_demand.tpot_s - run.tpot_s if run is not on_demand else None
     bound_s = max(compute_s, copy_s)
     values = (

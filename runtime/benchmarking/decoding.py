@@ -43,7 +43,9 @@ def decode_greedily(
     Statistics and recording start after the prefill: both are about the tokens after the first.
 
     Args:
+        model: the model, offloaded or not.
         prompt_ids: [1, T] on the model's device.
+        new_tokens: how many are decoded.
         offloaded: the offload that the model runs under.
         recorder: the one that the offload was given.
     """

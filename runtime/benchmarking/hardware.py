@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from expertcast.predictors.plain import Json
 
-def hardware() -> dict[str, Any]:
+
+def hardware() -> Json:
     """Processor, cores, threads, memory and GPU (None without one)."""
-    found: dict[str, Any] = {
+    found: Json = {
         "machine": platform.machine(),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

@@ -88,17 +88,11 @@ def without_experts_to(model: PreTrainedModel, device: torch.device) -> PreTrain
     """Move a model to a device and leave its experts where they are; a model that is there stays as it is."""
     if next(model.parameters()).device == device:
         return model
-    experts = {id(layer.experts) for layer in find_moe_layers(model)}
-    moved: dict[int, nn.Parameter] = {}  # by the parameter they stand for: tied weights stay tied
-    for module in model.modules():
-        if id(module) in experts:
-            continue
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in moved:
-                    moved[id(parameter)] = nn.Parameter(parameter.data.to(device), requires_grad=False)
-                module._parameters[name] = moved[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
-    return model
+    kept = [(layer.experts._parameters, dict(layer.experts._parameters)) for layer in find_moe_layers(model)]
+    for parameters, _ in kept:
+        parameters.clear()
+    try:
+        return model.to(device)
+    finally:
+        for parameters, own in kept:
+            parameters.update(own)

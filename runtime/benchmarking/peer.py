@@ -9,14 +9,15 @@ from __future__ import annotations
 import importlib.util
 import logging
 import statistics
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertcast.data.discovery import experts_implementation
+from expertcast.predictors.plain import Json
 from expertcast.runtime.benchmarking.decoding import Decoding, decode_greedily, same_logits
+from expertcast.runtime.benchmarking.random_weights import weight_bytes
 from expertcast.runtime.engine.kernels import kernel_name
 
 MISSING = "accelerate is not installed: pip install accelerate to compare with its CPU offload"
@@ -35,12 +36,14 @@ def measure_peer(
     new_tokens: int = 4,
     bandwidth: float | None = None,
     truth: Decoding | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """Decode under accelerate's offload, which starts from a model on the CPU; it is left there, without hooks.
 
     Args:
+        model: a model that is not offloaded.
         prompt_ids: [1, T] on the model's device, where the computation stays.
         memory: bytes of the device that weights may take: what the offloaded runs take.
+        new_tokens: how many are decoded.
         bandwidth: of the emulated link, bytes per second, for `least_tpot_s` on the CPU.
         truth: the first tokens of what it must decode.
 
@@ -73,21 +76,20 @@ def measure_peer(
     }
 
 
-def _device_map(model: PreTrainedModel, memory: int) -> dict[str, Any]:
+def _device_map(model: PreTrainedModel, memory: int) -> dict[str, int | str]:
     """Module name to 0 (the device) or "cpu": as much as the memory holds stays on the device."""
     from accelerate import infer_auto_device_map
 
     logging.getLogger("accelerate").setLevel(logging.ERROR)  # it says that a CPU is no device 0
-    everything = sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
-    found: dict[str, Any] = infer_auto_device_map(
+    found: dict[str, int | str] = infer_auto_device_map(
         model,
-        max_memory={0: memory, "cpu": 2 * everything},
+        max_memory={0: memory, "cpu": 2 * weight_bytes(model)},
         no_split_module_classes=model._no_split_modules,
     )
     return found
 
 
-def _offloaded_bytes(model: PreTrainedModel, device_map: dict[str, Any]) -> int:
+def _offloaded_bytes(model: PreTrainedModel, device_map: dict[str, int | str]) -> int:
     """Bytes of the weights that are not on the device: each forward moves them all."""
     away = [name for name, where in device_map.items() if where == "cpu"]
     return sum(
@@ -97,7 +99,7 @@ def _offloaded_bytes(model: PreTrainedModel, device_map: dict[str, Any]) -> int:
     )
 
 
-def _dispatch(model: PreTrainedModel, device_map: dict[str, Any], device: torch.device) -> None:
+def _dispatch(model: PreTrainedModel, device_map: dict[str, int | str], device: torch.device) -> None:
     from accelerate import cpu_offload, dispatch_model
 
     if device.type == "cpu":

@@ -6,18 +6,13 @@ import math
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+
+from expertcast.data.models import meta_model
 
 STD = 0.02
 _KEEP_AND_SET = {torch.bfloat16: (0x807F, 0x3C80), torch.float16: (0x83FF, 0x2400)}
 """Bits kept (sign and mantissa), bits set (the exponent of 1/64): any 16 bits become a weight of size 1/64 to 1/32."""
-
-
-def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model's modules without memory for weights."""
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model.eval()
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -28,7 +23,14 @@ def weight_bytes(model: nn.Module) -> int:
 def random_model(
     config: PretrainedConfig, *, dtype: torch.dtype, device: str | torch.device, seed: int
 ) -> PreTrainedModel:
-    """A model of this config; matrices are random, norms and position tables as transformers initialises them."""
+    """A model whose matrices are random, with norms and position tables as transformers initialises them.
+
+    Args:
+        config: of any causal LM in transformers.
+        dtype: of all weights.
+        device: where they are made.
+        seed: the same gives the same weights.
+    """
     model = meta_model(config, dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():

@@ -9,13 +9,14 @@ T tokens, N decode positions, L MoE layers, E routed experts per layer, K expert
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from expertcast.predictors import ExpertcastError, MoELayer, MoEView, Predictor
 from expertcast.predictors.base import Forecast, PredictorConfig, RouterState
@@ -77,10 +78,10 @@ class RoutingProcess:
     def _attach(self, layer: MoELayer) -> None:
         index, armed = layer.index, self._armed
 
-        def before_block(_module: nn.Module, _args: tuple[Any, ...]) -> None:
+        def before_block(_module: nn.Module, _args: object) -> None:
             armed[index] = True
 
-        def after_router(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        def after_router(_module: nn.Module, _args: object, output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
             if not armed[index]:  # a predictor runs this router: the truth is not for it
                 return None
             armed[index] = False
@@ -91,9 +92,9 @@ class RoutingProcess:
         self._stack.callback(layer.block.register_forward_pre_hook(before_block).remove)
         self._stack.callback(layer.router.register_forward_hook(after_router).remove)
 
-    def _before_model(self, _module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_model(self, _module: nn.Module, _args: object, kwargs: Mapping[str, object]) -> None:
         past = kwargs.get("past_key_values")
-        self.position = 0 if past is None else int(past.get_seq_length())
+        self.position = past.get_seq_length() if isinstance(past, Cache) else 0
 
 
 class TablePredictor(Predictor):

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from expertcast.data.traces import ALL, TraceDataset
 from expertcast.predictors import ExpertcastError, ModelShape
 from expertcast.predictors.routing_rule import route_all
+
+Ids = NDArray[np.int64]
+Scores = NDArray[np.float64]
 
 _RANK_DECAY = 0.8
 """Combine weight of each drawn expert, as a multiple of the one before it."""
@@ -71,7 +74,10 @@ def drawn(shape: ModelShape, *, prompt: int, new_tokens: int, options: RoutingOp
     """Tables of a process; the same options give the same tables.
 
     Args:
+        shape: of the model.
         prompt: positions of the prompt, 1 or more.
+        new_tokens: positions after it.
+        options: of the process.
     """
     rng = np.random.default_rng(options.seed)
     ids_PLK = torch.from_numpy(_draw(rng, shape, prompt + new_tokens, options))
@@ -91,6 +97,13 @@ def replayed(
     folder: str | Path, shape: ModelShape, *, prompt: int, new_tokens: int, options: RoutingOptions
 ) -> RoutingTables:
     """Tables of the first tokens of a trace dataset; forecasts are drawn with the set accuracy.
+
+    Args:
+        folder: the trace dataset.
+        shape: of the model.
+        prompt: positions of the prompt, 1 or more.
+        new_tokens: positions after it.
+        options: the forecasts' accuracy, and a seed.
 
     Raises:
         ExpertcastError: no traces there, or of other E or K, of fewer layers or fewer tokens.
@@ -119,7 +132,7 @@ def replayed(
     )
 
 
-def _draw(rng: np.random.Generator, shape: ModelShape, positions: int, options: RoutingOptions) -> Any:
+def _draw(rng: np.random.Generator, shape: ModelShape, positions: int, options: RoutingOptions) -> Ids:
     """ids [P, L, K]: a Markov chain over positions, layers independent of each other."""
     layers, experts, top_k = shape.layers, shape.experts, shape.top_k
     popularity_LE = -options.skew * np.log(1.0 + rng.permuted(np.tile(np.arange(experts), (layers, 1)), axis=1))
@@ -144,7 +157,7 @@ def _forecasts(rng: np.random.Generator, ids_NLK: Tensor, experts: int, accuracy
     return torch.from_numpy(made_NLK)
 
 
-def _refilled(ids_LK: Any, stays_LK: Any, score_LE: Any) -> Any:
+def _refilled(ids_LK: Ids, stays_LK: NDArray[np.bool_], score_LE: Scores) -> Ids:
     """Where ids do not stay, the experts of the highest score that are not among those that stay."""
     rows, columns = np.nonzero(stays_LK)
     score_LE[rows, ids_LK[rows, columns]] = -np.inf
@@ -153,7 +166,7 @@ def _refilled(ids_LK: Any, stays_LK: Any, score_LE: Any) -> Any:
     return np.where(stays_LK, ids_LK, np.take_along_axis(fresh_LK, which_LK.clip(min=0), axis=1))
 
 
-def _ranked(score_LE: Any, count: int) -> Any:
+def _ranked(score_LE: Scores, count: int) -> Ids:
     """[L, count] experts by falling score."""
     top_LK = np.argpartition(-score_LE, count - 1, axis=1)[:, :count]
     order_LK = np.argsort(-np.take_along_axis(score_LE, top_LK, axis=1), axis=1)

@@ -7,12 +7,11 @@ import sys
 import torch
 from transformers import PreTrainedModel
 
+from expertcast.data.models import meta_model, torch_dtype
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.benchmarking.random_weights import meta_model, random_model, weight_bytes
+from expertcast.runtime.benchmarking.random_weights import random_model, weight_bytes
 from expertcast.runtime.benchmarking.shape_configs import SHAPES as SHAPES
 from expertcast.runtime.storage.host_memory import available_memory
-
-_DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def build_shape(
@@ -26,14 +25,17 @@ def build_shape(
     """A causal LM of a shape with random weights, in eval mode.
 
     Args:
+        name: one of `SHAPES`.
         layers: MoE layers to keep; None for all. Dense layers before the first MoE layer come on top.
         dtype: `auto` (bf16), `bf16`, `fp16`, `fp32` or a torch dtype.
+        device: where the weights are made.
+        seed: the same gives the same weights.
 
     Raises:
         ExpertcastError: unknown shape or dtype, no such layers, or not enough free memory on the device.
     """
-    torch_dtype = check_shape(name, layers=layers, dtype=dtype, device=device)
-    model = random_model(SHAPES[name].config(layers), dtype=torch_dtype, device=device, seed=seed)
+    checked = check_shape(name, layers=layers, dtype=dtype, device=device)
+    model = random_model(SHAPES[name].config(layers), dtype=checked, device=device, seed=seed)
     model.config._name_or_path = name if layers is None else f"{name}, {layers} layers"
     return model
 
@@ -41,16 +43,24 @@ def build_shape(
 def check_shape(
     name: str, *, layers: int | None = None, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu"
 ) -> torch.dtype:
-    """Whether :func:`build_shape` can build this; returns the dtype. Raises what it would raise."""
+    """Whether :func:`build_shape` can build this; returns the dtype.
+
+    Args:
+        name: as for :func:`build_shape`.
+        layers: as for :func:`build_shape`.
+        dtype: as for :func:`build_shape`.
+        device: as for :func:`build_shape`.
+
+    Raises:
+        ExpertcastError: as :func:`build_shape`.
+    """
     if name not in SHAPES:
         raise ExpertcastError(f"unknown shape {name!r}: choose from {', '.join(SHAPES)}")
     most = SHAPES[name].layers
     if layers is not None and not 1 <= layers <= most:
         raise ExpertcastError(f"--layers {layers}: {name} has 1 to {most} MoE layers")
     if isinstance(dtype, str):
-        if dtype not in _DTYPES:
-            raise ExpertcastError(f"unknown dtype {dtype!r}: choose from {', '.join(_DTYPES)}")
-        dtype = _DTYPES[dtype]
+        dtype = torch.bfloat16 if dtype == "auto" else torch_dtype(dtype)
     check_memory(name, layers or most, dtype, torch.device(device))
     return dtype
 
@@ -59,6 +69,10 @@ def check_memory(name: str, layers: int, dtype: torch.dtype, device: torch.devic
     """Refuse a shape that the device has no room for, before anything is allocated.
 
     Args:
+        name: one of `SHAPES`.
+        layers: MoE layers that are kept.
+        dtype: of the weights.
+        device: where they are made.
         free: bytes; what the device says when None.
 
     Raises:

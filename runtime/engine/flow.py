@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from expertcast.predictors.base import Forecast
-from expertcast.predictors.view import MoEView
+from expertcast.predictors.view import ModelShape, MoEView
 from expertcast.runtime.engine.pace import Pace
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.policies.miss import Lookup, Verdict
@@ -54,6 +54,7 @@ class LayerFlow:
     """Drives a residency and a set of policies. All calls come from the thread that runs the model.
 
     Args:
+        view: the model whose routers route; needed by policies that have them route anew.
         carry: without a cache, how many first layers of the next token get what they needed last, asked for at the
             last layer: no layer comes early enough to forecast them.
         tokens_ahead: forecasts the next tokens' routing for an eviction policy that takes it.
@@ -63,15 +64,16 @@ class LayerFlow:
         self,
         residency: Residency,
         policies: PolicySet,
-        view: MoEView,
+        shape: ModelShape,
         *,
+        view: MoEView | None = None,
         carry: int = 0,
         tokens_ahead: TokenForecasts | None = None,
     ) -> None:
         self.residency, self.policies = residency, policies
         self._view = view
-        self._experts = view.shape.experts
-        self._last = len(view) - 1
+        self._experts = shape.experts
+        self._last = shape.layers - 1
         self._carry = 0 if residency.keep else carry
         self._carried: dict[int, list[int]] = {}
         self._tokens_ahead = tokens_ahead
@@ -81,7 +83,7 @@ class LayerFlow:
         self.reads_logits = policies.eviction.reads_scores or tokens_ahead is not None
         """Whether :meth:`see` must be called."""
         reads = policies.prefetch.reads_transfer
-        self._pace = Pace(residency, len(view), self._experts) if reads else None
+        self._pace = Pace(residency, shape.layers, self._experts) if reads else None
 
     def start_pass(self, fresh: bool) -> None:
         """A forward starts; `fresh`: with new texts."""
@@ -117,11 +119,11 @@ class LayerFlow:
             cached_E[list(held)] = True
             free = residency.free(layer)
             cached_E = cached_E.to(logits_TE.device)
-            view = self._view[layer]
+            assert self._view is not None, "policies that route need the model's own routers"
             changed = self.policies.routing.route(
                 Routed(
-                    layer=view, logits_TE=logits_TE, ids_TK=ids_TK, weights_TK=weights_TK, cached_E=cached_E,
-                    available=free,
+                    layer=self._view[layer], logits_TE=logits_TE, ids_TK=ids_TK, weights_TK=weights_TK,
+                    cached_E=cached_E, available=free,
                 )
             )  # fmt: skip
         chosen_TK, combine_TK = (ids_TK, weights_TK) if changed is None else changed

@@ -57,7 +57,7 @@ class VirtualLink(Link):
     @classmethod
     def of(
         cls, block_bytes: Mapping[str, int], bandwidth: float, latency: float = 0.0, *, expand_s: float = 0.0,
-        write_back: float = 0.0,
+        write_back: float = 0.0, window: int = 1, blocking: bool = False,
     ) -> VirtualLink:  # fmt: skip
         """A link on which a copy takes latency + bytes / bandwidth.
 
@@ -65,6 +65,7 @@ class VirtualLink(Link):
             block_bytes: of one expert, by precision; the full one is among them.
             bandwidth, latency: bytes per second, and seconds per copy.
             write_back: share of an expert's copy that its eviction takes.
+            expand_s, window, blocking: as for the class.
 
         Raises:
             ExpertcastError: no bandwidth, or a negative latency.
@@ -72,7 +73,10 @@ class VirtualLink(Link):
         check_speed(bandwidth, latency)
         seconds = {name: latency + count / bandwidth for name, count in block_bytes.items()}
         lower = {name: (count, seconds[name]) for name, count in block_bytes.items() if name != FULL}
-        return cls(seconds[FULL], lower=lower, expand_s=expand_s, write_back_s=write_back * seconds[FULL])
+        return cls(
+            seconds[FULL], lower=lower, window=window, blocking=blocking, expand_s=expand_s,
+            write_back_s=write_back * seconds[FULL],
+        )  # fmt: skip
 
     @property
     def copy_s(self) -> float:

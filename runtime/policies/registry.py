@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import types
-import typing
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.fields import check_finite, parse_settings, written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +49,9 @@ class Choice(Generic[P]):
     cls: type[P]
     config: PolicyConfig
 
+    def __post_init__(self) -> None:
+        check_finite(self.config)
+
     @property
     def name(self) -> str:
         return self.cls.name
@@ -58,7 +60,7 @@ class Choice(Generic[P]):
         """The shortest text that names it: options at their default are left out."""
         default = self.cls.config_class()
         given = [
-            f"{field.name}={_text(getattr(self.config, field.name))}"
+            f"{field.name}={written(getattr(self.config, field.name))}"
             for field in dataclasses.fields(self.config)
             if getattr(self.config, field.name) != getattr(default, field.name)
         ]
@@ -106,48 +108,8 @@ class Registry(Generic[P]):
         if name not in self._classes:
             raise ExpertcastError(f"unknown {self.kind} policy {name!r}: {self._allowed()}")
         cls = self._classes[name]
-        return Choice(cls, cls.config_class(**_parse(options, cls.config_class, f"{self.kind} policy {name!r}")))
+        words = filter(None, re.split(r",(?=\w+=)", options))
+        return Choice(cls, parse_settings(words, cls.config_class, f"{self.kind} policy {name!r}"))
 
     def _allowed(self) -> str:
         return f"choose from {', '.join(self._classes)}"
-
-
-def _parse(options: str, config_class: type[PolicyConfig], what: str) -> dict[str, Any]:
-    hints = typing.get_type_hints(config_class)
-    values: dict[str, Any] = {}
-    for part in filter(None, re.split(r",(?=\w+=)", options)):
-        name, equals, text = part.partition("=")
-        if not equals or name not in hints:
-            known = f"its options are {', '.join(hints)}, written name=value" if hints else "it has none"
-            raise ExpertcastError(f"{what} has no option {part!r}: {known}")
-        try:
-            values[name] = _value(text, hints[name])
-        except ValueError:
-            raise ExpertcastError(f"{what}: {name}={text!r} is no {_type_name(hints[name])}") from None
-    return values
-
-
-def _value(text: str, hint: Any) -> Any:
-    """A text as the type of a configuration's field."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        if text == "none":
-            return None
-        return _value(text, next(arg for arg in args if arg is not type(None)))
-    if origin is tuple:
-        return tuple(_value(part, args[0]) for part in text.split("/") if part)
-    if hint is bool:
-        if text not in ("true", "false"):
-            raise ValueError(text)
-        return text == "true"
-    return hint(text)
-
-
-def _text(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return "/".join(map(_text, value)) if isinstance(value, tuple) else str(value)
-
-
-def _type_name(hint: Any) -> str:
-    return "list such as a/b" if typing.get_origin(hint) is tuple else getattr(hint, "__name__", str(hint))

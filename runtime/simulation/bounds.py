@@ -10,8 +10,8 @@ from expertcast.runtime.policies.eviction.belady import Belady, bypass_misses
 from expertcast.runtime.policies.registry import CacheShape
 from expertcast.runtime.policies.scope import Eviction
 from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
-from expertcast.runtime.simulation.events import Trace
 from expertcast.runtime.simulation.machine import Machine, Simulation
+from expertcast.runtime.simulation.trace import Trace
 from expertcast.runtime.storage.precision import FULL
 
 

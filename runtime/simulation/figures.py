@@ -6,15 +6,16 @@ apart for colour-blind readers; a set of policies has the same colour and marker
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-Rows = Sequence[Mapping[str, Any]]
+from expertcast.predictors.plain import Json
+
+Rows = Sequence[Json]
 Style = tuple[str, str, str]
 """Colour, marker, line."""
 
@@ -114,7 +115,7 @@ def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
     return best
 
 
-def labelled(results: Rows) -> list[dict[str, Any]]:
+def labelled(results: Rows) -> list[Json]:
     """The rows with `label`, the eviction policy and whatever else differs among the rows, and its `style`."""
     others = [row for row in results if row["eviction"] not in _BOUNDS]
     differing = [name for name in _NAMES if len({row.get(name) for row in others}) > 1]
@@ -164,15 +165,15 @@ def _styles(rows: Rows) -> dict[str, Style]:
     return {row["label"]: row["style"] for row in rows}
 
 
-def _first_bandwidth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _first_bandwidth(rows: list[Json]) -> list[Json]:
     return [row for row in rows if row["bandwidth"] == rows[0]["bandwidth"]]
 
 
-def _without_bounds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _without_bounds(rows: list[Json]) -> list[Json]:
     return [row for row in rows if row["eviction"] not in _BOUNDS]
 
 
-def _distinct(rows: Rows, key: str) -> list[Any]:
+def _distinct(rows: Rows, key: str) -> list[float]:
     return sorted({row[key] for row in rows})
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.links.virtual import VirtualLink
+from expertcast.runtime.policies.settings import Policies
 from expertcast.runtime.recording.layer_times import LayerTimes
 from expertcast.runtime.recording.statistics import RunStatistics
 
@@ -29,6 +31,45 @@ class Machine:
     write_back: float = 0.0
     """Share of a copy that giving up an expert takes on the link; 0 where the host keeps all weights, as the runtime's
     store does."""
+    window: int = 1
+    """Forecasts' copies that have been handed to the link and can no longer be overtaken."""
+    blocking: bool = False
+    """The link copies in the model's own thread, as the instant link does."""
+    prefill: LayerTimes | None = None
+    """Of prefills; None: as of a decode step."""
+
+    def link(self) -> VirtualLink:
+        """A link at which nothing has been asked for.
+
+        Raises:
+            ExpertcastError: no bandwidth, or a negative latency.
+        """
+        return VirtualLink.of(
+            self.block_bytes, self.bandwidth, self.latency, expand_s=self.expand_s, write_back=self.write_back,
+            window=self.window, blocking=self.blocking,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One simulation."""
+
+    policies: Policies
+    slots: int
+    """Experts that fit on the device."""
+    machine: Machine
+    predictor: str | None = None
+    """Whose hints of the trace are given; None loads on demand."""
+    bypass: bool = False
+    """Belady's bound without forced admission, in place of the eviction policy."""
+    cache: bool = True
+    """Keep experts until their slot is needed; else slots are given back as soon as a layer has run."""
+    carry: bool = True
+    """Without a cache, ask at the last layer for what the first layers needed, on behalf of the next token."""
+
+    def timed(self, times: LayerTimes) -> Case:
+        """The same with other layer times."""
+        return replace(self, machine=replace(self.machine, times=times))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,6 +82,8 @@ class Simulation:
     """Seconds of each decode step, of whatever text."""
     prefills_s: list[float] = field(default_factory=list)
     """Seconds of each prefill: until the first token."""
+    waits_s: list[list[float]] = field(default_factory=list)
+    """[step][L] seconds that each layer waited for copies, where they were asked for."""
 
     @property
     def tpot_s(self) -> float:
@@ -52,9 +95,26 @@ class Simulation:
         """Median over the prefills."""
         return statistics.median(self.prefills_s)
 
+    @property
+    def wait_s(self) -> float:
+        """Seconds of waiting per decode step, median."""
+        return statistics.median(map(sum, self.waits_s))
+
+    @property
+    def hit_rate(self) -> float:
+        """Of the decode steps."""
+        return self.decode.hit_rate
+
+    @property
+    def copies(self) -> float:
+        """Experts copied per decode step."""
+        total = self.decode.total
+        return (total.misses + total.prefetched) / len(self.steps_s)
+
 
 def check_slots(slots: int, top_k: int) -> None:
-    """
+    """Refuse a cache that cannot hold what one token needs of a layer.
+
     Raises:
         ExpertcastError: fewer slots than one token needs (trap 12 of the definitions).
     """
@@ -76,8 +136,14 @@ def constant_times(layers: int, layer_s: float | Sequence[float]) -> LayerTimes:
         raise ExpertcastError(
             f"layer times {each}: give one number of seconds above 0, or one for each of {layers} layers"
         )
-    nothing, half = [0.0] * layers, [seconds / 2 for seconds in each]
+    half = [seconds / 2 for seconds in each]
+    return replace(no_times(layers), before_s=half, experts_s=half)
+
+
+def no_times(layers: int) -> LayerTimes:
+    """Layers that take no time."""
+    nothing = [0.0] * layers
     return LayerTimes(
-        before_s=half, request_s=nothing, forecast_s=nothing, prefetch_s=nothing, launch_s=nothing, experts_s=half,
-        tail_s=0.0,
+        before_s=nothing, request_s=nothing, forecast_s=nothing, prefetch_s=nothing, launch_s=nothing,
+        experts_s=nothing, tail_s=0.0,
     )  # fmt: skip

@@ -11,100 +11,122 @@ T tokens, L MoE layers, E routed experts per layer, K experts per token. An expe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
-from expertcast.predictors.base import Forecast
 from expertcast.runtime.engine.flow import LayerFlow, TokenForecasts
 from expertcast.runtime.engine.residency import Residency
-from expertcast.runtime.links.virtual import VirtualLink
 from expertcast.runtime.policies.registry import CacheShape
-from expertcast.runtime.policies.settings import Policies
 from expertcast.runtime.recording.layer_times import LayerTimes
 from expertcast.runtime.recording.statistics import RunStatistics
-from expertcast.runtime.simulation.bounds import foretell
-from expertcast.runtime.simulation.events import Forward, Hints, Trace, asked_for
-from expertcast.runtime.simulation.machine import Machine, Simulation, check_slots
+from expertcast.runtime.simulation.bounds import foretell, simulate_bypass
+from expertcast.runtime.simulation.machine import Case, Simulation, check_slots
+from expertcast.runtime.simulation.trace import ForecastSource, Forward, Trace, asked_for
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """What a forward takes of the model's thread; per layer."""
+
+    until_request_s: list[float]
+    ask_s: list[float]
+    """Making a forecast, and asking for its experts."""
+    launch_s: list[float]
+    expert_s: list[float]
+    """Of each expert."""
+    end_s: float
+    """What follows the last layer."""
+
+    @classmethod
+    def of(cls, times: LayerTimes, top_k: int) -> _Costs:
+        return cls(
+            [sum(parts) for parts in zip(times.before_s, times.request_s, strict=True)],
+            [sum(parts) for parts in zip(times.forecast_s, times.prefetch_s, strict=True)],
+            times.launch_s,
+            [seconds / top_k for seconds in times.experts_s],
+            times.tail_s,
+        )
 
 
 class VirtualRuntime:
     """Slots, link, flow and clock of one run.
 
     Args:
-        slots: experts that fit on the device.
-        keep: a cache; without one, slots are given back as soon as a layer has run.
-        carry: see :class:`LayerFlow`.
-        predictor: whose hints of the trace are given; None: nobody's.
+        trace: what the routers say.
+        case: how it is run.
         tokens_ahead: what an eviction policy looks ahead with.
+
+    Raises:
+        ExpertcastError: policies that read more than the trace holds.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        policies: Policies,
-        slots: int,
-        link: VirtualLink,
-        times: LayerTimes,
-        *,
-        block_bytes: int = 1,
-        keep: bool = True,
-        carry: int = 0,
-        predictor: str | None = None,
-        tokens_ahead: TokenForecasts | None = None,
-    ) -> None:
-        shape = trace.shape
-        slots = min(slots, shape.layers * shape.experts)
-        self.trace, self.link, self.times = trace, link, times
-        self.policies = policies.make(
+    def __init__(self, trace: Trace, case: Case, tokens_ahead: TokenForecasts | None = None) -> None:
+        shape, machine, self.trace = trace.shape, case.machine, trace
+        slots = min(case.slots, shape.layers * shape.experts)
+        self.policies = policies = case.policies.make(
             CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=slots)
         )
-        pool = SlotPool(_layout(block_bytes), slots, torch.device("meta"))  # books without memory
+        self.link = machine.link()
+        pool = SlotPool(_layout(machine.block_bytes[FULL]), slots, torch.device("meta"))  # books without memory
         self.residency = Residency(
-            pool, link, self.policies.eviction, RunStatistics(shape.layers), experts=shape.experts, keep=keep
+            pool, self.link, policies.eviction, RunStatistics(shape.layers), experts=shape.experts, keep=case.cache
         )
-        self.flow = LayerFlow(self.residency, self.policies, trace.routes.view, carry=carry, tokens_ahead=tokens_ahead)
-        chosen = self.policies
-        needed = policies.prefetch.name != "none" or chosen.eviction.reads_forecasts or chosen.pre_eviction.active
-        self._hints: Hints | None = trace.hints[predictor] if needed and predictor is not None else None
-        self._until_request_s = [sum(parts) for parts in zip(times.before_s, times.request_s, strict=True)]
-        self._expert_s = [seconds / shape.top_k for seconds in times.experts_s]
+        source: ForecastSource | None = None if case.predictor is None else trace.hints[case.predictor]
+        carries = source is not None and case.carry and not case.cache
+        self.flow = LayerFlow(
+            self.residency, policies, shape,
+            view=None if trace.routes is None else trace.routes.view,
+            carry=source.ahead if source is not None and carries else 0,
+            tokens_ahead=tokens_ahead,
+        )  # fmt: skip
+        self._routes = trace.known_routes() if self.flow.reads_logits or self.flow.decides else None
+        early = case.policies.prefetch.name != "none" or policies.pre_eviction.active
+        self._forecasts = source if early or policies.eviction.reads_forecasts else None
+        self._carries_at = shape.layers - 1 if carries else -1
+        """The layer that asks on behalf of the next token."""
+        self._decode = _Costs.of(machine.times, shape.top_k)
+        self._prefill = _Costs.of(machine.prefill or machine.times, shape.top_k)
+        self._late_s = machine.times.late_s
 
     def run(self, forward: Forward) -> float:
         """One forward; returns its seconds."""
-        link, times, flow = self.link, self.times, self.flow
+        link, flow = self.link, self.flow
+        costs = self._prefill if forward.fresh else self._decode
         start = link.now
         if forward.fresh:
             self.residency.abandon()
         flow.start_pass(forward.fresh)
-        looks = flow.reads_logits or flow.decides
         for layer, keys in enumerate(forward.keys):
-            link.spend(self._until_request_s[layer])
+            link.spend(costs.until_request_s[layer])
             precision: Mapping[int, str] | None = None
-            if looks:
+            if self._routes is not None:
                 keys, precision = self._look(layer, forward, keys)
             chunks = flow.begin(layer, keys, precision)
-            self._hint(layer, forward)
+            if self._forecasts is not None and not forward.fresh:
+                self._ask(self._forecasts, layer, forward)
             flow.finish(layer)
-            link.spend(times.launch_s[layer])
-            self._compute(layer, chunks, precision)
-        link.spend(times.tail_s)
-        return link.now - start + times.late_s
+            link.spend(costs.launch_s[layer])
+            self._compute(costs.expert_s[layer], chunks, precision)
+        link.spend(costs.end_s)
+        return link.now - start + self._late_s
 
-    def _compute(self, layer: int, chunks: list[list[int]], precision: Mapping[int, str] | None) -> None:
+    def _compute(self, expert_s: float, chunks: list[list[int]], precision: Mapping[int, str] | None) -> None:
         residency, last = self.residency, len(chunks) - 1
         for index, chunk in enumerate(chunks):
             if index < last:
                 residency.request(chunks[index + 1], precision)
             residency.wait(chunk)
-            self.link.spend(self._expert_s[layer] * len(chunk))
+            self.link.spend(expert_s * len(chunk))
             residency.release(chunk)
 
     def _look(self, layer: int, forward: Forward, keys: list[int]) -> tuple[list[int], Mapping[int, str] | None]:
         """The router's scores to those who read them, and what policies make of its choice: keys and precisions."""
-        flow, routes, rows = self.flow, self.trace.routes, forward.rows
+        flow, routes, rows = self.flow, self._routes, forward.rows
+        assert routes is not None
         logits_TE = routes.logits[layer][rows]
         if flow.reads_logits:
             flow.see(layer, routes.residual[layer][rows], logits_TE, forward.sequences)
@@ -116,32 +138,17 @@ class VirtualRuntime:
         first = layer * self.trace.shape.experts
         return asked_for([first + expert for row in decision.ids_TK.tolist() for expert in row]), decision.precision
 
-    def _hint(self, layer: int, forward: Forward) -> None:
-        hints = self._hints
-        if hints is None or forward.fresh:
-            return
-        made = hints.forecasts.get(layer + hints.ahead)
-        if made is None:
-            return
-        self.link.spend(self.times.forecast_s[layer] + self.times.prefetch_s[layer])
-        rows = forward.rows
-        forecast = Forecast(
-            layer=made.layer,
-            logits_TE=made.logits_TE[rows],
-            topk_ids_TK=made.topk_ids_TK[rows],
-            topk_weights_TK=made.topk_weights_TK[rows],
-        )
-        self.flow.hint(forecast, forecast.topk_ids_TK.tolist(), forecast.topk_weights_TK.tolist())
+    def _ask(self, forecasts: ForecastSource, layer: int, forward: Forward) -> None:
+        """A decode step's forecast, or what the last layer asks for the next token's first ones, takes its time."""
+        due = forecasts.due(layer, forward)
+        if due or layer == self._carries_at:
+            self.link.spend(self._decode.ask_s[layer])
+        if due:
+            forecasts.ask(layer, forward, self.flow)
 
 
 def simulate(
-    trace: Trace,
-    policies: Policies,
-    slots: int,
-    machine: Machine,
-    *,
-    predictor: str | None = None,
-    tokens_ahead: Callable[[], TokenForecasts] | None = None,
+    trace: Trace, case: Case, *, tokens_ahead: Callable[[], TokenForecasts] | None = None, waits: bool = False
 ) -> Simulation:
     """Run a whole trace.
 
@@ -149,32 +156,30 @@ def simulate(
     cost in quality is measured with a model (:func:`expertcast.runtime.measure_quality`).
 
     Args:
-        predictor: whose hints of the trace are given; None loads on demand.
+        trace: what the routers say, and forecasts of it.
+        case: how it is run.
         tokens_ahead: makes what an eviction policy looks ahead with.
+        waits: keep how long each layer of each decode step waited.
 
     Raises:
-        ExpertcastError: fewer slots than one token needs, a link without bandwidth.
+        ExpertcastError: fewer slots than one token needs, a link without bandwidth, or policies that read more than the
+            trace holds.
     """
-    check_slots(slots, trace.shape.top_k)
-    looks_ahead = getattr(policies.eviction.cls, "reads_tokens", False)
-    link = VirtualLink.of(
-        machine.block_bytes,
-        machine.bandwidth,
-        machine.latency,
-        expand_s=machine.expand_s,
-        write_back=machine.write_back,
-    )
-    runtime = VirtualRuntime(
-        trace, policies, slots, link, machine.times, block_bytes=machine.block_bytes[FULL],
-        predictor=predictor,
-        tokens_ahead=tokens_ahead() if tokens_ahead is not None and looks_ahead else None,
-    )  # fmt: skip
+    check_slots(case.slots, trace.shape.top_k)
+    if case.bypass:
+        return simulate_bypass(trace, case.slots, case.machine, case.policies.scope)
+    follower = tokens_ahead() if tokens_ahead is not None and case.policies.eviction.cls.reads_tokens else None
+    runtime = VirtualRuntime(trace, case, follower)
     foretell(trace, runtime.policies.eviction)
     layers = trace.shape.layers
     done = Simulation(decode=RunStatistics(layers), prefill=RunStatistics(layers))
+    waited_s = [0.0] * layers
     for forward in trace.forwards:
         runtime.residency.stats = done.prefill if forward.fresh else done.decode
         (done.prefills_s if forward.fresh else done.steps_s).append(runtime.run(forward))
+        if waits and not forward.fresh:
+            so_far_s, waited_s = waited_s, [layer.waited_s for layer in done.decode.layers]
+            done.waits_s.append([now - before for now, before in zip(waited_s, so_far_s, strict=True)])
     return done
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from expertcast.predictors.plain import Json
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.simulation.machine import Simulation
 
 
-def summary(done: Simulation) -> dict[str, Any]:
+def summary(done: Simulation) -> Json:
     """Counts and times of a run, of its decode steps unless they say `prefill` or `ttft`.
 
     `collision_rate` is over all accesses, `collision_share` over misses (trap 8 of the definitions);
@@ -20,7 +20,6 @@ def summary(done: Simulation) -> dict[str, Any]:
     """
     total, steps = done.decode.total, max(1, len(done.steps_s))
     used = total.prefetched_used
-    copies = total.misses + total.prefetched
     return {
         **_counts(done.decode),
         "evicted": total.evicted,
@@ -34,7 +33,7 @@ def summary(done: Simulation) -> dict[str, Any]:
         "prefetched": total.prefetched,
         "prefetch_precision": _share(used, total.prefetched),
         "prefetch_recall": _share(used, used + total.misses) if total.prefetched else None,
-        "redundant": _share(total.prefetched - used + total.collisions, copies),
+        "redundant": _share(total.prefetched - used + total.collisions, total.misses + total.prefetched),
         "prefill": _counts(done.prefill),
         "per_layer": {
             "misses": [layer.misses for layer in done.decode.layers],
@@ -44,7 +43,7 @@ def summary(done: Simulation) -> dict[str, Any]:
     }
 
 
-def _counts(stats: RunStatistics) -> dict[str, Any]:
+def _counts(stats: RunStatistics) -> Json:
     total = stats.total
     return {
         "requests": total.requests,
@@ -85,7 +84,7 @@ _UNITS = {"bandwidth": 1e-9, "bytes_per_step": 1e-6, "tpot_s": 1e3, "ttft_s": 1e
 _DULL = {"prefetch": "none", "miss": "fetch", "routing": "standard", "scope": "global"}
 
 
-def table(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+def table(results: Sequence[Json]) -> list[tuple[str, ...]]:
     """Rows of text, headings first; columns in which nothing is said are left out."""
     shown = [
         (key, title, form)
@@ -93,9 +92,10 @@ def table(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
         if any(result.get(key) not in (None, _DULL.get(key)) for result in results)
     ]
     rows = [tuple(title for _, title, _ in shown)]
-    rows += [tuple(_cell(result.get(key), key, form) for key, _, form in shown) for result in results]
+    rows += [tuple(_cell(result, key, form) for key, _, form in shown) for result in results]
     return rows
 
 
-def _cell(value: Any, key: str, form: str) -> str:
+def _cell(result: Json, key: str, form: str) -> str:
+    value = result.get(key)
     return "-" if value is None else form.format(value * _UNITS[key] if key in _UNITS else value)

@@ -14,22 +14,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from tqdm import tqdm
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import Json
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.engine.flow import TokenForecasts
 from expertcast.runtime.policies.registry import CacheShape
 from expertcast.runtime.policies.settings import Policies
-from expertcast.runtime.simulation.bounds import simulate_bypass
-from expertcast.runtime.simulation.events import Trace
-from expertcast.runtime.simulation.machine import Machine, Simulation, check_slots
+from expertcast.runtime.simulation.machine import Case, Machine, check_slots
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.summary import summary
 from expertcast.runtime.simulation.token_table import TokenTable
+from expertcast.runtime.simulation.trace import Trace
 
 CAPACITIES = (0.01, 0.05, 0.10, 0.25, 0.45)
 """Shares of all experts that fit on the device."""
@@ -39,21 +39,8 @@ _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
 _LEAST = 4
 """Cases that are worth the start of a process."""
-Quality = Callable[[Mapping[str, "Case"]], Mapping[str, Mapping[str, Any]]]
+Quality = Callable[[Mapping[str, Case]], Mapping[str, Json]]
 """`perplexity`, `agreement` and `kl` of lossy cases by name, and of the exact model as `exact`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One simulation."""
-
-    policies: Policies
-    slots: int
-    machine: Machine
-    predictor: str | None = None
-    """Whose hints are given."""
-    bypass: bool = False
-    """Belady's bound without forced admission, in place of the eviction policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +49,7 @@ class Workload:
 
     trace: Trace
     tokens_ahead: Callable[[], TokenForecasts] | None = None
+    """Makes what an eviction policy looks ahead with."""
 
     @classmethod
     def of(cls, trace: Trace, follower: TokenForecasts | None) -> Workload:
@@ -70,8 +58,9 @@ class Workload:
         if follower is None:
             return cls(trace=trace)
         table = TokenTable.of(trace, follower, progress=True)
-        without = [residual_TD[:, :0] for residual_TD in trace.routes.residual]
-        return cls(trace=replace(trace, routes=replace(trace.routes, residual=without)), tokens_ahead=table.replay)
+        routes = trace.known_routes()
+        without = [residual_TD[:, :0] for residual_TD in routes.residual]
+        return cls(trace=replace(trace, routes=replace(routes, residual=without)), tokens_ahead=table.replay)
 
 
 def slots_of(capacity: float, shape: ModelShape) -> int:
@@ -93,17 +82,19 @@ def with_bounds(cases: Sequence[Case]) -> list[Case]:
         place = (case.policies.scope, case.slots, case.machine)
         if place not in places:
             places.append(place)
-    bounds = [
-        Case(
-            policies=Policies(eviction=BELADY, prefetch="none", scope=scope),
-            slots=slots,
-            machine=machine,
-            bypass=bypass,
-        )
-        for scope, slots, machine in places
-        for bypass in (False, True)
+    return [
+        *cases,
+        *(
+            Case(
+                policies=Policies(eviction=BELADY, prefetch="none", scope=scope),
+                slots=slots,
+                machine=machine,
+                bypass=bypass,
+            )
+            for scope, slots, machine in places
+            for bypass in (False, True)
+        ),
     ]
-    return [*cases, *bounds]
 
 
 def sweep(
@@ -113,10 +104,12 @@ def sweep(
     processes: int | None = None,
     quality: Quality | None = None,
     progress: bool = False,
-) -> dict[str, Any]:
+) -> Json:
     """Run all cases.
 
     Args:
+        work: the trace that all run, and what follows it.
+        cases: what is run.
         processes: None: one per core, but none for a few cases; 1: this one.
         quality: asked once, in this process, for all lossy cases that differ in more than the machine. None: nothing
             is known of quality.
@@ -129,26 +122,25 @@ def sweep(
     Raises:
         ExpertcastError: what a simulation refuses.
     """
-    runnable: list[Case] = []
-    skipped: list[dict[str, Any]] = []
-    for case in cases:
-        reason = refusal(case, work.trace.shape)
-        if reason is None:
-            runnable.append(case)
-        else:
-            skipped.append({**_heading(case, work.trace), "reason": reason})
+    reasons = [refusal(case, work.trace.shape) for case in cases]
+    runnable = [case for case, reason in zip(cases, reasons, strict=True) if reason is None]
+    skipped = [
+        {**_heading(case, work.trace.shape), "reason": reason}
+        for case, reason in zip(cases, reasons, strict=True)
+        if reason is not None
+    ]
     count = processes or min(_cores(), -(-len(runnable) // _LEAST))
-    done: list[dict[str, Any] | None] = [None] * len(runnable)
+    done: list[Json] = [{} for _ in runnable]
     with tqdm(total=len(runnable), unit="run", disable=not progress) as bar:
         for index, found in _rows(work, runnable, count):
             done[index] = found
             bar.update()
     names = [f"{each.policies.as_dict()} {each.predictor} {each.slots}" for each in runnable]
     lossy = {name: each for name, each in zip(names, runnable, strict=True) if each.policies.lossy}
-    known: Mapping[str, Mapping[str, Any]] = {} if quality is None else quality(lossy)
+    known: Mapping[str, Json] = {} if quality is None else quality(lossy)
     unknown = {"perplexity": None, "agreement": None, "kl": None}
     results = [
-        {**_heading(case, work.trace), **(row or {}), **unknown, **known.get(name if name in lossy else EXACT, {})}
+        {**_heading(case, work.trace.shape), **row, **unknown, **known.get(name if name in lossy else EXACT, {})}
         for case, row, name in zip(runnable, done, names, strict=True)
     ]
     return {"results": results, "skipped": skipped}
@@ -158,7 +150,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _rows(work: Workload, cases: Sequence[Case], processes: int) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(work: Workload, cases: Sequence[Case], processes: int) -> Iterator[tuple[int, Json]]:
     """(index, row) of each case, as they come."""
     if processes <= 1:
         yield from ((index, _run(work, case)) for index, case in enumerate(cases))
@@ -210,24 +202,12 @@ def _start(path: Path) -> None:
     _WORK[:] = [torch.load(path, mmap=True, weights_only=False)]  # all processes share the tensors' memory
 
 
-def _run_here(case: Case) -> dict[str, Any]:
+def _run_here(case: Case) -> Json:
     return _run(_WORK[0], case)
 
 
-def _run(work: Workload, case: Case) -> dict[str, Any]:
-    done: Simulation
-    if case.bypass:
-        done = simulate_bypass(work.trace, case.slots, case.machine, case.policies.scope)
-    else:
-        done = simulate(
-            work.trace,
-            case.policies,
-            case.slots,
-            case.machine,
-            predictor=case.predictor,
-            tokens_ahead=work.tokens_ahead,
-        )
-    return summary(done)
+def _run(work: Workload, case: Case) -> Json:
+    return summary(simulate(work.trace, case, tokens_ahead=work.tokens_ahead))
 
 
 def refusal(case: Case, shape: ModelShape) -> str | None:
@@ -244,10 +224,9 @@ def refusal(case: Case, shape: ModelShape) -> str | None:
     return None
 
 
-def _heading(case: Case, trace: Trace) -> dict[str, Any]:
+def _heading(case: Case, shape: ModelShape) -> Json:
     """What was run, in the words of the command line."""
-    words: Mapping[str, str] = case.policies.as_dict()
-    shape = trace.shape
+    words = case.policies.as_dict()
     return {
         **words,
         "eviction": BYPASS if case.bypass else words["eviction"],

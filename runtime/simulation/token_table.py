@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from expertcast.runtime.engine.flow import TokenForecasts
-from expertcast.runtime.simulation.events import Trace
+from expertcast.runtime.simulation.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class TokenTable:
         """Follow the whole trace, which must hold its residuals."""
         made: list[Tensor] = []
         due: list[dict[int, int]] = []
-        routes = trace.routes
+        routes = trace.known_routes()
         for forward in tqdm(trace.forwards, desc="forecasts", unit="forward", disable=not progress):
             follower.start(forward.fresh)
             due.append({})
@@ -57,10 +57,12 @@ class ReplayedTokens:
         self._forward = -1
 
     def start(self, fresh: bool) -> None:
+        """A forward starts."""
         del fresh
         self._forward += 1
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> Tensor | None:
+        """The forecast that this layer triggers; None: it triggers none."""
         del residual_TD, logits_TE, sequences
         row = self._table.due[self._forward].get(layer)
         return None if row is None else self._table.probability_NHLE[row].float()

@@ -33,9 +33,11 @@ class DiskStore(ExpertStore):
     """Blocks in one file (:mod:`expertcast.runtime.storage.store_file`).
 
     Args:
+        view: the model's MoE layers.
         folder: where the file lies; made if need be, one folder per model. None: a temporary one, removed by `close`.
         fingerprint: of what the blocks are made from. A file in `folder` with the same is used as it is, another is
             made again. None: it is made again in any case.
+        device: where the model computes. None: where the experts lie.
 
     Raises:
         ExpertcastError: the folder holds a file of that name that is not ours.
@@ -133,6 +135,7 @@ class ReadAhead:
         self.ranges_read = 0
 
     def ask(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Read these ranges (pointer, bytes) next, after those that were asked for before."""
         self._queue.extend(ranges)
         self._changed.set()
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ from transformers.quantizers.base import HfQuantizer
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.storage.layout import expert_parameters
-from expertcast.runtime.storage.safetensors_files import SafetensorsFiles, TensorFile
+from expertcast.runtime.storage.safetensors_files import Part, SafetensorsFiles, TensorFile
 
 _MOST_READERS = 4
 """Threads that read and convert; more do not read faster, and on few cores they are in each other's way."""
@@ -56,6 +55,7 @@ class ExpertSources:
     Args:
         model: the model without weights (meta device), in the dtype to load.
         view: its MoE layers.
+        files: the checkpoint.
         quantizer: of a quantised checkpoint, set to dequantise.
 
     Raises:
@@ -80,7 +80,7 @@ class ExpertSources:
         self._groups: dict[str, _Group] = {}
         self._assign(get_model_conversion_mapping(self._model, hf_quantizer=quantizer))
 
-    def _assign(self, mapping: list[Any]) -> None:
+    def _assign(self, mapping: list[WeightConverter | WeightRenaming]) -> None:
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
@@ -139,10 +139,10 @@ class ExpertSources:
     def _convert(self, group: _Group, expert: int | None, local: dict[str, str], views: dict[str, Tensor]) -> set[str]:
         """Convert and write one expert (None: all); the names that were written."""
         dtype = self.parameters[group.target].dtype
-        made: dict[str, Any] = {}
+        made: dict[str, Tensor | list[Tensor]] = {}
         converter = copy.deepcopy(group.converter)
         for pattern, names in group.sources.items():
-            part: Any = ...
+            part: Part = ...
             if expert is not None and len(names) == 1:
                 part = slice(expert, expert + 1)
             elif expert is not None:
@@ -168,7 +168,7 @@ class ExpertSources:
         return set(made)
 
 
-def _read(tensor: TensorFile, part: Any, dtype: torch.dtype) -> Tensor:
+def _read(tensor: TensorFile, part: Part, dtype: torch.dtype) -> Tensor:
     """In the dtype to load, as transformers casts: before any conversion, floating tensors only."""
     read = tensor[part]
     return read.to(dtype) if tensor.dtype is not None else read

@@ -36,7 +36,7 @@ class Driver(Protocol):
         """Unlock the range that starts at `pointer`."""
 
 
-class CudaDriver:
+class CudaDriver(Driver):
     """cudaHostRegister, through torch."""
 
     def register(self, pointer: int, nbytes: int) -> str | None:
@@ -91,6 +91,7 @@ class PageLock:
         return True
 
     def unlock(self, pointer: int, nbytes: int) -> None:
+        """Unlock what :meth:`lock` locked."""
         self._driver.unregister(pointer)
         self.locked_bytes -= nbytes
 

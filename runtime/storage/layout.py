@@ -32,6 +32,7 @@ class Field:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the parameter, padding left out."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

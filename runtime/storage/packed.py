@@ -77,6 +77,7 @@ class PackedLayout:
 
     @property
     def rows_nbytes(self) -> int:
+        """Bytes of all rows: what is kept as it is comes after them."""
         return self.rows * row_bytes(self.bits, self.group)
 
     def pack(self, views: Mapping[str, Tensor], blocks: Tensor) -> None:
@@ -117,6 +118,9 @@ class PackedExperts:
     """All experts of a store in one lower precision, in host memory.
 
     Args:
+        layout: how one expert lies in a packed block.
+        layers: L
+        experts: E
         lock: page-locks the memory, as far as it can.
     """
 
@@ -130,6 +134,7 @@ class PackedExperts:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all packed blocks."""
         return self._blocks.numel()
 
     @property

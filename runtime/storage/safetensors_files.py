@@ -9,7 +9,8 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from types import EllipsisType
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,18 +24,29 @@ from expertcast.predictors.errors import ExpertcastError
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+Part = slice | EllipsisType
+"""Rows of a tensor, or all of it."""
+
+
+class _Slice(Protocol):
+    """What `safe_open(...).get_slice` returns."""
+
+    def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
+    def __getitem__(self, part: Part) -> Tensor: ...
+
+
 class TensorFile:
     """One tensor of a checkpoint; read when indexed, each time anew."""
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: _Slice) -> None:
         self._data = data
         self.shape: tuple[int, ...] = tuple(data.get_shape())
         self.dtype: torch.dtype | None = _FLOATS.get(data.get_dtype())
         """Of floating tensors; None for others."""
 
-    def __getitem__(self, part: Any) -> Tensor:
-        tensor: Tensor = self._data[part]
-        return tensor
+    def __getitem__(self, part: Part) -> Tensor:
+        return self._data[part]
 
 
 class SafetensorsFiles:

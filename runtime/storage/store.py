@@ -44,6 +44,7 @@ class ExpertStore:
     The blocks of one layer lie one after another.
 
     Args:
+        view: the model's MoE layers.
         device: where the model computes. None: where the experts lie.
         pinned: page-lock the memory, as far as there is a budget for it.
         lock: page-locks it, in place of the default one.
@@ -78,10 +79,12 @@ class ExpertStore:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all blocks."""
         return self.layers * self.layer_nbytes
 
     @property
     def layer_nbytes(self) -> int:
+        """Bytes of one layer's blocks."""
         return self.experts * self.layout.block_bytes
 
     @property
@@ -90,6 +93,7 @@ class ExpertStore:
         return [memory is not None and memory.pinned for memory in self._memory]
 
     def key(self, layer: int, expert: int) -> int:
+        """The number by which blocks are asked for."""
         return layer * self.experts + expert
 
     def block(self, key: int) -> Tensor:

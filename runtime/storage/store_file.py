@@ -20,7 +20,6 @@ import time
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +51,7 @@ class StoreFormat:
 
     @property
     def layer_nbytes(self) -> int:
+        """Bytes of one layer's blocks."""
         return self.experts * self.layout.block_bytes
 
     def header(self, checksums: list[int], changed: int) -> bytes:
@@ -64,7 +64,7 @@ class StoreFormat:
             "checksums": " ".join(f"{checksum:08x}" for checksum in checksums),
             "changed": f"{changed:012d}",
         }
-        entries: dict[str, Any] = {"__metadata__": metadata}
+        entries: dict[str, object] = {"__metadata__": metadata}
         for layer in range(self.layers):
             start = layer * self.layer_nbytes
             shape = [self.experts, self.layout.block_bytes]
@@ -75,6 +75,7 @@ class StoreFormat:
         return size.to_bytes(8, "little") + text.ljust(size)
 
     def layout_text(self) -> str:
+        """A block's fields, for the header."""
         return json.dumps([asdict(entry) | {"dtype": str(entry.dtype)} for entry in self.layout.fields])
 
 

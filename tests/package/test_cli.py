@@ -10,6 +10,7 @@ import pytest
 
 from expertcast.cli import build_parser, main
 from expertcast.data.traces import TraceDataset
+from expertcast.runtime import OffloadConfig
 
 _TARGET = {"--layers", "--slots", "--memory", "--bandwidth", "--copy-over-compute", "--latency", "--link",
            "--predictor", "--persistence", "--skew", "--accuracy", "--replay", "--seed", "--dtype",
@@ -22,11 +23,11 @@ COMMANDS = {
     "eval": {"--predictor", "--split", "--ahead", "--report", "--curve", "--model", "--data", "--quality-tokens",
              "--dtype", "--device"},
     "generate": {"--prompt", "--predictor", "--mode", "--slots", "--memory", "--policies", "--next-token",
-                 "--store-folder", "--bandwidth", "--new-tokens", "--dtype", "--device"},
+                 "--store-folder", "--bandwidth", "--new-tokens", "--config", "--dtype", "--device"},
     "inspect": set(),
     "bench": {*_TARGET, "--mode", "--cache", "--ahead", "--prompt-tokens", "--new-tokens", "--repetitions",
               "--no-advice", "--peer", "--minutes", "--timeline"},
-    "advise": {*_TARGET, "--prompt-tokens", "--new-tokens"},
+    "advise": {*_TARGET, "--prompt-tokens", "--new-tokens", "--save"},
     "simulate": {"--sweep", "--policy", "--prefetch", "--miss", "--routing", "--pre-eviction", "--scope", "--preset",
                  "--predictor", "--ahead", "--next-token", "--slots", "--capacity", "--bandwidth", "--latency",
                  "--write-back", "--layer-time", "--split", "--tokens", "--prefill", "--batch", "--model", "--data",
@@ -250,3 +251,64 @@ def test_collect_train_eval_generate_inspect(capsys: pytest.CaptureFixture[str],
         capsys.readouterr()
         assert main(["inspect", target]) == 0
         assert capsys.readouterr().out.strip()
+
+
+def _decoded(*argv: str, result: Path) -> list[int]:
+    assert (
+        main(["generate", "reference", "--prompt", "It is a truth", "--new-tokens", "4", "--json", str(result), *argv])
+        == 0
+    )
+    tokens: list[int] = json.loads(result.read_text())["tokens"]
+    return tokens
+
+
+def test_what_is_advised_is_saved_and_deployed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    saved, result = tmp_path / "offload.json", tmp_path / "result.json"
+    short = ["--prompt-tokens", "8", "--new-tokens", "3", "--memory", "4MB"]
+    assert main(["advise", "reference", *short, "--save", str(saved), "--json", str(result)]) == 0
+    assert f"wrote {saved}" in capsys.readouterr().out
+    advice, config = json.loads(result.read_text()), OffloadConfig.load(saved)
+    assert (config.predictor, config.ahead) == (advice["predictor"], advice["ahead"] or 1)
+    assert (config.link, config.bandwidth) == ("emulated", advice["bandwidth"])
+    tokens = _decoded("--config", str(saved), result=result)
+    assert tokens == _decoded(result=result)
+
+
+def test_options_win_over_the_file(tmp_path: Path) -> None:
+    saved, result = tmp_path / "offload.json", tmp_path / "result.json"
+    OffloadConfig(predictor="next_norm", mode="speculate", slots=96, policies="activeevict").save(saved)
+    plain, file = _decoded(result=result), ["--config", str(saved)]
+    stats = json.loads(result.read_text())["stats"]
+    _decoded(*file, result=result)
+    assert json.loads(result.read_text())["stats"]["skipped"] > 0  # the file's preset is lossy
+    exact = ["--mode", "exact", "--policies", "eviction=lru"]
+    assert _decoded(*file, *exact, "--slots", "192", result=result) == plain
+    assert json.loads(result.read_text())["stats"]["hits"] > stats["hits"]  # of the file's predictor
+    on_disk = ["--memory", "4MB", "--store-folder", str(tmp_path / "packed")]
+    assert _decoded(*file, *exact, *on_disk, result=result) == plain
+    assert any((tmp_path / "packed").iterdir())
+
+
+def test_bad_configurations_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    saved = tmp_path / "offload.json"
+    generate = ["generate", "reference", "--prompt", "It is", "--new-tokens", "1", "--config", str(saved)]
+    assert "cannot read" in fails(capsys, *generate)
+    for content, message in (
+        ("{", "is no JSON"),
+        ("[]", "holds no JSON object"),
+        ('{"slot": 8}', "unknown option 'slot': choose from predictor"),
+        ('{"slots": "8"}', "slots='8': give a whole number or null"),
+        ('{"mode": "fast"}', "unknown mode 'fast'"),
+        ('{"predictor": "nobody"}', "predictor 'nobody' is neither a folder nor one of"),
+    ):
+        saved.write_text(content)
+        assert message in fails(capsys, *generate)
+    OffloadConfig(overfetch=1.5).save(saved)
+    line = fails(capsys, *generate, "--policies", "eviction=lfu")
+    assert "overfetch belongs to the policies" in line
+    assert str(saved) in line
+    assert "give slots or memory, not both" in fails(capsys, *generate, "--slots", "9", "--memory", "4MB")
+    advise = ["advise", "reference", "--save"]
+    assert "there is no folder" in fails(capsys, *advise, str(tmp_path / "no" / "offload.json"))
+    assert "routes by itself" in fails(capsys, *advise, str(saved), "--accuracy", "0.5")
+    assert OffloadConfig.load(saved).overfetch == 1.5

@@ -21,7 +21,7 @@ def setuptools_table() -> dict[str, object]:
 
 def test_every_package_folder_is_listed() -> None:
     """A folder missing from the list works when editable and vanishes from the wheel."""
-    found = {"expertcast"}
+    found = {"expertcast", "expertcast.commands"}
     for folder in FOLDERS:
         for init in (ROOT / folder).rglob("__init__.py"):
             found.add(".".join(("expertcast", *init.parent.relative_to(ROOT).parts)))
@@ -65,4 +65,9 @@ def test_wheel_holds_every_module_and_the_reference_model(tmp_path: Path) -> Non
     for folder in FOLDERS:
         for module in (ROOT / folder).glob("*.py"):
             assert f"expertcast/{folder}/{module.name}" in packed
-    assert {"expertcast/cli.py", "expertcast/py.typed", "expertcast/checkpoints/reference/model.safetensors"} <= packed
+    assert {
+        "expertcast/cli.py",
+        "expertcast/commands/bench.py",
+        "expertcast/py.typed",
+        "expertcast/checkpoints/reference/model.safetensors",
+    } <= packed

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from expertcast.runtime.advising.event_model import Setting, Trace
+from expertcast.predictors.view import ModelShape
+from expertcast.runtime.advising import event_model
 from expertcast.runtime.advising.survey import Forecasting, Survey
 from expertcast.runtime.benchmarking.decoding import decode_greedily
 from expertcast.runtime.links.speed import LinkSpeed
 from expertcast.runtime.offloaded import OffloadedModel
+from expertcast.runtime.policies import Policies
 from expertcast.runtime.recording.layer_times import LayerTimes
 from expertcast.runtime.recording.recorder import Recorder, Span
+from expertcast.runtime.simulation.machine import Case, Machine, Simulation
+from expertcast.runtime.simulation.trace import Asked, Forward, Trace
 
 
 class MadeRecorder(Recorder):
@@ -61,32 +66,69 @@ def layer_times(
     )
 
 
-def perfect(trace: Trace, ahead: int = 1) -> list[dict[int, Sequence[int]]]:
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How the runtime is set up; an expert has 1000 bytes."""
+
+    slots: int
+    copy_s: float
+    cache: bool = True
+    blocking: bool = False
+    carry: bool = True
+
+    def case(self, times: LayerTimes) -> Case:
+        machine = Machine(times=times, block_bytes={"full": 1000}, bandwidth=1000 / self.copy_s, blocking=self.blocking)
+        return Case(policies=Policies(), slots=self.slots, machine=machine, cache=self.cache, carry=self.carry)
+
+
+def replay(trace: Trace, times: LayerTimes, setting: Setting, asked: Asked | None = None) -> Simulation:
+    return event_model.replay(trace, setting.case(times), asked)
+
+
+def calibrated(tpot_s: float, trace: Trace, times: LayerTimes, setting: Setting) -> LayerTimes:
+    return event_model.calibrated(tpot_s, trace, setting.case(times))
+
+
+Routing = Sequence[Sequence[int]]
+"""[L] keys that each layer needs."""
+
+
+def decoding(prefill: Routing, steps: Sequence[Routing], *, experts: int, top_k: int = 2) -> Trace:
+    """The routing of one decoding as it is seen from outside."""
+    shape = ModelShape(layers=len(prefill), experts=experts, top_k=top_k, hidden=0)
+    forwards = [
+        Forward(fresh=index == 0, rows=slice(max(0, index - 1), index), keys=[list(keys) for keys in routing])
+        for index, routing in enumerate([prefill, *steps])
+    ]
+    return Trace(shape=shape, forwards=forwards)
+
+
+def routings(trace: Trace) -> list[list[list[int]]]:
+    """What each layer of each decode step needs."""
+    return [forward.keys for forward in trace.decode]
+
+
+def perfect(trace: Trace, ahead: int = 1) -> Asked:
     """Forecasts that ask for what every layer needs."""
-    return [{layer: routing[layer] for layer in range(ahead, len(routing))} for routing in trace.steps]
+    steps = [{layer: keys[layer] for layer in range(ahead, len(keys))} for keys in routings(trace)]
+    return Asked(ahead=ahead, steps=steps)
 
 
 def made_survey(
     trace: Trace,
     times: LayerTimes,
     setting: Setting,
-    forecasting: Mapping[tuple[str, int], tuple[Sequence[Mapping[int, Sequence[int]]], LayerTimes]],
-    *,
-    top_k: int = 2,
+    forecasting: Mapping[tuple[str, int], tuple[Asked, LayerTimes]],
 ) -> Survey:
     """A survey without a model; forecasts by predictor and distance, with the layer times of their run."""
     return Survey(
-        layers=len(trace.prefill),
-        top_k=top_k,
-        block_bytes=1000,
+        case=setting.case(times),
         speed=LinkSpeed(rate=1000 / setting.copy_s, copy_s=setting.copy_s, latency_s=0.0),
-        setting=setting,
-        times=times,
         trace=trace,
         tpot_s=1.0,
         forecasting={
-            name: Forecasting(forecasts=forecasts, recall={1: 0.5}, source="measured", times=own)
-            for name, (forecasts, own) in forecasting.items()
+            name: Forecasting(asked=asked, recall={1: 0.5}, source="measured", times=own)
+            for name, (asked, own) in forecasting.items()
         },
     )
 

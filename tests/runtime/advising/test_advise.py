@@ -15,28 +15,29 @@ from expertcast.checkpoints.store import save_predictor
 from expertcast.predictors import ExpertcastError, MoEView, predictor_class
 from expertcast.predictors.next_norm import NextNorm
 from expertcast.runtime.advising.advise import WORTH, advice_errors, advice_from, advise, expected_tpot, most_to_gain
-from expertcast.runtime.advising.event_model import Replay, Setting, Trace
-from expertcast.runtime.advising.observation import Forward, executed, measured_recall, trace_of, with_recall
+from expertcast.runtime.advising.observation import Watcher, executed, measured_recall, with_recall
 from expertcast.runtime.advising.survey import survey
-from tests.runtime.made import layer_times, made_survey, perfect
+from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.simulation.machine import Simulation
+from expertcast.runtime.simulation.trace import Asked, Trace
+from tests.runtime.made import Setting, decoding, layer_times, made_survey, perfect, routings
 
 LAYERS, EXPERTS = 4, 8
 # two tokens that share no expert: without a cache, or with few slots, everything is copied
-TRACE = Trace(
+TRACE = decoding(
+    [[8 * layer, 8 * layer + 1] for layer in range(LAYERS)],
+    [[[8 * layer + 2 * (step % 3), 8 * layer + 2 * (step % 3) + 1] for layer in range(LAYERS)] for step in range(6)],
     experts=EXPERTS,
-    prefill=[[8 * layer, 8 * layer + 1] for layer in range(LAYERS)],
-    steps=[
-        [[8 * layer + 2 * (step % 3), 8 * layer + 2 * (step % 3) + 1] for layer in range(LAYERS)] for step in range(6)
-    ],
 )
-WRONG = [{layer: [8 * layer + 6, 8 * layer + 7] for layer in range(1, LAYERS)} for _ in TRACE.steps]
+WRONG = Asked(steps=[{layer: [8 * layer + 6, 8 * layer + 7] for layer in range(1, LAYERS)} for _ in range(6)])
 COPIES = Setting(slots=12, copy_s=1.0, cache=False, carry=False)
 TIMES = layer_times([1.0] * LAYERS, [1.0] * LAYERS)
 
 
-def _survey(forecasts: Any, *, forecast_s: float = 0.0, setting: Setting = COPIES, ahead: int = 1) -> Any:
+def _survey(asked: Asked, *, forecast_s: float = 0.0, setting: Setting = COPIES) -> Any:
     own = replace(TIMES, forecast_s=[forecast_s] * LAYERS)
-    return made_survey(TRACE, TIMES, setting, {("made", ahead): (forecasts, own)})
+    return made_survey(TRACE, TIMES, setting, {("made", asked.ahead): (asked, own)})
 
 
 def test_copies_as_long_as_compute_are_prefetched() -> None:
@@ -50,6 +51,15 @@ def test_copies_as_long_as_compute_are_prefetched() -> None:
     assert "made 1 ahead" in advice.reasons[1]
     assert "-38%" in advice.reasons[1]
     assert advice.text().startswith("advice: prefetch with made, 1 layer ahead; expect 1e+04 ms per token")
+
+
+def test_advice_as_a_configuration() -> None:
+    """What is advised goes into the configuration that was given, whose other fields stay."""
+    given = OffloadConfig(slots=12, cache=False, bandwidth=1e9, layers=[1])
+    advised = advice_from(_survey(perfect(TRACE, 2))).config(given)
+    assert advised == OffloadConfig(slots=12, cache=False, bandwidth=1e9, predictor="made", ahead=2)
+    on_demand = advice_from(_survey(WRONG)).config(replace(given, mode="hybrid", predictor="other", ahead=3))
+    assert on_demand == OffloadConfig(slots=12, cache=False, bandwidth=1e9)
 
 
 def test_forecasts_that_cost_more_than_they_hide() -> None:
@@ -69,7 +79,7 @@ def test_wrong_forecasts_are_not_followed() -> None:
 
 
 def test_a_gain_too_small_to_be_worth_it() -> None:
-    right_once = [{1: TRACE.steps[index][1][:1]} for index in range(6)]
+    right_once = Asked(steps=[{1: keys[1][:1]} for keys in routings(TRACE)])
     small = replace(COPIES, copy_s=0.1)
     advice = advice_from(_survey(right_once, setting=small))
     assert 1 - advice.options[1].tpot_s / advice.options[0].tpot_s == pytest.approx(0.1 / 8.8)
@@ -81,13 +91,13 @@ def test_a_gain_too_small_to_be_worth_it() -> None:
 def test_further_ahead_pays_where_misses_are_uneven() -> None:
     """Layer 3 alone has new experts: two layers' compute hides its copies, one layer's does not."""
     steady = [[0, 1], [8, 9], [16, 17]]
-    trace = Trace(
+    trace = decoding(
+        [*steady, [24, 25]],
+        [[*steady, [24 + 2 * (step % 3) + 2, 24 + 2 * (step % 3) + 3]] for step in range(6)],
         experts=EXPERTS,
-        prefill=[*steady, [24, 25]],
-        steps=[[*steady, [24 + 2 * (step % 3) + 2, 24 + 2 * (step % 3) + 3]] for step in range(6)],
     )
     setting = Setting(slots=10, copy_s=2.0)
-    forecasts = {ahead: [{3: routing[3]} for routing in trace.steps] for ahead in (1, 2)}
+    forecasts = {ahead: Asked(ahead=ahead, steps=[{3: keys[3]} for keys in routings(trace)]) for ahead in (1, 2)}
     found = made_survey(trace, TIMES, setting, {("made", ahead): (forecasts[ahead], TIMES) for ahead in (1, 2)})
     advice = advice_from(found)
     assert [option.tpot_s for option in advice.options[:3]] == [12.0, 10.0, 8.0]
@@ -113,7 +123,8 @@ def test_speculation_is_named_with_its_price() -> None:
 
 
 def test_most_to_gain() -> None:
-    run = Replay(steps_s=[20.0], waits_s=[[5.0, 1.0, 4.0]], hit_rate=0.0, copies=0.0)
+    stats = RunStatistics(3)
+    run = Simulation(decode=stats, prefill=stats, steps_s=[20.0], waits_s=[[5.0, 1.0, 4.0]])
     assert most_to_gain(run, [2.0, 2.0, 6.0]) == (2.0 + 1.0 + 4.0) / 20.0
     assert most_to_gain(run, [2.0, 0.5, 6.0]) == (2.0 + 0.5 + 4.0) / 20.0
     assert most_to_gain(run, [2.0, 2.0, 6.0], ahead=2) == (4.0 + 1.0 + 4.0) / 20.0
@@ -122,59 +133,70 @@ def test_most_to_gain() -> None:
 
 def test_expected_and_measured() -> None:
     found = _survey(perfect(TRACE))
-    runs: dict[str, dict[str, Any]] = {
-        "on_demand": {"cache": False},
-        "cached": {"cache": True, "slots": 32},
-        "exact": {"predictor": "made", "cache": False},
-        "speculate": {"predictor": "made", "mode": "speculate"},
-        "hybrid": {"predictor": "made", "mode": "hybrid", "min_recall": 0.4},
+    runs = {
+        "on_demand": OffloadConfig(cache=False),
+        "cached": OffloadConfig(cache=True, slots=32),
+        "exact": OffloadConfig(predictor="made", cache=False),
+        "speculate": OffloadConfig(predictor="made", mode="speculate", cache=False),
+        "hybrid": OffloadConfig(predictor="made", mode="hybrid", min_recall=0.4, cache=False),
     }
     got = advice_errors(
         found, runs, {"on_demand": 20.0, "cached": 8.0, "exact": 10.0, "speculate": 8.0, "hybrid": 10.0}
     )
     assert got["on_demand"]["expected_tpot_s"] == got["on_demand"]["model_tpot_s"] == 16.0
     assert (got["on_demand"]["tpot_s"], got["on_demand"]["relative_error"]) == (20.0, pytest.approx(-0.2))
-    late = advice_errors(replace(found, times=replace(TIMES, late_s=2.0)), {"a": {}}, {"a": 18.0})["a"]
+    later = replace(found, case=found.case.timed(replace(TIMES, late_s=2.0)))
+    late = advice_errors(later, {"a": runs["on_demand"]}, {"a": 18.0})["a"]
     assert (late["relative_error"], late["expected_tpot_s"], late["model_tpot_s"]) == (0.0, 18.0, 16.0)
     assert got["cached"]["relative_error"] == 0.0
     assert got["exact"]["relative_error"] == 0.0
     assert got["speculate"]["relative_error"] == 0.25
     assert got["hybrid"]["expected_tpot_s"] == 10.0
     with pytest.raises(ExpertcastError, match=r"predictor='other', ahead=1 is not in this survey \(it has made"):
-        expected_tpot(found, {"predictor": "other"})
+        expected_tpot(found, OffloadConfig(predictor="other"))
     with pytest.raises(ExpertcastError, match="ahead=2"):
-        expected_tpot(found, {"predictor": "made", "ahead": 2, "mode": "hybrid"})
+        expected_tpot(found, OffloadConfig(predictor="made", ahead=2, mode="hybrid"))
 
 
 # ---- forecasts of a run
 
 
-def test_trace_of_forwards() -> None:
-    forwards = [Forward({0: [3, 1], 1: [9]}, {}), Forward({0: [2], 1: [8]}, {1: [9]})]
-    trace = trace_of(forwards, 8)
-    assert trace == Trace(experts=8, prefill=[[3, 1], [9]], steps=[[[2], [8]]])
-    assert measured_recall(trace, [forwards[1].forecast], 2) == {1: 0.0}
-    assert executed(trace, [forwards[1].forecast], [1], 2).steps == [[[2], [9]]]
-    assert executed(trace, [forwards[1].forecast], [0], 2).steps == trace.steps
+def test_what_was_watched() -> None:
+    """A prefill and a step; the last layer asks for key 2 on behalf of the next token, which is no forecast."""
+    watched = Watcher()
+    for layer, keys in ((0, [3, 1]), (1, [9]), (0, [2])):
+        watched.needed(layer, keys)
+    watched.asked(1, [9])
+    watched.needed(1, [8])
+    watched.asked(0, [2])
+    trace, asked = watched.trace(decoding([[], []], [], experts=8).shape), watched.forecasts(1)
+    assert trace == decoding([[3, 1], [9]], [[[2], [8]]], experts=8)
+    assert asked == Asked(steps=[{1: [9]}])
+    assert measured_recall(trace, asked) == {1: 0.0}
+    assert routings(executed(trace, asked, [1])) == [[[2], [9]]]
+    assert routings(executed(trace, asked, [0])) == routings(trace)
 
 
 @pytest.mark.parametrize("wanted", [0.0, 0.3, 0.6, 1.0])
 def test_forecasts_at_another_recall(wanted: float) -> None:
     many = _repeated(TRACE, 400)
-    half = [{layer: [routing[layer][0], 8 * layer + 7] for layer in range(1, LAYERS)} for routing in many.steps]
-    assert measured_recall(many, half, 2) == {1: 0.5, 2: 0.5, 3: 0.5}
-    changed = with_recall(many, half, dict.fromkeys(range(1, LAYERS), wanted), 2)
-    for value in measured_recall(many, changed, 2).values():
+    half = Asked(
+        steps=[{layer: [keys[layer][0], 8 * layer + 7] for layer in range(1, LAYERS)} for keys in routings(many)]
+    )
+    assert measured_recall(many, half) == {1: 0.5, 2: 0.5, 3: 0.5}
+    changed = with_recall(many, half, dict.fromkeys(range(1, LAYERS), wanted))
+    for value in measured_recall(many, changed).values():
         assert value == pytest.approx(wanted, abs=0.06)
-    for forecasts in changed:
+    for forecasts in changed.steps:
         for layer, keys in forecasts.items():
             assert len(set(keys)) == 2
             assert {key // EXPERTS for key in keys} == {layer}
-    assert with_recall(many, half, dict.fromkeys(range(1, LAYERS), 0.5), 2) == half
+    assert with_recall(many, half, dict.fromkeys(range(1, LAYERS), 0.5)) == half
 
 
 def _repeated(trace: Trace, count: int) -> Trace:
-    return replace(trace, steps=[trace.steps[step % len(trace.steps)] for step in range(count)])
+    steps = routings(trace)
+    return decoding(trace.forwards[0].keys, [steps[step % len(steps)] for step in range(count)], experts=EXPERTS)
 
 
 # ---- the reference model
@@ -184,17 +206,15 @@ def test_survey_and_advice(reference_model: PreTrainedModel, one: dict[str, Any]
     found = survey(
         reference_model,
         one["input_ids"],
+        OffloadConfig(slots=64, cache=False, bandwidth=2e7),
         predictors=["next_norm"],
         new_tokens=6,
         repetitions=1,
-        slots=64,
-        cache=False,
-        bandwidth=2e7,
     )
-    assert (found.layers, found.top_k, found.experts, found.block_bytes) == (12, 4, 768, 36864)
-    assert found.setting.copy_s >= 36864 / 2e7
-    assert (found.setting.slots, found.setting.cache, found.setting.window) == (64, False, 1)
-    assert len(found.trace.steps) == 5
+    assert (found.layers, found.trace.shape.top_k, found.experts, found.block_bytes) == (12, 4, 768, 36864)
+    assert found.speed.copy_s >= 36864 / 2e7
+    assert (found.case.slots, found.case.cache, found.case.machine.window) == (64, False, 1)
+    assert found.trace.steps == 5
     assert found.known("next_norm", 1).source == "measured"
     assert 0.5 < found.known("next_norm", 1).mean_recall < 1
     assert set(found.known("next_norm", 1).recall) == set(range(1, 12))
@@ -218,11 +238,12 @@ def test_recall_from_a_checkpoint(
     recall = {"next_norm": {"mean": 1.0, "per_layer": [1.0] * 11}}
     metrics = {"ahead": 1, "targets": list(range(1, 12)), "recall_at_k": recall}
     save_predictor(predictor, tmp_path / "ckpt", view=reference_view, metrics=metrics)
-    common = {"new_tokens": 4, "repetitions": 1, "slots": 64, "cache": False, "bandwidth": 1e8}
-    found = survey(reference_model, one["input_ids"], predictors=[tmp_path / "ckpt"], **common)
+    config = OffloadConfig(slots=64, cache=False, bandwidth=1e8)
+    ids = one["input_ids"]
+    found = survey(reference_model, ids, config, predictors=[tmp_path / "ckpt"], new_tokens=4, repetitions=1)
     known = found.known(str(tmp_path / "ckpt"), 1)
     assert (known.source, known.mean_recall) == ("metrics.json", 1.0)
-    assert measured_recall(found.trace, known.forecasts, 4) == dict.fromkeys(range(1, 12), 1.0)
+    assert measured_recall(found.trace, known.asked) == dict.fromkeys(range(1, 12), 1.0)
     assert found.predict(str(tmp_path / "ckpt")).hit_rate >= 11 / 12
 
 
@@ -231,19 +252,21 @@ def test_every_distance_is_surveyed(
 ) -> None:
     cls = predictor_class("next_norm")
     predictor = cls(cls.config_class(ahead=(1, 3)), reference_view.shape)
-    common = {"new_tokens": 3, "repetitions": 1, "slots": 128, "bandwidth": 1e9}
-    found = survey(reference_model, one["input_ids"], predictors=[predictor], **common)
+    config = OffloadConfig(slots=128, bandwidth=1e9)
+    found = survey(reference_model, one["input_ids"], config, predictors=[predictor], new_tokens=3, repetitions=1)
     assert set(found.forecasting) == {("next_norm", 1), ("next_norm", 3)}
     assert set(found.known("next_norm", 3).recall) == set(range(3, 12))
 
 
 def test_when_nothing_can_be_hidden(reference_model: PreTrainedModel, one: dict[str, Any]) -> None:
     common: dict[str, Any] = {"new_tokens": 4, "repetitions": 1, "predictors": ["next_norm"]}
-    advice = advise(reference_model, one["input_ids"], slots=64, **common)  # copies in the model's own thread
+    advice = advise(
+        reference_model, one["input_ids"], OffloadConfig(slots=64), **common
+    )  # copies in the model's own thread
     assert not advice.prefetch
     assert "nothing can be hidden" in advice.reasons[0]
     every = torch.arange(3, 4000, 9)[None]
-    advice = advise(reference_model, every, slots=768, bandwidth=1e9, **common)
+    advice = advise(reference_model, every, OffloadConfig(slots=768, bandwidth=1e9), **common)
     assert not advice.prefetch
     assert advice.slots == advice.experts == 768
     assert "all 768 experts fit" in advice.reasons[0]
@@ -260,4 +283,6 @@ def test_bad_input(reference_model: PreTrainedModel, one: dict[str, Any]) -> Non
     with pytest.raises(ExpertcastError, match="neither a folder nor one of"):
         survey(reference_model, ids, predictors=["nobody"])
     with pytest.raises(ExpertcastError, match="slots=2"):
-        survey(reference_model, ids, slots=2)
+        survey(reference_model, ids, OffloadConfig(slots=2))
+    with pytest.raises(ExpertcastError, match="names a predictor"):
+        survey(reference_model, ids, OffloadConfig(predictor="next_norm"))

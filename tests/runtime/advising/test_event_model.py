@@ -9,12 +9,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertcast.runtime.advising.event_model import Forecasts, Setting, Trace, calibrated, replay
-from expertcast.runtime.advising.observation import executed, observe, trace_of
+from expertcast.data.discovery import find_moe_layers
+from expertcast.runtime.advising.observation import Watcher, executed
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.recording.layer_times import LayerTimes
 from expertcast.runtime.recording.recorder import Recorder
-from tests.runtime.made import layer_times, perfect, record
+from expertcast.runtime.simulation.trace import Asked, Trace
+from tests.runtime.made import Setting, calibrated, decoding, layer_times, perfect, record, replay, routings
 
 LAYERS, EXPERTS, TOP_K, STEPS = 4, 6, 2, 5
 
@@ -25,7 +26,7 @@ def _trace(seed: int, layers: int = LAYERS, steps: int = STEPS) -> Trace:
     def routing() -> list[list[int]]:
         return [[layer * EXPERTS + e for e in choose.sample(range(EXPERTS), TOP_K)] for layer in range(layers)]
 
-    return Trace(experts=EXPERTS, prefill=routing(), steps=[routing() for _ in range(steps)])
+    return decoding(routing(), [routing() for _ in range(steps)], experts=EXPERTS, top_k=TOP_K)
 
 
 # ---- closed forms: no cache, every step alike
@@ -69,8 +70,8 @@ def test_perfect_prefetch_is_the_sum_of_the_larger(copy_s: float, forecast_s: fl
 def test_carried_over_from_token_to_token(copy_s: float) -> None:
     """Where each token needs what the last one needed, the first layer's copies are prefetched like all others."""
     before, experts = [1.0, 0.25, 2.0, 0.5], [0.5, 1.0, 0.125, 3.0]
-    routing = _trace(1).prefill
-    trace = Trace(experts=EXPERTS, prefill=routing, steps=[routing] * STEPS)
+    routing = _trace(1).forwards[0].keys
+    trace = decoding(routing, [routing] * STEPS, experts=EXPERTS, top_k=TOP_K)
     times = layer_times(before, experts, tail=0.75)
     got = replay(trace, times, Setting(slots=12, copy_s=copy_s, cache=False), perfect(trace))
     after = [*before[1:], 0.75 + before[0]]
@@ -81,8 +82,8 @@ def test_carried_over_from_token_to_token(copy_s: float) -> None:
 
 def test_everything_fits() -> None:
     trace = _trace(2)
-    every = Trace(experts=EXPERTS, prefill=[list(range(EXPERTS * n, EXPERTS * (n + 1))) for n in range(LAYERS)],
-                  steps=trace.steps)  # fmt: skip
+    whole = [list(range(EXPERTS * n, EXPERTS * (n + 1))) for n in range(LAYERS)]
+    every = decoding(whole, routings(trace), experts=EXPERTS, top_k=TOP_K)
     got = replay(every, layer_times([1.0] * LAYERS, [2.0] * LAYERS), Setting(slots=LAYERS * EXPERTS, copy_s=9.0))
     assert got.steps_s == [3.0 * LAYERS] * STEPS
     assert (got.hit_rate, got.copies) == (1.0, 0.0)
@@ -99,10 +100,10 @@ def test_link_in_the_models_own_thread_hides_nothing() -> None:
 
 def test_speculative_routing_is_what_was_forecast() -> None:
     trace, other = _trace(4), _trace(5)
-    forecasts = [{layer: routing[layer] for layer in range(1, LAYERS)} for routing in other.steps]
+    forecasts = perfect(other)
     times = layer_times([1.0] * LAYERS, [2.0] * LAYERS)
     setting = Setting(slots=12, copy_s=1.0, cache=False, carry=False)
-    got = replay(executed(trace, forecasts, range(LAYERS), TOP_K), times, setting, forecasts)
+    got = replay(executed(trace, forecasts, range(LAYERS)), times, setting, forecasts)
     assert got.hit_rate == (LAYERS - 1) / LAYERS
     assert got.copies == LAYERS * TOP_K
     assert got.steps_s == pytest.approx(replay(trace, times, setting, perfect(trace)).steps_s)
@@ -159,7 +160,9 @@ class _Ticking:
         if not self.cache:
             self.resident &= set().union(*self.wanted.values())
 
-    def step(self, routing: Sequence[Sequence[int]], forecasts: Forecasts, times: Mapping[str, list[int]]) -> int:
+    def step(
+        self, routing: Sequence[Sequence[int]], forecasts: Mapping[int, Sequence[int]], times: Mapping[str, list[int]]
+    ) -> int:
         start = self.time
         for layer, keys in enumerate(routing):
             self.work(times["before"][layer])
@@ -208,15 +211,15 @@ def test_against_a_ticking_clock(seed: int, cache: bool) -> None:
         {layer: [layer * EXPERTS + e for e in choose.sample(range(EXPERTS), TOP_K)] for layer in (1, 2)}
         if choose.random() < 0.5
         else {layer: routing[layer] for layer in (1, 2)}
-        for routing in trace.steps
+        for routing in routings(trace)
     ]
     ticks = {part: [choose.randint(1, 6) for _ in range(layers)] for part in ("before", "forecast", "experts")}
     copy = choose.randint(1, 5)
     slow = _Ticking(copy, cache=cache)
     nothing = {part: [0] * layers for part in ticks}
-    slow.step(trace.prefill, {}, nothing)
+    slow.step(trace.forwards[0].keys, {}, nothing)
     slow.hits = slow.requests = 0
-    expected = [slow.step(*pair, ticks) for pair in zip(trace.steps, forecasts, strict=True)]
+    expected = [slow.step(*pair, ticks) for pair in zip(routings(trace), forecasts, strict=True)]
     zeros = [0.0] * layers
     times = LayerTimes(
         before_s=[float(value) for value in ticks["before"]],
@@ -228,7 +231,7 @@ def test_against_a_ticking_clock(seed: int, cache: bool) -> None:
         tail_s=0.0,
     )
     setting = Setting(slots=layers * EXPERTS, copy_s=float(copy), cache=cache)
-    got = replay(trace, times, setting, forecasts)
+    got = replay(trace, times, setting, Asked(steps=forecasts))
     assert got.steps_s == expected
     assert got.hit_rate == slow.hits / slow.requests
 
@@ -240,17 +243,15 @@ def test_against_a_ticking_clock(seed: int, cache: bool) -> None:
 def test_replay_counts_what_the_run_counted(reference_model: PreTrainedModel, slots: int) -> None:
     """On demand, what is evicted does not depend on times; 56 slots make the prefill run in chunks."""
     ids = torch.arange(3, 4000, 9)[None]  # tokens of all kinds: more experts than slots in every layer
-    recorder = Recorder()
-    with (
-        offload(reference_model, slots=slots, observers=[recorder]) as offloaded,
-        observe(offloaded.residency, 64) as forwards,
-    ):
+    recorder, watched = Recorder(), Watcher()
+    with offload(reference_model, slots=slots, observers=[recorder, watched]) as offloaded:
         record(offloaded, ids, 8, recorder)
         stats = offloaded.stats.as_dict()
-    chunked = max(len(keys) for keys in forwards[0].needed.values()) > slots
+    trace = watched.trace(find_moe_layers(reference_model).shape)
+    chunked = max(map(len, trace.forwards[0].keys)) > slots
     assert chunked == (slots == 56)
     times = layer_times([1.0] * 12, [1.0] * 12)
-    got = replay(trace_of(forwards, 64), times, Setting(slots=slots, copy_s=0.1))
+    got = replay(trace, times, Setting(slots=slots, copy_s=0.1))
     assert got.hit_rate == stats["hit_rate"]
     assert got.copies * 7 * 36864 == pytest.approx(stats["bytes_moved"])
     assert 0 < got.hit_rate < 1

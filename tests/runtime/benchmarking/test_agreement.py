@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from expertcast.data.text import load_documents
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.next_token import NextToken, NextTokenConfig
 from expertcast.runtime.benchmarking.agreement import compare, measure
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.policies import Policies
 
-LINK: dict[str, Any] = {"bandwidth": 2e9, "new_tokens": 24}
+LINK = OffloadConfig(bandwidth=2e9)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ RUNS = {
 def test_same_counts(
     reference_model: PreTrainedModel, prompt_ids: torch.Tensor, policies: Policies, slots: int
 ) -> None:
-    found = compare(measure(reference_model, prompt_ids, policies=policies, slots=slots, **LINK))
+    found = compare(measure(reference_model, prompt_ids, replace(LINK, policies=policies, slots=slots), new_tokens=24))
     measured, simulated = (
         {name: value for name, value in found[side].items() if name != "tpot_s"} for side in ("measured", "simulated")
     )
@@ -58,7 +60,12 @@ def test_same_forecasts_of_tokens(reference_model: PreTrainedModel, prompt_ids: 
     assert isinstance(next_token, NextToken)
     found = {
         name: compare(
-            measure(reference_model, prompt_ids, policies=Policies(eviction=name), slots=100, next_token=given, **LINK)
+            measure(
+                reference_model,
+                prompt_ids,
+                replace(LINK, policies=Policies(eviction=name), slots=100, next_token=given),
+                new_tokens=24,
+            )
         )
         for name, given in {"lru": None, "forecast:idle_loads=0": next_token}.items()
     }
@@ -69,4 +76,6 @@ def test_same_forecasts_of_tokens(reference_model: PreTrainedModel, prompt_ids: 
 
 def test_needs_no_more_prompt_than_steps(reference_model: PreTrainedModel, prompt_ids: torch.Tensor) -> None:
     with pytest.raises(ExpertcastError, match="new_tokens=16 for a prompt of 16: give more new tokens"):
-        measure(reference_model, prompt_ids, policies=Policies(), slots=60, bandwidth=1e9, new_tokens=16)
+        measure(reference_model, prompt_ids, LINK, new_tokens=16)
+    with pytest.raises(ExpertcastError, match="no bandwidth for the emulated link"):
+        measure(reference_model, prompt_ids, OffloadConfig(), new_tokens=24)

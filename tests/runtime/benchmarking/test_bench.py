@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import benchmark
+from expertcast.runtime import OffloadConfig, benchmark
+from expertcast.runtime.benchmarking.bench import BenchSettings
 from expertcast.runtime.benchmarking.bench_report import Measured, Run, StepTimes, report, step_times
 from expertcast.runtime.benchmarking.decoding import Decoding
 from expertcast.runtime.recording.recorder import Recorder
@@ -18,15 +20,15 @@ from tests.runtime.conftest import PROMPT
 
 
 def test_benchmark(reference_model: PreTrainedModel, reference_tokenizer: Any) -> None:
-    runs: dict[str, dict[str, Any]] = {
-        "on_demand": {"cache": False},
-        "exact": {"cache": False, "predictor": "next_norm"},
-        "speculate": {"cache": False, "predictor": "next_norm", "mode": "speculate"},
-        "cached": {"slots": 768},
+    few = OffloadConfig(slots=8, cache=False)
+    runs = {
+        "on_demand": few,
+        "exact": replace(few, predictor="next_norm"),
+        "speculate": replace(few, predictor="next_norm", mode="speculate"),
+        "cached": OffloadConfig(slots=768),
     }
-    got = benchmark(
-        reference_model, reference_tokenizer, PROMPT, runs=runs, slots=8, bandwidth=2e7, new_tokens=6, repetitions=2
-    )
+    settings = BenchSettings(new_tokens=6, repetitions=2)
+    got = benchmark(reference_model, reference_tokenizer, PROMPT, runs, settings, bandwidth=2e7)
     on_demand, exact, speculated, cached = (got["runs"][name] for name in runs)
     block = 36864
     assert on_demand["bytes_per_token"] == 12 * 4 * block
@@ -60,16 +62,16 @@ def test_benchmark(reference_model: PreTrainedModel, reference_tokenizer: Any) -
 
 
 def test_balanced_bandwidth(reference_model: PreTrainedModel, reference_tokenizer: Any) -> None:
-    got = benchmark(reference_model, reference_tokenizer, PROMPT, runs={}, new_tokens=4, repetitions=1)
+    got = benchmark(reference_model, reference_tokenizer, PROMPT, {}, BenchSettings(new_tokens=4, repetitions=1))
     layer_s = got["resident"]["tpot_s"] / 12
     assert got["bandwidth"] == pytest.approx(4 * 36864 / layer_s)
 
 
 def test_bad_input(reference_model: PreTrainedModel, reference_tokenizer: Any) -> None:
     with pytest.raises(ExpertcastError, match="new_tokens=1"):
-        benchmark(reference_model, reference_tokenizer, PROMPT, runs={}, new_tokens=1)
+        benchmark(reference_model, reference_tokenizer, PROMPT, {}, BenchSettings(new_tokens=1))
     with pytest.raises(ExpertcastError, match="no token"):
-        benchmark(reference_model, reference_tokenizer, "", runs={})
+        benchmark(reference_model, reference_tokenizer, "", {})
 
 
 def test_split_of_a_recorded_step() -> None:
@@ -94,7 +96,7 @@ def test_split_of_a_recorded_step() -> None:
 def made_run(steps: list[StepTimes], tpot_s: float, **arguments: Any) -> Run:
     decoding = Decoding([1, 2, 3], [torch.ones(2)] * 3, 0.5, [tpot_s] * len(steps))
     stats = {"bytes_moved": 80, "hit_rate": 0.25, "waited_s": 0.0}
-    return Run(arguments, [Measured(decoding, stats, steps, link_bytes=80, link_busy_s=8.0)])
+    return Run(OffloadConfig(**arguments), [Measured(decoding, stats, steps, link_bytes=80, link_busy_s=8.0)])
 
 
 def test_figures_follow_their_definitions() -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from expertcast.data.discovery import find_moe_layers
+from expertcast.data.models import meta_model
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.benchmarking.random_weights import meta_model, random_model, weight_bytes
+from expertcast.runtime.benchmarking.random_weights import random_model, weight_bytes
 from expertcast.runtime.benchmarking.shapes import SHAPES, build_shape, check_memory
 from tests.families.models import CONFIGS
 

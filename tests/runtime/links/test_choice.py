@@ -87,8 +87,8 @@ def test_what_was_chosen_holds_for_stores_that_are_as_page_locked(monkeypatch: p
 
 
 def test_auto_measures_on_cuda_only() -> None:
-    assert make_link("auto", "cuda", None, 0.0) is None
-    assert isinstance(make_link("auto", "cpu", None, 0.0), InstantLink)
-    assert isinstance(make_link("kernel", "cpu", None, 0.0), KernelLink)
+    assert make_link(OffloadConfig(link="auto"), "cuda") is None
+    assert isinstance(make_link(OffloadConfig(link="auto"), "cpu"), InstantLink)
+    assert isinstance(make_link(OffloadConfig(link="kernel"), "cpu"), KernelLink)
     with pytest.raises(ExpertcastError, match="choose from auto, instant, emulated, cuda, kernel"):
         OffloadConfig(link="pcie")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.simulation.events import Hints, Routes, Trace, bare_view, trace_of
-from expertcast.runtime.simulation.machine import Machine, constant_times
+from expertcast.runtime.engine.flow import TokenForecasts
+from expertcast.runtime.policies import Policies
+from expertcast.runtime.simulation.machine import Case, Machine, Simulation, constant_times
+from expertcast.runtime.simulation.simulator import simulate as simulate_case
+from expertcast.runtime.simulation.trace import Hints, Routes, Trace, trace_of
 
 Experts = Sequence[Sequence[Sequence[int]]]
 """[T][L][K] experts, 0..E-1."""
@@ -36,7 +39,6 @@ def trace(
     logits_TLE = torch.zeros(count, layers, experts).scatter(2, ids_TLK, 9.0)
     weights_TK = torch.full((count, top_k), 1 / top_k)
     routes = Routes(
-        view=bare_view(shape),
         logits=list(logits_TLE.unbind(1)),
         ids=list(ids_TLK.unbind(1)),
         weights=[weights_TK] * layers,
@@ -66,3 +68,17 @@ def random_trace(seed: int, *, tokens: int = 60, layers: int = 3, experts: int =
 def machine(layers: int, *, layer_s: float = 2.0, copy_s: int = 3) -> Machine:
     """Half of `layer_s` before a layer's experts are known, half in them; a copy takes as many seconds as bytes."""
     return Machine(times=constant_times(layers, layer_s), block_bytes={"full": copy_s}, bandwidth=1.0)
+
+
+def simulate(
+    trace: Trace,
+    policies: Policies,
+    slots: int,
+    machine: Machine,
+    *,
+    predictor: str | None = None,
+    tokens_ahead: Callable[[], TokenForecasts] | None = None,
+) -> Simulation:
+    """Simulate a case that is put together from its parts."""
+    case = Case(policies=policies, slots=slots, machine=machine, predictor=predictor)
+    return simulate_case(trace, case, tokens_ahead=tokens_ahead)

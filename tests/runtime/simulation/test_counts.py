@@ -16,9 +16,9 @@ from torch import Tensor
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import ModelShape, MoEView
 from expertcast.runtime.policies import MISS, PRE_EVICTION, PREFETCH, ROUTING, Policies
-from expertcast.runtime.simulation.events import Hints, Routes, Trace, bare_view, trace_of
 from expertcast.runtime.simulation.machine import Machine, constant_times
-from expertcast.runtime.simulation.simulator import simulate
+from expertcast.runtime.simulation.trace import Hints, Routes, Trace, trace_of
+from tests.runtime.simulation.made import simulate
 from tests.training.synthetic import tiny_view
 
 BYTES = {"full": 8, "int8": 4, "int4": 2, "int2": 1}
@@ -188,7 +188,7 @@ def _trace(
 ) -> Trace:
     shape = ModelShape(layers=len(ids), experts=logits[0].shape[1], top_k=ids[0].shape[1], hidden=1)
     routes = Routes(
-        view=view or bare_view(shape),
+        view=view,
         logits=logits,
         ids=ids,
         weights=[weights.expand(ids_TK.shape) for ids_TK in ids],

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.arguments import resolve_predictor
-from expertcast.runtime.simulation.events import FEW_IDS, Trace, asked_for, load_trace
+from expertcast.runtime.policies import Policies
+from expertcast.runtime.simulation.load import Texts, load_trace
+from expertcast.runtime.simulation.trace import FEW_IDS, Hints, Trace, asked_for
 from tests.runtime.simulation import made
 
 
 def rows_of(trace: Trace) -> list[list[int]]:
-    count = len(trace.routes.ids[0])
+    count = len(trace.known_routes().ids[0])
     return [torch.arange(count)[forward.rows].tolist() for forward in trace.forwards]
 
 
@@ -46,30 +50,45 @@ def test_of_a_trace_dataset(reference_traces: TraceDataset) -> None:
     view = reference_traces.view
     predictor, _ = resolve_predictor("next_norm", view)
     assert predictor is not None
-    trace = load_trace(reference_traces, tokens=300, prefill=16, predictors={"next_norm": predictor}, residuals=True)
+    trace = load_trace(
+        reference_traces, Texts(tokens=300, prefill=16), predictors={"next_norm": predictor}, residuals=True
+    )
+    hints, routes = trace.hints["next_norm"], trace.known_routes()
+    assert isinstance(hints, Hints)
     (batch,) = list(reference_traces.batches("test", 300, max_tokens=300))
     for layer in (0, 7):
         ids_TK, weights_TK = view[layer].route(batch.logits_TLE[:, layer])
-        assert torch.equal(trace.routes.ids[layer], ids_TK)
-        assert torch.equal(trace.routes.weights[layer], weights_TK)
-        assert torch.equal(trace.routes.residual[layer], batch.residual_TLD[:, layer])
+        assert torch.equal(routes.ids[layer], ids_TK)
+        assert torch.equal(routes.weights[layer], weights_TK)
+        assert torch.equal(routes.residual[layer], batch.residual_TLD[:, layer])
         step = trace.forwards[5]
         assert isinstance(step.rows, slice)
         assert step.keys[layer] == (layer * 64 + ids_TK[step.rows.start]).tolist()
         expected = predictor.forecast(batch.state(view, layer))
-        assert torch.equal(trace.hints["next_norm"].forecasts[layer + 1].logits_TE, expected.logits_TE)
-        assert torch.equal(trace.hints["next_norm"].forecasts[layer + 1].topk_ids_TK, expected.topk_ids_TK)
-    assert list(trace.hints["next_norm"].forecasts) == list(range(1, 12))
+        assert torch.equal(hints.forecasts[layer + 1].logits_TE, expected.logits_TE)
+        assert torch.equal(hints.forecasts[layer + 1].topk_ids_TK, expected.topk_ids_TK)
+    assert list(hints.forecasts) == list(range(1, 12))
+
+
+def test_keys_alone_serve_policies_that_look_at_keys() -> None:
+    trace = made.random_trace(1)
+    seen = replace(trace, routes=None)
+    for policies in (Policies(), Policies(eviction="lfu", scope="layer")):
+        alone, whole = (made.simulate(each, policies, 9, made.machine(3)) for each in (seen, trace))
+        assert (alone.steps_s, alone.decode.layers) == (whole.steps_s, whole.decode.layers)
+    for policies in (Policies(eviction="score"), Policies(miss="drop"), Policies(routing="cache_aware")):
+        with pytest.raises(ExpertcastError, match="holds no router logits"):
+            made.simulate(seen, policies, 9, made.machine(3))
 
 
 def test_refuses_in_one_line(reference_traces: TraceDataset) -> None:
     predictor, _ = resolve_predictor("next_norm", reference_traces.view)
     assert predictor is not None
     with pytest.raises(ExpertcastError, match="prefill=0, batch=1: give 1 or more of both"):
-        load_trace(reference_traces, prefill=0)
+        load_trace(reference_traces, Texts(prefill=0))
     with pytest.raises(ExpertcastError, match="batch=99: there are not so many documents"):
-        load_trace(reference_traces, batch=99)
+        load_trace(reference_traces, Texts(batch=99))
     with pytest.raises(ExpertcastError, match="unknown split 'dev': choose from train, validation, test, all"):
-        load_trace(reference_traces, split="dev")
+        load_trace(reference_traces, Texts(split="dev"))
     with pytest.raises(ExpertcastError, match=r"next_norm looks \[1\] layers ahead, not 2"):
         load_trace(reference_traces, predictors={"next_norm": predictor}, ahead=2)

@@ -10,11 +10,11 @@ import pytest
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.simulation.bounds import simulate_bypass
-from expertcast.runtime.simulation.events import Trace
 from expertcast.runtime.simulation.machine import Machine, constant_times
-from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.summary import summary
+from expertcast.runtime.simulation.trace import Trace
 from tests.runtime.simulation import made
+from tests.runtime.simulation.made import simulate
 
 # Two layers of three experts, K = 1: keys 0, 1, 2 and 3, 4, 5. Three slots. A layer takes 1 s before its experts are
 # known and 1 s in them, a copy 3 s. The first token is the prefill, with two misses: 2 x (1 + 3 + 1) = 10 s.

@@ -14,11 +14,12 @@ from torch import Tensor
 from expertcast.predictors import ExpertcastError, ModelShape
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.simulation.figures import frontier, labelled, write_figures
-from expertcast.runtime.simulation.simulator import simulate
+from expertcast.runtime.simulation.machine import Case
 from expertcast.runtime.simulation.summary import summary, table
-from expertcast.runtime.simulation.sweep import EXACT, Case, Workload, slots_of, sweep, with_bounds
+from expertcast.runtime.simulation.sweep import EXACT, Workload, slots_of, sweep, with_bounds
 from expertcast.runtime.simulation.token_table import TokenTable
 from tests.runtime.simulation import made
+from tests.runtime.simulation.made import simulate
 
 KEYS = {
     "eviction", "prefetch", "miss", "routing", "pre_eviction", "scope", "slots", "capacity", "bandwidth", "hit_rate",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from expertcast.predictors.plain import Json
 from expertcast.training.results import aligned
 
 
-def describe(result: dict[str, Any]) -> str:
+def describe(result: Json) -> str:
     """The whole result as text."""
     shape = ", ".join(f"{key}={value}" for key, value in result["shape"].items())
     weights = "random weights" if result["random_weights"] else "its own weights"
@@ -23,7 +22,7 @@ def describe(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def describe_prompt(prompt: dict[str, Any]) -> list[str]:
+def describe_prompt(prompt: Json) -> list[str]:
     """One prompt's table, with what the figures are measured against."""
     speed = f"{prompt['bandwidth'] / 1e9:.3g} GB/s emulated" if "bandwidth" in prompt else "the machine's own link"
     lines = [f"prompt of {prompt['prompt_tokens']} tokens, {speed}, identical means as {prompt['compared_with']}"]
@@ -42,7 +41,8 @@ def describe_prompt(prompt: dict[str, Any]) -> list[str]:
     return lines
 
 
-def runs_table(runs: dict[str, Any]) -> str:
+def runs_table(runs: Json) -> str:
+    """A row per run."""
     rows: list[tuple[str, ...]] = [
         ("run", "TPOT ms", "quartiles", "compute", "copy", "idle", "TTFT s", "MB/token", "hits", "overlap", "link",
          "x bound", "identical")
@@ -65,7 +65,8 @@ def runs_table(runs: dict[str, Any]) -> str:
     return aligned(rows)
 
 
-def peer_text(found: dict[str, Any]) -> str:
+def peer_text(found: Json) -> str:
+    """accelerate's time per token, and what it means here."""
     if "skipped" in found:
         return str(found["skipped"])
     text = f"{found['tpot_s'] * 1e3:.2f} ms per token, moves {found['moved_bytes'] / 1e6:.1f} MB per token"

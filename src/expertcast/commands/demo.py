@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from expertcast.commands import EVAL_BATCH, confident_layers, predictor_config, write_json
+from expertcast.commands.options import Count
+from expertcast.commands.output import Outcome, say, write_json
+from expertcast.commands.predictors import EVAL_BATCH, predictor_config
+from expertcast.commands.quality import confident_layers
 from expertcast.data.collector import collect
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.text import load_documents
 from expertcast.predictors import Predictor, names
-from expertcast.runtime.benchmarking.bench import benchmark
+from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE, BenchSettings, benchmark
 from expertcast.runtime.benchmarking.decoding import balanced_bandwidth, decode_greedily
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit_many
@@ -28,25 +31,32 @@ from expertcast.training.results import aligned, recall_table
 DEMO_FILE = Path("demo.json")
 SLOTS = 96
 """An eighth of the reference model's 768 experts: two tokens' worth."""
-COPY_OVER_COMPUTE = 5.0
-"""Copying K experts takes so many times as long as computing one layer: 83% of the time per output token when every
-expert is loaded on demand, as Speculating Experts measured on GPUs (84 to 88%)."""
 PROMPT_TOKENS = 64
 NEW_TOKENS = 48
 QUALITY_TOKENS = 6144
 WINDOW = 256
 
 
-def run(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `expertcast demo` takes."""
+
+    tokens: Count = 120_000
+    """Tokens to collect."""
+    steps: Count = 300
+    """Steps of the estimator."""
+
+
+def run(options: Options) -> Outcome:
     """The whole path; writes demo.json into the current folder."""
     begin = time.perf_counter()
     model, tokenizer = load_model(REFERENCE), load_tokenizer(REFERENCE)
     documents = load_documents(REFERENCE)
     with tempfile.TemporaryDirectory(prefix="expertcast-demo-") as folder:
-        say(f"1/4 collect: {args.tokens} tokens through the bundled model")
-        traces = collect(model, tokenizer, documents, Path(folder) / "traces", tokens=args.tokens)
+        say(f"1/4 collect: {options.tokens} tokens through the bundled model")
+        traces = collect(model, tokenizer, documents, Path(folder) / "traces", tokens=options.tokens)
         say("2/4 train: every predictor, on the train split")
-        configs = {"estimator": predictor_config("estimator", [1], [f"steps={args.steps}"])}
+        configs = {"estimator": predictor_config("estimator", [1], [f"steps={options.steps}"])}
         fitted = fit_many(names(), traces, configs, options=FitOptions(progress=True))
         predictors = {name: result.predictor for name, result in fitted.items()}
         say("3/4 evaluate: recall@k on the test split, documents that no predictor has seen")
@@ -77,17 +87,19 @@ def deploy(
     model: PreTrainedModel, tokenizer: Any, texts: list[str], predictor: Predictor, layers: list[int]
 ) -> dict[str, Any]:
     """Time, bytes, hits and perplexity of on-demand loading and of the three modes, on unseen text."""
-    ways: dict[str, dict[str, Any]] = {
-        "on_demand": {},
-        "exact": {"predictor": predictor},
-        "speculate": {"predictor": predictor, "mode": "speculate"},
-        "hybrid": {"predictor": predictor, "mode": "hybrid", "layers": layers},
+    on_demand = OffloadConfig(slots=SLOTS)
+    exact = replace(on_demand, predictor=predictor)
+    ways = {
+        "on_demand": on_demand,
+        "exact": exact,
+        "speculate": replace(exact, mode="speculate"),
+        "hybrid": replace(exact, mode="hybrid", layers=tuple(layers)),
     }
     prompt_ids = tokenizer(texts[0], return_tensors="pt")["input_ids"][:, :PROMPT_TOKENS]
     resident = decode_greedily(model, prompt_ids, NEW_TOKENS)
     bandwidth = balanced_bandwidth(model, resident) / COPY_OVER_COMPUTE
     prompt = tokenizer.decode(prompt_ids[0])
-    timed = benchmark(model, tokenizer, prompt, runs=ways, slots=SLOTS, bandwidth=bandwidth, new_tokens=NEW_TOKENS)
+    timed = benchmark(model, tokenizer, prompt, ways, BenchSettings(new_tokens=NEW_TOKENS), bandwidth=bandwidth)
     windows = {"test": text_windows(tokenizer, texts, length=WINDOW, count=QUALITY_TOKENS // WINDOW)}
     measured = measure_quality(
         model,
@@ -114,7 +126,3 @@ def runs_table(runs: dict[str, Any]) -> str:
             )
         )
     return aligned(rows)
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,119 @@
+"""Trace datasets as :class:`expertcast.runtime.simulation.trace.Trace`, with predictors' forecasts of them.
+
+T tokens, B sequences decoded together, L MoE layers, E routed experts per layer, K experts per token, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from expertcast.data.batch import TraceBatch
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors.base import Forecast, Predictor
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import MoEView
+from expertcast.runtime.simulation.trace import PREFILL, Hints, Routes, Trace, joined_forecasts, trace_of
+
+_CHUNK = 2048
+"""Tokens routed and forecast at a time."""
+_COLUMNS = ("logits", "ids", "weights", "residual")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
+    """Which texts of a dataset are taken, and how they are decoded."""
+
+    split: str = "test"
+    tokens: int | None = None
+    """Only the first so many tokens of the split."""
+    prefill: int = PREFILL
+    """Tokens of each document that are prefilled; half of a shorter one."""
+    batch: int = 1
+    """Documents decoded together, until the shortest of them ends."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Part:
+    """Some rows of a trace."""
+
+    routes: Routes
+    document_T: Tensor
+    forecasts: dict[str, dict[int, Forecast]]
+    """By predictor and target layer."""
+
+
+def load_trace(
+    traces: TraceDataset,
+    texts: Texts | None = None,
+    *,
+    predictors: Mapping[str, Predictor] | None = None,
+    ahead: int = 1,
+    residuals: bool = False,
+) -> Trace:
+    """The documents of a split, one after another or some at a time, each prefilled and then decoded to its end.
+
+    Args:
+        traces: recorded routing.
+        texts: what of it; None: the default :class:`Texts`.
+        predictors: by name, bound to the traces' view; their forecasts are hints in decode steps.
+        ahead: layers between these forecasts and their targets.
+        residuals: keep the residual stream, which forecasts for the next tokens are made from.
+
+    Raises:
+        ExpertcastError: a number out of range, or too few documents of two tokens or more.
+    """
+    texts, predictors = texts or Texts(), predictors or {}
+    if texts.prefill < 1 or texts.batch < 1:
+        raise ExpertcastError(f"prefill={texts.prefill}, batch={texts.batch}: give 1 or more of both")
+    for name, predictor in predictors.items():
+        if ahead not in predictor.ahead:
+            raise ExpertcastError(
+                f"predictor {name} looks {list(predictor.ahead)} layers ahead, not {ahead}: give one of these as ahead"
+            )
+    view = traces.view
+    parts = [
+        _part(rows, view, predictors, ahead, residuals)
+        for rows in traces.batches(texts.split, _CHUNK, max_tokens=texts.tokens)
+    ]
+    if not parts:
+        raise ExpertcastError(f"split {texts.split!r} holds no tokens: collect more text or choose another split")
+    routes = Routes(view=view, **{name: _joined([getattr(part.routes, name) for part in parts]) for name in _COLUMNS})
+    document_T = torch.cat([part.document_T for part in parts])
+    hints = {
+        name: Hints(
+            ahead=ahead,
+            forecasts={
+                layer: joined_forecasts([part.forecasts[name][layer] for part in parts])
+                for layer in range(ahead, len(view))
+            },
+        )
+        for name in predictors
+    }
+    return trace_of(view.shape, routes, document_T, prefill=texts.prefill, batch=texts.batch, hints=hints)
+
+
+@torch.no_grad()
+def _part(rows: TraceBatch, view: MoEView, predictors: Mapping[str, Predictor], ahead: int, residuals: bool) -> _Part:
+    routed = [view[layer].route(rows.logits_TLE[:, layer]) for layer in range(len(view))]
+    states = [rows.state(view, layer) for layer in range(len(view) - ahead)] if predictors else []
+    forecasts = {
+        name: {layer + ahead: predictor.forecast(state, ahead) for layer, state in enumerate(states)}
+        for name, predictor in predictors.items()
+    }
+    kept = rows.residual_TLD if residuals else rows.residual_TLD[:, :, :0]
+    routes = Routes(
+        logits=list(rows.logits_TLE.unbind(1)),
+        ids=[ids_TK for ids_TK, _ in routed],
+        weights=[weights_TK for _, weights_TK in routed],
+        residual=list(kept.unbind(1)),
+    )
+    return _Part(routes=routes, document_T=rows.document_T, forecasts=forecasts)
+
+
+def _joined(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Per layer the rows of all parts, in memory of their own."""
+    return [torch.cat(list(columns)) for columns in zip(*parts, strict=True)]

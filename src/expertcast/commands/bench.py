@@ -1,0 +1,242 @@
+"""`expertcast bench`. What is measured is in :mod:`expertcast.runtime.benchmarking.bench`."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from expertcast.commands.bench_options import TargetOptions
+from expertcast.commands.bench_target import LinkSetting, Target, routing_source
+from expertcast.commands.bench_text import describe
+from expertcast.commands.options import Count, Fields, Option, positive, positive_number
+from expertcast.commands.output import Outcome, say
+from expertcast.predictors import ExpertcastError
+from expertcast.predictors.plain import Json
+from expertcast.runtime.advising.advise import advice_errors, advice_from
+from expertcast.runtime.advising.survey import survey
+from expertcast.runtime.benchmarking.bench import Bench, BenchSettings, decode_resident, measure
+from expertcast.runtime.benchmarking.peer import measure_peer
+from expertcast.runtime.benchmarking.random_weights import weight_bytes
+from expertcast.runtime.benchmarking.routing_process import RoutingProcess
+from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.recording.timeline import draw_steps
+from expertcast.runtime.recording.timeline import write_timeline as write_trace
+
+PEER_TOKENS = 4
+MODES = ("on_demand", "exact", "speculate", "hybrid")
+_SETTINGS = Fields(new_tokens=Option(metavar="N", read=positive), repetitions=Option(metavar="N", read=positive))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(TargetOptions):
+    """What `expertcast bench` takes.
+
+    Raises:
+        ExpertcastError: as the class that it extends; no folder for the timeline. Said before a long run, not after it.
+    """
+
+    mode: Annotated[tuple[str, ...], Option(choices=MODES)] = MODES
+    """Ways of running."""
+    cache: Annotated[str, Option(choices=("both", "with", "without"))] = "both"
+    """Whether experts stay in their slots when a layer has run."""
+    ahead: Count = 1
+    """Layers ahead."""
+    prompt_tokens: tuple[Count, ...] = (1024,)
+    """Prompts of these lengths."""
+    settings: Annotated[BenchSettings, _SETTINGS]
+    """How much is measured."""
+    no_advice: bool = False
+    """Do not check what `advise` would have expected."""
+    peer: bool = False
+    """The first prompt under accelerate's own CPU offload as well."""
+    minutes: Annotated[float, Option(metavar="M", read=positive_number)] = math.inf
+    """Begin no further prompt after so long."""
+    timeline: Annotated[Path | None, Option(metavar="FILE")] = None
+    """Chrome trace of the runs, and a PNG beside it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        path = self.timeline
+        if path is not None and not path.parent.is_dir():
+            raise ExpertcastError(f"--timeline {path}: there is no folder {path.parent}; make it first")
+
+
+@dataclass(slots=True, kw_only=True)
+class Prompt:
+    """One prompt with everything measured on it."""
+
+    ids: Tensor
+    bench: Bench
+    process: RoutingProcess | None
+    link: LinkSetting
+    advice: Json | None
+    """What the event model expected, and how far it was off."""
+    peer: Json | None = None
+
+    def as_dict(self) -> Json:
+        """What is reported of it, for JSON."""
+        resident = self.bench.resident
+        found: Json = {
+            "prompt_tokens": self.ids.shape[1],
+            **self.link.as_dict(),
+            "link_rate": self.bench.link_rate,
+            "compared_with": "on_demand" if resident is None else "resident",
+            "resident": None
+            if resident is None
+            else {"tpot_s": statistics.median(resident.steps_s), "ttft_s": resident.ttft_s},
+            "runs": self.bench.reports,
+        }
+        if self.process is not None:
+            found["measured_routing"] = self.process.tables.measured()
+        if self.advice is not None:
+            found["advice"] = self.advice
+        if self.peer is not None:
+            found["peer"] = self.peer
+        return found
+
+
+def run(options: Options) -> Outcome:
+    """All prompts, one after another."""
+    begin = time.monotonic()
+    prompts: list[Prompt] = []
+    target = Target.load(options)
+    for tokens in options.prompt_tokens:
+        if prompts and time.monotonic() - begin > options.minutes * 60:
+            say(f"{tokens} tokens: left out, {options.minutes:g} minutes are over")
+            continue
+        prompts.append(bench_prompt(options, target, tokens, prompts[0].link if prompts else None))
+    first = prompts[0]
+    target.store.give_back(torch.device("cpu"))
+    if options.peer:  # last: it moves the model
+        first.peer = peer(options, target, first)
+    result = {
+        **target.heading(),
+        "routing": routing_source(first.process),
+        "new_tokens": options.settings.new_tokens,
+        "repetitions": options.settings.repetitions,
+        "hybrid_layers": hybrid_layers(first.bench),
+        **first.as_dict(),
+        "prompts": {str(prompt.ids.shape[1]): prompt.as_dict() for prompt in prompts},
+    }
+    if options.timeline is not None:
+        result["timeline"] = write_timeline(options.timeline, first.bench)
+    return result, describe(result)
+
+
+def bench_prompt(options: Options, target: Target, tokens: int, link: LinkSetting | None) -> Prompt:
+    """All runs on one prompt.
+
+    Args:
+        options: what is asked for.
+        target: what is measured.
+        tokens: the prompt's length.
+        link: of the prompts before this one: the link's speed is chosen once.
+    """
+    prompt_ids, process = target.prompt(tokens), target.routing_process(tokens, options.settings.new_tokens)
+    with process if process is not None else nullcontext():
+        resident = None
+        if target.store.fits:
+            say(f"{tokens} tokens: resident model")
+            with target.store.resident():
+                resident = decode_resident(target.model, prompt_ids, options.settings.new_tokens)
+        link = link or target.link(prompt_ids, options.settings.new_tokens)
+        runs = ways(options, target, process, link)
+        measured = measure(target.model, prompt_ids, runs, options.settings, resident=resident, say=say)
+        prompt = Prompt(ids=prompt_ids, bench=measured, process=process, link=link, advice=None)
+        if not options.no_advice and options.offload.link != "kernel":  # the event model has no books of a device's own
+            prompt.advice = check_advice(options, target, prompt)
+    return prompt
+
+
+def ways(
+    options: Options, target: Target, process: RoutingProcess | None, link: LinkSetting
+) -> dict[str, OffloadConfig]:
+    """Runs by name: each mode without cache, then with one (`_cache`).
+
+    Args:
+        options: which modes and caches are asked for.
+        target: what is measured.
+        process: that routes in place of the model, if one does.
+        link: of all runs.
+    """
+    on_demand = replace(target.config(link), ahead=options.ahead)
+    exact = replace(on_demand, predictor=target.forecaster(process, options.ahead))
+    layers = None
+    if options.predictor is None or not Path(options.predictor).exists():
+        # no checkpoint says where forecasts are good: every second layer executes one
+        layers = tuple(range(options.ahead, len(target.view), 2))
+    modes = {
+        "on_demand": on_demand,
+        "exact": exact,
+        "speculate": replace(exact, mode="speculate"),
+        "hybrid": replace(exact, mode="hybrid", layers=layers),
+    }
+    caches = {"both": (False, True), "without": (False,), "with": (True,)}[options.cache]
+    return {
+        f"{mode}_cache" if cache else mode: replace(modes[mode], cache=cache)
+        for cache in caches
+        for mode in modes
+        if mode in options.mode
+    }
+
+
+def check_advice(options: Options, target: Target, prompt: Prompt) -> Json:
+    """What `expertcast advise` would have said before the runs, and how far it was from them."""
+    say(f"{prompt.ids.shape[1]} tokens: what advise says")
+    found = survey(
+        target.model,
+        prompt.ids,
+        target.config(prompt.link),
+        predictors=[target.forecaster(prompt.process, options.ahead)],
+        new_tokens=options.settings.new_tokens,
+        repetitions=1,
+    )
+    measured = prompt.bench.runs
+    runs = {name: replace(run.config, slots=run.slots, memory=None) for name, run in measured.items()}
+    errors = advice_errors(found, runs, {name: run.tpot_s for name, run in measured.items()})
+    return {**advice_from(found).as_dict(), "errors": errors}
+
+
+def peer(options: Options, target: Target, prompt: Prompt) -> Json:
+    """accelerate's offload with the device memory that the cached runs take: everything but experts, and the slots."""
+    whole, experts = weight_bytes(target.model), sum(weight_bytes(layer.experts) for layer in target.view)
+    memory = whole - experts + max(run.slots for run in prompt.bench.runs.values()) * target.store.layout.block_bytes
+    say(f"{prompt.ids.shape[1]} tokens: accelerate")
+    with prompt.process if prompt.process is not None else nullcontext():
+        found = measure_peer(
+            target.model,
+            prompt.ids,
+            memory=memory,
+            new_tokens=min(PEER_TOKENS, options.settings.new_tokens),
+            bandwidth=prompt.link.bandwidth,
+            truth=prompt.bench.truth,
+        )
+    return {"memory": memory, **found}
+
+
+def hybrid_layers(measured: Bench) -> list[int] | None:
+    """Layers that the hybrid runs were told to execute forecasts at; None where a checkpoint's recall chose them."""
+    chosen = next((run.config.layers for name, run in measured.runs.items() if name.startswith("hybrid")), None)
+    return None if chosen is None else list(chosen)
+
+
+def write_timeline(path: Path, measured: Bench) -> dict[str, str]:
+    """Chrome trace of the last repetition of every run, and a PNG of two decode steps, on demand above prefetch."""
+    recorders = {name: run.recorder for name, run in measured.runs.items() if run.recorder is not None}
+    write_trace(path, recorders)
+    written = {"trace": str(path)}
+    for above, below in (("on_demand", "exact"), ("on_demand_cache", "exact_cache")):
+        if above in recorders and below in recorders:
+            picture = path.with_suffix(".png")
+            draw_steps({above: recorders[above], below: recorders[below]}, picture, steps=2)
+            written["picture"] = str(picture)
+            break
+    return written

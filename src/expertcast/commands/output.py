@@ -1,0 +1,57 @@
+"""What a command gives back and prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from expertcast.data.traces import TraceDataset
+from expertcast.data.writer import write_atomically
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import Json
+
+Outcome = tuple[Json, str]
+"""A command's result, for --json, and the text to print."""
+
+
+def write_json(path: Path, result: Json) -> None:
+    """Write a result file atomically.
+
+    Args:
+        path: the file, in a folder that exists.
+        result: numbers are finite.
+
+    Raises:
+        ExpertcastError: the folder does not exist or cannot be written.
+    """
+    content = (json.dumps(result, indent=2, allow_nan=False) + "\n").encode()
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise ExpertcastError(
+            f"cannot write {path}: {error.strerror}; give --json a path in a folder that exists"
+        ) from error
+
+
+def describe_traces(traces: TraceDataset) -> str:
+    """A traces folder's own account of itself, without the single documents."""
+    keys = ("model", "fingerprint", "shape", "tokens", "splits", "window", "columns", "command", "git_revision",
+            "versions")  # fmt: skip
+    values = {key: traces.info[key] for key in keys if key in traces.info}
+    return table({**values, "documents": len(traces.info["documents"])})
+
+
+def table(values: Json) -> str:
+    """Names and values in two aligned columns; nested values as compact JSON, long ones cut."""
+    width = max(len(key) for key in values)
+    rows = []
+    for key, value in values.items():
+        shown = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
+        rows.append(f"{key:<{width}}  {shown if len(shown) <= 100 else shown[:97] + '...'}")
+    return "\n".join(rows)
+
+
+def say(text: str) -> None:
+    """Tell how far a command is, on standard error."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,194 @@
+"""`expertcast simulate`: policies over recorded routing, in virtual time (:mod:`expertcast.runtime.simulation`)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from expertcast.checkpoints.provenance import provenance
+from expertcast.commands.options import Count, Fields, Option, positive_number
+from expertcast.commands.output import Outcome
+from expertcast.commands.predictors import evaluated_predictors, next_token_tracker
+from expertcast.commands.quality import QualityOptions, policy_quality
+from expertcast.commands.shared import SPLITS
+from expertcast.commands.simulate_cases import Chosen, MachineOptions, PolicyOptions, swept_evictions
+from expertcast.commands.simulate_text import describe, write_results
+from expertcast.data.models import REFERENCE
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors import ExpertcastError, Predictor
+from expertcast.predictors.plain import Json
+from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.simulation.load import Texts, load_trace
+from expertcast.runtime.simulation.machine import Case
+from expertcast.runtime.simulation.sweep import CAPACITIES, Workload, refusal, slots_of, sweep, with_bounds
+
+CAPACITY = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(QualityOptions):
+    """What `expertcast simulate` takes."""
+
+    traces: Annotated[Path, Option(positional=True, metavar="TRACES")]
+    """Traces folder."""
+    sweep: bool = False
+    """Every eviction policy at 1, 5, 10, 25 and 45%, with Belady's bounds."""
+    policies: Annotated[PolicyOptions, Fields()]
+    """NAME, or NAME:OPTION=VALUE,...; several of a kind are all combined."""
+    predictor: Annotated[tuple[str, ...], Option(metavar="NAME|CKPT")] = ()
+    """Names are fitted on the train split; their forecasts prefetch."""
+    ahead: Count = 1
+    """Layers ahead."""
+    next_token: Annotated[str | None, Option(metavar="CKPT")] = None
+    """next_token checkpoint, for the eviction policy `forecast`."""
+    slots: Annotated[tuple[Count, ...], Option(metavar="S")] = ()
+    """Experts that fit on the device."""
+    capacity: Annotated[tuple[float, ...], Option(metavar="C", read=positive_number)] = ()
+    """The same as shares of all (default: 0.25)."""
+    machine: Annotated[MachineOptions, Fields()]
+    """Link and computation."""
+    split: Annotated[str, Option(choices=SPLITS)] = "test"
+    """Documents to run."""
+    tokens: Count = 10_000
+    """Of the split."""
+    prefill: Count = 64
+    """Of each document."""
+    batch: Annotated[Count, Option(metavar="B")] = 1
+    """Documents decoded together."""
+    model: Annotated[str | None, Option(metavar="MODEL")] = None
+    """Measure what lossy policies cost this model (default: the bundled one, if the traces are its)."""
+    no_quality: bool = False
+    """Do not measure what lossy policies cost."""
+    quality_tokens: Count = 512
+    """Tokens for --model."""
+    processes: Count | None = None
+    """Simulations at a time (default: one per core)."""
+    out: Annotated[Path | None, Option(metavar="DIR")] = None
+    """Write the results, a table and PNGs there."""
+
+
+def run(options: Options) -> Outcome:
+    """Every case that can run, as a row of results; those that cannot are left out and named."""
+    _check(options)
+    evictions = swept_evictions(options.next_token is not None) if options.sweep else ["lru"]
+    chosen = list(options.policies.chosen(options.predictor, evictions))
+    traces = TraceDataset.open(options.traces)
+    shape = traces.view.shape
+    shares = options.capacity or (CAPACITIES if options.sweep else (CAPACITY,))
+    slots = options.slots or [slots_of(share, shape) for share in shares]
+    predictors = _predictors(options, traces, chosen)
+    names = {given: predictor.name for given, predictor in predictors.items()}
+    machines = options.machine.machines(traces.view, [policies for policies, _ in chosen])
+    cases = [
+        Case(policies=policies, slots=count, machine=machine, predictor=None if given is None else names[given])
+        for count, machine, (policies, given) in itertools.product(slots, machines, chosen)
+    ]
+    model = _measured_model(options, traces, cases)
+    reasons = [refusal(case, shape) for case in cases]
+    if None not in reasons:
+        raise ExpertcastError(f"nothing to simulate: {reasons[0]}")
+    follower = next_token_tracker(options.next_token, traces.view)
+    trace = load_trace(
+        traces,
+        Texts(split=options.split, tokens=options.tokens, prefill=options.prefill, batch=options.batch),
+        predictors={predictor.name: predictor for predictor in predictors.values()},
+        ahead=options.ahead,
+        residuals=follower is not None,
+    )
+
+    def measured(wanted: Mapping[str, Case]) -> dict[str, Json]:
+        assert model is not None
+        return policy_quality(options, model, _runs(options, wanted, predictors))
+
+    found = sweep(
+        Workload.of(trace, follower),
+        with_bounds(cases) if options.sweep else cases,
+        processes=options.processes,
+        quality=None
+        if model is None
+        else lambda wanted: policy_quality(options, model, _runs(options, wanted, predictors)),
+        progress=True,
+    )
+    result: Json = {
+        "traces": traces.info["id"],
+        "model": traces.info["model"],
+        "shape": shape.as_dict(),
+        "split": options.split,
+        "documents": sum(forward.fresh for forward in trace.forwards) * options.batch,
+        "steps": trace.steps,
+        "batch": options.batch,
+        "prefill": options.prefill,
+        "ahead": options.ahead,
+        "block_bytes": dict(machines[0].block_bytes),
+        "layer_s": machines[0].times.compute_s,
+        **found,
+        **provenance(),
+    }
+    text = describe(result)
+    if options.out is not None:
+        text += "\n\nwrote " + ", ".join(map(str, write_results(options.out, result, text)))
+    return result, text
+
+
+def _check(options: Options) -> None:
+    """Before anything is read.
+
+    Raises:
+        ExpertcastError: options that rule each other out, or a folder that is missing.
+    """
+    if options.slots and options.capacity:
+        raise ExpertcastError("--slots and --capacity both say how much fits: give one of them")
+    if options.policies.prefetch and not options.predictor and set(options.policies.prefetch) != {"none"}:
+        raise ExpertcastError(f"--prefetch {options.policies.prefetch[0]} selects among forecasts: give --predictor")
+    options.check_text()
+    if options.out is not None and not options.out.parent.is_dir():
+        raise ExpertcastError(f"--out {options.out}: there is no folder {options.out.parent}; make it first")
+
+
+def _measured_model(options: Options, traces: TraceDataset, cases: Sequence[Case]) -> str | None:
+    """The model whose quality under lossy policies is measured; None: nobody's.
+
+    Raises:
+        ExpertcastError: lossy policies, and nothing is said of quality.
+    """
+    lossy = [case.policies for case in cases if case.policies.lossy]
+    if options.no_quality:
+        return None
+    if options.model is None and lossy:
+        if traces.info["model"] == REFERENCE:
+            return REFERENCE
+        words = lossy[0].as_dict()
+        raise ExpertcastError(
+            f"miss={words['miss']}, routing={words['routing']} changes what the model says: give --model and --data to "
+            "measure how much, or --no-quality"
+        )
+    return options.model
+
+
+def _predictors(options: Options, traces: TraceDataset, chosen: Sequence[Chosen]) -> dict[str, Predictor]:
+    """By the word that asked for it: checkpoints loaded, names fitted on the train split."""
+    wanted = list(dict.fromkeys(given for _, given in chosen if given is not None))
+    if not wanted:
+        return {}
+    found = evaluated_predictors(wanted, traces, options.ahead)
+    return dict(zip(wanted, found.values(), strict=True))
+
+
+def _runs(
+    options: Options, wanted: Mapping[str, Case], predictors: Mapping[str, Predictor]
+) -> dict[str, OffloadConfig]:
+    """Cases as the real runtime runs them."""
+    by_name = {predictor.name: predictor for predictor in predictors.values()}
+    return {
+        name: OffloadConfig(
+            policies=case.policies,
+            slots=case.slots,
+            predictor=None if case.predictor is None else by_name[case.predictor],
+            ahead=1 if case.predictor is None else options.ahead,
+            next_token=options.next_token if case.policies.eviction.cls.reads_tokens else None,
+        )
+        for name, case in wanted.items()
+    }

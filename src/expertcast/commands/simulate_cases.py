@@ -1,0 +1,134 @@
+"""What `expertcast simulate` runs, from its options: sets of policies, and machines.
+
+L MoE layers, E routed experts per layer, K experts per token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from expertcast.commands.options import Option, bandwidth, not_negative, positive_number
+from expertcast.predictors import ExpertcastError, MoEView
+from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE
+from expertcast.runtime.policies import EVICTION, PRESETS, CacheShape, Policies
+from expertcast.runtime.simulation.machine import Machine, constant_times
+from expertcast.runtime.simulation.sweep import BELADY
+from expertcast.runtime.storage.layout import BlockLayout
+from expertcast.runtime.storage.packed import PackedLayout
+from expertcast.runtime.storage.precision import FULL
+
+BANDWIDTH = 25e9
+"""Bytes per second of PCIe 4 with 16 lanes, as it is reached in practice."""
+Chosen = tuple[Policies, str | None]
+"""Policies, and whose forecasts they get."""
+_Named = Annotated[tuple[str, ...], Option(metavar="P")]
+_Speeds = Annotated[tuple[float, ...], Option(metavar="BYTES/S", read=bandwidth)]
+_Seconds = Annotated[float, Option(metavar="S", read=not_negative)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """Which experts are kept, loaded and dropped; several of a kind are all combined."""
+
+    policy: _Named = ()
+    """Which expert gives up its slot (default: lru)."""
+    prefetch: _Named = ()
+    """Which of a forecast's experts are asked for (default: top_k with --predictor)."""
+    miss: _Named = ("fetch",)
+    """What becomes of missing experts."""
+    routing: _Named = ("standard",)
+    """Which experts a layer executes."""
+    pre_eviction: _Named = ("none",)
+    """Slots given up before the routing is known."""
+    scope: _Named = ("global",)
+    """global, or layer: each has an equal share of the slots."""
+    preset: _Named = ()
+    """Published systems' policies, by name."""
+
+    def chosen(self, predictors: tuple[str, ...], otherwise: Sequence[str]) -> Iterator[Chosen]:
+        """Presets, then every combination of the policies that are named, with every predictor.
+
+        Args:
+            predictors: those that are named; nothing is forecast without one.
+            otherwise: the eviction policies when none is named, and no preset.
+
+        Raises:
+            ExpertcastError: an unknown preset, policy or option.
+        """
+        for name in self.preset:
+            if name not in PRESETS:
+                raise ExpertcastError(f"unknown preset {name!r}: choose from {', '.join(PRESETS)}")
+            yield PRESETS[name].policies, PRESETS[name].predictor
+        if self.preset and not self.policy:
+            return
+        prefetches = self.prefetch or ("top_k" if predictors else "none",)
+        for eviction, prefetch, miss, routing, pre_eviction, scope, predictor in itertools.product(
+            self.policy or otherwise,
+            prefetches,
+            self.miss,
+            self.routing,
+            self.pre_eviction,
+            self.scope,
+            predictors or (None,),
+        ):
+            policies = Policies(
+                eviction=eviction, prefetch=prefetch, miss=miss, routing=routing, pre_eviction=pre_eviction, scope=scope
+            )
+            yield policies, predictor
+
+
+def swept_evictions(next_token: bool) -> list[str]:
+    """The eviction policies of a sweep: all but those that must be told the future, or the next tokens.
+
+    Args:
+        next_token: whether something forecasts the next tokens.
+    """
+    return [name for name in EVICTION.names() if name != BELADY and (name != "forecast" or next_token)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """Link and computation."""
+
+    bandwidth: _Speeds = ()
+    """Of the link: a number, or pcie3, pcie4, pcie5."""
+    latency: _Seconds = 0.0
+    """Of the link, per copy."""
+    write_back: Annotated[float, Option(metavar="F", read=not_negative)] = 0.0
+    """Share of a copy that an eviction takes on the link, for hosts that keep no weights (default: 0)."""
+    layer_time: Annotated[tuple[float, ...], Option(metavar="S", read=positive_number)] = ()
+    """Compute of all layers, or of each, in seconds."""
+
+    def machines(self, view: MoEView, policies: Sequence[Policies]) -> list[Machine]:
+        """One per bandwidth.
+
+        Args:
+            view: the model's layers, whose experts are copied.
+            policies: all that are simulated: they say which precisions there are copies in.
+
+        Raises:
+            ExpertcastError: copies in a precision that these experts do not get smaller by.
+        """
+        shape, layout = view.shape, BlockLayout.of(view)
+        cache = CacheShape(
+            layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=shape.layers * shape.experts
+        )
+        lower = {name for each in policies for name in each.make(cache).miss.precisions}
+        block_bytes = {FULL: layout.block_bytes}
+        block_bytes |= {name: PackedLayout.of(layout, name).block_bytes for name in sorted(lower)}
+        bandwidths = self.bandwidth or (BANDWIDTH,)
+        copies_s = shape.top_k * (self.latency + layout.block_bytes / bandwidths[0])
+        times = constant_times(shape.layers, self.layer_time or copies_s / COPY_OVER_COMPUTE)
+        return [
+            Machine(
+                times=times,
+                block_bytes=block_bytes,
+                bandwidth=speed,
+                latency=self.latency,
+                write_back=self.write_back,
+            )
+            for speed in bandwidths
+        ]

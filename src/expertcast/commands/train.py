@@ -1,0 +1,94 @@
+"""`expertcast train`: fit a predictor, score it on the validation and test splits, save it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from expertcast.checkpoints.store import save_predictor
+from expertcast.commands.options import Count, Fields, Option, positive
+from expertcast.commands.output import Outcome
+from expertcast.commands.predictors import predictor_config, scores
+from expertcast.commands.shared import Data, ModelOptions, WindowOptions
+from expertcast.data.distributed import current_share
+from expertcast.data.layout import TRACE_FILE
+from expertcast.data.models import load_model, load_tokenizer
+from expertcast.data.online import OnlineTraces
+from expertcast.data.text import load_documents
+from expertcast.data.traces import TraceDataset, TraceSource
+from expertcast.predictors import ExpertcastError, predictor_class
+from expertcast.training.fit import fit
+from expertcast.training.options import FitOptions
+from expertcast.training.report import log_figures
+from expertcast.training.resume import forget, resume_folder
+
+_FIT = Fields(
+    tokens=Option(metavar="N", read=positive), seed=Option(), log_folder=Option(flag="--log", metavar="DIR", read=Path)
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(WindowOptions, ModelOptions):
+    """What `expertcast train` takes."""
+
+    source: Annotated[str, Option(positional=True, metavar="TRACES|MODEL")]
+    """Traces folder, or a model to train on online (--data)."""
+    predictor: Annotated[str, Option(metavar="NAME")]
+    """Registry name of the predictor."""
+    out: Annotated[Path, Option(metavar="CKPT")]
+    """Checkpoint folder to write."""
+    ahead: tuple[Count, ...] = (1,)
+    """Layers ahead."""
+    settings: Annotated[tuple[str, ...], Option(flag="--set", metavar="KEY=VALUE")] = ()
+    """Fields of the predictor's config."""
+    data: Data = ()
+    """With MODEL only."""
+    fit: Annotated[FitOptions, _FIT]
+    """How it is fitted."""
+
+
+def run(options: Options) -> Outcome:
+    """Under torchrun every rank fits and scores the same, and the first one saves."""
+    if predictor_class(options.predictor).looks == "tokens" and options.ahead != (1,):
+        raise ExpertcastError(f"--ahead counts layers and {options.predictor} looks tokens ahead: give --set tokens=N")
+    config = predictor_config(options.predictor, options.ahead, options.settings)
+    source = training_source(options)
+    settings = replace(options.fit, progress=True, resume_folder=resume_folder(options.out))
+    fitted = fit(options.predictor, source, config=config, options=settings)
+    # hybrid execution chooses its layers by the validation split: the test split must stay untouched by choices
+    validation, _ = scores(fitted.predictor, source, "validation")
+    test, table = scores(fitted.predictor, source, "test")
+    metrics = {"split": "test", "traces": source.info.get("id"), **test, "validation": validation}
+    if current_share().rank == 0:
+        save_predictor(
+            fitted.predictor, options.out, view=source.view, metrics=metrics, extra={"training": fitted.report}
+        )
+        forget(options.out)
+        if options.fit.log_folder and "recall_at_k" in test:
+            log_figures(options.fit.log_folder / "evaluation", test)
+    text = f"{table}\n\nfitted in {fitted.report['seconds']:.0f} s; wrote {options.out}"
+    return {"checkpoint": str(options.out), "training": fitted.report, **metrics}, text
+
+
+def training_source(options: Options) -> TraceSource:
+    """Traces when `source` is a traces folder, else a model to train on online.
+
+    Raises:
+        ExpertcastError: neither; or a model without --data.
+    """
+    if (Path(options.source) / TRACE_FILE).is_file():
+        if options.data:
+            raise ExpertcastError(f"{options.source} is a traces folder: leave --data out")
+        return TraceDataset.open(Path(options.source))
+    if not options.data:
+        raise ExpertcastError(f"{options.source} is no traces folder: give --data to train online on that model")
+    documents = load_documents(options.data)
+    return OnlineTraces(
+        load_model(options.source, dtype=options.dtype, device=options.device_name),
+        load_tokenizer(options.source),
+        documents,
+        window=options.window,
+        batch_size=options.batch_size,
+        seed=options.fit.seed,
+    )

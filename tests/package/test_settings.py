@@ -1,0 +1,207 @@
+"""Options of predictors (`--set`) and of policies, as texts on the command line: every field of every one of them."""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from expertcast.cli import main
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors import ExpertcastError, PredictorConfig, names, predictor_class
+from expertcast.predictors.estimator import EstimatorConfig
+from expertcast.predictors.fields import field_docs, parse_field, parse_settings, settable, written
+from expertcast.runtime.policies import PolicyConfig, TopK
+from expertcast.runtime.policies.prefetch import TopKConfig
+from expertcast.runtime.policies.settings import REGISTRIES
+
+OPTION = {"eviction": "--policy"}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of one configuration, and the words that set it on the command line."""
+
+    words: tuple[str, ...]
+    """Everything but the value."""
+    cls: type
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.cls.__name__}.{self.name}"
+
+    def argv(self, text: str) -> list[str]:
+        return [*self.words[:-1], self.words[-1] + text]
+
+    def hint(self) -> object:
+        return typing.get_type_hints(self.cls)[self.name]
+
+
+def _fields() -> Iterator[Field]:
+    for predictor in names() + names("tokens"):
+        cls = predictor_class(predictor).config_class
+        for name in settable(cls):
+            if name != "ahead":
+                command = ("train", "no/traces", "--out", "no/folder", "--predictor", predictor, "--set")
+                yield Field((*command, f"{name}="), cls, name)
+    for kind, registry in REGISTRIES.items():
+        for policy in registry.names():
+            cls = registry.choose(policy).cls.config_class
+            flag = OPTION.get(kind, "--" + kind.replace("_", "-"))
+            for name in settable(cls):
+                command = ("simulate", "no/traces", "--predictor", "next_norm", flag)
+                yield Field((*command, f"{policy}:{name}="), cls, name)
+
+
+FIELDS = list(_fields())
+
+
+def line(capsys: pytest.CaptureFixture[str], argv: Sequence[str]) -> str:
+    """The one line with which a command fails."""
+    assert main(argv) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def bad_values(hint: object) -> list[str]:
+    """Texts that are no value of a type; every field of texts has a choice of them."""
+    if hint is float:
+        return ["much", "nan", "inf", "-inf", "", "1/2", "none"]
+    if hint is int:
+        return ["many", "1.5", "", "1,2"]
+    if hint is bool:
+        return ["maybe", "", "1"]
+    if hint is str:
+        return ["no-such-choice", ""]
+    if hint == int | None:
+        return ["many", "0.5"]
+    element = typing.get_args(hint)[0]
+    return ["nope", "1/x" if element is not str else "full/nope", "nan", ","]
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=str)
+def test_bad_value_is_one_line(capsys: pytest.CaptureFixture[str], field: Field) -> None:
+    for text in bad_values(field.hint()):
+        said = line(capsys, field.argv(text))
+        assert field.name in said, said
+        assert "no/traces" not in said, said
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=str)
+def test_good_value_is_read_as_the_default_is(capsys: pytest.CaptureFixture[str], field: Field) -> None:
+    default = getattr(field.cls(), field.name)
+    text = written(default)
+    assert "no/traces" in line(capsys, field.argv(text))  # all options were taken; what they are for is missing
+    if isinstance(default, (tuple, list)):
+        assert "no/traces" in line(capsys, field.argv(text.replace("/", ",")))
+    read = parse_settings([f"{field.name}={text}"], field.cls, "this")
+    assert read == field.cls()
+    assert type(getattr(read, field.name)) is type(default)
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=str)
+def test_every_field_says_what_it_is(field: Field) -> None:
+    assert len(field_docs(field.cls)[field.name]) > 10 or field.name == "weight_decay"
+
+
+def test_unknown_options_name_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    train = ["train", "no/traces", "--out", "no/folder", "--predictor"]
+    said = line(capsys, [*train, "linear", "--set", "strength=1"])
+    assert said == (
+        "expertcast: --set: predictor 'linear' has no option 'strength=1': its options are strengths, "
+        "written name=value"
+    )
+    assert "it has none" in line(capsys, [*train, "frequency", "--set", "a=1"])
+    assert "no option 'strengths'" in line(capsys, [*train, "linear", "--set", "strengths"])
+    assert "no option 'ahead=2'" in line(capsys, [*train, "linear", "--set", "ahead=2"])
+    assert "no option 'member_configs=1'" in line(capsys, [*train, "hybrid", "--set", "member_configs=1"])
+    said = line(capsys, ["simulate", "no/traces", "--policy", "fld:far=1"])
+    assert said.endswith("eviction policy 'fld' has no option 'far=1': its options are distance, written name=value")
+
+
+def test_settings_arrive_in_the_checkpoint(reference_traces: TraceDataset, tmp_path: Path) -> None:
+    out = tmp_path / "linear"
+    command = ["train", str(reference_traces.folder), "--predictor", "linear", "--out", str(out)]
+    for text, expected in (("0.001", [0.001]), ("1e-3,0.01", [0.001, 0.01])):
+        assert main([*command, "--set", f"strengths={text}"]) == 0
+        assert json.loads((out / "config.json").read_text())["predictor_config"]["strengths"] == expected
+
+
+def test_lists() -> None:
+    def estimator(*words: str) -> EstimatorConfig:
+        return parse_settings(words, EstimatorConfig, "estimator")
+
+    assert list(estimator("temperatures=12").temperatures) == [12.0]
+    assert list(estimator("temperatures=1.0,2.0").temperatures) == [1.0, 2.0]
+    assert list(estimator("inputs=quasi_hidden/routing").inputs) == ["quasi_hidden", "routing"]
+    choose = REGISTRIES["miss"].choose
+    assert choose("cascade:levels=full/int4,minor=0.1") == choose("cascade:levels=full,int4,minor=0.1")
+    assert choose("cascade:levels=full,int4,minor=0.1").config.levels == ("full", "int4")
+
+
+@pytest.mark.parametrize(
+    ("text", "hint", "expected"),
+    [
+        ("-3", int, -3),
+        ("2e-3", float, 0.002),
+        ("True", bool, True),
+        ("a/b", str, "a/b"),
+        ("none", int | None, None),
+        ("4", int | None, 4),
+        ("", tuple[int, ...], ()),
+        ("7", tuple[int, ...], (7,)),
+        ("1/2", tuple[float, float], (1.0, 2.0)),
+        ("1,x", tuple[int, str], (1, "x")),
+        ("b", Literal["a", "b"], "b"),
+        ("2", Literal[1, 2], 2),
+        ("0.5,1", Sequence[float], (0.5, 1.0)),
+        ("2GB", str | int | None, "2GB"),
+    ],
+)
+def test_types(text: str, hint: object, expected: object) -> None:
+    found = parse_field(text, hint, "it")
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint", "message"),
+    [
+        ("x", int, "it='x' is no int: give a whole number"),
+        ("1,5", float, "it='1,5' is no float: give a number such as 0.5"),
+        ("2", bool, "it='2' is no bool: give true or false"),
+        ("x", int | None, "it='x' is no int: give a whole number or none"),
+        ("c", Literal["a", "b"], "it='c' is no choice: give one of a, b"),
+        ("1/x", tuple[int, ...], "it='1/x' is no list: give values such as a/b or a,b, each a whole number"),
+        ("1", tuple[float, float], "it='1' is no list: give 2 values such as a/b, each a number such as 0.5"),
+        ("1/2/3", tuple[float, float], "it='1/2/3' is no list: give 2 values such as a/b, each a number such as 0.5"),
+    ],
+)
+def test_types_refuse(text: str, hint: object, message: str) -> None:
+    with pytest.raises(ExpertcastError) as refused:
+        parse_field(text, hint, "it")
+    assert str(refused.value) == message
+
+
+def test_field_docs() -> None:
+    docs = field_docs(EstimatorConfig)
+    assert docs["strengths"] == (  # of the class that it inherits from
+        "Ridge strengths to choose from on validation, each relative to the variance of each input."
+    )
+    assert docs["ahead"] == field_docs(PredictorConfig)["ahead"]
+    assert docs["inputs"].endswith("(the previous token's router logits at the target layer).")  # of several lines
+    assert field_docs(PolicyConfig) == {}
+
+
+def test_numbers_are_finite_from_python_too() -> None:
+    with pytest.raises(ExpertcastError, match=r"temperatures=1\.0/nan"):
+        EstimatorConfig(temperatures=(1.0, float("nan")))
+    with pytest.raises(ExpertcastError, match="overfetch=inf"):
+        REGISTRIES["prefetch"].choose(TopKConfig(overfetch=float("inf")))
+    assert TopK.config_class is TopKConfig

@@ -1,0 +1,164 @@
+"""A configuration and its file: the same options again, or one line that says what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime import InstantLink, OffloadConfig
+from expertcast.runtime.config import LINKS, MODES
+from expertcast.runtime.policies import PRESETS, Policies
+
+_TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+_COUNT = st.integers(0, 2**63)
+_NUMBER = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(10**6), 10**6)
+_PLACES = st.none() | _TEXT
+_POLICIES = st.builds(
+    Policies,
+    eviction=st.sampled_from(["lru", "least_stale", "forecast"])
+    | st.builds("importance:gamma={}".format, st.floats(0.1, 0.9)),
+    prefetch=st.sampled_from(["top_k", "none", "value", "top_k:overfetch=1.5"]),
+    miss=st.sampled_from(["fetch", "drop", "substitute"]),
+    scope=st.sampled_from(["global", "layer"]),
+)
+
+
+def _field_values() -> dict[str, st.SearchStrategy[Any]]:
+    return {
+        "predictor": _PLACES,
+        "mode": st.sampled_from(MODES),
+        "cache": st.booleans(),
+        "bandwidth": st.none() | _NUMBER,
+        "latency": _NUMBER,
+        "link": st.sampled_from(LINKS),
+        "next_token": _PLACES,
+        "ahead": _COUNT,
+        "layers": st.none() | st.lists(_COUNT).map(tuple),
+        "min_recall": _NUMBER,
+        "true_weights": st.booleans(),
+        "speculate_prefill": st.booleans(),
+    }
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> OffloadConfig:
+    """Any configuration without objects; options that rule each other out come from one draw."""
+    room = draw(st.sampled_from(["slots", "memory"]))
+    sizes = _COUNT if room == "slots" else _COUNT | st.sampled_from(["2GB", "512 MiB", " 1.5kb"])
+    policies = draw(st.none() | st.sampled_from(list(PRESETS)) | _POLICIES)
+    store = draw(st.sampled_from(["memory", "disk"]))
+    return OffloadConfig(
+        **{name: draw(values) for name, values in _field_values().items()},
+        **{room: draw(st.none() | sizes)},
+        policies=policies,
+        overfetch=draw(st.floats(1.0, 9.0)) if policies is None else 1.0,
+        store=store,
+        store_folder=draw(_PLACES) if store == "disk" else None,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(config=configs())
+def test_what_is_saved_is_loaded(tmp_path_factory: pytest.TempPathFactory, config: OffloadConfig) -> None:
+    path = tmp_path_factory.mktemp("config") / "offload.json"
+    config.save(path)
+    assert OffloadConfig.load(path) == config
+    assert set(json.loads(path.read_text())) == {field.name for field in dataclasses.fields(OffloadConfig)}
+
+
+def test_every_field_is_tried() -> None:
+    others = {"slots", "memory", "policies", "overfetch", "store", "store_folder"}
+    assert set(_field_values()) | others == {field.name for field in dataclasses.fields(OffloadConfig)}
+
+
+def test_paths_are_saved_as_texts(tmp_path: Path) -> None:
+    OffloadConfig(predictor=tmp_path / "checkpoint").save(tmp_path / "offload.json")
+    assert OffloadConfig.load(tmp_path / "offload.json").predictor == str(tmp_path / "checkpoint")
+
+
+def test_what_is_not_in_a_file_has_its_default() -> None:
+    assert OffloadConfig.from_dict({}) == OffloadConfig()
+    assert OffloadConfig.from_dict({"slots": 9, "bandwidth": 4}) == OffloadConfig(slots=9, bandwidth=4.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"link": InstantLink()}, "link is a InstantLink, which no file can hold: give a text$"),
+        ({"bandwidth": float("inf")}, "bandwidth is inf, which no file can hold: give a number or null"),
+    ],
+)
+def test_objects_are_not_saved(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    path = tmp_path / "offload.json"
+    OffloadConfig().save(path)
+    with pytest.raises(ExpertcastError, match=message):
+        OffloadConfig(**fields).save(path)
+    assert OffloadConfig.load(path) == OffloadConfig()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_saving_where_nothing_can_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ExpertcastError, match="No such file or directory; give a path in a folder that exists"):
+        OffloadConfig().save(tmp_path / "no" / "offload.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is no JSON"),
+        (b'{"slots": 9', "is no JSON"),
+        (b"\xff\xfe\x00", "is no JSON"),
+        (b"[" * 100_000, "is no JSON"),
+        (b"[]", "holds no JSON object"),
+        (b"null", "holds no JSON object"),
+        (b'{"slot": 9}', "unknown option 'slot': choose from predictor, mode, slots"),
+        (b'{"slots": "many"}', "slots='many': give a whole number or null"),
+        (b'{"slots": true}', "slots=True: give a whole number or null"),
+        (b'{"slots": 9.5}', "slots=9.5: give a whole number or null"),
+        (b'{"cache": "no"}', "cache='no': give true or false"),
+        (b'{"mode": null}', "mode=None: give a text"),
+        (b'{"mode": "fast"}', "unknown mode 'fast': choose from exact"),
+        (b'{"predictor": {}}', "predictor={}: give a text or null"),
+        (b'{"bandwidth": "4e9"}', "bandwidth='4e9': give a number or null"),
+        (b'{"layers": 3}', "layers=3: give a list, each of it a whole number or null"),
+        (b'{"layers": [1, "2"]}', "layers='2': give a whole number"),
+        (b'{"memory": "much"}', "memory='much' is no size"),
+        (b'{"memory": [1]}', "memory=.1.: give a text or a whole number or null"),
+        (b'{"slots": 9, "memory": "2GB"}', "give slots or memory, not both"),
+        (b'{"policies": "fastest"}', "unknown preset 'fastest'"),
+        (b'{"policies": 3}', "policies=3: give an object with a text for each kind of policy or a text or null"),
+        (b'{"policies": {"evict": "lru"}}', "policies evict='lru': give texts by kind, of eviction, prefetch"),
+        (b'{"policies": {"eviction": 1}}', "policies eviction=1: give texts by kind"),
+        (b'{"policies": {"eviction": "mru"}}', "unknown eviction policy 'mru': choose from lru"),
+        (b'{"policies": {"eviction": "belady"}}', "needs to know the future"),
+        (b'{"store": "tape"}', "unknown store 'tape'"),
+        (b'{"store_folder": "x"}', "store_folder belongs to store='disk'"),
+    ],
+)
+def test_a_bad_file_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "offload.json"
+    path.write_bytes(content)
+    with pytest.raises(ExpertcastError, match=message) as error:
+        OffloadConfig.load(path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ExpertcastError, match=r"cannot read .*offload.json: No such file or directory"):
+        OffloadConfig.load(tmp_path / "offload.json")
+    with pytest.raises(ExpertcastError, match="Is a directory"):
+        OffloadConfig.load(tmp_path)
+
+
+def test_a_preset_with_a_predictor_is_not_on_demand() -> None:
+    assert OffloadConfig(policies="on_demand").on_demand
+    assert not OffloadConfig(policies="specmd_1").on_demand
+    assert not OffloadConfig(predictor="next_norm").on_demand
