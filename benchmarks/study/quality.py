@@ -24,7 +24,6 @@ from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.quality.forecasts import text_windows
 from expertcast.runtime.quality.policies import measure_policies
-from expertcast.runtime.simulation.sweep import as_they_come
 
 KEPT = "quality.json"
 EXACT = "exact"
@@ -114,7 +113,7 @@ def _measured(decoding: Decoding, wanted: Mapping[str, Row], path: Path, process
 def _results(
     decoding: Decoding, chunks: Sequence[list[Run]], processes: int | None
 ) -> Iterator[tuple[list[Run], dict[str, Any]]]:
-    """Each chunk of runs with its results, as they come."""
+    """Each chunk of runs with its results."""
     count = min(len(chunks), processes or len(os.sched_getaffinity(0)))
     if count <= 1:
         worker = _Worker(decoding)
@@ -122,7 +121,7 @@ def _results(
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(count, context, initializer=_start, initargs=(decoding,)) as pool:
-        yield from ((chunks[index], found) for index, found in as_they_come(pool, _measure_here, chunks))
+        yield from zip(chunks, pool.map(_measure_here, chunks), strict=True)
 
 
 class _Worker:

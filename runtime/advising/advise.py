@@ -62,7 +62,7 @@ def advice_from(found: Survey) -> Advice:
     on_demand = _option(found, "on_demand", replayed)
     exact = [_option(found, "exact", found.predict(*name), name) for name in found.forecasting]
     speculated = [
-        _option(found, "speculate", found.predict(*name, executed_layers=range(found.layers)), name)
+        _option(found, "speculate", found.predict(*name, executed_layers=range(found.trace.shape.layers)), name)
         for name in found.forecasting
     ]
     # an option that hides no waiting can only look faster by a disturbance of the other run
@@ -122,7 +122,7 @@ def expected_tpot(found: Survey, config: OffloadConfig) -> float:
     if config.predictor is None:
         return found.predict(case=case).tpot_s
     label = label_of(config.predictor)
-    layers = executed_layers(config, found.layers, found.known(label, config.ahead).recall)
+    layers = executed_layers(config, found.trace.shape.layers, found.known(label, config.ahead).recall)
     return found.predict(label, config.ahead, executed_layers=layers, case=case).tpot_s
 
 
@@ -165,7 +165,7 @@ def _option(found: Survey, mode: str, replayed: Simulation, name: tuple[str, int
         ahead=ahead,
         tpot_s=replayed.tpot_s,
         wait_s=replayed.wait_s,
-        forecast_s=0.0 if ahead is None else sum(times.forecast_s[: found.layers - ahead]),
+        forecast_s=0.0 if ahead is None else sum(times.forecast_s[: found.trace.shape.layers - ahead]),
         unexplained_s=times.late_s,
         hit_rate=replayed.hit_rate,
         bytes_per_token=replayed.copies * found.block_bytes,

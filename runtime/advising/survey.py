@@ -71,14 +71,9 @@ class Survey:
     """By predictor's label and layers ahead."""
 
     @property
-    def layers(self) -> int:
-        """MoE layers."""
-        return self.trace.shape.layers
-
-    @property
     def experts(self) -> int:
         """Of all layers together."""
-        return self.layers * self.trace.shape.experts
+        return self.trace.shape.layers * self.trace.shape.experts
 
     @property
     def block_bytes(self) -> int:

@@ -11,7 +11,6 @@ T tokens, L MoE layers, E routed experts per layer, K experts per token. An expe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -27,29 +26,9 @@ from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
 
-
-@dataclass(frozen=True, slots=True)
-class _Costs:
-    """What a forward takes of the model's thread; per layer."""
-
-    until_request_s: list[float]
-    ask_s: list[float]
-    """Making a forecast, and asking for its experts."""
-    launch_s: list[float]
-    expert_s: list[float]
-    """Of each expert."""
-    end_s: float
-    """What follows the last layer."""
-
-    @classmethod
-    def of(cls, times: LayerTimes, top_k: int) -> _Costs:
-        return cls(
-            [sum(parts) for parts in zip(times.before_s, times.request_s, strict=True)],
-            [sum(parts) for parts in zip(times.forecast_s, times.prefetch_s, strict=True)],
-            times.launch_s,
-            [seconds / top_k for seconds in times.experts_s],
-            times.tail_s,
-        )
+_Costs = tuple[list[float], list[float], list[float], list[float], float]
+"""Seconds of the model's thread: per layer until the request, for asking for a forecast, for the launch and for each
+expert; and after the last layer."""
 
 
 class VirtualRuntime:
@@ -88,30 +67,30 @@ class VirtualRuntime:
         self._forecasts = source if early or policies.eviction.reads_forecasts else None
         self._carries_at = shape.layers - 1 if carries else -1
         """The layer that asks on behalf of the next token."""
-        self._decode = _Costs.of(machine.times, shape.top_k)
-        self._prefill = _Costs.of(machine.prefill or machine.times, shape.top_k)
+        self._decode = _costs(machine.times, shape.top_k)
+        self._prefill = _costs(machine.prefill or machine.times, shape.top_k)
         self._late_s = machine.times.late_s
 
     def run(self, forward: Forward) -> float:
         """One forward; returns its seconds."""
         link, flow = self.link, self.flow
-        costs = self._prefill if forward.fresh else self._decode
+        until_request_s, ask_s, launch_s, expert_s, end_s = self._prefill if forward.fresh else self._decode
         start = link.now
         if forward.fresh:
             self.residency.abandon()
         flow.start_pass(forward.fresh)
         for layer, keys in enumerate(forward.keys):
-            link.spend(costs.until_request_s[layer])
+            link.spend(until_request_s[layer])
             precision: Mapping[int, str] | None = None
             if self._routes is not None:
                 keys, precision = self._look(layer, forward, keys)
             chunks = flow.begin(layer, keys, precision)
             if self._forecasts is not None and not forward.fresh:
-                self._ask(self._forecasts, layer, forward)
+                self._ask(self._forecasts, layer, forward, ask_s[layer])
             flow.finish(layer)
-            link.spend(costs.launch_s[layer])
-            self._compute(costs.expert_s[layer], chunks, precision)
-        link.spend(costs.end_s)
+            link.spend(launch_s[layer])
+            self._compute(expert_s[layer], chunks, precision)
+        link.spend(end_s)
         return link.now - start + self._late_s
 
     def _compute(self, expert_s: float, chunks: list[list[int]], precision: Mapping[int, str] | None) -> None:
@@ -138,11 +117,11 @@ class VirtualRuntime:
         first = layer * self.trace.shape.experts
         return asked_for([first + expert for row in decision.ids_TK.tolist() for expert in row]), decision.precision
 
-    def _ask(self, forecasts: ForecastSource, layer: int, forward: Forward) -> None:
-        """A decode step's forecast, or what the last layer asks for the next token's first ones, takes its time."""
+    def _ask(self, forecasts: ForecastSource, layer: int, forward: Forward, ask_s: float) -> None:
+        """A decode step's forecast takes its time, as does what the last layer asks for on the next token's behalf."""
         due = forecasts.due(layer, forward)
         if due or layer == self._carries_at:
-            self.link.spend(self._decode.ask_s[layer])
+            self.link.spend(ask_s)
         if due:
             forecasts.ask(layer, forward, self.flow)
 
@@ -181,6 +160,16 @@ def simulate(
             so_far_s, waited_s = waited_s, [layer.waited_s for layer in done.decode.layers]
             done.waits_s.append([now - before for now, before in zip(waited_s, so_far_s, strict=True)])
     return done
+
+
+def _costs(times: LayerTimes, top_k: int) -> _Costs:
+    return (
+        [sum(parts) for parts in zip(times.before_s, times.request_s, strict=True)],
+        [sum(parts) for parts in zip(times.forecast_s, times.prefetch_s, strict=True)],
+        times.launch_s,
+        [seconds / top_k for seconds in times.experts_s],
+        times.tail_s,
+    )
 
 
 def _layout(block_bytes: int) -> BlockLayout:

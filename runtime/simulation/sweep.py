@@ -9,12 +9,10 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from tqdm import tqdm
@@ -35,8 +33,6 @@ CAPACITIES = (0.01, 0.05, 0.10, 0.25, 0.45)
 """Shares of all experts that fit on the device."""
 BELADY, BYPASS = "belady", "belady_bypass"
 EXACT = "exact"
-_Item = TypeVar("_Item")
-_Made = TypeVar("_Made")
 _LEAST = 4
 """Cases that are worth the start of a process."""
 Quality = Callable[[Mapping[str, Case]], Mapping[str, Json]]
@@ -130,18 +126,14 @@ def sweep(
         if reason is not None
     ]
     count = processes or min(_cores(), -(-len(runnable) // _LEAST))
-    done: list[Json] = [{} for _ in runnable]
-    with tqdm(total=len(runnable), unit="run", disable=not progress) as bar:
-        for index, found in _rows(work, runnable, count):
-            done[index] = found
-            bar.update()
+    rows = list(tqdm(_rows(work, runnable, count), total=len(runnable), unit="run", disable=not progress))
     names = [f"{each.policies.as_dict()} {each.predictor} {each.slots}" for each in runnable]
     lossy = {name: each for name, each in zip(names, runnable, strict=True) if each.policies.lossy}
     known: Mapping[str, Json] = {} if quality is None else quality(lossy)
     unknown = {"perplexity": None, "agreement": None, "kl": None}
     results = [
         {**_heading(case, work.trace.shape), **row, **unknown, **known.get(name if name in lossy else EXACT, {})}
-        for case, row, name in zip(runnable, done, names, strict=True)
+        for case, row, name in zip(runnable, rows, names, strict=True)
     ]
     return {"results": results, "skipped": skipped}
 
@@ -150,29 +142,16 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _rows(work: Workload, cases: Sequence[Case], processes: int) -> Iterator[tuple[int, Json]]:
-    """(index, row) of each case, as they come."""
+def _rows(work: Workload, cases: Sequence[Case], processes: int) -> Iterator[Json]:
+    """The row of each case, in their order; after an error nothing further is begun."""
     if processes <= 1:
-        yield from ((index, _run(work, case)) for index, case in enumerate(cases))
+        yield from (_run(work, case) for case in cases)
         return
-    with (
-        _packed(work) as path,
-        ProcessPoolExecutor(processes, _context(), initializer=_start, initargs=(path,)) as pool,
-    ):
-        yield from as_they_come(pool, _run_here, cases)
-
-
-def as_they_come(
-    pool: ProcessPoolExecutor, work: Callable[[_Item], _Made], items: Sequence[_Item]
-) -> Iterator[tuple[int, _Made]]:
-    """(index, result) of each item, the first to be done first; after an error nothing further is begun."""
-    waiting = {pool.submit(work, item): index for index, item in enumerate(items)}
-    try:
-        for future in as_completed(waiting):
-            yield waiting[future], future.result()
-    except BaseException:
-        pool.shutdown(cancel_futures=True)
-        raise
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "workload"
+        torch.save(work, path)
+        with ProcessPoolExecutor(processes, _context(), initializer=_start, initargs=(path,)) as pool:
+            yield from pool.map(_run_here, cases)
 
 
 def _context() -> BaseContext:
@@ -183,14 +162,6 @@ def _context() -> BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
-
-
-@contextmanager
-def _packed(work: Workload) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "workload"
-        torch.save(work, path)
-        yield path
 
 
 _WORK: list[Workload] = []

@@ -211,7 +211,7 @@ def test_survey_and_advice(reference_model: PreTrainedModel, one: dict[str, Any]
         new_tokens=6,
         repetitions=1,
     )
-    assert (found.layers, found.trace.shape.top_k, found.experts, found.block_bytes) == (12, 4, 768, 36864)
+    assert (found.trace.shape.layers, found.trace.shape.top_k, found.experts, found.block_bytes) == (12, 4, 768, 36864)
     assert found.speed.copy_s >= 36864 / 2e7
     assert (found.case.slots, found.case.cache, found.case.machine.window) == (64, False, 1)
     assert found.trace.steps == 5
