@@ -1,8 +1,22 @@
-"""Results as plain values: what goes into a JSON file as it is."""
+"""Results as plain values, and as text tables."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 Json: TypeAlias = dict[str, Any]
 """A JSON object: numbers, texts, booleans, None, and lists and objects of these."""
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """A text table for the terminal, two spaces between its columns.
+
+    Args:
+        rows: the cells of each row, the heading's first; all rows have the same number of cells.
+        left: how many columns stand to the left in their width, the first ones; the others stand to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    turns = [str.ljust if column < left else str.rjust for column in range(len(widths))]
+    lines = [[turn(cell, width) for turn, cell, width in zip(turns, row, widths, strict=True)] for row in rows]
+    return "\n".join("  ".join(line).rstrip() for line in lines)

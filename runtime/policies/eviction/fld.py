@@ -30,6 +30,7 @@ class FLD(EvictionPolicy):
 
     name: ClassVar[str] = "fld"
     config_class: ClassVar[type[PolicyConfig]] = FLDConfig
+    config: FLDConfig
 
     def __init__(self, config: FLDConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)

@@ -40,6 +40,7 @@ class Importance(Rescored):
 
     name: ClassVar[str] = "importance"
     config_class: ClassVar[type[PolicyConfig]] = ImportanceConfig
+    config: ImportanceConfig
     reads_forecasts: ClassVar[bool] = True
 
     def __init__(self, config: ImportanceConfig, shape: CacheShape) -> None:

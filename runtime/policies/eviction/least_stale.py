@@ -36,6 +36,7 @@ class LeastStale(EvictionPolicy):
 
     name: ClassVar[str] = "least_stale"
     config_class: ClassVar[type[PolicyConfig]] = LeastStaleConfig
+    config: LeastStaleConfig
 
     def __init__(self, config: LeastStaleConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)

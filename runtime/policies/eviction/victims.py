@@ -12,10 +12,9 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from expertcast.runtime.policies.eviction.base import EvictionPolicy
-from expertcast.runtime.policies.registry import CacheShape
+from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 
 _Entry = tuple[float, int, int]
 """Priority, stamp, key."""
@@ -155,7 +154,7 @@ class Rescored(EvictionPolicy):
     layer, O(L), and at what is protected in front of it. Equals stay as they were ranked before, new ones last.
     """
 
-    def __init__(self, config: Any, shape: CacheShape) -> None:
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._changed = set(range(shape.layers))
         """Layers whose ranking is out of date."""

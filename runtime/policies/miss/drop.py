@@ -29,6 +29,7 @@ class Drop(MissPolicy):
 
     name: ClassVar[str] = "drop"
     config_class: ClassVar[type[PolicyConfig]] = DropConfig
+    config: DropConfig
 
     def decide(self, lookup: Lookup) -> Verdict:
         return Verdict(dropped=low_ranked(lookup, self.config.fetched))

@@ -24,6 +24,7 @@ class FetchLowest(MissPolicy):
 
     name: ClassVar[str] = "fetch_lowest"
     config_class: ClassVar[type[PolicyConfig]] = FetchLowestConfig
+    config: FetchLowestConfig
 
     @property
     def precisions(self) -> tuple[str, ...]:

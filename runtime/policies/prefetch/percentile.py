@@ -52,6 +52,7 @@ class Percentile(PrefetchPolicy):
 
     name: ClassVar[str] = "percentile"
     config_class: ClassVar[type[PolicyConfig]] = PercentileConfig
+    config: PercentileConfig
 
     def __init__(self, config: PercentileConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)

@@ -43,6 +43,7 @@ class Threshold(PrefetchPolicy):
 
     name: ClassVar[str] = "threshold"
     config_class: ClassVar[type[PolicyConfig]] = ThresholdConfig
+    config: ThresholdConfig
     reads_transfer: ClassVar[bool] = True  # the flow calls see_routing only beside it
 
     def __init__(self, config: ThresholdConfig, shape: CacheShape) -> None:

@@ -30,6 +30,7 @@ class TopK(PrefetchPolicy):
 
     name: ClassVar[str] = "top_k"
     config_class: ClassVar[type[PolicyConfig]] = TopKConfig
+    config: TopKConfig
 
     def __init__(self, config: TopKConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)

@@ -57,6 +57,7 @@ class Value(PrefetchPolicy):
 
     name: ClassVar[str] = "value"
     config_class: ClassVar[type[PolicyConfig]] = ValueConfig
+    config: ValueConfig
     reads_transfer: ClassVar[bool] = True
 
     def __init__(self, config: ValueConfig, shape: CacheShape) -> None:

@@ -44,6 +44,7 @@ class Budget(RoutingPolicy):
 
     name: ClassVar[str] = "budget"
     config_class: ClassVar[type[PolicyConfig]] = BudgetConfig
+    config: BudgetConfig
 
     def __init__(self, config: BudgetConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)

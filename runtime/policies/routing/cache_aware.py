@@ -43,6 +43,7 @@ class CacheAware(RoutingPolicy):
 
     name: ClassVar[str] = "cache_aware"
     config_class: ClassVar[type[PolicyConfig]] = CacheAwareConfig
+    config: CacheAwareConfig
 
     def __init__(self, config: CacheAwareConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
