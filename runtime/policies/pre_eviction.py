@@ -45,6 +45,8 @@ class NoPreEviction(PreEviction):
 
 @dataclass(frozen=True, kw_only=True)
 class GapConfig(PolicyConfig):
+    """How many more slots than the forecast asks for are freed."""
+
     tau: float = 0.02
     """Neighbouring probabilities that differ by less than this are a tie: one slot more."""
     r_max: int = 2

@@ -30,6 +30,8 @@ LEAST = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastConfig(PolicyConfig):
+    """What a later use is worth, and what is done with the time on an idle link."""
+
     discount: float = 0.8
     """What a use one token later is worth, against one now (0..1, neither included)."""
     memory: int = 100

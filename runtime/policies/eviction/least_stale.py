@@ -16,6 +16,8 @@ ORDERS = ("distance", "layer")
 
 @dataclass(frozen=True, kw_only=True)
 class LeastStaleConfig(PolicyConfig):
+    """Which of several stale experts is given up."""
+
     order: str = "distance"
     """Among stale experts, and then among current ones: `distance` gives up those whose layer runs again last, `layer`
     those of the first layer, as the paper has it, which is LRU while the cache holds no more than one pass."""

@@ -54,6 +54,7 @@ class VictimHeap:
         self._valid.pop(key, None)
 
     def clear(self) -> None:
+        """Forget all keys."""
         self._heap.clear()
         self._valid.clear()
         self._aside.clear()
@@ -98,6 +99,7 @@ class LayerOrders:
         return self._orders[layer]
 
     def add(self, key: int, number: int) -> None:
+        """The key is the most recently accessed one of its layer."""
         layer = key // self._experts
         self._orders[layer][key] = number
         self.occupied |= 1 << layer
@@ -110,6 +112,7 @@ class LayerOrders:
             order.move_to_end(key)
 
     def remove(self, key: int) -> None:
+        """Forget a key."""
         layer = key // self._experts
         order = self._orders[layer]
         del order[key]
@@ -117,6 +120,7 @@ class LayerOrders:
             self.occupied ^= 1 << layer
 
     def clear(self) -> None:
+        """Forget all keys."""
         for order in self._orders:
             order.clear()
         self.occupied = 0
@@ -143,6 +147,7 @@ class Scores:
     offset: float = 0.0
 
     def of(self, expert: int) -> float:
+        """An expert's score, comparable between layers."""
         return self.value_E[expert] * self.scale + self.offset
 
 

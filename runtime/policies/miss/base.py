@@ -30,6 +30,7 @@ class Lookup:
     """Slots that hold nothing."""
 
     def missing(self) -> set[int]:
+        """The experts that are routed to and have no slot."""
         return {expert for row in self.ids for expert in row if expert not in self.held}
 
     def rank(self, missing: set[int]) -> dict[int, int]:

@@ -20,6 +20,8 @@ OF = ("use", "softmax")
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdConfig(PolicyConfig):
+    """The threshold, and the probability that is compared with it."""
+
     above: float = 0.4
     """Experts with a higher probability than this are loaded (for softmax, .04 was best on the reference model)."""
     of: str = "use"

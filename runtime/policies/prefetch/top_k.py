@@ -17,6 +17,8 @@ from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TopKConfig(PolicyConfig):
+    """How many experts are asked for."""
+
     overfetch: float = 1.0
     """Experts asked for per token, as a multiple of K (1.0: the forecast's own only)."""
 

@@ -21,6 +21,8 @@ EVICTION = ("wrong", "always")
 
 @dataclass(frozen=True, kw_only=True)
 class ValueConfig(PolicyConfig):
+    """What is never worth a copy, and what an eviction costs."""
+
     least: float = 0.02
     """Experts that are less likely to be used than this are never loaded, whatever room there is."""
     eviction: str = "wrong"

@@ -20,6 +20,8 @@ from expertcast.runtime.policies.routing.weights import renormalises
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetConfig(PolicyConfig):
+    """How many experts a token executes."""
+
     k_max: int | None = None
     """Most experts that a token executes (none: the model's K)."""
 

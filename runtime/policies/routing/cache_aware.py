@@ -19,6 +19,8 @@ from expertcast.runtime.policies.routing.weights import weights_over
 
 @dataclass(frozen=True, kw_only=True)
 class CacheAwareConfig(PolicyConfig):
+    """How strongly experts on the device are preferred."""
+
     strength: float = 0.2
     """Lambda: the bonus of an expert on the device, as a share of the logits' usual range; 0 leaves the routing."""
     keep: int = 1
