@@ -5,7 +5,8 @@ T tokens, E routed experts per layer, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,18 +56,12 @@ class _AnswerTopk(TorchFunctionMode):
         self.answered = False
 
     def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
-        scores, answered_by = args[0] if args else None, func
-        if answered_by not in (torch.topk, Tensor.topk) or not isinstance(scores, Tensor) or scores.dim() != 2:
+        if func not in (torch.topk, Tensor.topk) or args[0].dim() != 2:
             return func(*args, **kwargs)
-        count = args[1] if len(args) > 1 else kwargs["k"]
-        assert isinstance(count, int)
+        scores, count = args[0], args[1] if len(args) > 1 else kwargs["k"]
         chosen = None
         if scores.shape[1] == self._experts and count == self._ids_TK.shape[1]:
             self.answered = True
