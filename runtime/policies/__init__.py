@@ -5,7 +5,7 @@ from expertcast.runtime.policies.miss import MISS, Fetch, MissPolicy
 from expertcast.runtime.policies.pre_eviction import PRE_EVICTION, PreEviction
 from expertcast.runtime.policies.prefetch import PREFETCH, PrefetchPolicy, TopK
 from expertcast.runtime.policies.presets import PRESETS, Preset
-from expertcast.runtime.policies.registry import CacheShape, Choice, PolicyConfig, Registry
+from expertcast.runtime.policies.registry import CacheShape, Choice, Policy, PolicyConfig, PolicyRegistry
 from expertcast.runtime.policies.routing import ROUTING, RoutingPolicy, Standard
 from expertcast.runtime.policies.scope import Eviction
 from expertcast.runtime.policies.settings import Policies, PolicySet
@@ -25,12 +25,13 @@ __all__ = [
     "Fetch",
     "MissPolicy",
     "Policies",
+    "Policy",
     "PolicyConfig",
+    "PolicyRegistry",
     "PolicySet",
     "PreEviction",
     "PrefetchPolicy",
     "Preset",
-    "Registry",
     "RoutingPolicy",
     "Standard",
     "TopK",

@@ -5,26 +5,21 @@ E routed experts per layer, k distinct experts that a forecast predicts.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.policies.registry import CacheShape, PolicyConfig, Registry
+from expertcast.runtime.policies.registry import Policy, PolicyConfig, PolicyRegistry
 
 
-class PreEviction(ABC):
+class PreEviction(Policy):
     """How many slots should be free when a layer's routing becomes known; which experts go is the eviction policy's."""
 
-    name: ClassVar[str]
-    config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
     active: ClassVar[bool] = True
     """Whether `release_target` can be above 0."""
-
-    def __init__(self, config: Any, shape: CacheShape) -> None:
-        self.config, self.shape = config, shape
 
     @abstractmethod
     def release_target(self, probability_E: Sequence[float], predicted: Collection[int], resident: int) -> int:
@@ -50,6 +45,8 @@ class NoPreEviction(PreEviction):
 
 @dataclass(frozen=True, kw_only=True)
 class GapConfig(PolicyConfig):
+    """How many more slots than the forecast asks for are freed."""
+
     tau: float = 0.02
     """Neighbouring probabilities that differ by less than this are a tie: one slot more."""
     r_max: int = 2
@@ -74,12 +71,13 @@ class Gap(PreEviction):
 
     name: ClassVar[str] = "gap"
     config_class: ClassVar[type[PolicyConfig]] = GapConfig
+    config: GapConfig
 
     def release_target(self, probability_E: Sequence[float], predicted: Collection[int], resident: int) -> int:
         return len(predicted) - resident + self._redundancy(probability_E, len(predicted))
 
     def _redundancy(self, probability_E: Sequence[float], k: int) -> int:
-        config: GapConfig = self.config
+        config = self.config
         boundary = sorted(probability_E, reverse=True)[k - 1 : k + config.r_max] if k else []
         ties = 0
         for higher, lower in pairwise(boundary):
@@ -90,6 +88,6 @@ class Gap(PreEviction):
         return ties
 
 
-PRE_EVICTION: Registry[PreEviction] = Registry("pre-eviction")
+PRE_EVICTION: PolicyRegistry[PreEviction] = PolicyRegistry("pre-eviction policy")
 PRE_EVICTION.register(NoPreEviction)
 PRE_EVICTION.register(Gap)

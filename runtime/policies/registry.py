@@ -1,14 +1,19 @@
-"""Names to policy classes, one registry per kind; all registrations are visible in the kinds' `__init__.py`."""
+"""What every kind of policy has in common: its configuration, how it is written, and one registry per kind.
+
+All registrations are visible in the kinds' `__init__.py`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from abc import ABC
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.fields import check_finite, parse_settings, written
+from expertcast.predictors.registry import Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +35,16 @@ class PolicyConfig:
     """Base of every policy's configuration; subclasses add fields with a docstring line each."""
 
 
-class Policy(Protocol):
-    """What every kind of policy has: a name, a configuration, and both given to it when it is made."""
+class Policy(ABC):
+    """Base of every kind of policy: a name, and what it is made from."""
 
     name: ClassVar[str]
-    config_class: ClassVar[type[PolicyConfig]]
+    config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
+    config: PolicyConfig
+    """Of `config_class`: a policy that has options declares it so."""
 
-    def __init__(self, config: Any, shape: CacheShape) -> None: ...
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
+        self.config, self.shape = config, shape
 
 
 P = TypeVar("P", bound=Policy)
@@ -54,6 +62,7 @@ class Choice(Generic[P]):
 
     @property
     def name(self) -> str:
+        """The policy's name, without its options."""
         return self.cls.name
 
     def __str__(self) -> str:
@@ -67,29 +76,12 @@ class Choice(Generic[P]):
         return self.name + (":" + ",".join(given) if given else "")
 
     def make(self, shape: CacheShape) -> P:
+        """The policy itself, with nothing learnt."""
         return self.cls(self.config, shape)
 
 
-class Registry(Generic[P]):
-    """The policies of one kind, in order of registration."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self._classes: dict[str, type[P]] = {}
-
-    def register(self, cls: type[P]) -> type[P]:
-        """
-        Raises:
-            ExpertcastError: the name is taken by another class.
-        """
-        if self._classes.setdefault(cls.name, cls) is not cls:
-            raise ExpertcastError(
-                f"{self.kind} policy {cls.name!r} is taken by {self._classes[cls.name].__name__}: choose another name"
-            )
-        return cls
-
-    def names(self) -> list[str]:
-        return list(self._classes)
+class PolicyRegistry(Registry[P]):
+    """The policies of one kind."""
 
     def choose(self, given: str | Choice[P] | PolicyConfig) -> Choice[P]:
         """The policy that a text, or a configuration of one, asks for.
@@ -100,16 +92,11 @@ class Registry(Generic[P]):
         if isinstance(given, Choice):
             return given
         if isinstance(given, PolicyConfig):
-            for cls in self._classes.values():
+            for cls in self.classes():
                 if cls.config_class is type(given):
                     return Choice(cls, given)
-            raise ExpertcastError(f"{type(given).__name__} configures no {self.kind} policy: {self._allowed()}")
+            raise ExpertcastError(f"{type(given).__name__} configures no {self.kind}: {self.allowed()}")
         name, _, options = given.partition(":")
-        if name not in self._classes:
-            raise ExpertcastError(f"unknown {self.kind} policy {name!r}: {self._allowed()}")
-        cls = self._classes[name]
+        cls = self.get(name)
         words = filter(None, re.split(r",(?=\w+=)", options))
-        return Choice(cls, parse_settings(words, cls.config_class, f"{self.kind} policy {name!r}"))
-
-    def _allowed(self) -> str:
-        return f"choose from {', '.join(self._classes)}"
+        return Choice(cls, parse_settings(words, cls.config_class, f"{self.kind} {name!r}"))

@@ -17,7 +17,9 @@ class Eviction:
     """The eviction policy over all slots, or one of its kind per layer over that layer's share.
 
     Args:
+        choice: the eviction policy.
         shape: of the model, with all slots.
+        scope: `global` or `layer`.
 
     Raises:
         ExpertcastError: unknown scope, or a share that holds less than one token's experts.
@@ -43,26 +45,35 @@ class Eviction:
         self.reads_forecasts = choice.cls.reads_forecasts
 
     def start_pass(self, fresh: bool) -> None:
+        """A forward starts."""
         for policy in self.policies:
             policy.start_pass(fresh)
 
     def see_scores(self, layer: int, probability_E: Sequence[float]) -> None:
+        """Tell the layer's policy its router's probabilities."""
         self.by_layer[layer].see_scores(layer, probability_E)
 
     def see_forecast(self, layer: int, probability_E: Sequence[float]) -> None:
+        """Tell the layer's policy a forecast's probabilities."""
         self.by_layer[layer].see_forecast(layer, probability_E)
 
     def see_tokens(self, layer: int, probability_HLE: Tensor) -> None:
+        """Tell every policy what is forecast of the next tokens."""
         for policy in self.policies:
             policy.see_tokens(layer, probability_HLE)
 
     def clear(self) -> None:
+        """No expert has a slot any more."""
         for policy in self.policies:
             policy.clear()
 
 
 def _shares(shape: CacheShape) -> list[int]:
-    """Slots of each layer, as equal as can be; the first layers get what is left over."""
+    """Slots of each layer, as equal as can be; the first layers get what is left over.
+
+    Raises:
+        ExpertcastError: a share holds less than one token's experts.
+    """
     share, over = divmod(shape.slots, shape.layers)
     if share < shape.top_k:
         raise ExpertcastError(

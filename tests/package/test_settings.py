@@ -16,11 +16,12 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, PredictorConfig, names, predictor_class
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.fields import field_docs, parse_field, parse_settings, settable, written
-from expertcast.runtime.policies import PolicyConfig, TopK
+from expertcast.runtime.policies import EVICTION, MISS, PRE_EVICTION, PREFETCH, ROUTING, PolicyConfig, TopK
 from expertcast.runtime.policies.prefetch import TopKConfig
-from expertcast.runtime.policies.settings import REGISTRIES
 
-OPTION = {"eviction": "--policy"}
+KINDS = {
+    "--policy": EVICTION, "--prefetch": PREFETCH, "--miss": MISS, "--routing": ROUTING, "--pre-eviction": PRE_EVICTION,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,8 @@ def _fields() -> Iterator[Field]:
             if name != "ahead":
                 command = ("train", "no/traces", "--out", "no/folder", "--predictor", predictor, "--set")
                 yield Field((*command, f"{name}="), cls, name)
-    for kind, registry in REGISTRIES.items():
-        for policy in registry.names():
-            cls = registry.choose(policy).cls.config_class
-            flag = OPTION.get(kind, "--" + kind.replace("_", "-"))
+    for flag, registry in KINDS.items():
+        for policy, cls in ((policy.name, policy.config_class) for policy in registry.classes()):
             for name in settable(cls):
                 command = ("simulate", "no/traces", "--predictor", "next_norm", flag)
                 yield Field((*command, f"{policy}:{name}="), cls, name)
@@ -140,7 +139,7 @@ def test_lists() -> None:
     assert list(estimator("temperatures=12").temperatures) == [12.0]
     assert list(estimator("temperatures=1.0,2.0").temperatures) == [1.0, 2.0]
     assert list(estimator("inputs=quasi_hidden/routing").inputs) == ["quasi_hidden", "routing"]
-    choose = REGISTRIES["miss"].choose
+    choose = MISS.choose
     assert choose("cascade:levels=full/int4,minor=0.1") == choose("cascade:levels=full,int4,minor=0.1")
     assert choose("cascade:levels=full,int4,minor=0.1").config.levels == ("full", "int4")
 
@@ -203,5 +202,5 @@ def test_numbers_are_finite_from_python_too() -> None:
     with pytest.raises(ExpertcastError, match=r"temperatures=1\.0/nan"):
         EstimatorConfig(temperatures=(1.0, float("nan")))
     with pytest.raises(ExpertcastError, match="overfetch=inf"):
-        REGISTRIES["prefetch"].choose(TopKConfig(overfetch=float("inf")))
+        PREFETCH.choose(TopKConfig(overfetch=float("inf")))
     assert TopK.config_class is TopKConfig

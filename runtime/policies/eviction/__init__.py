@@ -10,9 +10,9 @@ from expertcast.runtime.policies.eviction.lfu import LFU
 from expertcast.runtime.policies.eviction.lhu import LHU
 from expertcast.runtime.policies.eviction.lru import LRU
 from expertcast.runtime.policies.eviction.score import Score
-from expertcast.runtime.policies.registry import Registry
+from expertcast.runtime.policies.registry import PolicyRegistry
 
-EVICTION: Registry[EvictionPolicy] = Registry("eviction")
+EVICTION: PolicyRegistry[EvictionPolicy] = PolicyRegistry("eviction policy")
 EVICTION.register(LRU)
 EVICTION.register(LFU)
 EVICTION.register(LHU)

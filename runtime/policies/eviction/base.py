@@ -5,16 +5,16 @@ L MoE layers, E routed experts per layer, K experts per token. An expert's key i
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Container, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
-from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
+from expertcast.runtime.policies.registry import Policy
 
 
-class EvictionPolicy(ABC):
+class EvictionPolicy(Policy):
     """The order in which resident experts are given up.
 
     The caller says what happens; `victim` only decides. For each layer of each forward the calls come in this order:
@@ -27,8 +27,6 @@ class EvictionPolicy(ABC):
         use             the layer computes with its experts
     """
 
-    name: ClassVar[str]
-    config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
     offline: ClassVar[bool] = False
     """Whether it must be told the future first: a bound for simulations, nothing to run a model with."""
     reads_scores: ClassVar[bool] = False
@@ -37,9 +35,6 @@ class EvictionPolicy(ABC):
     """Whether `see_forecast` is called."""
     reads_tokens: ClassVar[bool] = False
     """Whether `see_tokens` is called, where there is a forecaster of the next tokens."""
-
-    def __init__(self, config: Any, shape: CacheShape) -> None:
-        self.config, self.shape = config, shape
 
     def start_pass(self, fresh: bool) -> None:
         """A forward starts; `fresh`: with new texts (a prefill)."""

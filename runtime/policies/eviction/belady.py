@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Container, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.policies.eviction.base import EvictionPolicy
 from expertcast.runtime.policies.eviction.victims import VictimHeap
-from expertcast.runtime.policies.registry import CacheShape
+from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 
 Events = Sequence[Sequence[int]]
 
@@ -28,7 +28,7 @@ class Belady(EvictionPolicy):
     name: ClassVar[str] = "belady"
     offline: ClassVar[bool] = True
 
-    def __init__(self, config: Any, shape: CacheShape) -> None:
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._events: Events | None = None
         self._nexts: list[list[int]] = []

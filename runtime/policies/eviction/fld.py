@@ -16,6 +16,8 @@ DISTANCES = ("cyclic", "absolute")
 
 @dataclass(frozen=True, kw_only=True)
 class FLDConfig(PolicyConfig):
+    """How far apart two layers are."""
+
     distance: str = "cyclic"
     """`cyclic`: layers until an expert's layer runs again. `absolute`: the difference of the layers' numbers, which
     gives up the first layer's experts at the last layer, just before they are needed."""
@@ -30,6 +32,7 @@ class FLD(EvictionPolicy):
 
     name: ClassVar[str] = "fld"
     config_class: ClassVar[type[PolicyConfig]] = FLDConfig
+    config: FLDConfig
 
     def __init__(self, config: FLDConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,8 @@ LEAST = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastConfig(PolicyConfig):
+    """What a later use is worth, and what is done with the time on an idle link."""
+
     discount: float = 0.8
     """What a use one token later is worth, against one now (0..1, neither included)."""
     memory: int = 100
@@ -60,7 +62,7 @@ class ForecastEviction(Rescored):
     reads_tokens: ClassVar[bool] = True
     config: ForecastConfig
 
-    def __init__(self, config: Any, shape: CacheShape) -> None:
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._share_LE: Numbers = np.full((shape.layers, shape.experts), shape.top_k / shape.experts)
         """Share of a layer's recent steps in which an expert was used."""

@@ -16,6 +16,8 @@ _HEAVY = 1e100
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceConfig(PolicyConfig):
+    """How past use and forecast are weighed against each other."""
+
     alpha: float = 0.5
     """Share of past use; the rest is the forecast's (1: decayed counts alone, 0: forecasts alone)."""
     gamma: float = 0.9
@@ -40,6 +42,7 @@ class Importance(Rescored):
 
     name: ClassVar[str] = "importance"
     config_class: ClassVar[type[PolicyConfig]] = ImportanceConfig
+    config: ImportanceConfig
     reads_forecasts: ClassVar[bool] = True
 
     def __init__(self, config: ImportanceConfig, shape: CacheShape) -> None:

@@ -16,6 +16,8 @@ ORDERS = ("distance", "layer")
 
 @dataclass(frozen=True, kw_only=True)
 class LeastStaleConfig(PolicyConfig):
+    """Which of several stale experts is given up."""
+
     order: str = "distance"
     """Among stale experts, and then among current ones: `distance` gives up those whose layer runs again last, `layer`
     those of the first layer, as the paper has it, which is LRU while the cache holds no more than one pass."""
@@ -36,6 +38,7 @@ class LeastStale(EvictionPolicy):
 
     name: ClassVar[str] = "least_stale"
     config_class: ClassVar[type[PolicyConfig]] = LeastStaleConfig
+    config: LeastStaleConfig
 
     def __init__(self, config: LeastStaleConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from expertcast.runtime.policies.eviction.base import EvictionPolicy
 from expertcast.runtime.policies.eviction.victims import VictimHeap
-from expertcast.runtime.policies.registry import CacheShape
+from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 
 
 class LFU(EvictionPolicy):
@@ -19,7 +19,7 @@ class LFU(EvictionPolicy):
 
     name: ClassVar[str] = "lfu"
 
-    def __init__(self, config: Any, shape: CacheShape) -> None:
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._uses: defaultdict[int, int] = defaultdict(int)
         self._heap = VictimHeap()

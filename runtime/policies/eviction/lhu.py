@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from expertcast.runtime.policies.eviction.lfu import LFU
-from expertcast.runtime.policies.registry import CacheShape
+from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 
 
 class LHU(LFU):
@@ -15,7 +15,7 @@ class LHU(LFU):
 
     name: ClassVar[str] = "lhu"
 
-    def __init__(self, config: Any, shape: CacheShape) -> None:
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._full: set[int] = set()
         """Residents in the model's own precision."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from expertcast.runtime.policies.eviction.base import EvictionPolicy
-from expertcast.runtime.policies.registry import CacheShape
+from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 
 
 class LRU(EvictionPolicy):
@@ -15,7 +15,7 @@ class LRU(EvictionPolicy):
 
     name: ClassVar[str] = "lru"
 
-    def __init__(self, config: Any, shape: CacheShape) -> None:
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._order: OrderedDict[int, None] = OrderedDict()
 

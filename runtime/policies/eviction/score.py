@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import add
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from expertcast.runtime.policies.eviction.victims import Rescored, Scores
-from expertcast.runtime.policies.registry import CacheShape
+from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 
 
 class Score(Rescored):
@@ -22,7 +22,7 @@ class Score(Rescored):
     name: ClassVar[str] = "score"
     reads_scores: ClassVar[bool] = True
 
-    def __init__(self, config: Any, shape: CacheShape) -> None:
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._sums = [[0.0] * shape.experts for _ in range(shape.layers)]
         """[L][E] probabilities, summed over steps: as shares of the layer's highest they are what the means are."""

@@ -12,10 +12,9 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from expertcast.runtime.policies.eviction.base import EvictionPolicy
-from expertcast.runtime.policies.registry import CacheShape
+from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 
 _Entry = tuple[float, int, int]
 """Priority, stamp, key."""
@@ -55,6 +54,7 @@ class VictimHeap:
         self._valid.pop(key, None)
 
     def clear(self) -> None:
+        """Forget all keys."""
         self._heap.clear()
         self._valid.clear()
         self._aside.clear()
@@ -99,6 +99,7 @@ class LayerOrders:
         return self._orders[layer]
 
     def add(self, key: int, number: int) -> None:
+        """The key is the most recently accessed one of its layer."""
         layer = key // self._experts
         self._orders[layer][key] = number
         self.occupied |= 1 << layer
@@ -111,6 +112,7 @@ class LayerOrders:
             order.move_to_end(key)
 
     def remove(self, key: int) -> None:
+        """Forget a key."""
         layer = key // self._experts
         order = self._orders[layer]
         del order[key]
@@ -118,6 +120,7 @@ class LayerOrders:
             self.occupied ^= 1 << layer
 
     def clear(self) -> None:
+        """Forget all keys."""
         for order in self._orders:
             order.clear()
         self.occupied = 0
@@ -144,6 +147,7 @@ class Scores:
     offset: float = 0.0
 
     def of(self, expert: int) -> float:
+        """An expert's score, comparable between layers."""
         return self.value_E[expert] * self.scale + self.offset
 
 
@@ -155,7 +159,7 @@ class Rescored(EvictionPolicy):
     layer, O(L), and at what is protected in front of it. Equals stay as they were ranked before, new ones last.
     """
 
-    def __init__(self, config: Any, shape: CacheShape) -> None:
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._changed = set(range(shape.layers))
         """Layers whose ranking is out of date."""

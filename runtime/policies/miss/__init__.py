@@ -8,9 +8,9 @@ from expertcast.runtime.policies.miss.fetch import Fetch
 from expertcast.runtime.policies.miss.fetch_lowest import FetchLowest, FetchLowestConfig
 from expertcast.runtime.policies.miss.fetch_priority import FetchPriority, FetchPriorityConfig
 from expertcast.runtime.policies.miss.substitute import Substitute, SubstituteConfig
-from expertcast.runtime.policies.registry import Registry
+from expertcast.runtime.policies.registry import PolicyRegistry
 
-MISS: Registry[MissPolicy] = Registry("miss")
+MISS: PolicyRegistry[MissPolicy] = PolicyRegistry("miss policy")
 MISS.register(Fetch)
 MISS.register(FetchLowest)
 MISS.register(FetchPriority)

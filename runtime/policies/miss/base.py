@@ -5,12 +5,12 @@ T tokens, E routed experts per layer, K experts per token. Experts are numbered 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
+from expertcast.runtime.policies.registry import Policy
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +30,7 @@ class Lookup:
     """Slots that hold nothing."""
 
     def missing(self) -> set[int]:
+        """The experts that are routed to and have no slot."""
         return {expert for row in self.ids for expert in row if expert not in self.held}
 
     def rank(self, missing: set[int]) -> dict[int, int]:
@@ -64,16 +65,11 @@ class Verdict:
     """Executed in their place, with the weight that the missing expert had; held ones only."""
 
 
-class MissPolicy(ABC):
+class MissPolicy(Policy):
     """Decides per layer, once its routing is known."""
 
-    name: ClassVar[str]
-    config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
     lossy: ClassVar[bool] = True
     """Whether the output may differ from the resident model's."""
-
-    def __init__(self, config: Any, shape: CacheShape) -> None:
-        self.config, self.shape = config, shape
 
     @property
     def precisions(self) -> tuple[str, ...]:

@@ -20,6 +20,8 @@ from expertcast.runtime.storage.precision import is_better
 
 @dataclass(frozen=True, kw_only=True)
 class CascadeConfig(PolicyConfig):
+    """The precisions, and the scores between which each of them is taken."""
+
     levels: tuple[str, ...] = ("full", "int4", "int2")
     """Precisions, best first: for scores of `important` and more, below that, and below `minor`. With two of them,
     all below `important` get the second."""

@@ -16,6 +16,8 @@ from expertcast.runtime.policies.registry import PolicyConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DropConfig(PolicyConfig):
+    """Which experts are never dropped."""
+
     fetched: int = 2
     """So many of a token's heaviest experts are always fetched."""
 
@@ -29,6 +31,7 @@ class Drop(MissPolicy):
 
     name: ClassVar[str] = "drop"
     config_class: ClassVar[type[PolicyConfig]] = DropConfig
+    config: DropConfig
 
     def decide(self, lookup: Lookup) -> Verdict:
         return Verdict(dropped=low_ranked(lookup, self.config.fetched))

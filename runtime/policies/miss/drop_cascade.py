@@ -13,6 +13,8 @@ from expertcast.runtime.policies.registry import PolicyConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DropCascadeConfig(CascadeConfig, DropConfig):
+    """What is never dropped, and the precisions of what is fetched."""
+
     def __post_init__(self) -> None:
         CascadeConfig.__post_init__(self)
         DropConfig.__post_init__(self)

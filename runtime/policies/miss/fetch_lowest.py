@@ -12,6 +12,8 @@ from expertcast.runtime.policies.registry import PolicyConfig
 
 @dataclass(frozen=True, kw_only=True)
 class FetchLowestConfig(PolicyConfig):
+    """The precisions, of which the lowest is loaded."""
+
     levels: tuple[str, ...] = ("full", "int4")
     """Precisions, best first; only the last one is loaded for a miss."""
 
@@ -24,6 +26,7 @@ class FetchLowest(MissPolicy):
 
     name: ClassVar[str] = "fetch_lowest"
     config_class: ClassVar[type[PolicyConfig]] = FetchLowestConfig
+    config: FetchLowestConfig
 
     @property
     def precisions(self) -> tuple[str, ...]:

@@ -24,6 +24,8 @@ from expertcast.runtime.storage.precision import is_better
 
 @dataclass(frozen=True, kw_only=True)
 class FetchPriorityConfig(PolicyConfig):
+    """The precisions, and which experts are important."""
+
     levels: tuple[str, ...] = ("full", "int8", "int4")
     """Precisions, best first: the first for important experts, and for all of them where there is room."""
     percentile: float = 60.0

@@ -35,6 +35,7 @@ class RunningRank:
         self._sorted: list[float] = []
 
     def add(self, value: float) -> None:
+        """See a value; the oldest one is forgotten when there are more than the window holds."""
         if len(self._values) == self._window:
             del self._sorted[bisect_left(self._sorted, self._values.popleft())]
         self._values.append(value)

@@ -13,6 +13,8 @@ from expertcast.runtime.policies.registry import PolicyConfig
 
 @dataclass(frozen=True, kw_only=True)
 class SubstituteConfig(PolicyConfig):
+    """How much worse a substitute may be."""
+
     tolerance: float = 0.5
     """Part of the missing expert's router probability that its substitute's may lack."""
 

@@ -6,9 +6,9 @@ from expertcast.runtime.policies.prefetch.percentile import Percentile, Percenti
 from expertcast.runtime.policies.prefetch.threshold import Threshold, ThresholdConfig
 from expertcast.runtime.policies.prefetch.top_k import TopK, TopKConfig
 from expertcast.runtime.policies.prefetch.value import Value, ValueConfig
-from expertcast.runtime.policies.registry import Registry
+from expertcast.runtime.policies.registry import PolicyRegistry
 
-PREFETCH: Registry[PrefetchPolicy] = Registry("prefetch")
+PREFETCH: PolicyRegistry[PrefetchPolicy] = PolicyRegistry("prefetch policy")
 PREFETCH.register(NoPrefetch)
 PREFETCH.register(TopK)
 PREFETCH.register(Percentile)

@@ -5,16 +5,16 @@ T tokens, E routed experts per layer, K experts per token.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from expertcast.predictors.base import Forecast
-from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
+from expertcast.runtime.policies.registry import Policy
 
 
 class Wanted:
@@ -55,16 +55,11 @@ class Transfer:
     """Probability that the expert which would be evicted next is used when its layer runs next; 0 for a free slot."""
 
 
-class PrefetchPolicy(ABC):
+class PrefetchPolicy(Policy):
     """Chooses among a forecast's experts. Those that are resident already are protected, not copied."""
 
-    name: ClassVar[str]
-    config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
     reads_transfer: ClassVar[bool] = False
     """Whether `transfer` is given to :meth:`experts`."""
-
-    def __init__(self, config: Any, shape: CacheShape) -> None:
-        self.config, self.shape = config, shape
 
     @abstractmethod
     def experts(self, wanted: Wanted, transfer: Transfer | None) -> list[int]:

@@ -18,7 +18,8 @@ _MEMORY = 0.999
 _PRIOR = 1.0
 """Weight of the start (slope 1, offset 0), in units of Fisher information."""
 _FARTHEST = 12.0
-"""Margins are cut here, log-odds at 30: an outcome that could not be must not throw the fit away."""
+"""Margins are cut here, log-odds at 30: one expert that was needed against all odds would else outweigh, in the next
+Newton step, everything that was learnt before."""
 _LEAST = 1e-12
 
 
@@ -43,10 +44,12 @@ class Calibration:
 
     @property
     def slope(self) -> float:
+        """Log-odds per unit of margin."""
         return float(self._fit[0])
 
     @property
     def offset(self) -> float:
+        """Log-odds of an expert at the boundary."""
         return float(self._fit[1])
 
     def probability(self, layer: int, logits_TE: Tensor) -> Array:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,8 @@ _TINY = 1e-30
 
 @dataclass(frozen=True, kw_only=True)
 class PercentileConfig(PolicyConfig):
+    """The percentile, and the scores that it is taken over."""
+
     percentile: float = 80.0
     """Scores above this percentile are loaded."""
     over: str = "history"
@@ -52,6 +54,7 @@ class Percentile(PrefetchPolicy):
 
     name: ClassVar[str] = "percentile"
     config_class: ClassVar[type[PolicyConfig]] = PercentileConfig
+    config: PercentileConfig
 
     def __init__(self, config: PercentileConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
@@ -102,7 +105,7 @@ class RunningQuantile:
     def __init__(self) -> None:
         self._counts = np.zeros((_HIGHEST - _LOWEST) * _BINS_PER_OCTAVE, dtype=np.int64)
 
-    def bins(self, scores: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    def bins(self, scores: npt.NDArray[np.floating]) -> npt.NDArray[np.int64]:
         """Bin of each score (above 0; others count as the smallest)."""
         with np.errstate(divide="ignore"):
             octaves = np.log2(scores).clip(_LOWEST, _HIGHEST)
@@ -111,6 +114,7 @@ class RunningQuantile:
         return clipped
 
     def add(self, bins: npt.NDArray[np.int64]) -> None:
+        """Count scores, each given by its bin."""
         self._counts += np.bincount(bins.ravel(), minlength=len(self._counts))
 
     def bin_at(self, share: float) -> int:

@@ -20,6 +20,8 @@ OF = ("use", "softmax")
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdConfig(PolicyConfig):
+    """The threshold, and the probability that is compared with it."""
+
     above: float = 0.4
     """Experts with a higher probability than this are loaded (for softmax, .04 was best on the reference model)."""
     of: str = "use"
@@ -43,6 +45,7 @@ class Threshold(PrefetchPolicy):
 
     name: ClassVar[str] = "threshold"
     config_class: ClassVar[type[PolicyConfig]] = ThresholdConfig
+    config: ThresholdConfig
     reads_transfer: ClassVar[bool] = True  # the flow calls see_routing only beside it
 
     def __init__(self, config: ThresholdConfig, shape: CacheShape) -> None:

@@ -17,6 +17,8 @@ from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TopKConfig(PolicyConfig):
+    """How many experts are asked for."""
+
     overfetch: float = 1.0
     """Experts asked for per token, as a multiple of K (1.0: the forecast's own only)."""
 
@@ -30,6 +32,7 @@ class TopK(PrefetchPolicy):
 
     name: ClassVar[str] = "top_k"
     config_class: ClassVar[type[PolicyConfig]] = TopKConfig
+    config: TopKConfig
 
     def __init__(self, config: TopKConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)

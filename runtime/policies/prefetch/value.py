@@ -21,6 +21,8 @@ EVICTION = ("wrong", "always")
 
 @dataclass(frozen=True, kw_only=True)
 class ValueConfig(PolicyConfig):
+    """What is never worth a copy, and what an eviction costs."""
+
     least: float = 0.02
     """Experts that are less likely to be used than this are never loaded, whatever room there is."""
     eviction: str = "wrong"
@@ -57,6 +59,7 @@ class Value(PrefetchPolicy):
 
     name: ClassVar[str] = "value"
     config_class: ClassVar[type[PolicyConfig]] = ValueConfig
+    config: ValueConfig
     reads_transfer: ClassVar[bool] = True
 
     def __init__(self, config: ValueConfig, shape: CacheShape) -> None:

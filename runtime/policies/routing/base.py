@@ -5,14 +5,14 @@ T tokens, E routed experts per layer, K experts per token.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from expertcast.predictors.view import MoELayer
-from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
+from expertcast.runtime.policies.registry import Policy
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,16 +29,11 @@ class Routed:
     """Free slots that the layer's misses may take without evicting (C_avail, eq. 18 of ActiveEvict)."""
 
 
-class RoutingPolicy(ABC):
+class RoutingPolicy(Policy):
     """May choose other experts than the router; ids stay T x K, an expert that is not to run gets weight 0."""
 
-    name: ClassVar[str]
-    config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
     lossy: ClassVar[bool] = True
     """Whether the output may differ from the resident model's."""
-
-    def __init__(self, config: Any, shape: CacheShape) -> None:
-        self.config, self.shape = config, shape
 
     @abstractmethod
     def route(self, routed: Routed) -> tuple[Tensor, Tensor] | None:

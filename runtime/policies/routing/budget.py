@@ -20,6 +20,8 @@ from expertcast.runtime.policies.routing.base import Routed, RoutingPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetConfig(PolicyConfig):
+    """How many experts a token executes."""
+
     k_max: int | None = None
     """Most experts that a token executes (none: the model's K)."""
 
@@ -44,6 +46,7 @@ class Budget(RoutingPolicy):
 
     name: ClassVar[str] = "budget"
     config_class: ClassVar[type[PolicyConfig]] = BudgetConfig
+    config: BudgetConfig
 
     def __init__(self, config: BudgetConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)

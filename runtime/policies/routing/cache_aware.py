@@ -19,6 +19,8 @@ from expertcast.runtime.policies.routing.base import Routed, RoutingPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class CacheAwareConfig(PolicyConfig):
+    """How strongly experts on the device are preferred."""
+
     strength: float = 0.2
     """Lambda: the bonus of an expert on the device, as a share of the logits' usual range; 0 leaves the routing."""
     keep: int = 1
@@ -43,6 +45,7 @@ class CacheAware(RoutingPolicy):
 
     name: ClassVar[str] = "cache_aware"
     config_class: ClassVar[type[PolicyConfig]] = CacheAwareConfig
+    config: CacheAwareConfig
 
     def __init__(self, config: CacheAwareConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from expertcast.predictors.plain import Json
-from expertcast.training.results import aligned
+from expertcast.predictors.plain import Json, aligned
 
 
 def describe(result: Json) -> str:

@@ -6,9 +6,8 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.commands.options import Count
 from expertcast.commands.output import Outcome, say, write_json
@@ -19,6 +18,7 @@ from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.text import load_documents
 from expertcast.predictors import Predictor, names
+from expertcast.predictors.plain import Json, aligned
 from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE, BenchSettings, benchmark
 from expertcast.runtime.benchmarking.decoding import balanced_bandwidth, decode_greedily
 from expertcast.runtime.config import OffloadConfig
@@ -26,7 +26,7 @@ from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, te
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit_many
 from expertcast.training.options import FitOptions
-from expertcast.training.results import aligned, recall_table
+from expertcast.training.results import recall_table
 
 DEMO_FILE = Path("demo.json")
 SLOTS = 96
@@ -84,8 +84,12 @@ def run(options: Options) -> Outcome:
 
 
 def deploy(
-    model: PreTrainedModel, tokenizer: Any, texts: list[str], predictor: Predictor, layers: list[int]
-) -> dict[str, Any]:
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    predictor: Predictor,
+    layers: list[int],
+) -> Json:
     """Time, bytes, hits and perplexity of on-demand loading and of the three modes, on unseen text."""
     on_demand = OffloadConfig(slots=SLOTS)
     exact = replace(on_demand, predictor=predictor)
@@ -112,7 +116,8 @@ def deploy(
     return timed
 
 
-def runs_table(runs: dict[str, Any]) -> str:
+def runs_table(runs: Json) -> str:
+    """A row per run of :func:`deploy`."""
     rows = [("run", "ms per token", "kB per token", "hit rate", "perplexity", "identical")]
     for name, run_ in runs.items():
         rows.append(

@@ -15,11 +15,11 @@ from expertcast.commands.quality import QualityOptions, forecast_quality, qualit
 from expertcast.commands.shared import SPLITS
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, NextToken, Predictor
-from expertcast.predictors.plain import Json
+from expertcast.predictors.plain import Json, aligned
 from expertcast.training.curve import learning_curve
 from expertcast.training.evaluation import evaluate
 from expertcast.training.report import write_report
-from expertcast.training.results import aligned, recall_table
+from expertcast.training.results import recall_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,7 @@ def scoring_split(options: Options, traces: TraceDataset) -> tuple[str, str]:
 
 
 def curve_table(curve: dict[str, dict[str, float]]) -> str:
+    """A row per predictor, a column per number of tokens that it was fitted on."""
     counts = list(next(iter(curve.values())))
     rows = [("recall@k at tokens", *counts)]
     rows += [(form, *(f"{values[count]:.3f}" for count in counts)) for form, values in curve.items()]

@@ -9,7 +9,7 @@ from pathlib import Path
 from expertcast.data.traces import TraceDataset
 from expertcast.data.writer import write_atomically
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.plain import Json
+from expertcast.predictors.plain import Json, aligned
 
 Outcome = tuple[Json, str]
 """A command's result, for --json, and the text to print."""
@@ -43,13 +43,11 @@ def describe_traces(traces: TraceDataset) -> str:
 
 
 def table(values: Json) -> str:
-    """Names and values in two aligned columns; nested values as compact JSON, long ones cut."""
-    width = max(len(key) for key in values)
-    rows = []
-    for key, value in values.items():
-        shown = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
-        rows.append(f"{key:<{width}}  {shown if len(shown) <= 100 else shown[:97] + '...'}")
-    return "\n".join(rows)
+    """Names and values in two columns; nested values as compact JSON, long ones cut."""
+    shown = [
+        (key, json.dumps(value) if isinstance(value, (dict, list)) else str(value)) for key, value in values.items()
+    ]
+    return aligned([(key, text if len(text) <= 100 else text[:97] + "...") for key, text in shown], left=2)
 
 
 def say(text: str) -> None:

@@ -13,11 +13,10 @@ from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.text import Document, load_documents
 from expertcast.predictors import ExpertcastError, Predictor
-from expertcast.predictors.plain import Json
+from expertcast.predictors.plain import Json, aligned
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
 from expertcast.runtime.quality.policies import measure_policies
-from expertcast.training.results import aligned
 
 FORECAST_WINDOW = 256
 """Tokens per window when forecasts are executed: a window is one forward."""
@@ -106,6 +105,7 @@ def policy_quality(options: QualityOptions, name: str, runs: Mapping[str, Offloa
 
 
 def quality_table(result: Json) -> str:
+    """A row per run of :func:`forecast_quality`."""
     rows = [("run", "perplexity", "top-1 agreement", "KL", "executed recall")]
     for name, run in result["runs"].items():
         numbers = (run["perplexity"], run["top1_agreement"], run["kl"], run["executed_recall"]["mean"])

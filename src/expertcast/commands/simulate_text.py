@@ -7,11 +7,10 @@ from pathlib import Path
 
 from expertcast.commands.output import write_json
 from expertcast.data.writer import write_atomically
-from expertcast.predictors.plain import Json
+from expertcast.predictors.plain import Json, aligned
 from expertcast.runtime.simulation.figures import write_figures
 from expertcast.runtime.simulation.summary import table
 from expertcast.runtime.storage.precision import FULL
-from expertcast.training.results import aligned
 
 TABLE, RESULT = "table.txt", "results.json"
 
