@@ -59,10 +59,9 @@ def check_shape(
     most = SHAPES[name].layers
     if layers is not None and not 1 <= layers <= most:
         raise ExpertcastError(f"--layers {layers}: {name} has 1 to {most} MoE layers")
-    if isinstance(dtype, str):
-        dtype = torch.bfloat16 if dtype == "auto" else torch_dtype(dtype)
-    check_memory(name, layers or most, dtype, torch.device(device))
-    return dtype
+    wanted = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype) or torch.bfloat16
+    check_memory(name, layers or most, wanted, torch.device(device))
+    return wanted
 
 
 def check_memory(name: str, layers: int, dtype: torch.dtype, device: torch.device, free: int | None = None) -> None:

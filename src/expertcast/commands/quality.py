@@ -97,7 +97,7 @@ def policy_quality(options: QualityOptions, name: str, runs: Mapping[str, Offloa
         length=min(POLICY_WINDOW, max(options.quality_tokens, 32)),
         count=max(1, options.quality_tokens // POLICY_WINDOW),
     )
-    found = measure_policies(model, windows_NW, {run: vars(config) for run, config in runs.items()})["runs"]
+    found = measure_policies(model, windows_NW, runs)["runs"]
     return {
         run: {"perplexity": values["perplexity"], "agreement": values["top1_agreement"], "kl": values["kl"]}
         for run, values in found.items()
