@@ -38,6 +38,7 @@ from expertcast.runtime.links.base import Copy, Link
 from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -50,7 +51,7 @@ class NoLink(Link):
 
     name = "none"
 
-    def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
         return Copy(key, slot, urgent, started=True, done=True)
 
     def wait(self, copy: Copy) -> None:

@@ -81,7 +81,7 @@ class LayerFlow:
         self.reads_logits = policies.eviction.reads_scores or tokens_ahead is not None
         """Whether :meth:`see` must be called."""
         reads = policies.prefetch.reads_transfer
-        self._pace = Pace(residency, len(view), self._experts) if reads else None
+        self._pace = Pace(residency, len(view)) if reads else None
 
     def start_pass(self, fresh: bool) -> None:
         """A forward starts; `fresh`: with new texts."""
@@ -109,13 +109,13 @@ class LayerFlow:
         Args:
             routed: the router chose `ids_TK`; a forecast's experts are not chosen again.
         """
-        residency = self.residency
-        held = residency.held(layer)
+        books = self.residency.books
+        held = books.held(layer)
         changed: tuple[Tensor, Tensor] | None = None
         if self._reroutes and routed:
             cached_E = torch.zeros(self._experts, dtype=torch.bool)
             cached_E[list(held)] = True
-            free = residency.free(layer)
+            free = books.free(layer)
             cached_E = cached_E.to(logits_TE.device)
             view = self._view[layer]
             changed = self.policies.routing.route(
@@ -131,11 +131,11 @@ class LayerFlow:
         verdict = self._verdict(layer, logits_TE, ids, weights, held)
         if changed is None and verdict is None:
             return None
-        stats = residency.stats.layers[layer]
         before = {expert for row in ids_TK.tolist() for expert in row}
         if verdict is not None and (verdict.dropped or verdict.substitute):
             ids, weights = _rewritten(ids, weights, verdict)
-        stats.skipped += len(before.difference(expert for row in ids for expert in row))
+        left_out = before.difference(expert for row in ids for expert in row)
+        self.residency.observer.skipped(layer, len(left_out))
         first = layer * self._experts
         return Decision(
             torch.tensor(ids, dtype=ids_TK.dtype, device=ids_TK.device),
@@ -160,7 +160,7 @@ class LayerFlow:
                 weights=weights,
                 probabilities=lambda: logits_TE.float().softmax(dim=-1).tolist(),
                 held=held,
-                free=self.residency.free(layer),
+                free=self.residency.books.free(layer),
             )
         )
 
@@ -169,10 +169,10 @@ class LayerFlow:
 
         The caller requests chunk i + 1 before it waits for chunk i.
         """
-        limit = self.residency.limit(layer)
+        limit = self.residency.books.limit(layer)
         if layer < self._carry:
             self._carried[layer] = keys if len(keys) <= limit // 2 else []
-        self.residency.link.observer.needed(layer, keys)
+        self.residency.observer.needed(layer, keys)
         self.residency.settle(layer, keys)
         if self._pace is not None:
             experts = [key % self._experts for key in keys]
@@ -184,7 +184,7 @@ class LayerFlow:
 
     def _chunks(self, keys: list[int], limit: int) -> list[list[int]]:
         """Half the slots at a time, so that one chunk loads while another computes; what is held goes last."""
-        keys = sorted(keys, key=lambda key: (not self.residency.holds(key), key))
+        keys = sorted(keys, key=lambda key: (not self.residency.books.holds(key), key))
         size = max(1, limit // 2)
         return [keys[start : start + size] for start in range(0, len(keys), size)]
 
@@ -203,7 +203,7 @@ class LayerFlow:
     def _pre_evict(self, wanted: Wanted) -> None:
         first = wanted.layer * self._experts
         predicted = {expert for row in wanted.ids for expert in row}
-        resident = sum(self.residency.holds(first + expert) for expert in predicted)
+        resident = sum(self.residency.books.holds(first + expert) for expert in predicted)
         probability_E = wanted.probability_TE.mean(dim=0).tolist()
         target = self.policies.pre_eviction.release_target(probability_E, predicted, resident)
         self.residency.free_up(wanted.layer, target, {first + expert for expert in predicted})

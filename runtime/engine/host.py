@@ -63,9 +63,8 @@ class Engine:
         self._residency = residency = flow.residency
         self._speculator = speculator
         self._kernel = kernel
-        self._observer = observer
+        self._observer = residency.observer
         self._pool = residency.pool
-        self._stats = residency.stats
         self._experts = speculator.view.shape.experts
         self._last = len(speculator.view) - 1
         self._readback = Readback(self._pool.device)
@@ -174,9 +173,7 @@ class Engine:
         if plan is None or plan.layer != layer.index or not _same(plan.ids_TK, ids_TK):
             plan = self._begin(layer.index, ids_TK, False)
         self._plan = None
-        stats = self._stats.layers[layer.index]
-        stats.steps += 1
-        stats.chunks += len(plan.chunks)
+        self._observer.ran(layer.index, len(plan.chunks))
         run = self._run_whole if len(plan.chunks) == 1 else self._run_chunks
         output_TD = run(layer, plan, hidden_TD, ids_TK, weights_TK)
         if self._prefetch_late:
@@ -188,8 +185,6 @@ class Engine:
 
     def _begin(self, layer: int, ids_TK: Tensor, forecast: bool, precision: dict[int, str] | None = None) -> _Plan:
         """Request what a layer executes; `forecast`: these are the ids of the layer's forecast."""
-        if self._plan is not None:  # another hook changed the routing after ours, or another experts function ran
-            self._residency.withdraw(self._plan.chunks[0])
         first = layer * self._experts
         flat: list[int] | None = self._known_ids.pop(layer, None)
         if not forecast or flat is None:
