@@ -22,8 +22,8 @@ from expertcast.runtime.advising.event_model import Forecasts, Replay, Setting, 
 from expertcast.runtime.advising.observation import Forward, executed, measured_recall, observe, trace_of, with_recall
 from expertcast.runtime.arguments import recall_per_layer, resolve_predictor
 from expertcast.runtime.benchmarking.decoding import decode_greedily
-from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.links.cuda import CudaLink
+from expertcast.runtime.links.instant import InstantLink
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.links.speed import LinkSpeed, link_speed
 from expertcast.runtime.offloading import offload

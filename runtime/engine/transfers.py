@@ -86,8 +86,12 @@ class Transfers:
         """Give the link a copy into a free slot; not `urgent`: no layer has asked for it."""
         books = self.books
         slot = books.take(key, precision)
+        submit = self.link.submit
         try:
-            books.copies[key] = self.link.submit(key, slot, urgent=urgent, precision=precision)
+            if precision == FULL:  # a link that moves no others need not know of precisions
+                books.copies[key] = submit(key, slot, urgent=urgent)
+            else:
+                books.copies[key] = submit(key, slot, urgent=urgent, precision=precision)
         except BaseException:
             books.lose(key)
             raise

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.links.base import Copy, Link
+from expertcast.runtime.links.base import Copy, QueuedLink
 from expertcast.runtime.storage.precision import FULL
 
 
@@ -20,7 +20,7 @@ class VirtualCopy(Copy):
     arrives: float = math.inf
 
 
-class VirtualLink(Link):
+class VirtualLink(QueuedLink):
     """Copies take as long as they are said to; nothing is moved.
 
     Args:
@@ -52,7 +52,6 @@ class VirtualLink(Link):
         self._free_at = 0.0
         """When the last issued copy arrives."""
         self._issued: deque[VirtualCopy] = deque()
-        self._queued: deque[VirtualCopy] = deque()
 
     @classmethod
     def of(
@@ -88,27 +87,12 @@ class VirtualLink(Link):
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> VirtualCopy:
         copy = VirtualCopy(key, slot, urgent, precision=precision, seconds=self._seconds[precision])
         if urgent or len(self._issued) < self._window:
-            self._issue(copy, self.now)
+            self._issue(copy)
         else:
             self._queued.append(copy)
         if self._blocking:
             self.wait(copy)
         return copy
-
-    def promote(self, copy: Copy) -> None:
-        assert isinstance(copy, VirtualCopy)
-        if not copy.started and not copy.urgent:
-            copy.urgent = True
-            self._queued.remove(copy)
-            self._issue(copy, self.now)
-
-    def cancel(self, copy: Copy) -> bool:
-        assert isinstance(copy, VirtualCopy)
-        if copy.started:
-            return False
-        copy.cancelled = True
-        self._queued.remove(copy)
-        return True
 
     def wait(self, copy: Copy) -> None:
         """Let time pass until the copy has arrived."""
@@ -148,8 +132,11 @@ class VirtualLink(Link):
     def spend(self, seconds: float) -> None:
         self.run_until(self.now + seconds)
 
-    def _issue(self, copy: VirtualCopy, time: float) -> None:
-        """Behind everything that was issued before, at `time` at the earliest."""
+    def _issue(self, copy: Copy, time: float | None = None) -> None:
+        """Behind everything that was issued before, at `time` (now) at the earliest."""
+        assert isinstance(copy, VirtualCopy)
+        if time is None:
+            time = self.now
         copy.started = True
         start = self._free_at if self._free_at > time else time
         self._free_at = copy.arrives = start + copy.seconds

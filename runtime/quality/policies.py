@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from expertcast.predictors import ExpertcastError, MoEView
-from expertcast.runtime.links.base import InstantLink
+from expertcast.runtime.links.instant import InstantLink
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.quality.divergence import Pass, Sums
