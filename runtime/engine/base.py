@@ -9,7 +9,7 @@ T tokens, D hidden size, E routed experts per layer, K experts per token, P = T 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary, ref
 
@@ -25,7 +25,7 @@ from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.engine.taps import RouterCall
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies.settings import PolicySet
-from expertcast.runtime.recording.observer import Observer
+from expertcast.runtime.recording.observer import Observer, State
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.slots import SlotPool
 
@@ -67,7 +67,7 @@ class Engine(ABC):
     def __init__(self, speculator: Speculator, kernel: SlotKernel, pool: SlotPool, observer: Observer) -> None:
         self._speculator, self._kernel, self._pool = speculator, kernel, pool
         self._observer = observer
-        self._enter = observer.enter
+        self._enter: Callable[[State, int], None] = observer.enter
         self._experts = speculator.view.shape.experts
         self._pointers = {name: view.data_ptr() for name, view in pool.views.items()}
         self._halfway = False

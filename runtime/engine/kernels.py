@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
+from expertcast.predictors.plain import Json
+
 ExpertsForward = Callable[..., Tensor]
 
 _KERNELS: dict[str, ExpertsForward] = {
@@ -94,7 +96,7 @@ class SlotKernel:
 
     def _groups(
         self, experts: nn.Module, slots_TK: Tensor, order: Callable[[], Tensor], slots: Sequence[int] | None
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[object]:
         """What stands between the kernel and `grouped_mm` over so many slots on such a device; often nothing."""
         if not self._grouped:
             return nullcontext()
@@ -153,8 +155,8 @@ class _ExpertOrder(TorchFunctionMode):
         """(slot, rows), in the order of the rows."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Json | None = None
+    ) -> object:
         if func is torch.sort and args[0].shape == self._order_P.shape:
             sorted_P = self._slots_P[self._order_P]
             self._groups = [(slot, len(list(rows))) for slot, rows in groupby(sorted_P.tolist())]
@@ -178,8 +180,8 @@ class _SlotRanges(TorchFunctionMode):
         self._groups = sorted(Counter(slots).items())
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Json | None = None
+    ) -> object:
         if func not in _GROUPED_MM:
             return func(*args, **(kwargs or {}))
         rows, weight = args[:2]

@@ -169,7 +169,7 @@ class Residency(Transfers):
         books.wanted.clear()
         books.asked.clear()
         if not self.keep:
-            for key in [key for key in books.slots if key not in books.copies]:
+            for key in [key for key in self.pool.resident() if key not in books.copies]:
                 books.lose(key)
 
     def _lose_worse(self, keys: Sequence[int], precision: Mapping[int, str]) -> None:

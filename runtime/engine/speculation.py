@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -148,7 +147,7 @@ def speculate(
     true_weights: bool = False,
     prefill: bool = True,
     ahead: int = 1,
-    observe: Callable[[RouterCall, Tensor], Any] | None = None,
+    observe: Callable[[RouterCall, Tensor], object] | None = None,
 ) -> Iterator[Speculator]:
     """Run a model, resident or offloaded, with forecasts executed at its MoE layers; hooks only.
 

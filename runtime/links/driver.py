@@ -33,6 +33,7 @@ class CudaDevice:
         self._driver = _driver()
 
     def new_stream(self, priority: int = 0) -> torch.cuda.Stream:
+        """A stream on this device; the lower the number, the sooner it gets its turn."""
         return torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
 
     def current_stream(self) -> torch.cuda.Stream:
@@ -40,6 +41,7 @@ class CudaDevice:
         return torch.cuda.current_stream(self.device)
 
     def new_event(self, *, timing: bool = False) -> torch.cuda.Event:
+        """An event, with a clock if `timing`."""
         return torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
 
     def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
@@ -91,9 +93,11 @@ class EventPool:
         self._free: list[torch.cuda.Event] = []
 
     def take(self) -> torch.cuda.Event:
+        """One that nobody uses."""
         return self._free.pop() if self._free else self._device.new_event(timing=self._timing)
 
     def give(self, event: torch.cuda.Event) -> None:
+        """It is not used any more."""
         self._free.append(event)
 
 

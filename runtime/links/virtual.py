@@ -130,6 +130,7 @@ class VirtualLink(QueuedLink):
                 self._issue(self._queued.popleft(), arrived.arrives)
 
     def spend(self, seconds: float) -> None:
+        """The model's thread does something else for so long; copies go on."""
         self.run_until(self.now + seconds)
 
     def _issue(self, copy: Copy, time: float | None = None) -> None:

@@ -106,7 +106,7 @@ def test_nothing_needed_is_given_up() -> None:
     link.arrive()
     residency.prefetch([10])
     residency.prefetch([11])
-    assert residency.pool.state(residency.pool.slot_of(0) or 0) is SlotState.IN_USE
+    assert residency.pool.state(residency.pool.slots.get(0) or 0) is SlotState.IN_USE
     assert not residency.books.holds(11), "no room for a further forecast"
     residency.request([1])
     assert sorted(residency.pool.resident()) == [0, 1, 9], "the queued prefetch goes first"
@@ -159,7 +159,7 @@ def test_abandon_unpins() -> None:
     residency.wait([0])
     residency.prefetch([8])
     residency.abandon()
-    assert residency.pool.state(residency.pool.slot_of(0) or 0) is SlotState.READY
+    assert residency.pool.state(residency.pool.slots.get(0) or 0) is SlotState.READY
     assert not residency.books.holds(8)
     _run(residency, 2, [1, 2, 3, 4])
 
