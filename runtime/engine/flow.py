@@ -13,7 +13,6 @@ T tokens, B sequences, D hidden size, E routed experts per layer, K experts per 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import MoEView
+from expertcast.runtime.engine.decisions import Decision, named, rewritten
 from expertcast.runtime.engine.pace import Pace
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.policies.miss import Lookup, Verdict
@@ -30,30 +30,28 @@ from expertcast.runtime.policies.settings import PolicySet
 from expertcast.runtime.storage.precision import FULL
 
 
-@dataclass(slots=True)
-class Decision:
-    """What a layer executes in place of its router's choice."""
-
-    ids_TK: Tensor
-    weights_TK: Tensor
-    precision: dict[int, str]
-    """By key; experts that are not named come in full."""
-
-
 class TokenForecasts(Protocol):
     """What follows a run and forecasts the routing of the next tokens."""
 
-    def start(self, fresh: bool) -> None: ...
+    def start(self, fresh: bool) -> None:
+        """A forward starts; `fresh`: with new texts."""
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> Tensor | None:
-        """New probabilities [H, L, E] when this layer triggers a forecast: of this token's coming layers and of all
-        layers of the H - 1 tokens after it."""
+        """A router has run; arguments as for :meth:`LayerFlow.see`.
+
+        Returns:
+            New probabilities [H, L, E] when this layer triggers a forecast: of this token's coming layers and of all
+            layers of the H - 1 tokens after it.
+        """
 
 
 class LayerFlow:
     """Drives a residency and a set of policies. All calls come from the thread that runs the model.
 
     Args:
+        residency: books and rules.
+        policies: all of one model.
+        view: the model's MoE layers.
         carry: without a cache, how many first layers of the next token get what they needed last, asked for at the
             last layer: no layer comes early enough to forecast them.
         tokens_ahead: forecasts the next tokens' routing for an eviction policy that takes it.
@@ -92,7 +90,14 @@ class LayerFlow:
             self._pace.start_pass(fresh)
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
-        """A router has run: its scores and what follows from them for the next tokens, to those who read them."""
+        """A router has run: its scores and what follows from them for the next tokens, to those who read them.
+
+        Args:
+            layer: whose router ran.
+            residual_TD: the residual stream before the layer.
+            logits_TE: the router's scores.
+            sequences: B.
+        """
         eviction = self.policies.eviction
         if eviction.reads_scores:
             eviction.see_scores(layer, logits_TE.float().softmax(dim=-1).mean(dim=0).tolist())
@@ -107,6 +112,10 @@ class LayerFlow:
         """Routing and miss policies at work; None: the layer executes what was given, in full.
 
         Args:
+            layer: whose router ran.
+            logits_TE: the router's scores.
+            ids_TK: what would be executed.
+            weights_TK: what it would be weighted with.
             routed: the router chose `ids_TK`; a forecast's experts are not chosen again.
         """
         books = self.residency.books
@@ -127,13 +136,13 @@ class LayerFlow:
         chosen_TK, combine_TK = (ids_TK, weights_TK) if changed is None else changed
         ids, weights = chosen_TK.tolist(), combine_TK.tolist()
         if changed is not None:
-            ids = _named(ids, weights)
+            ids = named(ids, weights)
         verdict = self._verdict(layer, logits_TE, ids, weights, held)
         if changed is None and verdict is None:
             return None
         before = {expert for row in ids_TK.tolist() for expert in row}
         if verdict is not None and (verdict.dropped or verdict.substitute):
-            ids, weights = _rewritten(ids, weights, verdict)
+            ids, weights = rewritten(ids, weights, verdict)
         left_out = before.difference(expert for row in ids for expert in row)
         self.residency.observer.skipped(layer, len(left_out))
         first = layer * self._experts
@@ -224,24 +233,3 @@ class LayerFlow:
             lost = 0.0 if victim is None else by_layer[victim // self._experts].worth(victim) or 0.0
             if worth > lost:
                 residency.load_idle(key)
-
-
-def _named(ids: list[list[int]], weights: list[list[float]]) -> list[list[int]]:
-    """Places with weight 0 name the row's heaviest expert: what is not executed is not asked for."""
-    named = []
-    for row, values in zip(ids, weights, strict=True):
-        heaviest = row[max(range(len(row)), key=values.__getitem__)]
-        named.append([expert if weight else heaviest for expert, weight in zip(row, values, strict=True)])
-    return named
-
-
-def _rewritten(
-    ids: list[list[int]], weights: list[list[float]], verdict: Verdict
-) -> tuple[list[list[int]], list[list[float]]]:
-    """Ids and weights with dropped experts at weight 0 and missing ones replaced by their substitutes."""
-    new_weights = [
-        [0.0 if expert in verdict.dropped else weight for expert, weight in zip(row, values, strict=True)]
-        for row, values in zip(ids, weights, strict=True)
-    ]
-    new_ids = [[verdict.substitute.get(expert, expert) for expert in row] for row in ids]
-    return _named(new_ids, new_weights), new_weights

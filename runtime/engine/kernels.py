@@ -63,6 +63,10 @@ class SlotKernel:
         """The experts' output [T, D] with slot ids in place of expert ids; the bits of the resident model.
 
         Args:
+            experts: the module, with slot views as its parameters.
+            hidden_TD: what the experts get.
+            slots_TK: in which slots each token's experts lie.
+            weights_TK: what their outputs are weighted with.
             ids_TK: the experts that lie in these slots: they, not the slots, say in which order rows are computed.
             slots: `slots_TK` (flat) on the host, if it is known there: spares a CUDA device from being asked.
         """

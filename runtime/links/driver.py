@@ -57,11 +57,18 @@ class CudaDevice:
         torch.cuda.synchronize(self.device)
 
     def to_device(self, target: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
-        """Queue a copy host -> device. From pageable memory the driver stages it, and the call takes as long."""
+        """Queue a copy host -> device. From pageable memory the driver stages it, and the call takes as long.
+
+        Args:
+            target: address on the device.
+            source: address on the host.
+            size: bytes.
+            stream: in whose order the copy is made.
+        """
         self._check(self._driver.cuMemcpyHtoDAsync_v2(target, source, size, stream.cuda_stream))
 
     def to_host(self, target: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
-        """Queue a copy device -> host."""
+        """Queue a copy device -> host; arguments as for :meth:`to_device`, with `target` on the host."""
         self._check(self._driver.cuMemcpyDtoHAsync_v2(target, source, size, stream.cuda_stream))
 
     def address_of(self, host: int) -> int | None:

@@ -62,7 +62,9 @@ class VirtualLink(QueuedLink):
 
         Args:
             block_bytes: of one expert, by precision; the full one is among them.
-            bandwidth, latency: bytes per second, and seconds per copy.
+            bandwidth: bytes per second.
+            latency: seconds per copy.
+            expand_s: seconds that unpacking a copy in lower precision takes of the model's thread.
             write_back: share of an expert's copy that its eviction takes.
 
         Raises:
