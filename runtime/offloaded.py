@@ -6,7 +6,9 @@ L MoE layers, E routed experts per layer, K experts per token.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -17,25 +19,41 @@ from expertcast.data.discovery import experts_implementation
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView, NextToken
 from expertcast.predictors.next_token_tracker import NextTokenTracker
-from expertcast.runtime.arguments import (
-    device_decides,
-)
-from expertcast.runtime.engine.device import DeviceEngine
+from expertcast.runtime.arguments import device_decides
+from expertcast.runtime.engine.base import EXPERTS_NAME, Engine, EngineParts
+from expertcast.runtime.engine.choice import engine_for
 from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.engine.guards import ForwardGuard, in_use, weights_guarded
-from expertcast.runtime.engine.host import EXPERTS_NAME, Engine
 from expertcast.runtime.engine.kernels import SlotKernel
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.choice import fastest_link
 from expertcast.runtime.links.cuda import CudaLink
-from expertcast.runtime.links.kernel import DeviceStatistics, KernelLink
 from expertcast.runtime.policies import CacheShape, Policies
-from expertcast.runtime.recording.observer import Observer
-from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.recording.observer import Observer, Observers
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadParts:
+    """What a model is offloaded with; :func:`expertcast.offload` makes them from its options."""
+
+    store: ExpertStore
+    slots: int
+    """How many experts fit on the device."""
+    link: Link | None
+    """None: the one that measures fastest on this CUDA device."""
+    policies: Policies
+    speculator: Speculator
+    """Which knows the model's MoE layers."""
+    next_token: NextToken | None
+    """Forecasts the next tokens' routing, for an eviction policy that takes it."""
+    kernel: SlotKernel
+    cache: bool
+    """False frees an expert's slot as soon as its layer has run."""
+    observers: Sequence[Observer] = ()
 
 
 class OffloadedModel:
@@ -47,58 +65,56 @@ class OffloadedModel:
     and the model refuses to run from then on.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, view: MoEView, speculator: Speculator, *, slots: int, link: Link | None,
-        policies: Policies, next_token: NextToken | None, cache: bool, kernel_slots: SlotKernel, store: ExpertStore,
-        observer: Observer,
-    ) -> None:  # fmt: skip
+    def __init__(self, model: PreTrainedModel, parts: OffloadParts) -> None:
+        speculator = parts.speculator
         self.model = model
-        self.view = view
+        self.view = view = speculator.view
         self.predictor = speculator.predictor
-        self.policies = policies
+        self.policies = parts.policies
         """Which policies decide what is kept, loaded and dropped."""
         self.executed_layers = speculator.layers
         """Layers that execute their forecast when there is one."""
+        self.store = store = parts.store
+        observer = Observers(parts.observers)
         observer.attached(view.shape.experts)
-        self.stats = RunStatistics(len(view))
         self._stack = ExitStack()
         self._closed = False
         with torch.inference_mode(False), ExitStack() as undo:  # slots and weights outlive an inference_mode
-            self.store = store
             self._reloadable = not next(view[0].experts.parameters()).is_meta
             if not self._reloadable:
                 undo.callback(_refuse_use, view)
-            undo.enter_context(in_use(link, store, speculator.predictor))
+            undo.enter_context(in_use(parts.link, store, speculator.predictor))
             undo.callback(self._put_back)
             store.pack(view)
-            shape = view.shape
-            decide = policies.make(
-                CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=slots)
+            policies = parts.policies.make(
+                CacheShape(layers=len(view), experts=view.shape.experts, top_k=view.shape.top_k, slots=parts.slots)
             )
-            if decide.miss.precisions:
-                store.add_copies(decide.miss.precisions)
-            self.pool = SlotPool(self.store.layout, slots, self.store.device)
+            if policies.miss.precisions:
+                store.add_copies(policies.miss.precisions)
+            self.pool = SlotPool(store.layout, parts.slots, store.device)
+            undo.callback(self.pool.free)
+            link = parts.link
             if link is None:
-                link = fastest_link(self.store, self.pool) if device_decides(policies) else CudaLink()
+                link = fastest_link(store, self.pool) if device_decides(parts.policies) else CudaLink()
             self.link = link
             link.observer = observer
-            link.attach(self.store, self.pool)
+            link.attach(store, self.pool)
             undo.callback(link.close)
             dropped = weakref.finalize(model, link.close)  # whose thread would keep the store of a dropped model
             dropped.atexit = False
             undo.callback(dropped.detach)
-            engine: Engine
-            if isinstance(link, KernelLink):  # its books are on the device
-                self.stats = DeviceStatistics(link, self.store.layout.block_bytes)
-                engine = DeviceEngine(link, self.pool, speculator, decide.prefetch, kernel_slots, observer, keep=cache)
-            else:
-                self.residency = Residency(
-                    self.pool, link, decide.eviction, self.stats, experts=shape.experts, keep=cache
+            self._engine = engine = engine_for(
+                EngineParts(
+                    link=link,
+                    pool=self.pool,
+                    speculator=speculator,
+                    policies=policies,
+                    kernel=parts.kernel,
+                    tokens_ahead=None if parts.next_token is None else NextTokenTracker(parts.next_token),
+                    keep=parts.cache,
                 )
-                carry = 0 if speculator.predictor is None else speculator.ahead
-                follows = None if next_token is None else NextTokenTracker(next_token)
-                self.flow = LayerFlow(self.residency, decide, shape, view=view, carry=carry, tokens_ahead=follows)
-                engine = Engine(self.flow, speculator, kernel_slots, observer)
+            )
+            self.stats = engine.stats
             for layer in view:
                 undo.callback(Engine.detach, layer)
                 engine.attach(layer)
@@ -113,12 +129,30 @@ class OffloadedModel:
             undo.callback(model.__dict__.pop, "_expertcast")
             self._stack = undo.pop_all()
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def flow(self) -> LayerFlow:
+        """What happens at one layer after another, by which policies.
+
+        Raises:
+            ExpertcastError: the link decides on the device: there is no flow on the host.
+        """
+        return self._engine.flow
+
+    @property
+    def residency(self) -> Residency:
+        """Which experts have a slot, and by which rules they lose it.
+
+        Raises:
+            ExpertcastError: the link decides on the device: its tables say so.
+        """
+        return self._engine.flow.residency
+
+    def generate(self, *args: object, **kwargs: object) -> Any:
         """transformers' own `generate`."""
         self._check_open()
         return self.model.generate(*args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         self._check_open()
         return self.model(*args, **kwargs)
 
@@ -146,14 +180,13 @@ class OffloadedModel:
             return
         self._guard.stop()
         self.link.close()
+        self.pool.free()
         self._put_back()
         self._closed = True
         self._stack.close()
 
     def _put_back(self) -> None:
         """Weights first: until they are all there, the model refuses to run."""
-        if hasattr(self, "pool"):
-            self.pool.free()
         try:
             with torch.inference_mode(False):
                 self.store.unpack()
@@ -176,7 +209,7 @@ _EXPERTS_FREED = "this model was loaded offloaded and closed, its experts are fr
 def _refuse_use(view: MoEView) -> None:
     """The experts are gone for good: neither a forward nor a saved file may come out of this model."""
 
-    def refuse(*_args: Any) -> None:
+    def refuse(*_args: object) -> None:
         raise ExpertcastError(_EXPERTS_FREED)
 
     for layer in view:

@@ -19,12 +19,12 @@ from expertcast.runtime.arguments import (
     slot_count,
 )
 from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.engine.base import EXPERTS_NAME, Engine
 from expertcast.runtime.engine.guards import refuse_shared
-from expertcast.runtime.engine.host import EXPERTS_NAME, Engine
 from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
 from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.offloaded import OffloadedModel
-from expertcast.runtime.recording.observer import Observer, Observers
+from expertcast.runtime.offloaded import OffloadedModel, OffloadParts
+from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.storage.store import ExpertStore
 
 
@@ -68,19 +68,18 @@ def offload(
     if config.mode == "exact" and (config.true_weights or config.layers is not None):
         warnings.warn("layers and true_weights have no effect in mode 'exact'", stacklevel=2)
     count = slot_count(config, view, ExpertStore.block_bytes_of(view))
-    return OffloadedModel(
-        model,
-        view,
-        speculator,
+    parts = OffloadParts(
+        store=make_store(config, view, device),
         slots=count,
         link=make_link(config, device.type),
         policies=policies,
+        speculator=speculator,
         next_token=resolve_next_token(config.next_token, view, policies, device),
+        kernel=SlotKernel(kernel_of(model), count),
         cache=config.cache,
-        kernel_slots=SlotKernel(kernel_of(model), count),
-        store=make_store(config, view, device),
-        observer=Observers(observers) if observers else Observer(),
+        observers=observers,
     )
+    return OffloadedModel(model, parts)
 
 
 def _refuse_offloaded(model: PreTrainedModel) -> None:

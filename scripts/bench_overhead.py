@@ -19,7 +19,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +28,16 @@ from expertcast.checkpoints.provenance import provenance
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.taps import RouterCall
 from expertcast.predictors.base import Forecast
+from expertcast.predictors.view import MoEView
 from expertcast.runtime.engine.flow import LayerFlow
-from expertcast.runtime.engine.host import Engine
+from expertcast.runtime.engine.host import HostEngine
 from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.links.base import Copy, Link
 from expertcast.runtime.policies import CacheShape, Policies
-from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -50,7 +50,7 @@ class NoLink(Link):
 
     name = "none"
 
-    def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
         return Copy(key, slot, urgent, started=True, done=True)
 
     def wait(self, copy: Copy) -> None:
@@ -159,7 +159,7 @@ def run(steps: list[Step], *, forecasts: bool) -> tuple[float, float]:
     return seconds / ((len(steps) - warm) * LAYERS), (total.misses + total.prefetched) / total.requests
 
 
-def build() -> tuple[Engine, Any, ListedForecasts, RunStatistics]:
+def build() -> tuple[HostEngine, MoEView, ListedForecasts, RunStatistics]:
     """The runtime's own parts around a link and a kernel that do nothing."""
     config = Qwen3MoeConfig(
         vocab_size=32, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
@@ -174,7 +174,7 @@ def build() -> tuple[Engine, Any, ListedForecasts, RunStatistics]:
     speculator = ListedForecasts(view, None)
     policies = Policies().make(CacheShape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, slots=SLOTS))
     flow = LayerFlow(Residency(pool, link, policies.eviction, stats, experts=EXPERTS), policies, view.shape)
-    engine = Engine(flow, speculator, NoKernel(kernel_of(model), SLOTS), Observer())
+    engine = HostEngine(flow, speculator, NoKernel(kernel_of(model), SLOTS))
     for layer in view:
         engine.attach(layer)
     return engine, view, speculator, stats

@@ -9,61 +9,62 @@ T tokens, D hidden size, E routed experts per layer, K experts per token, P toke
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
 from expertcast.data.taps import RouterCall, capturing
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import MoELayer
-from expertcast.runtime.engine.host import Engine
-from expertcast.runtime.engine.kernels import SlotKernel, combine, row_order
+from expertcast.runtime.engine.base import Engine, EngineParts
+from expertcast.runtime.engine.kernels import SlotKernel, row_order
 from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.links.kernel import KernelLink
+from expertcast.runtime.links.kernel import DeviceStatistics, KernelLink
 from expertcast.runtime.policies.prefetch import PrefetchPolicy
 from expertcast.runtime.recording.observer import Observer, State
 from expertcast.runtime.storage.slots import SlotPool
 
 
 class DeviceEngine(Engine):
-    """The same interface as :class:`Engine`, and its rules for what is loaded when.
+    """Drives a kernel's link: its tables decide on the device, by the rules of the host's books with LRU.
 
     Args:
+        link: with the tables.
+        pool: the slots.
+        speculator: makes forecasts and says which of them are executed.
+        prefetch: which of a forecast's experts are asked for.
+        kernel: computes with slots in place of experts.
         keep: False gives a layer's slots back as soon as it has run.
     """
 
     def __init__(
-        self,
-        link: KernelLink,
-        pool: SlotPool,
-        speculator: Speculator,
-        prefetch: PrefetchPolicy,
-        kernel: SlotKernel,
-        observer: Observer,
-        *,
-        keep: bool = True,
-    ) -> None:
+        self, link: KernelLink, pool: SlotPool, speculator: Speculator, prefetch: PrefetchPolicy, kernel: SlotKernel,
+        *, keep: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(speculator, kernel, pool, link.observer)
+        self._enter = _outside_graphs(link.observer)
+        self.stats = DeviceStatistics(link, pool.layout.block_bytes)
         self._link = link
         self._tables = link.residency
-        self._pool = pool
-        self._speculator = speculator
         self._prefetch_policy = prefetch
-        self._kernel = kernel
-        self._observer = observer
         self._keep = keep
-        self._experts = speculator.view.shape.experts
-        self._pointers = {name: view.data_ptr() for name, view in pool.views.items()}
         self._ids_TK: Tensor | None = None
         """What the running layer was prepared for."""
         self._layer = -1
         self._ticket = 0
         """Calls of the link that the running layer waits for."""
-        self._halfway = False
-        """Tables say more than has been copied: only when a call was cut short."""
+
+    @classmethod
+    def of(cls, parts: EngineParts) -> DeviceEngine:
+        """The engine for parts whose link decides on the device."""
+        link = parts.link
+        assert isinstance(link, KernelLink), f"link {link.name!r} has no tables on the device"
+        return cls(link, parts.pool, parts.speculator, parts.policies.prefetch, parts.kernel, keep=parts.keep)
 
     def on_start(self, fresh: bool) -> None:
-        """A forward starts. The tables stay true whatever cut the last one short, but for a call between the two."""
         self._link.follow()
-        if self._halfway:
+        if self._halfway:  # else the tables are true, whatever cut the last forward short
             self._tables.clear()
             self._halfway = False
         self._ids_TK = None
@@ -71,7 +72,6 @@ class DeviceEngine(Engine):
         self._speculator.start(fresh)
 
     def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
-        """Misses of this layer go out first, then its forecast's."""
         self._enter("policy", call.layer)
         executed = self._speculator.executed(call)
         self._prepare(call.layer, call.ids_TK if executed is None else executed[0])
@@ -84,11 +84,10 @@ class DeviceEngine(Engine):
         return executed
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """The layer's experts over their slots."""
         self._enter("policy", layer.index)
         self._check_untouched(layer)
         if not self._fits(ids_TK):
-            output_TD = self._run_in_chunks(layer, hidden_TD, ids_TK, weights_TK)
+            output_TD = self._run_chunks(layer, hidden_TD, weights_TK, self._chunks(layer.index, ids_TK.reshape(-1)))
         else:
             if ids_TK is not self._ids_TK or layer.index != self._layer:  # another hook changed the routing after ours
                 self._prepare(layer.index, ids_TK)
@@ -100,10 +99,6 @@ class DeviceEngine(Engine):
         self._ids_TK = None
         self._enter("compute", layer.index + 1)
         return output_TD
-
-    def _enter(self, state: State, layer: int) -> None:
-        if not capturing():
-            self._observer.enter(state, layer)
 
     def _fits(self, ids_TK: Tensor) -> bool:
         return self._tables.width(ids_TK) <= self._pool.count
@@ -136,27 +131,23 @@ class DeviceEngine(Engine):
         self._link.join(ticket)
         self._enter("compute", layer)
 
-    def _run_in_chunks(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """The same products in several kernel calls, one reduction at the end; a chunk loads while another computes."""
-        top_k = ids_TK.shape[1]
-        ids_P, order_P = ids_TK.reshape(-1), row_order(ids_TK)
-        output_PD = hidden_TD.new_empty(ids_P.shape[0], hidden_TD.shape[1])
-        chunks = self._chunks_of(layer.index, ids_P)
+    def _chunks(self, layer: int, ids_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """A chunk's pairs with their slots, once its copies are waited for; the next one loads meanwhile."""
+        order_P = row_order(ids_P)
+        chunks = self._chunks_of(layer, ids_P)
         ticket = None
         for within_E, after_E in zip(chunks, [*chunks[1:], None], strict=True):
             if ticket is None:
-                ticket = self._bring(layer.index, ids_P, within_E)
+                ticket = self._bring(layer, ids_P, within_E)
             pairs = order_P[within_E[ids_P[order_P]]]
-            slots_P = self._tables.slots_for(layer.index, ids_P[pairs])
+            slots = self._tables.slots_for(layer, ids_P[pairs])
             following = None
             if after_E is not None and self._pool.count > 1:  # one slot cannot load while it is read
-                following = self._bring(layer.index, ids_P, after_E) - ticket
-            self._join(layer.index, ticket)
-            output_PD[pairs] = self._kernel.run_pairs(layer.experts, hidden_TD[pairs // top_k], slots_P)
-            self._enter("policy", layer.index)
+                following = self._bring(layer, ids_P, after_E) - ticket
+            self._join(layer, ticket)
+            yield pairs, slots
             ticket = following
-        self._enter("compute", layer.index)
-        return combine(output_PD, weights_TK, hidden_TD.dtype)
+        self._enter("compute", layer)
 
     def _chunks_of(self, layer: int, ids_P: Tensor) -> list[Tensor]:
         """bool [E] per chunk of half the slots, resident experts first."""
@@ -165,3 +156,13 @@ class DeviceEngine(Engine):
         none_E = torch.zeros(self._experts, dtype=torch.bool, device=ids_P.device)
         size = max(1, self._pool.count // 2)
         return [none_E.scatter(0, experts[start : start + size], True) for start in range(0, len(experts), size)]
+
+
+def _outside_graphs(observer: Observer) -> Callable[[State, int], None]:
+    """`observer.enter`, but not while a graph is captured: nothing runs then."""
+
+    def enter(state: State, layer: int) -> None:
+        if not capturing():
+            observer.enter(state, layer)
+
+    return enter

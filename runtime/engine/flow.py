@@ -13,7 +13,6 @@ T tokens, B sequences, D hidden size, E routed experts per layer, K experts per 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import ModelShape, MoEView
+from expertcast.runtime.engine.decisions import Decision, named, rewritten
 from expertcast.runtime.engine.pace import Pace
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.policies.miss import Lookup, Verdict
@@ -30,30 +30,28 @@ from expertcast.runtime.policies.settings import PolicySet
 from expertcast.runtime.storage.precision import FULL
 
 
-@dataclass(slots=True)
-class Decision:
-    """What a layer executes in place of its router's choice."""
-
-    ids_TK: Tensor
-    weights_TK: Tensor
-    precision: dict[int, str]
-    """By key; experts that are not named come in full."""
-
-
 class TokenForecasts(Protocol):
     """What follows a run and forecasts the routing of the next tokens."""
 
-    def start(self, fresh: bool) -> None: ...
+    def start(self, fresh: bool) -> None:
+        """A forward starts; `fresh`: with new texts."""
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> Tensor | None:
-        """New probabilities [H, L, E] when this layer triggers a forecast: of this token's coming layers and of all
-        layers of the H - 1 tokens after it."""
+        """A router has run; arguments as for :meth:`LayerFlow.see`.
+
+        Returns:
+            New probabilities [H, L, E] when this layer triggers a forecast: of this token's coming layers and of all
+            layers of the H - 1 tokens after it.
+        """
 
 
 class LayerFlow:
     """Drives a residency and a set of policies. All calls come from the thread that runs the model.
 
     Args:
+        residency: books and rules.
+        policies: all of one model.
+        shape: of the model.
         view: the model whose routers route; needed by policies that have them route anew.
         carry: without a cache, how many first layers of the next token get what they needed last, asked for at the
             last layer: no layer comes early enough to forecast them.
@@ -83,7 +81,7 @@ class LayerFlow:
         self.reads_logits = policies.eviction.reads_scores or tokens_ahead is not None
         """Whether :meth:`see` must be called."""
         reads = policies.prefetch.reads_transfer
-        self._pace = Pace(residency, shape.layers, self._experts) if reads else None
+        self._pace = Pace(residency, shape.layers) if reads else None
 
     def start_pass(self, fresh: bool) -> None:
         """A forward starts; `fresh`: with new texts."""
@@ -94,7 +92,14 @@ class LayerFlow:
             self._pace.start_pass(fresh)
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
-        """A router has run: its scores and what follows from them for the next tokens, to those who read them."""
+        """A router has run: its scores and what follows from them for the next tokens, to those who read them.
+
+        Args:
+            layer: whose router ran.
+            residual_TD: the residual stream before the layer.
+            logits_TE: the router's scores.
+            sequences: B.
+        """
         eviction = self.policies.eviction
         if eviction.reads_scores:
             eviction.see_scores(layer, logits_TE.float().softmax(dim=-1).mean(dim=0).tolist())
@@ -109,15 +114,19 @@ class LayerFlow:
         """Routing and miss policies at work; None: the layer executes what was given, in full.
 
         Args:
+            layer: whose router ran.
+            logits_TE: the router's scores.
+            ids_TK: what would be executed.
+            weights_TK: what it would be weighted with.
             routed: the router chose `ids_TK`; a forecast's experts are not chosen again.
         """
-        residency = self.residency
-        held = residency.held(layer)
+        books = self.residency.books
+        held = books.held(layer)
         changed: tuple[Tensor, Tensor] | None = None
         if self._reroutes and routed:
             cached_E = torch.zeros(self._experts, dtype=torch.bool)
             cached_E[list(held)] = True
-            free = residency.free(layer)
+            free = books.free(layer)
             cached_E = cached_E.to(logits_TE.device)
             assert self._view is not None, "policies that route need the model's own routers"
             changed = self.policies.routing.route(
@@ -129,15 +138,15 @@ class LayerFlow:
         chosen_TK, combine_TK = (ids_TK, weights_TK) if changed is None else changed
         ids, weights = chosen_TK.tolist(), combine_TK.tolist()
         if changed is not None:
-            ids = _named(ids, weights)
+            ids = named(ids, weights)
         verdict = self._verdict(layer, logits_TE, ids, weights, held)
         if changed is None and verdict is None:
             return None
-        stats = residency.stats.layers[layer]
         before = {expert for row in ids_TK.tolist() for expert in row}
         if verdict is not None and (verdict.dropped or verdict.substitute):
-            ids, weights = _rewritten(ids, weights, verdict)
-        stats.skipped += len(before.difference(expert for row in ids for expert in row))
+            ids, weights = rewritten(ids, weights, verdict)
+        left_out = before.difference(expert for row in ids for expert in row)
+        self.residency.observer.skipped(layer, len(left_out))
         first = layer * self._experts
         return Decision(
             torch.tensor(ids, dtype=ids_TK.dtype, device=ids_TK.device),
@@ -162,7 +171,7 @@ class LayerFlow:
                 weights=weights,
                 probabilities=lambda: logits_TE.float().softmax(dim=-1).tolist(),
                 held=held,
-                free=self.residency.free(layer),
+                free=self.residency.books.free(layer),
             )
         )
 
@@ -171,10 +180,10 @@ class LayerFlow:
 
         The caller requests chunk i + 1 before it waits for chunk i.
         """
-        limit = self.residency.limit(layer)
+        limit = self.residency.books.limit(layer)
         if layer < self._carry:
             self._carried[layer] = keys if len(keys) <= limit // 2 else []
-        self.residency.link.observer.needed(layer, keys)
+        self.residency.observer.needed(layer, keys)
         self.residency.settle(layer, keys)
         if self._pace is not None:
             experts = [key % self._experts for key in keys]
@@ -186,7 +195,7 @@ class LayerFlow:
 
     def _chunks(self, keys: list[int], limit: int) -> list[list[int]]:
         """Half the slots at a time, so that one chunk loads while another computes; what is held goes last."""
-        keys = sorted(keys, key=lambda key: (not self.residency.holds(key), key))
+        keys = sorted(keys, key=lambda key: (not self.residency.books.holds(key), key))
         size = max(1, limit // 2)
         return [keys[start : start + size] for start in range(0, len(keys), size)]
 
@@ -205,7 +214,7 @@ class LayerFlow:
     def _pre_evict(self, wanted: Wanted) -> None:
         first = wanted.layer * self._experts
         predicted = {expert for row in wanted.ids for expert in row}
-        resident = sum(self.residency.holds(first + expert) for expert in predicted)
+        resident = sum(self.residency.books.holds(first + expert) for expert in predicted)
         probability_E = wanted.probability_TE.mean(dim=0).tolist()
         target = self.policies.pre_eviction.release_target(probability_E, predicted, resident)
         self.residency.free_up(wanted.layer, target, {first + expert for expert in predicted})
@@ -226,24 +235,3 @@ class LayerFlow:
             lost = 0.0 if victim is None else by_layer[victim // self._experts].worth(victim) or 0.0
             if worth > lost:
                 residency.load_idle(key)
-
-
-def _named(ids: list[list[int]], weights: list[list[float]]) -> list[list[int]]:
-    """Places with weight 0 name the row's heaviest expert: what is not executed is not asked for."""
-    named = []
-    for row, values in zip(ids, weights, strict=True):
-        heaviest = row[max(range(len(row)), key=values.__getitem__)]
-        named.append([expert if weight else heaviest for expert, weight in zip(row, values, strict=True)])
-    return named
-
-
-def _rewritten(
-    ids: list[list[int]], weights: list[list[float]], verdict: Verdict
-) -> tuple[list[list[int]], list[list[float]]]:
-    """Ids and weights with dropped experts at weight 0 and missing ones replaced by their substitutes."""
-    new_weights = [
-        [0.0 if expert in verdict.dropped else weight for expert, weight in zip(row, values, strict=True)]
-        for row, values in zip(ids, weights, strict=True)
-    ]
-    new_ids = [[verdict.substitute.get(expert, expert) for expert in row] for row in ids]
-    return _named(new_ids, new_weights), new_weights

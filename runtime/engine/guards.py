@@ -13,22 +13,22 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any
+from typing import NoReturn
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from expertcast.data.discovery import PROBE_EXPERTS
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoEView
 
-_IN_USE: WeakSet[Any] = WeakSet()
+_IN_USE: WeakSet[object] = WeakSet()
 """Links, stores and predictors of open offloads."""
 
 
-def refuse_shared(*parts: Any) -> None:
+def refuse_shared(*parts: object) -> None:
     """Refuse a link, store or predictor object that serves another offload now.
 
     Raises:
@@ -42,7 +42,7 @@ def refuse_shared(*parts: Any) -> None:
 
 
 @contextmanager
-def in_use(*parts: Any) -> Iterator[None]:
+def in_use(*parts: object) -> Iterator[None]:
     """These objects belong to one offload."""
     mine = [part for part in parts if part is not None]
     _IN_USE.update(mine)
@@ -62,7 +62,7 @@ class ForwardGuard:
     def __init__(self, model: PreTrainedModel, view: MoEView, name: str) -> None:
         self._base = model.base_model
         self._name = name
-        configs: list[Any] = [layer.experts.config for layer in view]
+        configs: list[PreTrainedConfig] = [layer.experts.config for layer in view]
         self._configs = list({id(config): config for config in configs}.values())
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -91,7 +91,7 @@ class ForwardGuard:
             self._stopped = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before(self, _module: nn.Module, _args: Any) -> None:
+    def _before(self, _module: nn.Module, _args: object) -> None:
         for config in self._configs:
             name = config._experts_implementation
             if name not in (self._name, PROBE_EXPERTS):
@@ -120,7 +120,7 @@ class ForwardGuard:
             self._running = own
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _after(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+    def _after(self, _module: nn.Module, _args: object, _output: object) -> None:
         self._running = None
 
 
@@ -154,8 +154,8 @@ def weights_guarded(model: PreTrainedModel, view: MoEView) -> Iterator[None]:
         yield
 
 
-def _refuse(what: str) -> Callable[..., Any]:
-    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+def _refuse(what: str) -> Callable[..., NoReturn]:
+    def refuse(*_args: object, **_kwargs: object) -> NoReturn:
         raise ExpertcastError(f"the model's experts are offloaded: close the offload before {what}")
 
     return refuse

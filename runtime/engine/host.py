@@ -5,31 +5,23 @@ T tokens, D hidden size, E routed experts per layer, K experts per token. An exp
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from torch import Tensor
 
 from expertcast.data.taps import RouterCall
 from expertcast.predictors.base import Forecast
-from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer
+from expertcast.runtime.engine.base import Engine, EngineParts
 from expertcast.runtime.engine.flow import LayerFlow
-from expertcast.runtime.engine.kernels import SlotKernel, combine, row_order
+from expertcast.runtime.engine.kernels import SlotKernel, row_order
+from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.links.readback import Pending, Readback
 from expertcast.runtime.links.upload import Upload
-from expertcast.runtime.recording.observer import Observer, State
-
-EXPERTS_NAME = "expertcast"
-"""Name of our experts function in transformers' registry."""
-
-_RUNNING: WeakKeyDictionary[nn.Module, tuple[ref[Engine], int]] = WeakKeyDictionary()
-"""Experts modules that are offloaded now, with their layer. The engine, which holds the model, lives in its hooks."""
-
+from expertcast.runtime.recording.statistics import RunStatistics
 
 _FEW_IDS = 512
 """Up to so many ids a list serves better than a table of all experts."""
@@ -49,31 +41,24 @@ class _Plan:
     """Of the keys that need not come in full."""
 
 
-class Engine:
-    """Drives flow and kernel from the router hook (:meth:`on_router`) and the experts function (:meth:`run`)."""
+class HostEngine(Engine):
+    """Drives flow and kernel from the host, which reads every layer's routing back.
 
-    def __init__(
-        self,
-        flow: LayerFlow,
-        speculator: Speculator,
-        kernel: SlotKernel,
-        observer: Observer,
-    ) -> None:
-        self._flow = flow
-        self._residency = residency = flow.residency
-        self._speculator = speculator
-        self._kernel = kernel
-        self._observer = observer
-        self._pool = residency.pool
-        self._stats = residency.stats
-        self._experts = speculator.view.shape.experts
+    Args:
+        flow: policies and books.
+        speculator: makes forecasts and says which of them are executed.
+        kernel: computes with slots in place of experts.
+    """
+
+    def __init__(self, flow: LayerFlow, speculator: Speculator, kernel: SlotKernel) -> None:
+        residency = flow.residency
+        super().__init__(speculator, kernel, residency.pool, residency.observer)
+        self._flow, self._residency, self.stats = flow, residency, residency.stats
         self._last = len(speculator.view) - 1
         self._readback = Readback(self._pool.device)
         self._upload = Upload(self._pool.device)
         self._prefetch_late = self._pool.device.type != "cpu"
         """Whether kernels run beside the host: then a forecast is read back after the layer's kernels are launched."""
-        self._halfway = False
-        """A call of ours began and, as far as is known, did not end: books and copies may not agree."""
         self._plan: _Plan | None = None
         self._forecast: tuple[Forecast, Pending, Pending] | None = None
         """The forecast made at this layer, whose ids and weights are on their way to the host."""
@@ -81,29 +66,29 @@ class Engine:
         """Ids (flat) of forecasts by target layer, as far as the host has them."""
         self._complete = False
         """The last forward ran to its last layer."""
-        self._pointers = {name: view.data_ptr() for name, view in self._pool.views.items()}
 
-    def attach(self, layer: MoELayer) -> None:
-        """Put the slot views in the place of a layer's parameters."""
-        for name, view in self._pool.views.items():
-            layer.experts._parameters[name] = nn.Parameter(view, requires_grad=False)
-        _RUNNING[layer.experts] = (ref(self), layer.index)
+    @classmethod
+    def of(cls, parts: EngineParts) -> HostEngine:
+        """Books and flow for the parts, and the engine that drives them."""
+        speculator = parts.speculator
+        view, policies = speculator.view, parts.policies
+        residency = Residency(
+            parts.pool,
+            parts.link,
+            policies.eviction,
+            RunStatistics(len(view)),
+            experts=view.shape.experts,
+            keep=parts.keep,
+        )
+        carry = 0 if speculator.predictor is None else speculator.ahead
+        flow = LayerFlow(residency, policies, view, carry=carry, tokens_ahead=parts.tokens_ahead)
+        return cls(flow, speculator, parts.kernel)
 
-    def layer(self, index: int) -> MoELayer:
-        return self._speculator.view[index]
-
-    @staticmethod
-    def detach(layer: MoELayer) -> None:
-        _RUNNING.pop(layer.experts, None)
-        layer.experts.__dict__["num_experts"] = layer.num_experts  # a kernel that was interrupted left that of slots
-
-    @staticmethod
-    def is_attached(model: nn.Module) -> bool:
-        """Whether any experts module of the model is offloaded."""
-        return any(module in _RUNNING for module in model.modules())
+    @property
+    def flow(self) -> LayerFlow:
+        return self._flow
 
     def on_start(self, fresh: bool) -> None:
-        """A forward starts; whatever an earlier one left behind when it was cut short is cleared."""
         self._residency.link.follow()
         self._plan = None
         self._forecast = None
@@ -119,7 +104,6 @@ class Engine:
         self._speculator.start(fresh)
 
     def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
-        """Misses of this layer go out first; the forecast is made while they are under way."""
         self._halfway = True
         self._enter("policy", call.layer)
         executed = forecast_executed = self._speculator.executed(call)
@@ -153,9 +137,6 @@ class Engine:
             return executed, None
         return (decision.ids_TK, decision.weights_TK), decision.precision
 
-    def _enter(self, state: State, layer: int) -> None:
-        self._observer.enter(state, layer)
-
     def _prefetch(self, layer: int) -> None:
         if self._forecast is not None:
             forecast, ids, weights = self._forecast
@@ -166,7 +147,6 @@ class Engine:
         self._flow.finish(layer)
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """The layer's experts over their slots."""
         self._halfway = True
         self._enter("policy", layer.index)
         self._check_untouched(layer)
@@ -174,11 +154,11 @@ class Engine:
         if plan is None or plan.layer != layer.index or not _same(plan.ids_TK, ids_TK):
             plan = self._begin(layer.index, ids_TK, False)
         self._plan = None
-        stats = self._stats.layers[layer.index]
-        stats.steps += 1
-        stats.chunks += len(plan.chunks)
-        run = self._run_whole if len(plan.chunks) == 1 else self._run_chunks
-        output_TD = run(layer, plan, hidden_TD, ids_TK, weights_TK)
+        self._observer.ran(layer.index, len(plan.chunks))
+        if len(plan.chunks) == 1:
+            output_TD = self._run_whole(layer, plan, hidden_TD, ids_TK, weights_TK)
+        else:
+            output_TD = self._run_chunks(layer, hidden_TD, weights_TK, self._chunks(plan, ids_TK.reshape(-1)))
         if self._prefetch_late:
             self._prefetch(layer.index)
         self._complete = layer.index == self._last
@@ -188,8 +168,6 @@ class Engine:
 
     def _begin(self, layer: int, ids_TK: Tensor, forecast: bool, precision: dict[int, str] | None = None) -> _Plan:
         """Request what a layer executes; `forecast`: these are the ids of the layer's forecast."""
-        if self._plan is not None:  # another hook changed the routing after ours, or another experts function ran
-            self._residency.withdraw(self._plan.chunks[0])
         first = layer * self._experts
         flat: list[int] | None = self._known_ids.pop(layer, None)
         if not forecast or flat is None:
@@ -219,23 +197,17 @@ class Engine:
         self._residency.release(keys)
         return output_TD
 
-    def _run_chunks(
-        self, layer: MoELayer, plan: _Plan, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
-    ) -> Tensor:
-        """The same products in several kernel calls, one reduction at the end."""
-        top_k = ids_TK.shape[1]
-        ids_P, order_P = ids_TK.reshape(-1), row_order(ids_TK)
-        output_PD = hidden_TD.new_empty(ids_P.shape[0], hidden_TD.shape[1])
-        for index, keys in enumerate(plan.chunks):
-            if index + 1 < len(plan.chunks):
-                self._residency.request(plan.chunks[index + 1], plan.precision)
-            slots_P = self._slot_table(layer.index, keys)[ids_P]
+    def _chunks(self, plan: _Plan, ids_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """A chunk's pairs with their slots, once its copies are waited for; the next one loads meanwhile."""
+        order_P = row_order(ids_P)
+        for keys, following in zip(plan.chunks, [*plan.chunks[1:], None], strict=True):
+            if following is not None:
+                self._residency.request(following, plan.precision)
+            slots_P = self._slot_table(plan.layer, keys)[ids_P]
             pairs = order_P[slots_P[order_P] >= 0]
-            self._wait(layer.index, keys)
-            output_PD[pairs] = self._kernel.run_pairs(layer.experts, hidden_TD[pairs // top_k], slots_P[pairs])
-            self._enter("policy", layer.index)
+            self._wait(plan.layer, keys)
+            yield pairs, slots_P[pairs]
             self._residency.release(keys)
-        return combine(output_PD, weights_TK, hidden_TD.dtype)
 
     def _wait(self, layer: int, keys: list[int]) -> None:
         self._enter("wait", layer)
@@ -250,48 +222,6 @@ class Engine:
             table[key - first] = self._pool.slots[key]
         return self._upload.send(table)
 
-    def _check_untouched(self, layer: MoELayer) -> None:
-        for name, pointer in self._pointers.items():
-            if layer.experts._parameters[name].data_ptr() != pointer:  # type: ignore[union-attr]
-                raise ExpertcastError(
-                    f"{layer.experts_name}.{name} was changed or moved while the model is offloaded: close the offload "
-                    "first, then move or change the model"
-                )
-
 
 def _same(ids_TK: Tensor, other_TK: Tensor) -> bool:
     return ids_TK is other_TK or torch.equal(ids_TK, other_TK)
-
-
-# traced, it would do its books once and for all: a compiled model is compiled around it
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _offloaded_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    found = _RUNNING.get(experts)
-    engine = None if found is None else found[0]()
-    if found is None or engine is None:
-        raise ExpertcastError(
-            f"experts implementation {EXPERTS_NAME!r} runs only inside expertcast.offload(model): set another one, "
-            "such as 'grouped_mm' (or does this model share its config with an offloaded one?)"
-        )
-    with torch.no_grad():
-        output_TD = engine.run(engine.layer(found[1]), hidden_states, top_k_index, top_k_weights)
-    if torch.is_grad_enabled() and hidden_states.requires_grad:
-        refused: Tensor = _NoBackward.apply(hidden_states, output_TD)  # type: ignore[no-untyped-call]
-        return refused
-    return output_TD
-
-
-class _NoBackward(torch.autograd.Function):
-    """A backward would find other experts in the slots: refuse it."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, output_TD: Tensor) -> Tensor:
-        del ctx, hidden_TD
-        return output_TD.view_as(output_TD)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise ExpertcastError("an offloaded model has no gradients: close the offload before training the model")
-
-
-ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _offloaded_experts)

@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
+from expertcast.predictors.plain import Json
+
 ExpertsForward = Callable[..., Tensor]
 
 _KERNELS: dict[str, ExpertsForward] = {
@@ -61,6 +63,10 @@ class SlotKernel:
         """The experts' output [T, D] with slot ids in place of expert ids; the bits of the resident model.
 
         Args:
+            experts: the module, with slot views as its parameters.
+            hidden_TD: what the experts get.
+            slots_TK: in which slots each token's experts lie.
+            weights_TK: what their outputs are weighted with.
             ids_TK: the experts that lie in these slots: they, not the slots, say in which order rows are computed.
             slots: `slots_TK` (flat) on the host, if it is known there: spares a CUDA device from being asked.
         """
@@ -94,7 +100,7 @@ class SlotKernel:
 
     def _groups(
         self, experts: nn.Module, slots_TK: Tensor, order: Callable[[], Tensor], slots: Sequence[int] | None
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[object]:
         """What stands between the kernel and `grouped_mm` over so many slots on such a device; often nothing."""
         if not self._grouped:
             return nullcontext()
@@ -153,8 +159,8 @@ class _ExpertOrder(TorchFunctionMode):
         """(slot, rows), in the order of the rows."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Json | None = None
+    ) -> object:
         if func is torch.sort and args[0].shape == self._order_P.shape:
             sorted_P = self._slots_P[self._order_P]
             self._groups = [(slot, len(list(rows))) for slot, rows in groupby(sorted_P.tolist())]
@@ -178,8 +184,8 @@ class _SlotRanges(TorchFunctionMode):
         self._groups = sorted(Counter(slots).items())
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Json | None = None
+    ) -> object:
         if func not in _GROUPED_MM:
             return func(*args, **(kwargs or {}))
         rows, weight = args[:2]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -28,6 +27,8 @@ class Speculator:
     is what the next forecast is made from (trap 2 under row B19).
 
     Args:
+        view: the model's MoE layers.
+        predictor: bound to `view`; None: no forecasts.
         layers: layers that execute their forecast; the others follow their own router. A layer without a
             forecast (the first `ahead` ones) follows its own router whatever is said here.
         true_weights: execute the forecast's ids with the true router's weights over them.
@@ -145,15 +146,18 @@ def speculate(
     true_weights: bool = False,
     prefill: bool = True,
     ahead: int = 1,
-    observe: Callable[[RouterCall, Tensor], Any] | None = None,
+    observe: Callable[[RouterCall, Tensor], object] | None = None,
 ) -> Iterator[Speculator]:
     """Run a model, resident or offloaded, with forecasts executed at its MoE layers; hooks only.
 
     Args:
+        model: whose layers `view` holds.
+        view: its MoE layers.
         predictor: bound to `view`.
         layers: layers that execute their forecast; None for all that have one.
         true_weights: the forecast's ids with the true router's weights over them.
         prefill: speculate in steps of more than one token per sequence too (teacher-forced evaluation).
+        ahead: how many layers ahead forecasts are made.
         observe: called after each router with the call and the ids [T, K] that the layer executes.
 
     Raises:

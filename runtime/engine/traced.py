@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,10 +91,10 @@ class TracedForecasts:
         with warnings.catch_warnings(), _frozen(self._predictor, target.norm, target.router):
             warnings.simplefilter("ignore")  # deprecation; and branches on values, which the checked calls look after
             try:
-                traced: Any = torch.jit.trace(forecast, _inputs(state), check_trace=False)  # type: ignore[no-untyped-call]
+                traced: Callable[..., _Inputs] = torch.jit.trace(forecast, _inputs(state), check_trace=False)  # type: ignore[no-untyped-call]
             except (RuntimeError, TypeError, ValueError, AttributeError):  # not this predictor, or not this torch
                 return None
-        return cast(Callable[..., _Inputs], traced)
+        return traced
 
 
 @contextmanager

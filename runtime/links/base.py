@@ -1,4 +1,4 @@
-"""What moves experts from the store into slots. The base is here with the plain synchronous link.
+"""What moves experts from the store into slots: the base of all links.
 
 Order of copies, for every link: urgent ones (this layer's misses) first, then forecasts in the order in
 which they were asked for. A forecast's copy that has not started can be promoted or cancelled.
@@ -6,12 +6,13 @@ which they were asked for. A forecast's copy that has not started can be promote
 
 from __future__ import annotations
 
-import ctypes
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
@@ -39,6 +40,10 @@ class Link(ABC):
     """
 
     name: str
+    decides_on_device: bool = False
+    """Whether tables on the device say what is copied, which no host reads: that takes an engine of its own."""
+    latency: float = 0.0
+    """Seconds that a copy takes whatever its size, as far as the link knows."""
 
     def __init__(self) -> None:
         self.bytes_moved = 0
@@ -80,6 +85,14 @@ class Link(ABC):
         self.mark_read([copy.slot])  # it may be given up before anything else reads it
         self.observer.expanded(copy.key, time.perf_counter() - start)
 
+    def twin(self) -> Link:
+        """A new link, not attached, that is as fast as this one when nothing disturbs it.
+
+        Raises:
+            ExpertcastError: nothing is known about how fast this link is.
+        """
+        raise ExpertcastError(f"link {self.name!r} cannot be measured: use 'emulated', 'instant' or a CUDA device")
+
     def given_up(self) -> None:
         """An expert lost its slot to another one. The store keeps all weights: there is nothing to copy back."""
 
@@ -87,7 +100,11 @@ class Link(ABC):
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
         """Queue a copy; returns at once where the link can.
 
-        In less than full precision the packed block goes to the slot's first bytes: :meth:`expand` it.
+        Args:
+            key: the expert.
+            slot: where its block goes.
+            urgent: a layer that runs needs it; else a forecast asks for it.
+            precision: in less than the full one the packed block goes to the slot's first bytes: :meth:`expand` it.
 
         Raises:
             ExpertcastError: the store holds no copies in this precision, or the link moves full ones only.
@@ -148,60 +165,29 @@ class Link(ABC):
         self.observer.copied(copy.key, copy.key // self._store.experts, start, end, copy.urgent)
 
 
-class InstantLink(Link):
-    """Copies when asked, in the caller's thread: the simplest link, and the reference for the others."""
+class QueuedLink(Link):
+    """Holds the copies of forecasts back until they are issued: misses overtake them, useless ones are dropped.
 
-    name = "instant"
-
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
-        start = time.perf_counter()
-        if precision == FULL:
-            self._pool.block(slot).copy_(self._store.block(key))
-        else:
-            packed = self._store.copies(precision).block(key)
-            self._pool.block(slot)[: packed.numel()] = packed
-        copy = Copy(key, slot, urgent, started=True, done=True, precision=precision)
-        self._count(copy, start, time.perf_counter())
-        return copy
-
-    def wait(self, copy: Copy) -> None:
-        assert copy.done
-
-    def restart(self) -> None:
-        """Nothing is ever queued."""
-
-
-_SMALL_COPY = 1 << 16
-"""Bytes that move in less time than another thread takes to hand the interpreter's lock back."""
-
-_memmove_locked = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
-)
-
-
-class HostMover:
-    """memmove between two tensors in host memory, with the interpreter's lock released unless the copy is small.
-
-    `Tensor.copy_` would start a second team of OpenMP threads in the copying thread and take cores from compute.
+    A copy that has been issued is `started`, and comes after all that were issued before it.
     """
 
-    def __init__(self, store: ExpertStore, pool: SlotPool) -> None:
-        self._store = store
-        self._size = store.layout.block_bytes
-        self._experts = store.experts
-        self._sources = [store.block(layer * store.experts).data_ptr() for layer in range(store.layers)]
-        self._target = pool.block(0).data_ptr()
+    def __init__(self) -> None:
+        super().__init__()
+        self._queued: deque[Copy] = deque()
 
-    def move(self, key: int, slot: int, start: int = 0, end: int | None = None, precision: str = FULL) -> None:
-        """Copy the bytes [start, end) of a block to the same place in its slot."""
-        if precision == FULL:
-            size = self._size
-            layer, expert = divmod(key, self._experts)
-            source = self._sources[layer] + expert * size
-        else:
-            packed = self._store.copies(precision)
-            size = packed.block_bytes
-            source = packed.address + key * size
-        target = self._target + slot * self._size
-        count = (size if end is None else end) - start
-        (_memmove_locked if count <= _SMALL_COPY else ctypes.memmove)(target + start, source + start, count)
+    @abstractmethod
+    def _issue(self, copy: Copy) -> None:
+        """Start the copy behind all that have been started."""
+
+    def promote(self, copy: Copy) -> None:
+        if not copy.started:
+            copy.urgent = True
+            self._queued.remove(copy)
+            self._issue(copy)
+
+    def cancel(self, copy: Copy) -> bool:
+        if copy.started:
+            return False
+        copy.cancelled = True
+        self._queued.remove(copy)
+        return True

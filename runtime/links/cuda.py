@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.links.base import Copy, Link
+from expertcast.runtime.links.base import Copy, QueuedLink
 from expertcast.runtime.links.driver import CudaDevice, EventPool, ForwardOrder
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
@@ -41,7 +41,7 @@ class _DeviceCopy(Copy):
     arrived: torch.cuda.Event | None = None
 
 
-class CudaLink(Link):
+class CudaLink(QueuedLink):
     """Copies over PCIe or NVLink.
 
     Args:
@@ -58,7 +58,6 @@ class CudaLink(Link):
         if window is not None and window < 1:
             raise ExpertcastError(f"window={window}: give 1 or more")
         self._window_given = window
-        self._queued: deque[_DeviceCopy] = deque()
         self._issued: deque[_DeviceCopy] = deque()
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
@@ -101,21 +100,6 @@ class CudaLink(Link):
             self._queued.append(copy)
             self._pump()
         return copy
-
-    def promote(self, copy: Copy) -> None:
-        assert isinstance(copy, _DeviceCopy)
-        if not copy.started:
-            copy.urgent = True
-            self._queued.remove(copy)
-            self._issue(copy)
-
-    def cancel(self, copy: Copy) -> bool:
-        assert isinstance(copy, _DeviceCopy)
-        if copy.started:
-            return False
-        copy.cancelled = True
-        self._queued.remove(copy)
-        return True
 
     def wait(self, copy: Copy) -> None:
         """Make the current stream wait; the host goes on."""
@@ -167,7 +151,8 @@ class CudaLink(Link):
         while self._queued and len(self._issued) < self._window:
             self._issue(self._queued.popleft())
 
-    def _issue(self, copy: _DeviceCopy) -> None:
+    def _issue(self, copy: Copy) -> None:
+        assert isinstance(copy, _DeviceCopy)
         copy.started = True
         begun, arrived = self._timed.take(), self._timed.take()
         target = self._target + copy.slot * self._size

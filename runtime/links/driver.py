@@ -33,6 +33,7 @@ class CudaDevice:
         self._driver = _driver()
 
     def new_stream(self, priority: int = 0) -> torch.cuda.Stream:
+        """A stream on this device; the lower the number, the sooner it gets its turn."""
         return torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
 
     def current_stream(self) -> torch.cuda.Stream:
@@ -40,6 +41,7 @@ class CudaDevice:
         return torch.cuda.current_stream(self.device)
 
     def new_event(self, *, timing: bool = False) -> torch.cuda.Event:
+        """An event, with a clock if `timing`."""
         return torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
 
     def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
@@ -55,11 +57,18 @@ class CudaDevice:
         torch.cuda.synchronize(self.device)
 
     def to_device(self, target: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
-        """Queue a copy host -> device. From pageable memory the driver stages it, and the call takes as long."""
+        """Queue a copy host -> device. From pageable memory the driver stages it, and the call takes as long.
+
+        Args:
+            target: address on the device.
+            source: address on the host.
+            size: bytes.
+            stream: in whose order the copy is made.
+        """
         self._check(self._driver.cuMemcpyHtoDAsync_v2(target, source, size, stream.cuda_stream))
 
     def to_host(self, target: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
-        """Queue a copy device -> host."""
+        """Queue a copy device -> host; arguments as for :meth:`to_device`, with `target` on the host."""
         self._check(self._driver.cuMemcpyDtoHAsync_v2(target, source, size, stream.cuda_stream))
 
     def address_of(self, host: int) -> int | None:
@@ -91,9 +100,11 @@ class EventPool:
         self._free: list[torch.cuda.Event] = []
 
     def take(self) -> torch.cuda.Event:
+        """One that nobody uses."""
         return self._free.pop() if self._free else self._device.new_event(timing=self._timing)
 
     def give(self, event: torch.cuda.Event) -> None:
+        """It is not used any more."""
         self._free.append(event)
 
 

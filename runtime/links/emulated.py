@@ -16,7 +16,8 @@ import time
 from dataclasses import dataclass, field
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.links.base import Copy, HostMover, Link
+from expertcast.runtime.links.base import Copy, Link
+from expertcast.runtime.links.mover import HostMover
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -37,7 +38,10 @@ class EmulatedLink(Link):
     """A link with `bandwidth` bytes per second and `latency` seconds per copy.
 
     Args:
+        bandwidth: bytes per second.
+        latency: seconds per copy.
         jitter: up to this many extra seconds per copy, at random: for tests of the order of events.
+        seed: of these.
     """
 
     name = "emulated"
@@ -79,6 +83,9 @@ class EmulatedLink(Link):
     @property
     def copy_s(self) -> float:
         return self.latency + self._store.layout.block_bytes / self.bandwidth
+
+    def twin(self) -> Link:
+        return EmulatedLink(self.bandwidth, self.latency)
 
     def _push(self, copy: _QueuedCopy) -> None:
         with self._changed:

@@ -46,6 +46,7 @@ class KernelLink(Link):
     """
 
     name = "kernel"
+    decides_on_device = True
 
     def __init__(self) -> None:
         self._plain = 0
@@ -73,7 +74,9 @@ class KernelLink(Link):
         """Queue the copies behind everything the current stream has been given so far.
 
         Args:
-            layer, urgent: for the observer, which gets one span per call.
+            moves: which block goes into which slot.
+            layer: for the observer, which gets one span per call.
+            urgent: likewise.
         """
         if self._stream is None:
             start = time.perf_counter()

@@ -26,7 +26,7 @@ class Pending:
     def __init__(self, host: Tensor, entry: _Entry | None = None) -> None:
         self._host = host
         self._entry = entry
-        self._values: Any = None
+        self._values: object = None
 
     def tolist(self) -> Any:
         """What `Tensor.tolist()` gives; on CUDA once the copy has come. The second call costs nothing."""

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.links.base import InstantLink, Link
-from expertcast.runtime.links.emulated import EmulatedLink
+from expertcast.runtime.links.base import Link
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -45,17 +43,8 @@ def link_speed(link: Link, store: ExpertStore) -> LinkSpeed:
     if store.device.type == "cuda":
         return _cuda_speed(store)
     block_bytes = store.layout.block_bytes
-    copy_s = _block_seconds(store, _twin(link))
-    latency = link.latency if isinstance(link, EmulatedLink) else 0.0
-    return LinkSpeed(rate=block_bytes / copy_s, copy_s=copy_s, latency_s=latency)
-
-
-def _twin(link: Link) -> Link:
-    if isinstance(link, EmulatedLink):
-        return EmulatedLink(link.bandwidth, link.latency)
-    if isinstance(link, InstantLink):
-        return InstantLink()
-    raise ExpertcastError(f"link {link.name!r} cannot be measured: use 'emulated', 'instant' or a CUDA device")
+    copy_s = _block_seconds(store, link.twin())
+    return LinkSpeed(rate=block_bytes / copy_s, copy_s=copy_s, latency_s=link.latency)
 
 
 def _block_seconds(store: ExpertStore, link: Link) -> float:

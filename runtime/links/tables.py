@@ -43,6 +43,12 @@ class DeviceResidency:
 
     Nothing here looks at a value on the host. What :meth:`bring` and :meth:`expect` return must be copied before a
     kernel reads the slots, and before the next call's copies.
+
+    Args:
+        layers: L.
+        experts: E.
+        slots: S.
+        device: where slots and tables are.
     """
 
     def __init__(self, *, layers: int, experts: int, slots: int, device: torch.device) -> None:

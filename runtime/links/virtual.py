@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.links.base import Copy, Link
+from expertcast.runtime.links.base import Copy, QueuedLink
 from expertcast.runtime.storage.precision import FULL
 
 
@@ -20,7 +20,7 @@ class VirtualCopy(Copy):
     arrives: float = math.inf
 
 
-class VirtualLink(Link):
+class VirtualLink(QueuedLink):
     """Copies take as long as they are said to; nothing is moved.
 
     Args:
@@ -52,7 +52,6 @@ class VirtualLink(Link):
         self._free_at = 0.0
         """When the last issued copy arrives."""
         self._issued: deque[VirtualCopy] = deque()
-        self._queued: deque[VirtualCopy] = deque()
 
     @classmethod
     def of(
@@ -63,7 +62,9 @@ class VirtualLink(Link):
 
         Args:
             block_bytes: of one expert, by precision; the full one is among them.
-            bandwidth, latency: bytes per second, and seconds per copy.
+            bandwidth: bytes per second.
+            latency: seconds per copy.
+            expand_s: seconds that unpacking a copy in lower precision takes of the model's thread.
             write_back: share of an expert's copy that its eviction takes.
             expand_s, window, blocking: as for the class.
 
@@ -92,27 +93,12 @@ class VirtualLink(Link):
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> VirtualCopy:
         copy = VirtualCopy(key, slot, urgent, precision=precision, seconds=self._seconds[precision])
         if urgent or len(self._issued) < self._window:
-            self._issue(copy, self.now)
+            self._issue(copy)
         else:
             self._queued.append(copy)
         if self._blocking:
             self.wait(copy)
         return copy
-
-    def promote(self, copy: Copy) -> None:
-        assert isinstance(copy, VirtualCopy)
-        if not copy.started and not copy.urgent:
-            copy.urgent = True
-            self._queued.remove(copy)
-            self._issue(copy, self.now)
-
-    def cancel(self, copy: Copy) -> bool:
-        assert isinstance(copy, VirtualCopy)
-        if copy.started:
-            return False
-        copy.cancelled = True
-        self._queued.remove(copy)
-        return True
 
     def wait(self, copy: Copy) -> None:
         """Let time pass until the copy has arrived."""
@@ -150,10 +136,14 @@ class VirtualLink(Link):
                 self._issue(self._queued.popleft(), arrived.arrives)
 
     def spend(self, seconds: float) -> None:
+        """The model's thread does something else for so long; copies go on."""
         self.run_until(self.now + seconds)
 
-    def _issue(self, copy: VirtualCopy, time: float) -> None:
-        """Behind everything that was issued before, at `time` at the earliest."""
+    def _issue(self, copy: Copy, time: float | None = None) -> None:
+        """Behind everything that was issued before, at `time` (now) at the earliest."""
+        assert isinstance(copy, VirtualCopy)
+        if time is None:
+            time = self.now
         copy.started = True
         start = self._free_at if self._free_at > time else time
         self._free_at = copy.arrives = start + copy.seconds

@@ -1,4 +1,4 @@
-"""Each layer's own times, and the waits and copies, from the spans of a recorded run.
+"""Each layer's own times, from the spans of a recorded run.
 
 L MoE layers.
 """
@@ -59,48 +59,15 @@ def layer_times(recorder: Recorder) -> LayerTimes:
             samples[part, layer].append(seconds)
             steps[step] += seconds
     if not samples:
-        raise ExpertcastError("nothing was recorded: give offload(..., recorder=Recorder(device)) and run decode steps")
+        raise ExpertcastError("nothing was recorded: offload(..., observers=[Recorder(device)]) and run decode steps")
     typical = {place: statistics.median(seconds) for place, seconds in samples.items()}
     stretch = statistics.median(steps.values()) / sum(typical.values())
     layers = max(layer for _, layer in samples)
     columns = {
-        part: [stretch * typical.get((part, layer), 0.0) for layer in range(layers)]
+        f"{part}_s": [stretch * typical.get((part, layer), 0.0) for layer in range(layers)]
         for part in ("before", "request", "forecast", "prefetch", "launch", "experts")
     }
-    return LayerTimes(
-        before_s=columns["before"],
-        request_s=columns["request"],
-        forecast_s=columns["forecast"],
-        prefetch_s=columns["prefetch"],
-        launch_s=columns["launch"],
-        experts_s=columns["experts"],
-        tail_s=stretch * typical["before", layers],
-    )
-
-
-def forecast_seconds(recorder: Recorder) -> float:
-    """Seconds of one forecast: median over the recorded ones, 0 when there were none.
-
-    A layer without a forecast leaves a span of next to nothing; only steps' layers that have a target count.
-    """
-    times = layer_times(recorder).forecast_s
-    longest = max(times)
-    made = [seconds for seconds in times if seconds > 0.1 * longest]
-    return statistics.median(made) if made else 0.0
-
-
-def wait_seconds(recorder: Recorder) -> list[float]:
-    """[L] seconds per step that each layer waited for copies, mean over steps."""
-    spans = [span for span in recorder.spans() if span.state == "wait"]
-    steps = len(recorder.steps())
-    layers = max((span.layer for span in recorder.spans()), default=0)
-    return [sum(span.seconds for span in spans if span.layer == layer) / steps for layer in range(layers)]
-
-
-def copy_seconds(recorder: Recorder) -> float:
-    """Seconds of one expert's copy as the run's copies took: their median, 0 when nothing was copied."""
-    copies = recorder.copies()
-    return statistics.median(copy.seconds for copy in copies) if copies else 0.0
+    return LayerTimes(**columns, tail_s=stretch * typical["before", layers], late_s=0.0)
 
 
 def _visits(spans: Sequence[Span]) -> list[tuple[int, int, list[Span]]]:

@@ -5,7 +5,8 @@ T tokens, D hidden size, E routed experts per layer. An expert's key is layer * 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from inspect import isfunction
 from typing import Literal
 
 import torch
@@ -34,11 +35,54 @@ class Observer:
     def needed(self, layer: int, keys: Sequence[int]) -> None:
         """What a layer executes is known and about to be requested (distinct keys)."""
 
+    def skipped(self, layer: int, experts: int) -> None:
+        """A lossy policy left out or replaced so many experts that the router chose."""
+
+    def requested(self, layer: int, keys: Sequence[int], missing: Sequence[int], again: int, forecast: int) -> None:
+        """A layer that runs asks for experts, all at once or in chunks.
+
+        Args:
+            layer: whose experts they are.
+            keys: all that it asks for.
+            missing: those of them that have no slot.
+            again: how many of the missing ones were evicted earlier in this forward.
+            forecast: how many of the others a forecast brought in and no layer has asked for before.
+        """
+
     def asked(self, layer: int, keys: Sequence[int]) -> None:
         """A forecast asks for experts of a later layer, most needed first; or the last layer, for the next token."""
 
+    def loading(self, layer: int, nbytes: int, urgent: bool) -> None:
+        """The link has been given the copy of an expert; `urgent`: the layer at work asked for it, no forecast."""
+
+    def dropped(self, layer: int, nbytes: int, forecast: bool) -> None:
+        """A copy was taken back before it began; `forecast`: one that no layer has asked for."""
+
+    def evicted(self, layer: int) -> None:
+        """An expert gave its slot to another one."""
+
+    def waited(self, layer: int, seconds: float, in_time: int) -> None:
+        """Compute was made to wait for requested experts (host time).
+
+        Args:
+            layer: whose experts they are.
+            seconds: how long the model's thread was held up.
+            in_time: how many of the experts that a forecast brought in had arrived before.
+        """
+
+    def ran(self, layer: int, chunks: int) -> None:
+        """A layer's experts run in so many kernel calls."""
+
     def copied(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
-        """A copy was under way from `start` to `end` (`time.perf_counter`, or :meth:`device_time` on CUDA)."""
+        """A copy was under way.
+
+        Args:
+            key: the expert; -1 for a call of the device's own link, which moves several.
+            layer: whose expert it is.
+            start: when it began, by `time.perf_counter`, or by :meth:`device_time` on CUDA.
+            end: when it had arrived.
+            urgent: a layer was waiting for it, no forecast.
+        """
 
     def expanded(self, key: int, seconds: float) -> None:
         """A copy in lower precision was expanded to the full block, in so many seconds of the model's thread."""
@@ -50,38 +94,30 @@ class Observer:
 
 
 class Observers(Observer):
-    """Several at once, told in their order."""
+    """Several at once, told in their order.
 
-    def __init__(self, observers: Sequence[Observer]) -> None:
+    An event goes straight to those that listen to it: to one of them it is a plain call, to none of them next to
+    nothing.
+    """
+
+    def __init__(self, observers: Iterable[Observer]) -> None:
         self._observers = tuple(observers)
-
-    def attached(self, experts: int) -> None:
-        for observer in self._observers:
-            observer.attached(experts)
-
-    def enter(self, state: State, layer: int) -> None:
-        for observer in self._observers:
-            observer.enter(state, layer)
-
-    def routed(self, layer: int, residual_TD: Tensor, logits_TE: Tensor) -> None:
-        for observer in self._observers:
-            observer.routed(layer, residual_TD, logits_TE)
-
-    def needed(self, layer: int, keys: Sequence[int]) -> None:
-        for observer in self._observers:
-            observer.needed(layer, keys)
-
-    def asked(self, layer: int, keys: Sequence[int]) -> None:
-        for observer in self._observers:
-            observer.asked(layer, keys)
-
-    def copied(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
-        for observer in self._observers:
-            observer.copied(key, layer, start, end, urgent)
-
-    def expanded(self, key: int, seconds: float) -> None:
-        for observer in self._observers:
-            observer.expanded(key, seconds)
+        for event in _EVENTS:
+            heard = [getattr(observer, event) for observer in self._observers]
+            heard = [hears for hears in heard if getattr(hears, "__func__", hears) is not getattr(Observer, event)]
+            if heard:
+                self.__dict__[event] = heard[0] if len(heard) == 1 else _each(heard)
 
     def device_time(self, event: torch.cuda.Event) -> float:
         return max((observer.device_time(event) for observer in self._observers), default=0.0)
+
+
+_EVENTS = [name for name, value in vars(Observer).items() if isfunction(value) and name != "device_time"]
+
+
+def _each(heard: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    def tell(*args: object) -> None:
+        for hears in heard:
+            hears(*args)
+
+    return tell

@@ -41,6 +41,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
+        """How long it lasts."""
         return self.end - self.start
 
 

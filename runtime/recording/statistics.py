@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+
+from expertcast.predictors.plain import Json
+from expertcast.runtime.recording.observer import Observer
 
 
 @dataclass(slots=True)
@@ -39,11 +42,52 @@ class LayerStatistics:
     """Kernel calls; more than steps when a step's experts did not fit the slots."""
 
 
-class RunStatistics:
-    """`layers[l]` counts layer l; `as_dict` adds totals."""
+class RunStatistics(Observer):
+    """Counts what it is told: `layers[l]` of layer l, `as_dict` with totals.
+
+    Args:
+        layers: MoE layers of the model.
+    """
 
     def __init__(self, layers: int) -> None:
         self.layers = [LayerStatistics() for _ in range(layers)]
+
+    def skipped(self, layer: int, experts: int) -> None:
+        self.layers[layer].skipped += experts
+
+    def requested(self, layer: int, keys: Sequence[int], missing: Sequence[int], again: int, forecast: int) -> None:
+        count, misses = self.layers[layer], len(missing)
+        count.requests += len(keys)
+        count.misses += misses
+        count.hits += len(keys) - misses
+        count.collisions += again
+        count.prefetched_used += forecast
+
+    def loading(self, layer: int, nbytes: int, urgent: bool) -> None:
+        count = self.layers[layer]
+        count.bytes_moved += nbytes
+        if not urgent:
+            count.prefetched += 1
+
+    def dropped(self, layer: int, nbytes: int, forecast: bool) -> None:
+        count = self.layers[layer]
+        count.bytes_moved -= nbytes
+        if forecast:
+            count.prefetched -= 1
+            count.dropped += 1
+
+    def evicted(self, layer: int) -> None:
+        self.layers[layer].evicted += 1
+
+    def waited(self, layer: int, seconds: float, in_time: int) -> None:
+        count = self.layers[layer]
+        count.waited_s += seconds
+        count.prefetched_in_time += in_time
+
+    def ran(self, layer: int, chunks: int) -> None:
+        count = self.layers[layer]
+        count.steps += 1
+        count.chunks += chunks
 
     def reset(self) -> None:
         """Set everything to zero."""
@@ -51,6 +95,7 @@ class RunStatistics:
 
     @property
     def total(self) -> LayerStatistics:
+        """All layers together."""
         return LayerStatistics(
             **{f.name: sum(getattr(layer, f.name) for layer in self.layers) for f in fields(LayerStatistics)}
         )
@@ -61,7 +106,7 @@ class RunStatistics:
         total = self.total
         return total.hits / total.requests if total.requests else 0.0
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """Totals and `hit_rate`, with `per_layer` beside them."""
         return {
             **asdict(self.total),

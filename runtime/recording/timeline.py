@@ -11,15 +11,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from expertcast.data.writer import write_atomically
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import Json
 from expertcast.runtime.recording.recorder import Recorder, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.typing import ColorType
 
 COMPUTE, LINK = 1, 2
 """Thread ids of the rows."""
@@ -27,13 +29,13 @@ _ROW_NAMES = {COMPUTE: "compute", LINK: "link"}
 _FORECAST, _WAIT, _HOST = "#e8871e", "#d1495b", "#d9d9d9"
 
 
-def chrome_trace(recorders: Mapping[str, Recorder]) -> dict[str, Any]:
+def chrome_trace(recorders: Mapping[str, Recorder]) -> Json:
     """The runs in the JSON object form of the trace event format; times in microseconds.
 
     Args:
         recorders: by name of the run.
     """
-    events: list[dict[str, Any]] = []
+    events: list[Json] = []
     for process, (name, recorder) in enumerate(recorders.items(), start=1):
         spans, copies = list(recorder.spans()), list(recorder.copies())
         origin = min((span.start for span in (*spans, *copies)), default=0.0)
@@ -83,7 +85,7 @@ def draw_steps(recorders: Mapping[str, Recorder], png_path: str | Path, *, steps
     _write(Path(png_path), picture.getvalue())
 
 
-def _labels(process: int, name: str) -> list[dict[str, Any]]:
+def _labels(process: int, name: str) -> list[Json]:
     """Metadata events: what Perfetto writes beside the rows, and their order."""
     labels = [("process_name", 0, {"name": name}), ("process_sort_index", 0, {"sort_index": process})]
     for thread, row in _ROW_NAMES.items():
@@ -91,8 +93,8 @@ def _labels(process: int, name: str) -> list[dict[str, Any]]:
     return [{"ph": "M", "name": key, "pid": process, "tid": thread, "args": args} for key, thread, args in labels]
 
 
-def _event(label: str, span: Span, process: int, thread: int, origin: float) -> dict[str, Any]:
-    args: dict[str, Any] = {"layer": span.layer}
+def _event(label: str, span: Span, process: int, thread: int, origin: float) -> Json:
+    args: Json = {"layer": span.layer}
     if span.state == "copy":
         args |= {"expert": span.expert, "urgent": span.urgent}
     else:
@@ -171,7 +173,9 @@ def _draw_run(axis: Axes, spans: list[Span], copies: list[Span], layers: int, le
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _bars(axis: Axes, spans: Sequence[Span], row: int, colour: Any, *, edge: str = "black", hatch: str = "") -> None:
+def _bars(
+    axis: Axes, spans: Sequence[Span], row: int, colour: ColorType, *, edge: str = "black", hatch: str = ""
+) -> None:
     if spans:
         axis.broken_barh(
             [(1e3 * span.start, 1e3 * span.seconds) for span in spans],
@@ -198,7 +202,7 @@ def _name_layers(axis: Axes, spans: Sequence[Span], row: int, length_s: float) -
             axis.text(middle, row, str(span.layer), ha="center", va="center", fontsize=6.5, bbox=box, clip_on=True)
 
 
-def _colour(layer: int, layers: int) -> Any:
+def _colour(layer: int, layers: int) -> ColorType:
     """One colour per layer; neighbours differ in lightness too. What follows the last layer is grey."""
     from matplotlib import colormaps
 

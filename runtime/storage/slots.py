@@ -17,6 +17,8 @@ from expertcast.runtime.storage.packed import PackedExperts
 
 
 class SlotState(Enum):
+    """What may be done with a slot; see :meth:`SlotPool.mark` for the order."""
+
     FREE = "free"
     LOADING = "loading"
     READY = "ready"
@@ -50,10 +52,12 @@ class SlotPool:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all slots."""
         return self._buffer.numel()
 
     @property
     def free_count(self) -> int:
+        """Slots that hold no expert."""
         return len(self._free)
 
     def free(self) -> None:
@@ -71,13 +75,12 @@ class SlotPool:
         block = self.block(slot)
         packed.layout.expand(block[: packed.block_bytes], block)
 
-    def slot_of(self, key: int) -> int | None:
-        return self.slots.get(key)
-
     def key_of(self, slot: int) -> int | None:
+        """The expert that has this slot."""
         return self._key_of[slot]
 
     def state(self, slot: int) -> SlotState:
+        """What may be done with this slot."""
         return self._state[slot]
 
     def resident(self) -> list[int]:

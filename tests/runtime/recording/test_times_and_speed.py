@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import pytest
@@ -12,11 +13,35 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.links.speed import link_speed
 from expertcast.runtime.offloading import offload
-from expertcast.runtime.recording.layer_times import copy_seconds, forecast_seconds, wait_seconds
 from expertcast.runtime.recording.layer_times import layer_times as times_of
 from expertcast.runtime.recording.recorder import Recorder, Span
 from tests.runtime.links.manual import ManualLink
 from tests.runtime.made import MadeRecorder, record, spans_of
+
+
+def forecast_seconds(recorder: Recorder) -> float:
+    """Seconds of one forecast: median over the recorded ones, 0 when there were none.
+
+    A layer without a forecast leaves a span of next to nothing; only steps' layers that have a target count.
+    """
+    times = times_of(recorder).forecast_s
+    longest = max(times)
+    made = [seconds for seconds in times if seconds > 0.1 * longest]
+    return statistics.median(made) if made else 0.0
+
+
+def wait_seconds(recorder: Recorder) -> list[float]:
+    """[L] seconds per step that each layer waited for copies, mean over steps."""
+    spans = [span for span in recorder.spans() if span.state == "wait"]
+    steps = len(recorder.steps())
+    layers = max((span.layer for span in recorder.spans()), default=0)
+    return [sum(span.seconds for span in spans if span.layer == layer) / steps for layer in range(layers)]
+
+
+def copy_seconds(recorder: Recorder) -> float:
+    """Seconds of one expert's copy as the run's copies took: their median, 0 when nothing was copied."""
+    copies = recorder.copies()
+    return statistics.median(copy.seconds for copy in copies) if copies else 0.0
 
 
 def _layer(layer: int, scale: float, wait: float, *, forecast: float = 0.0) -> list[tuple[str, int, float]]:

@@ -1,0 +1,187 @@
+"""What every engine is: it stands between a model's routers, its experts' modules and the slots.
+
+Router hooks call :meth:`Engine.on_start` and :meth:`Engine.on_router`; the experts function that is registered here
+under :data:`EXPERTS_NAME` finds the engine of its module and calls :meth:`Engine.run`.
+
+T tokens, D hidden size, E routed experts per layer, K experts per token, P = T x K token-expert pairs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import MoELayer
+from expertcast.runtime.engine.flow import LayerFlow, TokenForecasts
+from expertcast.runtime.engine.kernels import SlotKernel, combine
+from expertcast.runtime.engine.speculation import Speculator
+from expertcast.runtime.engine.taps import RouterCall
+from expertcast.runtime.links.base import Link
+from expertcast.runtime.policies.settings import PolicySet
+from expertcast.runtime.recording.observer import Observer, State
+from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.storage.slots import SlotPool
+
+EXPERTS_NAME = "expertcast"
+"""Name of our experts function in transformers' registry."""
+
+_RUNNING: WeakKeyDictionary[nn.Module, tuple[ref[Engine], int]] = WeakKeyDictionary()
+"""Experts modules that are offloaded now, with their layer. The engine, which holds the model, lives in its hooks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What an engine drives, all for one model."""
+
+    link: Link
+    """Attached to the pool."""
+    pool: SlotPool
+    speculator: Speculator
+    policies: PolicySet
+    kernel: SlotKernel
+    tokens_ahead: TokenForecasts | None = None
+    """Forecasts the next tokens' routing, for an eviction policy that takes it."""
+    keep: bool = True
+    """A cache: False frees an expert's slot as soon as its layer has run."""
+
+
+class Engine(ABC):
+    """Runs a model's MoE layers from slots.
+
+    Args:
+        speculator: makes forecasts and says which of them are executed.
+        kernel: computes with slots in place of experts.
+        pool: the slots.
+        observer: is told what happens.
+    """
+
+    stats: RunStatistics
+
+    def __init__(self, speculator: Speculator, kernel: SlotKernel, pool: SlotPool, observer: Observer) -> None:
+        self._speculator, self._kernel, self._pool = speculator, kernel, pool
+        self._observer = observer
+        self._enter: Callable[[State, int], None] = observer.enter
+        self._experts = speculator.view.shape.experts
+        self._pointers = {name: view.data_ptr() for name, view in pool.views.items()}
+        self._halfway = False
+        """A call began that moves experts and, as far as is known, did not end: books and slots may not agree."""
+
+    @property
+    def flow(self) -> LayerFlow:
+        """Policies and books, where the host has them.
+
+        Raises:
+            ExpertcastError: this engine keeps them on the device.
+        """
+        raise ExpertcastError("the books of this offload are on the device: it has no flow and no residency")
+
+    def attach(self, layer: MoELayer) -> None:
+        """Put the slot views in the place of a layer's parameters."""
+        for name, view in self._pool.views.items():
+            layer.experts._parameters[name] = nn.Parameter(view, requires_grad=False)
+        _RUNNING[layer.experts] = (ref(self), layer.index)
+
+    @staticmethod
+    def detach(layer: MoELayer) -> None:
+        """The layer's experts run no longer from slots; whose parameters they get is for others to say."""
+        _RUNNING.pop(layer.experts, None)
+        layer.experts.__dict__["num_experts"] = layer.num_experts  # a kernel that was interrupted left that of slots
+
+    @staticmethod
+    def is_attached(model: nn.Module) -> bool:
+        """Whether any experts module of the model is offloaded."""
+        return any(module in _RUNNING for module in model.modules())
+
+    @abstractmethod
+    def on_start(self, fresh: bool) -> None:
+        """A forward starts, with new texts if `fresh`; what an earlier one left that was cut short is cleared."""
+
+    @abstractmethod
+    def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
+        """A router has run: its layer's misses go out first, then its forecast is made and asked for.
+
+        Returns:
+            (ids, weights) that are executed in place of the router's, or None.
+        """
+
+    @abstractmethod
+    def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """The layer's experts over their slots.
+
+        Args:
+            layer: which is attached.
+            hidden_TD: what the experts get.
+            ids_TK: which of them, per token.
+            weights_TK: what their outputs are weighted with.
+
+        Raises:
+            ExpertcastError: the layer's parameters are not the slots any more.
+        """
+
+    def _run_chunks(
+        self, layer: MoELayer, hidden_TD: Tensor, weights_TK: Tensor, chunks: Iterable[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """The same products in several kernel calls, one reduction at the end.
+
+        Args:
+            layer: whose experts they are.
+            hidden_TD: what the experts get.
+            weights_TK: what their outputs are weighted with.
+            chunks: pairs (0..P-1), in the order in which they are computed, with their slots. A chunk is read from
+                its slots when it comes, and has been when the next one is asked for.
+        """
+        tokens, top_k = weights_TK.shape
+        output_PD = hidden_TD.new_empty(tokens * top_k, hidden_TD.shape[1])
+        for pairs, slots in chunks:
+            output_PD[pairs] = self._kernel.run_pairs(layer.experts, hidden_TD[pairs // top_k], slots)
+            self._enter("policy", layer.index)
+        return combine(output_PD, weights_TK, hidden_TD.dtype)
+
+    def _check_untouched(self, layer: MoELayer) -> None:
+        for name, pointer in self._pointers.items():
+            if layer.experts._parameters[name].data_ptr() != pointer:  # type: ignore[union-attr]
+                raise ExpertcastError(
+                    f"{layer.experts_name}.{name} was changed or moved while the model is offloaded: close the offload "
+                    "first, then move or change the model"
+                )
+
+
+# traced, it would do its books once and for all: a compiled model is compiled around it
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _offloaded_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    found = _RUNNING.get(experts)
+    engine = None if found is None else found[0]()
+    if found is None or engine is None:
+        raise ExpertcastError(
+            f"experts implementation {EXPERTS_NAME!r} runs only inside expertcast.offload(model): set another one, "
+            "such as 'grouped_mm' (or does this model share its config with an offloaded one?)"
+        )
+    with torch.no_grad():
+        output_TD = engine.run(engine._speculator.view[found[1]], hidden_states, top_k_index, top_k_weights)
+    if torch.is_grad_enabled() and hidden_states.requires_grad:
+        refused: Tensor = _NoBackward.apply(hidden_states, output_TD)  # type: ignore[no-untyped-call]
+        return refused
+    return output_TD
+
+
+class _NoBackward(torch.autograd.Function):
+    """A backward would find other experts in the slots: refuse it."""
+
+    @staticmethod
+    def forward(ctx: object, hidden_TD: Tensor, output_TD: Tensor) -> Tensor:
+        del ctx, hidden_TD
+        return output_TD.view_as(output_TD)
+
+    @staticmethod
+    def backward(ctx: object, *gradients: object) -> None:
+        raise ExpertcastError("an offloaded model has no gradients: close the offload before training the model")
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _offloaded_experts)

@@ -1,0 +1,43 @@
+"""What routing and miss policies make of a layer's routing, as rows of ids and weights on the host.
+
+T tokens, K experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from expertcast.runtime.policies.miss import Verdict
+
+
+@dataclass(slots=True)
+class Decision:
+    """What a layer executes in place of its router's choice."""
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    precision: dict[int, str]
+    """By key; experts that are not named come in full."""
+
+
+def named(ids: list[list[int]], weights: list[list[float]]) -> list[list[int]]:
+    """Places with weight 0 name the row's heaviest expert: what is not executed is not asked for."""
+    named = []
+    for row, values in zip(ids, weights, strict=True):
+        heaviest = row[max(range(len(row)), key=values.__getitem__)]
+        named.append([expert if weight else heaviest for expert, weight in zip(row, values, strict=True)])
+    return named
+
+
+def rewritten(
+    ids: list[list[int]], weights: list[list[float]], verdict: Verdict
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Ids and weights with dropped experts at weight 0 and missing ones replaced by their substitutes."""
+    new_weights = [
+        [0.0 if expert in verdict.dropped else weight for expert, weight in zip(row, values, strict=True)]
+        for row, values in zip(ids, weights, strict=True)
+    ]
+    new_ids = [[verdict.substitute.get(expert, expert) for expert in row] for row in ids]
+    return named(new_ids, new_weights), new_weights
