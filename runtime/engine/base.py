@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from expertcast.data.taps import RouterCall
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer
 from expertcast.runtime.engine.flow import LayerFlow, TokenForecasts
 from expertcast.runtime.engine.kernels import SlotKernel, combine
 from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.engine.taps import RouterCall
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies.settings import PolicySet
 from expertcast.runtime.recording.observer import Observer, State

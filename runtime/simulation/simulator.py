@@ -154,7 +154,9 @@ def simulate(
     done = Simulation(decode=RunStatistics(layers), prefill=RunStatistics(layers))
     waited_s = [0.0] * layers
     for forward in trace.forwards:
-        runtime.residency.stats = done.prefill if forward.fresh else done.decode
+        stats = done.prefill if forward.fresh else done.decode
+        if runtime.residency.stats is not stats:
+            runtime.residency.stats = stats
         (done.prefills_s if forward.fresh else done.steps_s).append(runtime.run(forward))
         if waits and not forward.fresh:
             so_far_s, waited_s = waited_s, [layer.waited_s for layer in done.decode.layers]

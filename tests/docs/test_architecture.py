@@ -44,7 +44,7 @@ def blocks(title: str) -> list[str]:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
     """Makes a module of a block, in a file as its author would; registries are put back afterwards."""
-    monkeypatch.setattr(registry, "_CLASSES", dict(registry._CLASSES))
+    monkeypatch.setattr(registry.PREDICTORS, "_classes", dict(registry.PREDICTORS._classes))
     monkeypatch.setattr(EVICTION, "_classes", dict(EVICTION._classes))
 
     def make(name: str, code: str) -> ModuleType:
