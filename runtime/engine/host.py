@@ -81,9 +81,7 @@ class HostEngine(Engine):
             keep=parts.keep,
         )
         carry = 0 if speculator.predictor is None else speculator.ahead
-        flow = LayerFlow(
-            residency, policies, view.shape, view=view, carry=carry, tokens_ahead=parts.tokens_ahead
-        )
+        flow = LayerFlow(residency, policies, view.shape, view=view, carry=carry, tokens_ahead=parts.tokens_ahead)
         return cls(flow, speculator, parts.kernel)
 
     @property
