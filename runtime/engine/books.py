@@ -67,7 +67,7 @@ class Books:
 
     def free(self, layer: int) -> int:
         """Free slots that the layer's experts may take."""
-        return self.pool.free_count if self.shares is None else self.shares[layer] - self._held_by[layer]
+        return len(self.pool.free_slots) if self.shares is None else self.shares[layer] - self._held_by[layer]
 
     def take(self, key: int, precision: str) -> int:
         """Give the expert a free slot, which is returned, for a copy in this precision."""

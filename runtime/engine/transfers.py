@@ -90,17 +90,16 @@ class Transfers:
         try:
             if precision == FULL:  # a link that moves no others need not know of precisions
                 books.copies[key] = submit(key, slot, urgent=urgent)
+                nbytes = self._block_bytes
             else:
                 books.copies[key] = submit(key, slot, urgent=urgent, precision=precision)
+                nbytes = self.link.block_bytes(precision)
         except BaseException:
             books.lose(key)
             raise
         if not urgent:
             books.unused.add(key)
-        self.observer.loading(key // self._experts, self._bytes(precision), urgent)
-
-    def _bytes(self, precision: str) -> int:
-        return self._block_bytes if precision == FULL else self.link.block_bytes(precision)
+        self.observer.loading(key // self._experts, nbytes, urgent)
 
     def _arrive(self, key: int, copy: Copy) -> None:
         """Wait for a copy; the expert of one that failed loses its slot before the error goes on."""
@@ -126,7 +125,8 @@ class Transfers:
         if copy is None or not self.link.cancel(copy):
             return False
         # not unused: requested, and that was withdrawn
-        self.observer.dropped(key // self._experts, self._bytes(copy.precision), key in books.unused)
+        nbytes = self._block_bytes if copy.precision == FULL else self.link.block_bytes(copy.precision)
+        self.observer.dropped(key // self._experts, nbytes, key in books.unused)
         del books.copies[key]
         books.lose(key)
         return True

@@ -58,9 +58,6 @@ class Observer:
     def dropped(self, layer: int, nbytes: int, forecast: bool) -> None:
         """A copy was taken back before it began; `forecast`: one that no layer has asked for."""
 
-    def evicted(self, layer: int) -> None:
-        """An expert gave its slot to another one."""
-
     def waited(self, layer: int, seconds: float, in_time: int) -> None:
         """Compute was made to wait for requested experts (host time).
 

@@ -76,9 +76,6 @@ class RunStatistics(Observer):
             count.prefetched -= 1
             count.dropped += 1
 
-    def evicted(self, layer: int) -> None:
-        self.layers[layer].evicted += 1
-
     def waited(self, layer: int, seconds: float, in_time: int) -> None:
         count = self.layers[layer]
         count.waited_s += seconds

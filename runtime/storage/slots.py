@@ -48,7 +48,7 @@ class SlotPool:
         self.slots.clear()
         self._key_of: list[int | None] = [None] * self.count
         self._state = [SlotState.FREE] * self.count
-        self._free = list(range(self.count - 1, -1, -1))
+        self.free_slots = list(range(self.count - 1, -1, -1))
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +58,7 @@ class SlotPool:
     @property
     def free_count(self) -> int:
         """Slots that hold no expert."""
-        return len(self._free)
+        return len(self.free_slots)
 
     def free(self) -> None:
         """Give the memory back, as far as nobody else holds a view of it."""
@@ -90,7 +90,7 @@ class SlotPool:
     def take(self, key: int) -> int:
         """Give `key` a free slot, loading. There must be one."""
         assert key not in self.slots, f"expert {key} has a slot already"
-        slot = self._free.pop()
+        slot = self.free_slots.pop()
         assert self._state[slot] is SlotState.FREE
         self.slots[key] = slot
         self._key_of[slot] = key
@@ -109,7 +109,7 @@ class SlotPool:
         assert self._state[slot] is not SlotState.IN_USE, f"slot {slot} is in use"
         self._key_of[slot] = None
         self._state[slot] = SlotState.FREE
-        self._free.append(slot)
+        self.free_slots.append(slot)
 
 
 def _allocate(layout: BlockLayout, count: int, device: torch.device) -> Tensor:
