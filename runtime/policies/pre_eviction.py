@@ -35,8 +35,8 @@ class PreEviction(Policy):
 class NoPreEviction(PreEviction):
     """Slots are given up only for an expert that takes them."""
 
-    name: ClassVar[str] = "none"
-    active: ClassVar[bool] = False
+    name = "none"
+    active = False
 
     def release_target(self, probability_E: Sequence[float], predicted: Collection[int], resident: int) -> int:
         del probability_E, predicted, resident
@@ -69,8 +69,8 @@ class Gap(PreEviction):
     use, and the boundary lies after the k-th expert by mean probability.
     """
 
-    name: ClassVar[str] = "gap"
-    config_class: ClassVar[type[PolicyConfig]] = GapConfig
+    name = "gap"
+    config_class = GapConfig
     config: GapConfig
 
     def release_target(self, probability_E: Sequence[float], predicted: Collection[int], resident: int) -> int:

@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Container, Sequence
-from typing import ClassVar
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.policies.eviction.base import EvictionPolicy
-from expertcast.runtime.policies.eviction.victims import VictimHeap
+from expertcast.runtime.policies.eviction.victims import ByPriority
 from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 
 Events = Sequence[Sequence[int]]
 
 
-class Belady(EvictionPolicy):
+class Belady(ByPriority):
     """Gives up the expert whose next use is farthest away; ties by LRU. O(log n). Needs :meth:`foresee`.
 
     No policy that loads on demand has fewer misses, as long as every event fits the slots and a missed expert must be
     given one (forced admission); :func:`bypass_misses` is the bound without that.
     """
 
-    name: ClassVar[str] = "belady"
-    offline: ClassVar[bool] = True
+    name = "belady"
+    offline = True
 
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
@@ -36,16 +34,14 @@ class Belady(EvictionPolicy):
         """Event of each key's next use; keys that are not used again may be missing."""
         self._event = 0
         """Index of the event that starts next."""
-        self._heap = VictimHeap()
-        self._clock = 0
 
     def foresee(self, events: Events) -> None:
         """The keys of every event to come, in order; each `start_layer` is one. A policy that rules over one layer is
         given that layer's events, `events[layer::L]`."""
         self._events, self._event = events, 0
         self._nexts, self._next = next_uses(events)
-        for key in list(self._heap):
-            self._place(key)
+        for key in list(self._valid):
+            self._access(key)
 
     def start_layer(self, layer: int, keys: Sequence[int]) -> None:
         """
@@ -63,26 +59,12 @@ class Belady(EvictionPolicy):
         self._next.update(zip(events[index], self._nexts[index], strict=True))
         self._event += 1
 
-    def insert(self, key: int, full: bool = True) -> None:
-        self._place(key)
-
-    def use(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self._place(key)
-
-    def remove(self, key: int) -> None:
-        self._heap.discard(key)
-
-    def clear(self) -> None:
-        self._heap.clear()
-
     def victim(self, protected: Container[int]) -> int | None:
         self._foreseen()
-        return self._heap.lowest(protected)
+        return super().victim(protected)
 
-    def _place(self, key: int) -> None:
-        self._clock += 1
-        self._heap.put(key, -self._next.get(key, len(self._nexts)), self._clock)
+    def _priority(self, key: int) -> float:
+        return -self._next.get(key, len(self._nexts))
 
     def _foreseen(self) -> Events:
         if self._events is None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.policies.eviction.base import EvictionPolicy
-from expertcast.runtime.policies.eviction.victims import LayerOrders, farthest_first
+from expertcast.runtime.policies.eviction.victims import ByLayer, farthest_first
 from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 
 DISTANCES = ("cyclic", "absolute")
@@ -27,48 +25,27 @@ class FLDConfig(PolicyConfig):
             raise ExpertcastError(f"distance={self.distance!r}: choose from {', '.join(DISTANCES)}")
 
 
-class FLD(EvictionPolicy):
+class FLD(ByLayer):
     """Gives up the expert whose layer is farthest from the running one; ties by LRU. O(1) per expert and O(L) bits."""
 
-    name: ClassVar[str] = "fld"
-    config_class: ClassVar[type[PolicyConfig]] = FLDConfig
-    config: FLDConfig
+    name = "fld"
+    config_class = FLDConfig
 
     def __init__(self, config: FLDConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
-        self._orders = LayerOrders(shape)
-        self._clock = 0
-        self._layer = 0
         self._absolute = config.distance == "absolute"
-
-    def start_layer(self, layer: int, keys: Sequence[int]) -> None:
-        self._layer = layer
-
-    def insert(self, key: int, full: bool = True) -> None:
-        self._clock += 1
-        self._orders.add(key, self._clock)
-
-    def use(self, keys: Sequence[int]) -> None:
-        self._clock += 1
-        self._orders.access(keys, self._clock)
-
-    def remove(self, key: int) -> None:
-        self._orders.remove(key)
-
-    def clear(self) -> None:
-        self._orders.clear()
 
     def victim(self, protected: Container[int]) -> int | None:
         if self._absolute:
             return self._victim_absolute(protected)
-        for layer in farthest_first(self._orders.occupied, self._layer):
+        for layer in farthest_first(self._occupied, self._layer):
             for key in self._orders[layer]:
                 if key not in protected:
                     return key
         return None
 
     def _victim_absolute(self, protected: Container[int]) -> int | None:
-        for layers in _from_the_ends(self._orders.occupied, self._layer):
+        for layers in _from_the_ends(self._occupied, self._layer):
             oldest = [next((key for key in self._orders[layer] if key not in protected), None) for layer in layers]
             found = [key for key in oldest if key is not None]
             if found:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -57,9 +56,9 @@ class ForecastEviction(Rescored):
     values grow alike, so a layer's experts are ranked anew when the layer has run, all of them after a new forecast.
     """
 
-    name: ClassVar[str] = "forecast"
-    config_class: ClassVar[type[PolicyConfig]] = ForecastConfig
-    reads_tokens: ClassVar[bool] = True
+    name = "forecast"
+    config_class = ForecastConfig
+    reads_tokens = True
     config: ForecastConfig
 
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:

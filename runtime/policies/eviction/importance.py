@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.policies.eviction.victims import Rescored, Scores
@@ -40,10 +39,10 @@ class Importance(Rescored):
     ascending order. The paper's window of T tokens is left out: at gamma 0.9 what lies 64 steps back weighs 0.001.
     """
 
-    name: ClassVar[str] = "importance"
-    config_class: ClassVar[type[PolicyConfig]] = ImportanceConfig
+    name = "importance"
+    config_class = ImportanceConfig
     config: ImportanceConfig
-    reads_forecasts: ClassVar[bool] = True
+    reads_forecasts = True
 
     def __init__(self, config: ImportanceConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)

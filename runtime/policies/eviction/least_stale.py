@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.policies.eviction.base import EvictionPolicy
-from expertcast.runtime.policies.eviction.victims import LayerOrders, farthest_first
+from expertcast.runtime.policies.eviction.victims import ByLayer, farthest_first
 from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 
 ORDERS = ("distance", "layer")
@@ -27,7 +25,7 @@ class LeastStaleConfig(PolicyConfig):
             raise ExpertcastError(f"order={self.order!r}: choose from {', '.join(ORDERS)}")
 
 
-class LeastStale(EvictionPolicy):
+class LeastStale(ByLayer):
     """Gives up stale experts, those last accessed in an earlier pass, before current ones.
 
     An access is a use, a copy or a forecast that wants the expert (trap 3 under row A27). The key, smallest first, is
@@ -36,58 +34,39 @@ class LeastStale(EvictionPolicy):
     order per layer serves as both of the paper's heaps.
     """
 
-    name: ClassVar[str] = "least_stale"
-    config_class: ClassVar[type[PolicyConfig]] = LeastStaleConfig
-    config: LeastStaleConfig
+    name = "least_stale"
+    config_class = LeastStaleConfig
 
     def __init__(self, config: LeastStaleConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
-        self._orders = LayerOrders(shape)
-        """Each key with the pass of its last access."""
         self._stale = 0
         """Bit l is set when layer l may have stale experts."""
-        self._pass = 0
-        self._layer = 0
+        self._began = 0
+        """The clock when the pass began: what was accessed then or before is stale."""
         self._by_layer = config.order == "layer"
 
     def start_pass(self, fresh: bool) -> None:
-        self._pass += 1
-        self._stale = self._orders.occupied
-
-    def start_layer(self, layer: int, keys: Sequence[int]) -> None:
-        self._layer = layer
-
-    def insert(self, key: int, full: bool = True) -> None:
-        self._orders.add(key, self._pass)
-
-    def use(self, keys: Sequence[int]) -> None:
-        self._orders.access(keys, self._pass)
+        self._began = self._clock
+        self._stale = self._occupied
 
     def touch(self, keys: Sequence[int]) -> None:
-        self._orders.access(keys, self._pass)
-
-    def remove(self, key: int) -> None:
-        self._orders.remove(key)
-
-    def clear(self) -> None:
-        self._orders.clear()
-        self._stale = 0
+        self.use(keys)
 
     def victim(self, protected: Container[int]) -> int | None:
-        now = self._pass
+        began = self._began
         for layer in self._ordered(self._stale):
             stale = False
             for key, last in self._orders[layer].items():
-                if last == now:
+                if last > began:
                     break
                 if key not in protected:
                     return key
                 stale = True
             if not stale:
                 self._stale ^= 1 << layer
-        for layer in self._ordered(self._orders.occupied):
+        for layer in self._ordered(self._occupied):
             for key, last in self._orders[layer].items():
-                if last == now and key not in protected:
+                if last > began and key not in protected:
                     return key
         return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from expertcast.runtime.policies.eviction.lfu import LFU
 from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
@@ -13,7 +12,7 @@ class LHU(LFU):
     """LFU that counts only uses while the expert was held in the model's own precision; without copies in a lower one
     it is LFU."""
 
-    name: ClassVar[str] = "lhu"
+    name = "lhu"
 
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Sequence
-from typing import ClassVar
 
 from expertcast.runtime.policies.eviction.base import EvictionPolicy
 from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
@@ -13,7 +12,7 @@ from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 class LRU(EvictionPolicy):
     """Gives up the expert that was not used for the longest time. Every operation is O(1)."""
 
-    name: ClassVar[str] = "lru"
+    name = "lru"
 
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import add
-from typing import ClassVar
 
 from expertcast.runtime.policies.eviction.victims import Rescored, Scores
 from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
@@ -19,8 +18,8 @@ class Score(Rescored):
     before those of a layer that is not (trap 13 under row A27).
     """
 
-    name: ClassVar[str] = "score"
-    reads_scores: ClassVar[bool] = True
+    name = "score"
+    reads_scores = True
 
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)

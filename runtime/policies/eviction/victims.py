@@ -1,4 +1,4 @@
-"""Books that find the expert to give up without looking at every slot.
+"""Bases of policies whose books find the expert to give up without looking at every slot.
 
 L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
 """
@@ -10,7 +10,7 @@ import heapq
 import math
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from expertcast.runtime.policies.eviction.base import EvictionPolicy
@@ -23,44 +23,43 @@ _SLACK = 64
 """Outdated entries that a heap may hold before it is made anew, beside as many as there are valid ones."""
 
 
-class VictimHeap:
-    """Keys by priority, the lowest first, equal ones by stamp.
+class ByPriority(EvictionPolicy):
+    """Base of policies that give up the expert with the lowest priority, of equals the one accessed longest ago.
 
-    `put` is O(log n), `discard` O(1). `lowest` is O(log n) on average plus one membership test per protected key in
-    front of the one it finds: those are set aside until they are protected no longer, not sorted anew at each call.
+    An access, which is a copy or a use, is O(log n). `victim` is O(log n) on average plus one membership test per
+    protected key in front of the one it finds: those are set aside until they are protected no longer, not sorted anew
+    at each call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
+        super().__init__(config, shape)
         self._heap: list[_Entry] = []
         """Entries that are not in `_valid` any more are left in until they come to the top."""
         self._valid: dict[int, _Entry] = {}
         self._aside: list[_Entry] = []
         """Taken from the heap because their keys were protected."""
+        self._clock = 0
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._valid)
+    @abstractmethod
+    def _priority(self, key: int) -> float:
+        """How much an expert is worth keeping that is accessed now."""
 
-    def put(self, key: int, priority: float, stamp: int) -> None:
-        """Add a key, or give it another priority."""
-        entry = self._valid[key] = (priority, stamp, key)
-        heapq.heappush(self._heap, entry)
-        if len(self._heap) > 2 * len(self._valid) + _SLACK:
-            self._heap = list(self._valid.values())
-            heapq.heapify(self._heap)
-            self._aside.clear()
+    def insert(self, key: int, full: bool = True) -> None:
+        self._access(key)
 
-    def discard(self, key: int) -> None:
-        """Take a key out, if it is in."""
-        self._valid.pop(key, None)
+    def use(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self._access(key)
+
+    def remove(self, key: int) -> None:
+        del self._valid[key]
 
     def clear(self) -> None:
-        """Forget all keys."""
         self._heap.clear()
         self._valid.clear()
         self._aside.clear()
 
-    def lowest(self, protected: Container[int]) -> int | None:
-        """The key to give up; None when all are protected."""
+    def victim(self, protected: Container[int]) -> int | None:
         heap, valid = self._heap, self._valid
         if self._aside:
             self._take_back(protected)
@@ -75,6 +74,15 @@ class VictimHeap:
                 return key
         return None
 
+    def _access(self, key: int) -> None:
+        self._clock += 1
+        entry = self._valid[key] = (self._priority(key), self._clock, key)
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._valid) + _SLACK:
+            self._heap = list(self._valid.values())
+            heapq.heapify(self._heap)
+            self._aside.clear()
+
     def _take_back(self, protected: Container[int]) -> None:
         still = []
         for entry in self._aside:
@@ -86,44 +94,46 @@ class VictimHeap:
         self._aside = still
 
 
-class LayerOrders:
-    """Keys of each layer, least recently accessed first, each with a number of its policy's; every call is O(1)."""
+class ByLayer(EvictionPolicy):
+    """Base of policies that go by an expert's layer first and by its last access then; an access is O(1)."""
 
-    def __init__(self, shape: CacheShape) -> None:
-        self._experts = shape.experts
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
+        super().__init__(config, shape)
         self._orders: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(shape.layers)]
-        self.occupied = 0
+        """Keys of each layer, least recently accessed first, with the clock of that access."""
+        self._occupied = 0
         """Bit l is set when layer l has keys."""
+        self._clock = 0
+        self._layer = 0
+        """The running one."""
 
-    def __getitem__(self, layer: int) -> OrderedDict[int, int]:
-        return self._orders[layer]
+    def start_layer(self, layer: int, keys: Sequence[int]) -> None:
+        self._layer = layer
 
-    def add(self, key: int, number: int) -> None:
-        """The key is the most recently accessed one of its layer."""
-        layer = key // self._experts
-        self._orders[layer][key] = number
-        self.occupied |= 1 << layer
+    def insert(self, key: int, full: bool = True) -> None:
+        layer = key // self.shape.experts
+        self._clock += 1
+        self._orders[layer][key] = self._clock
+        self._occupied |= 1 << layer
 
-    def access(self, keys: Iterable[int], number: int) -> None:
-        """They are the most recently accessed ones of their layers now."""
+    def use(self, keys: Sequence[int]) -> None:
+        self._clock += 1
         for key in keys:
-            order = self._orders[key // self._experts]
-            order[key] = number
+            order = self._orders[key // self.shape.experts]
+            order[key] = self._clock
             order.move_to_end(key)
 
     def remove(self, key: int) -> None:
-        """Forget a key."""
-        layer = key // self._experts
+        layer = key // self.shape.experts
         order = self._orders[layer]
         del order[key]
         if not order:
-            self.occupied ^= 1 << layer
+            self._occupied ^= 1 << layer
 
     def clear(self) -> None:
-        """Forget all keys."""
         for order in self._orders:
             order.clear()
-        self.occupied = 0
+        self._occupied = 0
 
 
 def farthest_first(layers: int, current: int) -> Iterator[int]:

@@ -8,7 +8,6 @@ reference model routes falls into each of the three bands.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.policies.miss.base import Lookup, MissPolicy, Verdict
@@ -42,8 +41,8 @@ class CascadeConfig(PolicyConfig):
 class Cascade(MissPolicy):
     """Never drops. An expert that is held in a lower precision than its score deserves now is asked for again."""
 
-    name: ClassVar[str] = "cascade"
-    config_class: ClassVar[type[PolicyConfig]] = CascadeConfig
+    name = "cascade"
+    config_class = CascadeConfig
     config: CascadeConfig
 
     @property

@@ -7,7 +7,6 @@ every token are fetched here, those from the third on are dropped when they are 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.policies.miss.base import Lookup, MissPolicy, Verdict
@@ -29,8 +28,8 @@ class DropConfig(PolicyConfig):
 class Drop(MissPolicy):
     """The rest of a token's experts keep their weights: its output gets smaller by what is left out."""
 
-    name: ClassVar[str] = "drop"
-    config_class: ClassVar[type[PolicyConfig]] = DropConfig
+    name = "drop"
+    config_class = DropConfig
     config: DropConfig
 
     def decide(self, lookup: Lookup) -> Verdict:

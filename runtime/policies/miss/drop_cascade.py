@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from expertcast.runtime.policies.miss.base import Lookup, Verdict
 from expertcast.runtime.policies.miss.cascade import Cascade, CascadeConfig
 from expertcast.runtime.policies.miss.drop import DropConfig, low_ranked
-from expertcast.runtime.policies.registry import PolicyConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +21,8 @@ class DropCascadeConfig(CascadeConfig, DropConfig):
 class DropCascade(Cascade):
     """What is not dropped is left to the cascade."""
 
-    name: ClassVar[str] = "drop_cascade"
-    config_class: ClassVar[type[PolicyConfig]] = DropCascadeConfig
+    name = "drop_cascade"
+    config_class = DropCascadeConfig
     config: DropCascadeConfig
 
     def decide(self, lookup: Lookup) -> Verdict:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from expertcast.runtime.policies.miss.base import Lookup, MissPolicy, Verdict
 
 
 class Fetch(MissPolicy):
     """Waits for every missing expert: the output is the resident model's."""
 
-    name: ClassVar[str] = "fetch"
-    lossy: ClassVar[bool] = False
+    name = "fetch"
+    lossy = False
 
     def decide(self, lookup: Lookup) -> Verdict:
         del lookup

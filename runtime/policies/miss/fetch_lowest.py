@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from expertcast.runtime.policies.miss.base import Lookup, MissPolicy, Verdict
 from expertcast.runtime.policies.miss.levels import check_levels, copies_of
@@ -24,8 +23,8 @@ class FetchLowestConfig(PolicyConfig):
 class FetchLowest(MissPolicy):
     """The shortest copy for every miss. What is held stays as it is, whatever its precision."""
 
-    name: ClassVar[str] = "fetch_lowest"
-    config_class: ClassVar[type[PolicyConfig]] = FetchLowestConfig
+    name = "fetch_lowest"
+    config_class = FetchLowestConfig
     config: FetchLowestConfig
 
     @property

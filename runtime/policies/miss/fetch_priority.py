@@ -12,7 +12,6 @@ the gate score, and that they fall back "under capacity constraints". Read here 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.policies.miss.base import Lookup, MissPolicy, Verdict
@@ -43,8 +42,8 @@ class FetchPriority(MissPolicy):
     An expert that is held in a lower precision and is important now is asked for again in the first one.
     """
 
-    name: ClassVar[str] = "fetch_priority"
-    config_class: ClassVar[type[PolicyConfig]] = FetchPriorityConfig
+    name = "fetch_priority"
+    config_class = FetchPriorityConfig
     config: FetchPriorityConfig
 
     def __init__(self, config: FetchPriorityConfig, shape: CacheShape) -> None:

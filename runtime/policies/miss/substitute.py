@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.policies.miss.base import Lookup, MissPolicy, Verdict
@@ -31,8 +30,8 @@ class Substitute(MissPolicy):
     the score, about 45 in 100 misses of the reference model at a quarter of its experts find a substitute.
     """
 
-    name: ClassVar[str] = "substitute"
-    config_class: ClassVar[type[PolicyConfig]] = SubstituteConfig
+    name = "substitute"
+    config_class = SubstituteConfig
     config: SubstituteConfig
 
     def decide(self, lookup: Lookup) -> Verdict:

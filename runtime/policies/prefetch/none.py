@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from expertcast.runtime.policies.prefetch.base import PrefetchPolicy, Transfer, Wanted
 
 
 class NoPrefetch(PrefetchPolicy):
     """Asks for nothing."""
 
-    name: ClassVar[str] = "none"
+    name = "none"
 
     def experts(self, wanted: Wanted, transfer: Transfer | None) -> list[int]:
         del wanted, transfer

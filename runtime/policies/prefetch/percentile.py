@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -52,8 +51,8 @@ class Percentile(PrefetchPolicy):
     (Reference model, 12.8 experts per token in the mean: recall .99 so, .92 with plain scores.)
     """
 
-    name: ClassVar[str] = "percentile"
-    config_class: ClassVar[type[PolicyConfig]] = PercentileConfig
+    name = "percentile"
+    config_class = PercentileConfig
     config: PercentileConfig
 
     def __init__(self, config: PercentileConfig, shape: CacheShape) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.policies.prefetch.base import PrefetchPolicy, Transfer, Wanted
@@ -43,10 +42,10 @@ class Threshold(PrefetchPolicy):
     little to the experts that it takes last.
     """
 
-    name: ClassVar[str] = "threshold"
-    config_class: ClassVar[type[PolicyConfig]] = ThresholdConfig
+    name = "threshold"
+    config_class = ThresholdConfig
     config: ThresholdConfig
-    reads_transfer: ClassVar[bool] = True  # the flow calls see_routing only beside it
+    reads_transfer = True  # the flow calls see_routing only beside it
 
     def __init__(self, config: ThresholdConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)

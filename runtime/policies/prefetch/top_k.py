@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,8 +29,8 @@ class TopKConfig(PolicyConfig):
 class TopK(PrefetchPolicy):
     """The forecast's own ids by falling weight, then those within any token's budget by falling probability."""
 
-    name: ClassVar[str] = "top_k"
-    config_class: ClassVar[type[PolicyConfig]] = TopKConfig
+    name = "top_k"
+    config_class = TopKConfig
     config: TopKConfig
 
     def __init__(self, config: TopKConfig, shape: CacheShape) -> None:

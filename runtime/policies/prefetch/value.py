@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -57,10 +56,10 @@ class Value(PrefetchPolicy):
     The forecast's own experts that are resident are named as well, so that they are protected.
     """
 
-    name: ClassVar[str] = "value"
-    config_class: ClassVar[type[PolicyConfig]] = ValueConfig
+    name = "value"
+    config_class = ValueConfig
     config: ValueConfig
-    reads_transfer: ClassVar[bool] = True
+    reads_transfer = True
 
     def __init__(self, config: ValueConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,8 +43,8 @@ class Budget(RoutingPolicy):
         ExpertcastError: `k_max` above the model's K.
     """
 
-    name: ClassVar[str] = "budget"
-    config_class: ClassVar[type[PolicyConfig]] = BudgetConfig
+    name = "budget"
+    config_class = BudgetConfig
     config: BudgetConfig
 
     def __init__(self, config: BudgetConfig, shape: CacheShape) -> None:

@@ -6,7 +6,6 @@ T tokens, E routed experts per layer, K experts per token, J guarded experts per
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -43,8 +42,8 @@ class CacheAware(RoutingPolicy):
         ExpertcastError: more experts are kept than a token has.
     """
 
-    name: ClassVar[str] = "cache_aware"
-    config_class: ClassVar[type[PolicyConfig]] = CacheAwareConfig
+    name = "cache_aware"
+    config_class = CacheAwareConfig
     config: CacheAwareConfig
 
     def __init__(self, config: CacheAwareConfig, shape: CacheShape) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from expertcast.runtime.policies.routing.base import Routed, RoutingPolicy
 
 
 class Standard(RoutingPolicy):
     """Leaves the routing as it is."""
 
-    name: ClassVar[str] = "standard"
-    lossy: ClassVar[bool] = False
+    name = "standard"
+    lossy = False
 
     def route(self, routed: Routed) -> None:
         del routed
