@@ -4,11 +4,11 @@ from expertcast.runtime.policies.eviction import EVICTION, LRU, EvictionPolicy
 from expertcast.runtime.policies.miss import MISS, Fetch, MissPolicy
 from expertcast.runtime.policies.pre_eviction import PRE_EVICTION, PreEviction
 from expertcast.runtime.policies.prefetch import PREFETCH, PrefetchPolicy, TopK
-from expertcast.runtime.policies.presets import PRESETS, Preset
-from expertcast.runtime.policies.registry import CacheShape, Choice, Policy, PolicyConfig, PolicyRegistry
+from expertcast.runtime.policies.presets import PRESETS
+from expertcast.runtime.policies.registry import CacheShape, Choice, PolicyConfig
 from expertcast.runtime.policies.routing import ROUTING, RoutingPolicy, Standard
 from expertcast.runtime.policies.scope import Eviction
-from expertcast.runtime.policies.settings import Policies, PolicySet
+from expertcast.runtime.policies.settings import Policies
 
 __all__ = [
     "EVICTION",
@@ -25,13 +25,9 @@ __all__ = [
     "Fetch",
     "MissPolicy",
     "Policies",
-    "Policy",
     "PolicyConfig",
-    "PolicyRegistry",
-    "PolicySet",
     "PreEviction",
     "PrefetchPolicy",
-    "Preset",
     "RoutingPolicy",
     "Standard",
     "TopK",

@@ -88,6 +88,4 @@ class Gap(PreEviction):
         return ties
 
 
-PRE_EVICTION: PolicyRegistry[PreEviction] = PolicyRegistry("pre-eviction policy")
-PRE_EVICTION.register(NoPreEviction)
-PRE_EVICTION.register(Gap)
+PRE_EVICTION: PolicyRegistry[PreEviction] = PolicyRegistry("pre-eviction policy", NoPreEviction, Gap)

@@ -81,7 +81,12 @@ class Choice(Generic[P]):
 
 
 class PolicyRegistry(Registry[P]):
-    """The policies of one kind."""
+    """The policies of one kind, in the order of tables."""
+
+    def __init__(self, kind: str, *classes: type[P]) -> None:
+        super().__init__(kind)
+        for cls in classes:
+            self.register(cls)
 
     def choose(self, given: str | Choice[P] | PolicyConfig) -> Choice[P]:
         """The policy that a text, or a configuration of one, asks for.

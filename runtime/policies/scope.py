@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -22,13 +23,10 @@ class Eviction:
         scope: `global` or `layer`.
 
     Raises:
-        ExpertcastError: unknown scope, or a share that holds less than one token's experts.
+        ExpertcastError: a share that holds less than one token's experts.
     """
 
     def __init__(self, choice: Choice[EvictionPolicy], shape: CacheShape, scope: str = "global") -> None:
-        if scope not in SCOPES:
-            raise ExpertcastError(f"unknown scope {scope!r}: choose from {', '.join(SCOPES)}")
-        self.scope = scope
         self.shares: list[int] | None = None
         """Slots of each layer; None: all slots are everybody's."""
         if scope == "global":
@@ -36,11 +34,7 @@ class Eviction:
             self.by_layer = self.policies * shape.layers
         else:
             self.shares = _shares(shape)
-            shapes = [
-                CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=share)
-                for share in self.shares
-            ]
-            self.policies = self.by_layer = [choice.make(each) for each in shapes]
+            self.policies = self.by_layer = [choice.make(replace(shape, slots=share)) for share in self.shares]
         self.reads_scores = choice.cls.reads_scores
         self.reads_forecasts = choice.cls.reads_forecasts
 

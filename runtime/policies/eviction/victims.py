@@ -117,9 +117,10 @@ class ByLayer(EvictionPolicy):
         self._occupied |= 1 << layer
 
     def use(self, keys: Sequence[int]) -> None:
+        experts = self.shape.experts
         self._clock += 1
         for key in keys:
-            order = self._orders[key // self.shape.experts]
+            order = self._orders[key // experts]
             order[key] = self._clock
             order.move_to_end(key)
 

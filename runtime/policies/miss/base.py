@@ -8,9 +8,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar
 
+from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.policies.registry import Policy
+from expertcast.runtime.storage.precision import FULL, PRECISIONS, is_better
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,23 +36,16 @@ class Lookup:
         """The experts that are routed to and have no slot."""
         return {expert for row in self.ids for expert in row if expert not in self.held}
 
-    def rank(self, missing: set[int]) -> dict[int, int]:
-        """Best rank by weight (0: heaviest) that each of some experts has with any token."""
-        best: dict[int, int] = {}
-        for row, weights in zip(self.ids, self.weights, strict=True):
-            order = sorted(range(len(row)), key=lambda place: -weights[place])
-            for rank, place in enumerate(order):
-                if row[place] in missing:
-                    best[row[place]] = min(rank, best.get(row[place], rank))
-        return best
+    def shares(self) -> dict[int, float]:
+        """The largest part of any token's combine weights that each routed expert has, times K: 1 is a token's mean.
 
-    def weight(self, missing: set[int]) -> dict[int, float]:
-        """Largest combine weight that each of some experts has with any token."""
+        Models scale their combine weights differently, or not at all; parts of a token's sum are alike in all of them.
+        """
         best: dict[int, float] = {}
         for row, weights in zip(self.ids, self.weights, strict=True):
-            for expert, value in zip(row, weights, strict=True):
-                if expert in missing:
-                    best[expert] = max(value, best.get(expert, value))
+            scale = len(row) / (sum(weights) or 1.0)
+            for expert, weight in zip(row, weights, strict=True):
+                best[expert] = max(weight * scale, best.get(expert, 0.0))
         return best
 
 
@@ -79,3 +75,22 @@ class MissPolicy(Policy):
     @abstractmethod
     def decide(self, lookup: Lookup) -> Verdict:
         """Called when at least one expert that a layer needs is missing, or is held in less than full precision."""
+
+
+def check_levels(levels: Sequence[str], least: int, most: int = 1 + len(PRECISIONS)) -> None:
+    """Refuse precisions that a policy cannot choose among.
+
+    Raises:
+        ExpertcastError: an unknown precision, an order other than best first, or too few or too many of them.
+    """
+    text, allowed = "/".join(levels), "/".join((FULL, *PRECISIONS))
+    known = all(level in (FULL, *PRECISIONS) for level in levels)
+    if not known or not all(is_better(*pair) for pair in pairwise(levels)):
+        raise ExpertcastError(f"levels={text}: give precisions of {allowed}, best first")
+    if not least <= len(levels) <= most:
+        raise ExpertcastError(f"levels={text}: give {least} to {most} of {allowed}, best first")
+
+
+def copies_of(levels: Sequence[str]) -> tuple[str, ...]:
+    """The levels that are copies beside the full experts."""
+    return tuple(level for level in levels if level != FULL)

@@ -10,9 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.policies.miss.base import Lookup, MissPolicy, Verdict
-from expertcast.runtime.policies.miss.importance import shares
-from expertcast.runtime.policies.miss.levels import check_levels, copies_of
+from expertcast.runtime.policies.miss.base import Lookup, MissPolicy, Verdict, check_levels, copies_of
 from expertcast.runtime.policies.registry import PolicyConfig
 from expertcast.runtime.storage.precision import is_better
 
@@ -51,7 +49,7 @@ class Cascade(MissPolicy):
 
     def decide(self, lookup: Lookup) -> Verdict:
         wanted = {}
-        for expert, share in shares(lookup).items():
+        for expert, share in lookup.shares().items():
             level = self._level(share)
             held = lookup.held.get(expert)
             if held is None or is_better(level, held):

@@ -38,4 +38,8 @@ class Drop(MissPolicy):
 
 def low_ranked(lookup: Lookup, fetched: int) -> set[int]:
     """Missing experts that are not among any token's `fetched` heaviest."""
-    return {expert for expert, rank in lookup.rank(lookup.missing()).items() if rank >= fetched}
+    heavy: set[int] = set()
+    for row, weights in zip(lookup.ids, lookup.weights, strict=True):
+        places = sorted(range(len(row)), key=lambda place: -weights[place])
+        heavy.update(row[place] for place in places[:fetched])
+    return lookup.missing() - heavy

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from expertcast.runtime.policies.miss.base import Lookup, MissPolicy, Verdict
-from expertcast.runtime.policies.miss.levels import check_levels, copies_of
+from expertcast.runtime.policies.miss.base import Lookup, MissPolicy, Verdict, check_levels, copies_of
 from expertcast.runtime.policies.registry import PolicyConfig
 
 

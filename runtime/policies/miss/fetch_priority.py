@@ -11,12 +11,12 @@ the gate score, and that they fall back "under capacity constraints". Read here 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
 from dataclasses import dataclass
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.policies.miss.base import Lookup, MissPolicy, Verdict
-from expertcast.runtime.policies.miss.importance import RunningRank, shares
-from expertcast.runtime.policies.miss.levels import check_levels, copies_of
+from expertcast.runtime.policies.miss.base import Lookup, MissPolicy, Verdict, check_levels, copies_of
 from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 from expertcast.runtime.storage.precision import is_better
 
@@ -56,7 +56,7 @@ class FetchPriority(MissPolicy):
 
     def decide(self, lookup: Lookup) -> Verdict:
         best = self.config.levels[0]
-        by_expert = shares(lookup)
+        by_expert = lookup.shares()
         missing = lookup.missing()
         pressure = len(missing) > lookup.free
         wanted = {}
@@ -73,3 +73,23 @@ class FetchPriority(MissPolicy):
         rank, cut = self._seen.rank(share), self.config.percentile / 100
         best, *lower = self.config.levels
         return best if rank >= cut else lower[-1 - int(rank / cut * len(lower))]
+
+
+class RunningRank:
+    """Where a value lies among the last ones seen, in O(log n)."""
+
+    def __init__(self, window: int = 1024) -> None:
+        self._window = window
+        self._values: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def add(self, value: float) -> None:
+        """See a value; the oldest one is forgotten when there are more than the window holds."""
+        if len(self._values) == self._window:
+            del self._sorted[bisect_left(self._sorted, self._values.popleft())]
+        self._values.append(value)
+        insort(self._sorted, value)
+
+    def rank(self, value: float) -> float:
+        """Part of the values seen that are not above it, in [0, 1]; 1 before any was seen."""
+        return bisect_right(self._sorted, value) / len(self._sorted) if self._sorted else 1.0

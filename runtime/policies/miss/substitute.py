@@ -35,14 +35,13 @@ class Substitute(MissPolicy):
     config: SubstituteConfig
 
     def decide(self, lookup: Lookup) -> Verdict:
-        missing = lookup.weight(lookup.missing())
-        if not missing:
+        tokens = _tokens_of_missing(lookup)
+        if not tokens:
             return Verdict()
         probabilities = lookup.probabilities()
-        tokens = _tokens_of(lookup, missing)
         taken = [set(row) for row in lookup.ids]
         substitute = {}
-        for expert in sorted(missing, key=lambda key: (-missing[key], key)):
+        for expert in sorted(tokens, key=lambda key: (-max(tokens[key].values()), key)):
             rows = tokens[expert]
             found = self._nearest(expert, set(lookup.held).difference(*(taken[t] for t in rows)), probabilities, rows)
             if found is not None:
@@ -52,7 +51,7 @@ class Substitute(MissPolicy):
         return Verdict(substitute=substitute)
 
     def _nearest(
-        self, missing: int, candidates: set[int], probabilities: Sequence[Sequence[float]], rows: Sequence[int]
+        self, missing: int, candidates: set[int], probabilities: Sequence[Sequence[float]], rows: Collection[int]
     ) -> int | None:
         """The likeliest candidate, if it is likely enough."""
 
@@ -65,10 +64,11 @@ class Substitute(MissPolicy):
         return best
 
 
-def _tokens_of(lookup: Lookup, experts: Collection[int]) -> dict[int, list[int]]:
-    """Rows of the tokens that chose each of some experts."""
-    tokens: dict[int, list[int]] = {expert: [] for expert in experts}
-    for t, row in enumerate(lookup.ids):
-        for expert in set(row).intersection(experts):
-            tokens[expert].append(t)
+def _tokens_of_missing(lookup: Lookup) -> dict[int, dict[int, float]]:
+    """The tokens (rows) that chose each missing expert, with the weights that they gave it."""
+    tokens: dict[int, dict[int, float]] = {expert: {} for expert in lookup.missing()}
+    for t, (row, weights) in enumerate(zip(lookup.ids, lookup.weights, strict=True)):
+        for expert, weight in zip(row, weights, strict=True):
+            if expert in tokens:
+                tokens[expert][t] = weight
     return tokens

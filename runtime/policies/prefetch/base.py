@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from expertcast.predictors.base import Forecast
@@ -73,3 +75,10 @@ class PrefetchPolicy(Policy):
 
     def see_routing(self, layer: int, ids: Sequence[int]) -> None:
         """What a layer really needed (distinct experts), after a forecast for it: calibration is learnt from this."""
+
+
+def likeliest_first(chosen_TE: npt.NDArray[np.bool_], probability_TE: npt.NDArray[np.floating]) -> list[int]:
+    """Experts that are chosen for any token, by falling probability summed over tokens; equal ones by number."""
+    experts = np.flatnonzero(chosen_TE.any(axis=0))
+    order = np.argsort(-probability_TE.sum(axis=0)[experts], kind="stable")
+    return [int(expert) for expert in experts[order]]

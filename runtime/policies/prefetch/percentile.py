@@ -14,8 +14,7 @@ from torch import Tensor
 
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.policies.prefetch.base import PrefetchPolicy, Transfer, Wanted
-from expertcast.runtime.policies.prefetch.order import likeliest_first
+from expertcast.runtime.policies.prefetch.base import PrefetchPolicy, Transfer, Wanted, likeliest_first
 from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 
 OVER = ("history", "token", "mass")

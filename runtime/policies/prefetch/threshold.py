@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.policies.prefetch.base import PrefetchPolicy, Transfer, Wanted
+from expertcast.runtime.policies.prefetch.base import PrefetchPolicy, Transfer, Wanted, likeliest_first
 from expertcast.runtime.policies.prefetch.calibration import Calibration
-from expertcast.runtime.policies.prefetch.order import likeliest_first
 from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 
 OF = ("use", "softmax")

@@ -31,7 +31,6 @@ class TopK(PrefetchPolicy):
 
     name = "top_k"
     config_class = TopKConfig
-    config: TopKConfig
 
     def __init__(self, config: TopKConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)

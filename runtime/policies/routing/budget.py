@@ -45,7 +45,6 @@ class Budget(RoutingPolicy):
 
     name = "budget"
     config_class = BudgetConfig
-    config: BudgetConfig
 
     def __init__(self, config: BudgetConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)

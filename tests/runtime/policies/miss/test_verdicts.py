@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from expertcast.runtime.policies.miss import Verdict
-from expertcast.runtime.policies.miss.importance import RunningRank, shares
+from expertcast.runtime.policies.miss.fetch_priority import RunningRank
 from tests.runtime.policies.miss.lookups import lookup, policy
 
 IDS = [[0, 1, 2, 3]]
@@ -17,7 +17,7 @@ WEIGHTS = [[0.4, 0.3, 0.2, 0.1]]
 
 def test_shares_do_not_depend_on_the_scale_of_the_weights() -> None:
     """The second token's weights 3 1 sum to 4: parts 3/4 and 1/4, times K=2. Expert 5's best is the first token's."""
-    found = shares(lookup([[5, 6], [7, 5]], [[0.6, 0.4], [3.0, 1.0]], {}))
+    found = lookup([[5, 6], [7, 5]], [[0.6, 0.4], [3.0, 1.0]], {}).shares()
     assert found == pytest.approx({5: 1.2, 6: 0.8, 7: 1.5})
 
 
