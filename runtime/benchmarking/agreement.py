@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.discovery import find_moe_layers
-from expertcast.predictors import ExpertcastError, MoEView, Predictor
+from expertcast.predictors import ExpertcastError, Forecast, MoEView, Predictor
 from expertcast.predictors.next_token import NextToken
 from expertcast.predictors.next_token_tracker import NextTokenTracker
 from expertcast.predictors.plain import Json
@@ -28,7 +28,7 @@ from expertcast.runtime.recording.recorder import Recorder
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.simulation.machine import Case, Machine
 from expertcast.runtime.simulation.simulator import simulate
-from expertcast.runtime.simulation.trace import Hints, Routes, Trace, joined_forecasts, trace_of
+from expertcast.runtime.simulation.trace import Hints, Routes, Trace, trace_of
 from expertcast.runtime.storage.precision import FULL, PRECISIONS
 
 COUNTS = ("requests", "hits", "misses", "collisions", "skipped", "bytes_moved")
@@ -179,7 +179,7 @@ def _hints(view: MoEView, routes: Routes, predictor: Predictor) -> Hints:
         position_T=torch.arange(len(routes.logits[0])),
     ).with_previous()
     forecasts = {
-        layer + 1: joined_forecasts([predictor.forecast(rows[t : t + 1].state(view, layer)) for t in range(len(rows))])
+        layer + 1: Forecast.join([predictor.forecast(rows[t : t + 1].state(view, layer)) for t in range(len(rows))])
         for layer in range(len(view) - 1)
     }
     return Hints(ahead=1, forecasts=forecasts)

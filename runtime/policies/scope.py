@@ -33,7 +33,7 @@ class Eviction:
             self.policies = [choice.make(shape)]
             self.by_layer = self.policies * shape.layers
         else:
-            self.shares = _shares(shape)
+            self.shares = layer_shares(shape)
             self.policies = self.by_layer = [choice.make(replace(shape, slots=share)) for share in self.shares]
         self.reads_scores = choice.cls.reads_scores
         self.reads_forecasts = choice.cls.reads_forecasts
@@ -62,7 +62,7 @@ class Eviction:
             policy.clear()
 
 
-def _shares(shape: CacheShape) -> list[int]:
+def layer_shares(shape: CacheShape) -> list[int]:
     """Slots of each layer, as equal as can be; the first layers get what is left over.
 
     Raises:

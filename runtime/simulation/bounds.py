@@ -5,10 +5,9 @@ L MoE layers, E routed experts per layer, K experts per token.
 
 from __future__ import annotations
 
-from expertcast.runtime.policies.eviction import EVICTION
 from expertcast.runtime.policies.eviction.belady import Belady, bypass_misses
 from expertcast.runtime.policies.registry import CacheShape
-from expertcast.runtime.policies.scope import Eviction
+from expertcast.runtime.policies.scope import Eviction, layer_shares
 from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
 from expertcast.runtime.simulation.machine import Machine, Simulation
 from expertcast.runtime.simulation.trace import Trace
@@ -50,11 +49,10 @@ def _misses(trace: Trace, slots: int, scope: str) -> list[int]:
     shape = trace.shape
     events = [keys for forward in trace.forwards for keys in forward.keys]
     cache = CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=slots)
-    shares = Eviction(EVICTION.choose("lru"), cache, scope).shares
-    if shares is None:
+    if scope == "global":
         return bypass_misses(events, slots)
     misses = [0] * len(events)
-    for layer, share in enumerate(shares):
+    for layer, share in enumerate(layer_shares(cache)):
         misses[layer :: shape.layers] = bypass_misses(events[layer :: shape.layers], share)
     return misses
 

@@ -15,8 +15,9 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.base import Forecast, Predictor
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.routing_rule import route_all
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.simulation.trace import PREFILL, Hints, Routes, Trace, joined_forecasts, trace_of
+from expertcast.runtime.simulation.trace import PREFILL, Hints, Routes, Trace, trace_of
 
 _CHUNK = 2048
 """Tokens routed and forecast at a time."""
@@ -69,11 +70,8 @@ def load_trace(
     texts, predictors = texts or Texts(), predictors or {}
     if texts.prefill < 1 or texts.batch < 1:
         raise ExpertcastError(f"prefill={texts.prefill}, batch={texts.batch}: give 1 or more of both")
-    for name, predictor in predictors.items():
-        if ahead not in predictor.ahead:
-            raise ExpertcastError(
-                f"predictor {name} looks {list(predictor.ahead)} layers ahead, not {ahead}: give one of these as ahead"
-            )
+    for predictor in predictors.values():
+        predictor.check_ahead(ahead)
     view = traces.view
     parts = [
         _part(rows, view, predictors, ahead, residuals)
@@ -83,34 +81,24 @@ def load_trace(
         raise ExpertcastError(f"split {texts.split!r} holds no tokens: collect more text or choose another split")
     routes = Routes(view=view, **{name: _joined([getattr(part.routes, name) for part in parts]) for name in _COLUMNS})
     document_T = torch.cat([part.document_T for part in parts])
-    hints = {
-        name: Hints(
-            ahead=ahead,
-            forecasts={
-                layer: joined_forecasts([part.forecasts[name][layer] for part in parts])
-                for layer in range(ahead, len(view))
-            },
-        )
-        for name in predictors
-    }
+    hints = {}
+    for name in predictors:
+        layers = range(ahead, len(view))
+        joined = {layer: Forecast.join([part.forecasts[name][layer] for part in parts]) for layer in layers}
+        hints[name] = Hints(ahead=ahead, forecasts=joined)
     return trace_of(view.shape, routes, document_T, prefill=texts.prefill, batch=texts.batch, hints=hints)
 
 
 @torch.no_grad()
 def _part(rows: TraceBatch, view: MoEView, predictors: Mapping[str, Predictor], ahead: int, residuals: bool) -> _Part:
-    routed = [view[layer].route(rows.logits_TLE[:, layer]) for layer in range(len(view))]
+    ids, weights = route_all(view, rows.logits_TLE)
     states = [rows.state(view, layer) for layer in range(len(view) - ahead)] if predictors else []
     forecasts = {
         name: {layer + ahead: predictor.forecast(state, ahead) for layer, state in enumerate(states)}
         for name, predictor in predictors.items()
     }
     kept = rows.residual_TLD if residuals else rows.residual_TLD[:, :, :0]
-    routes = Routes(
-        logits=list(rows.logits_TLE.unbind(1)),
-        ids=[ids_TK for ids_TK, _ in routed],
-        weights=[weights_TK for _, weights_TK in routed],
-        residual=list(kept.unbind(1)),
-    )
+    routes = Routes(logits=list(rows.logits_TLE.unbind(1)), ids=ids, weights=weights, residual=list(kept.unbind(1)))
     return _Part(routes=routes, document_T=rows.document_T, forecasts=forecasts)
 
 

@@ -78,19 +78,11 @@ def with_bounds(cases: Sequence[Case]) -> list[Case]:
         place = (case.policies.scope, case.slots, case.machine)
         if place not in places:
             places.append(place)
-    return [
-        *cases,
-        *(
-            Case(
-                policies=Policies(eviction=BELADY, prefetch="none", scope=scope),
-                slots=slots,
-                machine=machine,
-                bypass=bypass,
-            )
-            for scope, slots, machine in places
-            for bypass in (False, True)
-        ),
-    ]
+    bounds = []
+    for scope, slots, machine in places:
+        policies = Policies(eviction=BELADY, prefetch="none", scope=scope)
+        bounds += [Case(policies=policies, slots=slots, machine=machine, bypass=bypass) for bypass in (False, True)]
+    return [*cases, *bounds]
 
 
 def sweep(
@@ -118,13 +110,13 @@ def sweep(
     Raises:
         ExpertcastError: what a simulation refuses.
     """
-    reasons = [refusal(case, work.trace.shape) for case in cases]
-    runnable = [case for case, reason in zip(cases, reasons, strict=True) if reason is None]
-    skipped = [
-        {**_heading(case, work.trace.shape), "reason": reason}
-        for case, reason in zip(cases, reasons, strict=True)
-        if reason is not None
-    ]
+    shape, runnable, skipped = work.trace.shape, [], []
+    for case in cases:
+        reason = refusal(case, shape)
+        if reason is None:
+            runnable.append(case)
+        else:
+            skipped.append({**_heading(case, shape), "reason": reason})
     count = processes or min(_cores(), -(-len(runnable) // _LEAST))
     rows = list(tqdm(_rows(work, runnable, count), total=len(runnable), unit="run", disable=not progress))
     names = [f"{each.policies.as_dict()} {each.predictor} {each.slots}" for each in runnable]
@@ -132,7 +124,7 @@ def sweep(
     known: Mapping[str, Json] = {} if quality is None else quality(lossy)
     unknown = {"perplexity": None, "agreement": None, "kl": None}
     results = [
-        {**_heading(case, work.trace.shape), **row, **unknown, **known.get(name if name in lossy else EXACT, {})}
+        {**_heading(case, shape), **row, **unknown, **known.get(name if name in lossy else EXACT, {})}
         for case, row, name in zip(runnable, rows, names, strict=True)
     ]
     return {"results": results, "skipped": skipped}

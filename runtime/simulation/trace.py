@@ -81,13 +81,7 @@ class Hints(ForecastSource):
         return layer + self.ahead in self.forecasts
 
     def ask(self, layer: int, forward: Forward, flow: LayerFlow) -> None:
-        made, rows = self.forecasts[layer + self.ahead], forward.rows
-        forecast = Forecast(
-            layer=made.layer,
-            logits_TE=made.logits_TE[rows],
-            topk_ids_TK=made.topk_ids_TK[rows],
-            topk_weights_TK=made.topk_weights_TK[rows],
-        )
+        forecast = self.forecasts[layer + self.ahead][forward.rows]
         flow.hint(forecast, forecast.topk_ids_TK.tolist(), forecast.topk_weights_TK.tolist())
 
 
@@ -205,13 +199,3 @@ def _groups(document_T: Tensor, batch: int) -> Iterator[list[range]]:
         start += count
     for first in range(0, len(documents) - batch + 1, batch):
         yield documents[first : first + batch]
-
-
-def joined_forecasts(parts: Sequence[Forecast]) -> Forecast:
-    """Forecasts of a layer for some tokens after another, as one."""
-    return Forecast(
-        layer=parts[0].layer,
-        logits_TE=torch.cat([part.logits_TE for part in parts]),
-        topk_ids_TK=torch.cat([part.topk_ids_TK for part in parts]),
-        topk_weights_TK=torch.cat([part.topk_weights_TK for part in parts]),
-    )
