@@ -6,17 +6,7 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks.study.found import (
-    VERDICTS,
-    Found,
-    MissingRowError,
-    Row,
-    change,
-    ms,
-    percent,
-    share_text,
-    signed,
-)
+from benchmarks.study.found import VERDICTS, Found, MissingRowError, Row, change, ms, percent, share_text, signed
 from benchmarks.study.study import EVICT_ONLY
 
 CLOSE = 0.95

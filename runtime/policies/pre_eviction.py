@@ -39,7 +39,6 @@ class NoPreEviction(PreEviction):
     active = False
 
     def release_target(self, probability_E: Sequence[float], predicted: Collection[int], resident: int) -> int:
-        del probability_E, predicted, resident
         return 0
 
 

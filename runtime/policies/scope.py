@@ -15,12 +15,7 @@ SCOPES = ("global", "layer")
 
 
 class Eviction:
-    """The eviction policy over all slots, or one of its kind per layer over that layer's share.
-
-    Args:
-        choice: the eviction policy.
-        shape: of the model, with all slots.
-        scope: `global` or `layer`.
+    """The eviction policy over all slots (`global`), or one of its kind per layer over that layer's share (`layer`).
 
     Raises:
         ExpertcastError: a share that holds less than one token's experts.

@@ -16,12 +16,7 @@ from expertcast.runtime.policies.scope import SCOPES, Eviction
 
 
 class Chosen(Generic[P]):
-    """A field that takes a policy as text, configuration or choice, and holds the choice.
-
-    Args:
-        registry: the policies that it may be.
-        default: the text of the one that it is when nothing is given.
-    """
+    """A field that takes one of a registry's policies as text, configuration or choice, and holds the choice."""
 
     def __init__(self, registry: PolicyRegistry[P], default: str) -> None:
         self.registry, self.default = registry, default

@@ -32,12 +32,7 @@ expert; and after the last layer."""
 
 
 class VirtualRuntime:
-    """Slots, link, flow and clock of one run.
-
-    Args:
-        trace: what the routers say.
-        case: how it is run.
-        tokens_ahead: what an eviction policy looks ahead with.
+    """Slots, link, flow and clock of one run; an eviction policy looks ahead with `tokens_ahead`.
 
     Raises:
         ExpertcastError: policies that read more than the trace holds.

@@ -58,11 +58,9 @@ class ReplayedTokens:
 
     def start(self, fresh: bool) -> None:
         """A forward starts."""
-        del fresh
         self._forward += 1
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> Tensor | None:
         """The forecast that this layer triggers; None: it triggers none."""
-        del residual_TD, logits_TE, sequences
         row = self._table.due[self._forward].get(layer)
         return None if row is None else self._table.probability_NHLE[row].float()

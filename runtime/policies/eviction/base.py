@@ -81,5 +81,4 @@ class EvictionPolicy(Policy):
 
     def worth(self, key: int) -> float | None:
         """Probability that the expert is used when its layer runs next; None: this policy does not know."""
-        del key
         return None

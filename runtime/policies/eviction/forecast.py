@@ -74,7 +74,6 @@ class ForecastEviction(Rescored):
         """The pass whose token is the forecast's first row."""
         self._next = [0] * shape.layers
         """The pass in which each layer runs next."""
-        self._resident_LE = np.zeros((shape.layers, shape.experts), dtype=bool)
 
     def start_pass(self, fresh: bool) -> None:
         self._pass += 1
@@ -101,18 +100,6 @@ class ForecastEviction(Rescored):
         self._made_in = self._pass
         self._changed.update(range(self.shape.layers))
 
-    def insert(self, key: int, full: bool = True) -> None:
-        super().insert(key, full)
-        self._resident_LE.flat[key] = True
-
-    def remove(self, key: int) -> None:
-        super().remove(key)
-        self._resident_LE.flat[key] = False
-
-    def clear(self) -> None:
-        super().clear()
-        self._resident_LE[:] = False
-
     def worth(self, key: int) -> float:
         layer, expert = divmod(key, self.shape.experts)
         return float(self._probabilities(layer)[expert])
@@ -124,7 +111,8 @@ class ForecastEviction(Rescored):
             return []
         experts = self.shape.experts
         cost_LE = np.stack([-self._log_values(layer) - self._lead(layer) for layer in layers])
-        cost_LE[self._resident_LE[layers]] = math.inf
+        for cost_E, layer in zip(cost_LE, layers, strict=True):
+            cost_E[self._ranking[layer]] = math.inf
         cost_N = cost_LE.ravel()
         count = min(self.config.idle_loads, int(np.isfinite(cost_N).sum()))
         least = np.argpartition(cost_N, max(0, count - 1))[:count]
@@ -132,8 +120,7 @@ class ForecastEviction(Rescored):
         keys = [layers[index // experts] * experts + index % experts for index in best]
         return [(key, self.worth(key)) for key in keys]
 
-    def _score(self, layer: int, residents: Sequence[int]) -> Scores:
-        del residents
+    def _score(self, layer: int) -> Scores:
         return Scores(self._log_values(layer).tolist(), offset=self._lead(layer))
 
     def _lead(self, layer: int) -> float:

@@ -70,8 +70,8 @@ class Importance(Rescored):
             hotness_E[key - first] += weight
         self._changed.add(layer)
 
-    def _score(self, layer: int, residents: Sequence[int]) -> Scores:
-        alpha = self.config.alpha
+    def _score(self, layer: int) -> Scores:
+        alpha, residents = self.config.alpha, self._ranking[layer]
         hotness_E, forecast_E = self._hotness[layer], self._forecast.get(layer)
         uses = sum(map(hotness_E.__getitem__, residents))
         chances = 0.0 if forecast_E is None else sum(map(forecast_E.__getitem__, residents))

@@ -17,7 +17,7 @@ class LHU(LFU):
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._full: set[int] = set()
-        """Residents in the model's own precision."""
+        """Experts that came in the model's own precision when they came last."""
 
     def insert(self, key: int, full: bool = True) -> None:
         (self._full.add if full else self._full.discard)(key)
@@ -28,11 +28,3 @@ class LHU(LFU):
             if key in self._full:
                 self._uses[key] += 1
             self._access(key)
-
-    def remove(self, key: int) -> None:
-        super().remove(key)
-        self._full.discard(key)
-
-    def clear(self) -> None:
-        super().clear()
-        self._full.clear()

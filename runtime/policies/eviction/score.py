@@ -30,6 +30,6 @@ class Score(Rescored):
         self._sums[layer] = list(map(add, self._sums[layer], probability_E))
         self._changed.add(layer)
 
-    def _score(self, layer: int, residents: Sequence[int]) -> Scores:
+    def _score(self, layer: int) -> Scores:
         sums_E = self._sums[layer]
         return Scores(sums_E, 1 / (max(sums_E) or 1.0))

@@ -182,8 +182,8 @@ class Rescored(EvictionPolicy):
         """Score of the first of each ranking."""
 
     @abstractmethod
-    def _score(self, layer: int, residents: Sequence[int]) -> Scores:
-        """How much the layer's experts are worth keeping, those with a slot being `residents` (0..E-1)."""
+    def _score(self, layer: int) -> Scores:
+        """How much the layer's experts are worth keeping."""
 
     def insert(self, key: int, full: bool = True) -> None:
         layer, expert = divmod(key, self.shape.experts)
@@ -209,7 +209,7 @@ class Rescored(EvictionPolicy):
     def victim(self, protected: Container[int]) -> int | None:
         for layer in self._changed:
             ranking = self._ranking[layer]
-            scores = self._scores[layer] = self._score(layer, ranking)
+            scores = self._scores[layer] = self._score(layer)
             ranking.sort(key=scores.value_E.__getitem__)
             self._note_lowest(layer)
         self._changed.clear()

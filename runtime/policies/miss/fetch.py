@@ -12,5 +12,4 @@ class Fetch(MissPolicy):
     lossy = False
 
     def decide(self, lookup: Lookup) -> Verdict:
-        del lookup
         return Verdict()

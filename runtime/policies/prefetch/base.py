@@ -70,7 +70,6 @@ class PrefetchPolicy(Policy):
     def device_ids(self, forecast: Forecast) -> Tensor | None:
         """Experts [N] chosen by tensor operations alone, for the link whose decisions are made on the device: each
         token's first, each one's second ...; some may come twice. None: this policy cannot."""
-        del forecast
         return None
 
     def see_routing(self, layer: int, ids: Sequence[int]) -> None:

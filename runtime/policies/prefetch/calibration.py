@@ -37,20 +37,11 @@ class Calibration:
 
     def __init__(self, top_k: int) -> None:
         self._top_k = top_k
-        self._fit = np.array([1.0, 0.0])
+        self.fit = np.array([1.0, 0.0])
+        """Slope and offset: log-odds per unit of margin, and of an expert at the boundary."""
         self._information = np.zeros((2, 2))
         self._margins: dict[int, Array] = {}
         """[T, E] of the forecasts whose outcome is not known yet, by layer."""
-
-    @property
-    def slope(self) -> float:
-        """Log-odds per unit of margin."""
-        return float(self._fit[0])
-
-    @property
-    def offset(self) -> float:
-        """Log-odds of an expert at the boundary."""
-        return float(self._fit[1])
 
     def probability(self, layer: int, logits_TE: Tensor) -> Array:
         """[E] probability that at least one of the tokens needs the expert; remembered until `learn` says what came."""
@@ -71,10 +62,10 @@ class Calibration:
         gradient = (p_E - needed_E) @ step_E2
         self._information *= _MEMORY
         self._information += (step_E2 * (p_E * (1 - p_E))[:, None]).T @ step_E2
-        self._fit -= np.linalg.solve(self._information + _PRIOR * np.eye(2), gradient)
+        self.fit -= np.linalg.solve(self._information + _PRIOR * np.eye(2), gradient)
 
     def _of_tokens(self, margin_TE: Array) -> Array:
-        log_odds_TE = (self._fit[0] * margin_TE + self._fit[1]).clip(-30.0, 30.0)
+        log_odds_TE = (self.fit[0] * margin_TE + self.fit[1]).clip(-30.0, 30.0)
         probability_TE: Array = 1 / (1 + np.exp(-log_odds_TE))
         return probability_TE
 

@@ -11,5 +11,4 @@ class NoPrefetch(PrefetchPolicy):
     name = "none"
 
     def experts(self, wanted: Wanted, transfer: Transfer | None) -> list[int]:
-        del wanted, transfer
         return []

@@ -38,20 +38,20 @@ def test_one_step_by_hand() -> None:
     p = calibration.probability(1, torch.tensor([[1.0, 0.0]]))[0]
     assert p == pytest.approx(_sigmoid(0.5))
     calibration.learn(1, [1])
-    assert calibration.slope == pytest.approx(1 - p / (1 + 0.5 * p * (1 - p)))
-    assert calibration.offset == pytest.approx(0.0)
+    assert calibration.fit[0] == pytest.approx(1 - p / (1 + 0.5 * p * (1 - p)))
+    assert calibration.fit[1] == pytest.approx(0.0)
 
 
 def test_learns_only_from_forecasts() -> None:
     calibration = Calibration(1)
     calibration.learn(3, [0])
-    assert (calibration.slope, calibration.offset) == (1.0, 0.0)
+    assert tuple(calibration.fit) == (1.0, 0.0)
     calibration.probability(3, torch.tensor([[2.0, 0.0, 1.0]]))
     calibration.learn(3, [0])
-    learnt = calibration.slope
+    learnt = calibration.fit[0]
     assert learnt > 1.0
     calibration.learn(3, [1])
-    assert calibration.slope == learnt, "the outcome was known already"
+    assert calibration.fit[0] == learnt, "the outcome was known already"
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -66,8 +66,8 @@ def test_finds_what_outcomes_were_drawn_with(tokens: int) -> None:
         drawn_TE = torch.rand(tokens, 32, generator=generator) < (2.5 * margin_TE - 0.4).sigmoid()
         calibration.probability(2, logits_TE)
         calibration.learn(2, drawn_TE.any(dim=0).nonzero().flatten().tolist())
-    assert calibration.slope == pytest.approx(2.5, rel=0.08)
-    assert calibration.offset == pytest.approx(-0.4, abs=0.08)
+    assert calibration.fit[0] == pytest.approx(2.5, rel=0.08)
+    assert calibration.fit[1] == pytest.approx(-0.4, abs=0.08)
 
 
 @pytest.mark.parametrize("right", [True, False])
