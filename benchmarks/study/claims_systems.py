@@ -38,7 +38,13 @@ def best_of_both(rows: Sequence[Row]) -> list[Row]:
 
 @claim("fetch_priority is always on the Pareto frontier of quality and speed", "SpecMD, 5.4, figure 7")
 def priority_on_frontier(found: Found) -> Judgement:
-    return _on_frontier(found, ("fetch_priority",))
+    texts, held = [], []
+    for share in found.shares("lossy"):
+        kept = [row["miss"] for row in best_of_both(_measured(found, share))]
+        own = kept.count("fetch_priority")
+        held.append(own > 0)
+        texts.append(f"{share_text(share)} {own} of {len(kept)}")
+    return f"its places on the frontier: {'; '.join(texts)}", verdict(held)
 
 
 @claim("drop is the fastest way to handle misses", "SpecMD, 5.4")
@@ -126,7 +132,16 @@ def active_blocks_less_with_write_back(found: Found) -> Judgement:
 
 @claim("ActiveEvict loses less than 1% of quality", "ActiveEvict, abstract and 4.4")
 def active_keeps_quality(found: Found) -> Judgement:
-    return _quality(found, ACTIVE, 0.01)
+    texts, held = [], []
+    for row in found.rows("presets", preset=ACTIVE):
+        if row["perplexity"] is None:
+            raise MissingRowError
+        exact = next(each for each in found.rows("presets", preset="on_demand") if each["perplexity"] is not None)
+        loss = row["perplexity"] / exact["perplexity"] - 1
+        held.append(loss < 0.01)
+        text = f"{share_text(row['share'])} {signed(loss)} perplexity, {percent(row['agreement'])} agreement"
+        texts += [text] if text not in texts else []
+    return "; ".join(texts), verdict(held)
 
 
 @claim("Its dynamic top-k blocks 7 to 13% less than a fixed one", "ActiveEvict, 4.4")
@@ -178,16 +193,6 @@ def _misses(found: Found) -> Iterator[tuple[float, Named]]:
         yield share, Named((row["miss"], row) for row in _measured(found, share) if row["routing"] == "standard")
 
 
-def _on_frontier(found: Found, names: Sequence[str]) -> Judgement:
-    texts, held = [], []
-    for share in found.shares("lossy"):
-        kept = [f"{row['miss']}/{row['routing']}" for row in best_of_both(_measured(found, share))]
-        own = [each for each in kept if each.split("/")[0] in names]
-        held.append(bool(own))
-        texts.append(f"{share_text(share)} {len(own)} of {len(kept)}")
-    return f"its places on the frontier: {'; '.join(texts)}", verdict(held)
-
-
 def _beside(found: Found, row: Row, name: str) -> Row:
     """Another preset of the same stage, on the same link with the same slots."""
     return found.row(row["stage"], preset=name, share=row["share"], ratio=row["ratio"])
@@ -205,19 +210,6 @@ def _waiting(found: Found, stage: str, *names: str) -> Changes:
 def _less_waiting(found: Found, stage: str) -> Judgement:
     changes = _waiting(found, stage, *BASELINES)
     return f"waiting: {changes_text(changes)}", verdict([value <= -0.31 for _, value in changes])
-
-
-def _quality(found: Found, name: str, most: float) -> Judgement:
-    texts, held = [], []
-    for row in found.rows("presets", preset=name):
-        if row["perplexity"] is None:
-            raise MissingRowError
-        exact = next(each for each in found.rows("presets", preset="on_demand") if each["perplexity"] is not None)
-        loss = row["perplexity"] / exact["perplexity"] - 1
-        held.append(loss < most)
-        text = f"{share_text(row['share'])} {signed(loss)} perplexity, {percent(row['agreement'])} agreement"
-        texts += [text] if text not in texts else []
-    return "; ".join(texts), verdict(held)
 
 
 def _drop_in(found: Found, measure: str) -> Judgement:

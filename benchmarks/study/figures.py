@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from benchmarks.study.study import FORECAST, LITERAL, SHARED
-from expertcast.runtime.simulation.figures import collisions, frontier, hit_rates, token_times
+from expertcast.runtime.simulation.figures import collisions, frontier, hit_rates, panels, save, token_times
 
 COLLIDING = ("lru", "lfu", "fld", "score", "least_stale", LITERAL, FORECAST)
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#767676")
@@ -27,18 +26,14 @@ def write_figures(result: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write what the rows have something for."""
     rows = result["results"]
     drawn = {
-        "policies-hit-rate.png": hit_rates([row for row in rows if row["stage"] == "eviction" and _shown(row)]),
-        "policies-tpot.png": token_times(_prefetching(rows)),
-        "policies-collisions.png": collisions(colliding(rows)),
+        "policies-hit-rate": hit_rates([row for row in rows if row["stage"] == "eviction" and _shown(row)]),
+        "policies-tpot": token_times(_prefetching(rows)),
+        "policies-collisions": collisions(colliding(rows)),
     }
     measured = [row for row in rows if row["stage"] == "lossy" and row["kl"] is not None]
     if measured:
-        drawn["policies-pareto.png"] = pareto(measured)
-    paths = []
-    for name, figure in drawn.items():
-        paths.append(folder / name)
-        figure.savefig(paths[-1], dpi=130)
-    return paths
+        drawn["policies-pareto"] = pareto(measured)
+    return save(drawn, folder)
 
 
 def pareto(rows: Sequence[Row]) -> Figure:
@@ -47,8 +42,7 @@ def pareto(rows: Sequence[Row]) -> Figure:
     shares = sorted({row["share"] for row in rows})
     misses = list(dict.fromkeys(row["miss"] for row in rows))
     routings = list(dict.fromkeys(row["routing"] for row in rows))
-    figure = Figure(figsize=(2.8 + 4.2 * len(shares), 4.4), layout="constrained")
-    axes: list[Axes] = list(figure.subplots(1, len(shares), squeeze=False)[0])
+    figure, axes = panels(len(shares))
     for axis, share in zip(axes, shares, strict=True):
         own = [row for row in rows if row["share"] == share]
         for row in own:

@@ -10,19 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.study.replay import replays
-from benchmarks.study.study import (
-    ACTIVE,
-    BASELINES,
-    EVICT_ONLY,
-    FORECAST,
-    SAMPLE,
-    SHARED,
-    SWAPPED,
-    USUAL,
-    WHOLE,
-    Rows,
-    Study,
-)
+from benchmarks.study.study import ACTIVE, BASELINES, FORECAST, SAMPLE, SHARED, SWAPPED, USUAL, WHOLE, Rows, Study
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.policies import PRESETS, CacheShape, Policies
 from expertcast.runtime.simulation.machine import Case, Machine
@@ -36,18 +24,16 @@ _DECIDED_BY_THE_LINK = ("threshold", "value")
 
 def headline(study: Study) -> dict[str, Any]:
     """Every eviction policy over the whole test split, nothing prefetched by a layer's forecast, and the bounds."""
-    names = [*study.classic, *([EVICT_ONLY, FORECAST] if study.forecast else [])]
-    cases = [_on_demand(study, name, capacity) for capacity in study.scale.headline for name in names]
+    cases = [_on_demand(study, name, capacity) for capacity in study.scale.headline for name in study.evictions]
     return study.run("headline", with_bounds(cases), WHOLE)
 
 
 def eviction(study: Study) -> dict[str, Any]:
     """The same at more capacities and in both scopes, over the sample."""
     scopes, capacities = ("global", "layer"), study.scale.capacities
-    names = [*study.classic, *([EVICT_ONLY, FORECAST] if study.forecast else [])]
     cases = [
         _on_demand(study, name, capacity, scope)
-        for scope, capacity, name in itertools.product(scopes, capacities, names)
+        for scope, capacity, name in itertools.product(scopes, capacities, study.evictions)
     ]
     return study.run("eviction", with_bounds(cases))
 

@@ -128,6 +128,11 @@ class Study:
         """The eviction policy that looks tokens ahead, where there is something for it to look with."""
         return [] if self.next_token is None else [FORECAST]
 
+    @property
+    def evictions(self) -> list[str]:
+        """Every eviction policy, and the one that looks ahead also without its loads."""
+        return self.classic + ([EVICT_ONLY, FORECAST] if self.forecast else [])
+
     def slots(self, capacity: float) -> int:
         return slots_of(capacity, self.traces.view.shape)
 

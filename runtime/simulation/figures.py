@@ -6,7 +6,7 @@ apart for colour-blind readers; a set of policies has the same colour and marker
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -25,25 +25,27 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
 _BOUNDS: dict[str, Style] = {"belady": ("#222222", "", "-"), "belady_bypass": ("#222222", "", ":")}
 _NAMES = ("prefetch", "predictor", "miss", "routing", "pre_eviction", "scope")
 _EXACT = {"miss": "fetch", "routing": "standard"}
-HITS, TPOT, COLLISIONS, PARETO = "hit_rate.png", "tpot.png", "collisions.png", "pareto.png"
 
 
 def write_figures(results: Rows, folder: Path) -> list[Path]:
     """Write the figures that the rows have something for; returns their paths."""
-    drawn = {HITS: hit_rates(results), TPOT: token_times(results), COLLISIONS: collisions(results)}
+    drawn = {"hit_rate": hit_rates(results), "tpot": token_times(results), "collisions": collisions(results)}
     if any(row.get("perplexity") is not None for row in results):
-        drawn[PARETO] = pareto(results)
-    paths = []
+        drawn["pareto"] = pareto(results)
+    return save(drawn, folder)
+
+
+def save(drawn: Mapping[str, Figure], folder: Path) -> list[Path]:
+    """Write figures as files of their names; returns their paths."""
     for name, figure in drawn.items():
-        paths.append(folder / name)
-        figure.savefig(paths[-1], dpi=130)
-    return paths
+        figure.savefig(folder / f"{name}.png", dpi=130)
+    return [folder / f"{name}.png" for name in drawn]
 
 
 def hit_rates(results: Rows) -> Figure:
     """Hits against capacity at the first bandwidth, Belady's bounds on top."""
     rows = _first_bandwidth(labelled(results))
-    figure, (axis,) = _panels(1)
+    figure, (axis,) = panels(1)
     _lines(axis, rows, "hit_rate", 1.0)
     axis.set(ylabel="hit rate in decode steps", ylim=(-0.02, 1.02))
     return _legend(figure, rows)
@@ -53,7 +55,7 @@ def token_times(results: Rows) -> Figure:
     """Median time per token against capacity, a panel per bandwidth."""
     rows = labelled(results)
     bandwidths = _distinct(rows, "bandwidth")
-    figure, axes = _panels(len(bandwidths))
+    figure, axes = panels(len(bandwidths))
     for axis, bandwidth in zip(axes, bandwidths, strict=True):
         _lines(axis, [row for row in rows if row["bandwidth"] == bandwidth], "tpot_s", 1e3)
         axis.set_title(f"{bandwidth / 1e9:.3g} GB/s", fontsize=10)
@@ -89,7 +91,7 @@ def pareto(results: Rows) -> Figure:
     rows = _without_bounds(_first_bandwidth(labelled(results)))
     rows = [row for row in rows if row["perplexity"] is not None]
     capacities = _distinct(rows, "capacity")
-    figure, axes = _panels(len(capacities))
+    figure, axes = panels(len(capacities))
     for axis, capacity in zip(axes, capacities, strict=True):
         own = [row for row in rows if row["capacity"] == capacity]
         exact = [row["tpot_s"] for row in own if all(row[key] == plain for key, plain in _EXACT.items())]
@@ -147,7 +149,8 @@ def _lines(axis: Axes, rows: Rows, key: str, unit: float) -> None:
     _plain(axis)
 
 
-def _panels(count: int) -> tuple[Figure, list[Axes]]:
+def panels(count: int) -> tuple[Figure, list[Axes]]:
+    """A figure with so many axes side by side, and room for a legend."""
     figure = Figure(figsize=(2.8 + 4.2 * max(1, count), 4.4), layout="constrained")
     return figure, list(figure.subplots(1, max(1, count), squeeze=False)[0])
 

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
@@ -142,8 +143,8 @@ def _rows(work: Workload, cases: Sequence[Case], processes: int) -> Iterator[Jso
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "workload"
         torch.save(work, path)
-        with ProcessPoolExecutor(processes, _context(), initializer=_start, initargs=(path,)) as pool:
-            yield from pool.map(_run_here, cases)
+        with ProcessPoolExecutor(processes, _context()) as pool:
+            yield from pool.map(partial(_run_saved, path), cases)
 
 
 def _context() -> BaseContext:
@@ -156,17 +157,16 @@ def _context() -> BaseContext:
     return context
 
 
-_WORK: list[Workload] = []
-"""This process's own, once it has started."""
+def _run_saved(path: Path, case: Case) -> Json:
+    return _run(_saved(path), case)
 
 
-def _start(path: Path) -> None:
+@cache
+def _saved(path: Path) -> Workload:
+    """Read once per process; all processes share the tensors' memory."""
     torch.set_num_threads(1)
-    _WORK[:] = [torch.load(path, mmap=True, weights_only=False)]  # all processes share the tensors' memory
-
-
-def _run_here(case: Case) -> Json:
-    return _run(_WORK[0], case)
+    work: Workload = torch.load(path, mmap=True, weights_only=False)
+    return work
 
 
 def _run(work: Workload, case: Case) -> Json:
