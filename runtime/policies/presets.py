@@ -15,44 +15,36 @@ class Preset:
     """A system's policies with the forecast they rest on."""
 
     policies: Policies
-    predictor: str | None
     source: str
     """Where the configuration comes from."""
+    predictor: str | None = "router_input"
 
 
 def _activeevict(source: str, eviction: str = "importance", **changes: str) -> Preset:
     chosen = {"prefetch": "none", "pre_eviction": "gap", "routing": "budget", "scope": "layer"} | changes
-    return Preset(policies=Policies(eviction=eviction, **chosen), predictor="router_input", source=source)
+    return Preset(policies=Policies(eviction=eviction, **chosen), source=source)
 
 
 PRESETS: dict[str, Preset] = {
     "on_demand": Preset(policies=Policies(prefetch="none"), predictor=None, source="row D13: lru, nothing forecast"),
-    "moe_offloading": Preset(
-        policies=Policies(scope="layer"), predictor="router_input", source="row D13: Eliseev and Mazur, per-layer lru"
-    ),
+    "moe_offloading": Preset(policies=Policies(scope="layer"), source="row D13: Eliseev and Mazur, per-layer lru"),
     "moe_apex": Preset(
         policies=Policies(prefetch="top_k:overfetch=1.5", scope="layer"),
-        predictor="router_input",
         source="row D13: more of the router's experts; the paper gives no number, 1.5 K are ours",
     ),
-    "specmd_1": Preset(policies=Policies(), predictor="router_input", source="SpecMD Table 1, Eliseev and Mazur"),
+    "specmd_1": Preset(policies=Policies(), source="SpecMD Table 1, Eliseev and Mazur"),
     "specmd_2": Preset(
         policies=Policies(eviction="score", prefetch="percentile", miss="substitute"),
-        predictor="router_input",
         source="SpecMD Table 1, Zhu et al.",
     ),
-    "specmd_3": Preset(
-        policies=Policies(eviction="lhu", miss="cascade"), predictor="router_input", source="SpecMD Table 1, HOBBIT"
-    ),
+    "specmd_3": Preset(policies=Policies(eviction="lhu", miss="cascade"), source="SpecMD Table 1, HOBBIT"),
     "specmd_4": Preset(
         policies=Policies(prefetch="none", routing="cache_aware"),
         predictor=None,
         source="SpecMD Table 1, mixture of cache-conditional experts",
     ),
     "specmd_5": Preset(
-        policies=Policies(eviction="least_stale", prefetch="percentile"),
-        predictor="router_input",
-        source="SpecMD Table 1, the paper's own",
+        policies=Policies(eviction="least_stale", prefetch="percentile"), source="SpecMD Table 1, the paper's own"
     ),
     "activeevict": _activeevict("ActiveEvict, rows D5 to D10"),
     "activeevict_prediction_only": _activeevict("row D12: alpha 0", "importance:alpha=0.0"),

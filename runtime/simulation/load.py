@@ -48,13 +48,9 @@ class _Part:
 
 
 def load_trace(
-    traces: TraceDataset,
-    texts: Texts | None = None,
-    *,
-    predictors: Mapping[str, Predictor] | None = None,
-    ahead: int = 1,
-    residuals: bool = False,
-) -> Trace:
+    traces: TraceDataset, texts: Texts | None = None, *, predictors: Mapping[str, Predictor] | None = None,
+    ahead: int = 1, residuals: bool = False,
+) -> Trace:  # fmt: skip
     """The documents of a split, one after another or some at a time, each prefilled and then decoded to its end.
 
     Args:

@@ -87,13 +87,9 @@ def with_bounds(cases: Sequence[Case]) -> list[Case]:
 
 
 def sweep(
-    work: Workload,
-    cases: Sequence[Case],
-    *,
-    processes: int | None = None,
-    quality: Quality | None = None,
+    work: Workload, cases: Sequence[Case], *, processes: int | None = None, quality: Quality | None = None,
     progress: bool = False,
-) -> Json:
+) -> Json:  # fmt: skip
     """Run all cases.
 
     Args:

@@ -138,14 +138,9 @@ class Trace:
 
 
 def trace_of(
-    shape: ModelShape,
-    routes: Routes,
-    document_T: Tensor,
-    *,
-    prefill: int = PREFILL,
-    batch: int = 1,
+    shape: ModelShape, routes: Routes, document_T: Tensor, *, prefill: int = PREFILL, batch: int = 1,
     hints: Mapping[str, ForecastSource] | None = None,
-) -> Trace:
+) -> Trace:  # fmt: skip
     """Texts one after another or `batch` at a time, each prefilled and then decoded to its end.
 
     Args:

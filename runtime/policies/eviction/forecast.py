@@ -102,7 +102,9 @@ class ForecastEviction(Rescored):
 
     def worth(self, key: int) -> float:
         layer, expert = divmod(key, self.shape.experts)
-        return float(self._probabilities(layer)[expert])
+        if self._probability_HLE is None:
+            return float(self._share_LE[layer, expert])
+        return float(self._row(self._probability_HLE, layer)[expert])
 
     def wanted(self) -> list[tuple[int, float]]:
         """Only of layers that this policy rules over: those it has seen run."""
@@ -134,12 +136,6 @@ class ForecastEviction(Rescored):
             log_E: Numbers = np.log(endless_value(self._share_LE[layer], self.config.discount))
             return log_E
         return self._row(self._log_value_HLE, layer)
-
-    def _probabilities(self, layer: int) -> Numbers:
-        if self._probability_HLE is None:
-            share_E: Numbers = self._share_LE[layer]
-            return share_E
-        return self._row(self._probability_HLE, layer)
 
     def _row(self, table_HLE: Numbers, layer: int) -> Numbers:
         row_E: Numbers = table_HLE[min(self._next[layer] - self._made_in, len(table_HLE) - 1), layer]

@@ -67,7 +67,9 @@ class Budget(RoutingPolicy):
         if layer.index not in self._renormalises:
             self._renormalises[layer.index] = renormalises(layer)
         if self._renormalises[layer.index]:
-            weights_TK = _with_sum_of(routed.weights_TK, weights_TK)
+            sums_T1 = routed.weights_TK.float().sum(dim=-1, keepdim=True)
+            left_T1 = weights_TK.float().sum(dim=-1, keepdim=True)
+            weights_TK = (weights_TK.float() * (sums_T1 / left_T1)).to(weights_TK.dtype)
         whole_T1 = count_T1 == routed.ids_TK.shape[1]
         return routed.ids_TK, torch.where(whole_T1, routed.weights_TK, weights_TK)
 
@@ -86,9 +88,3 @@ def _counts(ranked: Sequence[Sequence[int]], cached: set[int], available: int, k
             count += 1
         counts.append(count)
     return counts
-
-
-def _with_sum_of(weights_TK: Tensor, left_TK: Tensor) -> Tensor:
-    """The weights that are left, scaled to the sum of them all."""
-    factor_T1 = weights_TK.float().sum(dim=-1, keepdim=True) / left_TK.float().sum(dim=-1, keepdim=True)
-    return (left_TK.float() * factor_T1).to(left_TK.dtype)
