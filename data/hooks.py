@@ -27,27 +27,23 @@ _ACTIVE: dict[nn.Module, LayerCapture] = {}
 
 
 class Capture:
-    """Captures one batch: fills `residual_TLD` and `logits_TLE`, and adds to `means` when there is one."""
+    """Captures one batch: fills `residual_TLD` and `logits_TLE`, and adds to `means` when there is one.
+
+    Args:
+        view: the model's MoE layers.
+        keep_T: indices of the real tokens in the flattened batch, None when there is no padding.
+        tokens: number of real tokens.
+        means: where to add expert outputs, for default vectors; None leaves them out.
+        residual_dtype: what residuals are rounded to.
+    """
 
     def __init__(
         self, view: MoEView, keep_T: Tensor | None, tokens: int, means: MeanOutputs | None, residual_dtype: torch.dtype
     ) -> None:
-        """
-        Args:
-            view: the model's MoE layers.
-            keep_T: indices of the real tokens in the flattened batch, None when there is no padding.
-            tokens: number of real tokens.
-            means: where to add expert outputs, for default vectors; None leaves them out.
-            residual_dtype: what residuals are rounded to.
-        """
-        self.keep_T = keep_T
-        self.means = means
-        self._tokens = tokens
-        self._shape = view.shape
+        self.keep_T, self.means = keep_T, means
+        shape = view.shape
         device = view[0].experts.get_parameter("down_proj").device
-        self.residual_TLD = torch.empty(
-            tokens, self._shape.layers, self._shape.hidden, dtype=residual_dtype, device=device
-        )
+        self.residual_TLD = torch.empty(tokens, shape.layers, shape.hidden, dtype=residual_dtype, device=device)
         self.logits_TLE = torch.empty(0)
 
     def rows(self, flat: Tensor) -> Tensor:
@@ -58,13 +54,7 @@ class Capture:
     def see(self, call: RouterCall) -> None:
         """Take what one layer's router was given and gave."""
         if call.layer == 0:
-            self.logits_TLE = torch.empty(
-                self._tokens,
-                self._shape.layers,
-                self._shape.experts,
-                dtype=call.logits_TE.dtype,
-                device=call.logits_TE.device,
-            )
+            self.logits_TLE = call.logits_TE.new_empty(*self.residual_TLD.shape[:2], call.logits_TE.shape[-1])
         self.residual_TLD[:, call.layer] = self.rows(call.residual_TD)
         self.logits_TLE[:, call.layer] = self.rows(call.logits_TE)
 
@@ -96,8 +86,8 @@ class LayerCapture:
 
 
 @contextmanager
-def attached(model: PreTrainedModel, view: MoEView, capture: Capture) -> Iterator[None]:
-    """Capture the forwards run inside."""
+def attached(model: PreTrainedModel, view: MoEView, capture: Capture) -> Iterator[ExitStack]:
+    """Capture the forwards run inside; what is given is closed afterwards."""
     with ExitStack() as stack:
         stack.callback(RouterTaps(model, view, capture.see).close)
         for layer in view:
@@ -107,7 +97,7 @@ def attached(model: PreTrainedModel, view: MoEView, capture: Capture) -> Iterato
             _ACTIVE[layer.experts] = own
             stack.callback(_ACTIVE.pop, layer.experts)
         stack.enter_context(experts_implementation(model, COLLECT_EXPERTS))
-        yield
+        yield stack
 
 
 def _collecting_experts(
@@ -138,27 +128,23 @@ def _grouped(own: LayerCapture, experts: nn.Module, hidden_TD: Tensor, ids_TK: T
 @contextmanager
 def _inner_activations(experts: nn.Module, observe: Callable[[Tensor], None]) -> Iterator[None]:
     """Show what enters the down projection: the gate's result, rows sorted by expert."""
-    if not experts.has_gate:
-        if not isinstance(experts.act_fn, nn.Module):
+    with ExitStack() as stack:
+        if experts.has_gate:
+            gate: Callable[[Tensor], Tensor] = experts._apply_gate  # type: ignore[assignment]
+
+            def observed(gate_up: Tensor) -> Tensor:
+                inner_SI = gate(gate_up)
+                observe(inner_SI)
+                return inner_SI
+
+            experts.__dict__["_apply_gate"] = observed  # shadows the class's own for this call
+            stack.callback(experts.__dict__.pop, "_apply_gate")
+        elif isinstance(experts.act_fn, nn.Module):
+            hook = experts.act_fn.register_forward_hook(lambda _m, _args, output: observe(output))
+            stack.callback(hook.remove)
+        else:
             raise ExpertcastError(f"{type(experts).__name__} is not supported: its activation is no module")
-        handle = experts.act_fn.register_forward_hook(lambda _m, _args, output: observe(output))
-        try:
-            yield
-        finally:
-            handle.remove()
-        return
-    gate: Callable[[Tensor], Tensor] = experts._apply_gate  # type: ignore[assignment]
-
-    def observed(gate_up: Tensor) -> Tensor:
-        inner_SI = gate(gate_up)
-        observe(inner_SI)
-        return inner_SI
-
-    experts.__dict__["_apply_gate"] = observed  # shadows the class's own for this call
-    try:
         yield
-    finally:
-        del experts.__dict__["_apply_gate"]
 
 
 ALL_EXPERTS_FUNCTIONS.register(COLLECT_EXPERTS, _collecting_experts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,10 +42,6 @@ class ModelReport:
     all_experts_bytes: int = 0
     other_bytes: int = 0
     """Everything that is not a routed expert."""
-
-    def as_dict(self) -> dict[str, object]:
-        """The report as plain values."""
-        return asdict(self)
 
 
 def inspect_model(model_id: str) -> ModelReport:
@@ -124,10 +121,7 @@ def _match(name: str, chosen_TK: Tensor, weights_TK: Tensor, logits_TK: Tensor) 
 
 def _with_real_router(layer: MoELayer) -> MoELayer:
     """The same layer with a zero-weight router on the CPU: the rule needs no weights, only logits."""
-    import copy
-    import dataclasses
-
-    router = copy.deepcopy(layer.router).to_empty(device="cpu")
+    router = deepcopy(layer.router).to_empty(device="cpu")
     for tensor in [*router.parameters(), *router.buffers()]:
         tensor.data.zero_()
-    return dataclasses.replace(layer, router=router.float())
+    return replace(layer, router=router.float())

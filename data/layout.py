@@ -94,14 +94,10 @@ def logits_dtype_of(info: Json) -> torch.dtype:
 
 
 def write_dataset_files(folder: Path, shape: ModelShape, logits: torch.dtype, shards: list[str], digest: str) -> None:
-    """dataset_info.json and state.json, with which `datasets.load_from_disk` reads the shards in order.
+    """dataset_info.json and state.json, with which `datasets.load_from_disk` reads the files `shards` in this order.
 
-    Args:
-        folder: the trace dataset.
-        shape: numbers of layers, experts and hidden units, which the columns are as wide as.
-        logits: what router logits are stored in.
-        shards: names of the shards' files, in the order of their rows.
-        digest: hexadecimal digits that tell this dataset from others.
+    The `shape` of the model and the dtype of the `logits` make the columns; `digest`, hexadecimal digits, tells the
+    dataset in `folder` from others.
     """
     from datasets import DatasetInfo
 

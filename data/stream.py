@@ -41,8 +41,7 @@ def window_batches(windows: Sequence[Window], batch_size: int) -> Iterator[Windo
 def pad_windows(windows: Sequence[Window]) -> WindowBatch:
     """Some windows as one batch."""
     longest = max(len(window.token_ids) for window in windows)
-    ids_BS = np.zeros((len(windows), longest), dtype=np.int64)
-    mask_BS = np.zeros((len(windows), longest), dtype=np.int64)
+    ids_BS, mask_BS = (np.zeros((len(windows), longest), dtype=np.int64) for _ in range(2))
     for row, window in enumerate(windows):
         ids_BS[row, : len(window.token_ids)] = window.token_ids
         mask_BS[row, : len(window.token_ids)] = 1
@@ -56,7 +55,19 @@ def pad_windows(windows: Sequence[Window]) -> WindowBatch:
 
 
 class ActivationStream:
-    """Iterates TraceBatch over windows, in order, from a running model; nothing is stored."""
+    """Iterates TraceBatch over windows, in order, from a running model; nothing is stored.
+
+    Args:
+        model: is run, in eval mode; its own mode comes back afterwards.
+        view: the model's MoE layers.
+        windows: what iteration runs over, in order.
+        batch_size: windows per forward.
+        means: where to add expert outputs, for default vectors; None leaves them out.
+        residual_dtype: what residuals are rounded to; traces hold bf16.
+
+    Raises:
+        ExpertcastError: `batch_size` under 1, or a window longer than the model's context.
+    """
 
     def __init__(
         self,
@@ -68,18 +79,6 @@ class ActivationStream:
         means: MeanOutputs | None = None,
         residual_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """
-        Args:
-            model: is run, in eval mode; its own mode comes back afterwards.
-            view: the model's MoE layers.
-            windows: what iteration runs over, in order.
-            batch_size: windows per forward.
-            means: where to add expert outputs, for default vectors; None leaves them out.
-            residual_dtype: what residuals are rounded to; traces hold bf16.
-
-        Raises:
-            ExpertcastError: `batch_size` under 1, or a window longer than the model's context.
-        """
         if batch_size < 1:
             raise ExpertcastError(f"batch_size={batch_size}: give at least 1 window per forward")
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -100,19 +99,15 @@ class ActivationStream:
         padded = int(batch.mask_BS.sum()) < batch.mask_BS.numel()
         keep_T = batch.mask_BS.reshape(-1).nonzero().squeeze(1) if padded else None
         capture = Capture(self.view, keep_T, len(batch), self.means, self.residual_dtype)
-        training = model.training
-        if training:
-            model.eval()
-        try:
-            with attached(model, self.view, capture):
-                model.base_model(  # without the head: nothing here reads next-token logits
-                    input_ids=batch.input_ids_BS.to(model.device),
-                    attention_mask=batch.mask_BS.to(model.device),
-                    use_cache=False,
-                )
-        finally:
-            if training:
-                model.train()
+        with attached(model, self.view, capture) as stack:
+            if model.training:
+                stack.callback(model.train)
+                model.eval()
+            model.base_model(  # without the head: nothing here reads next-token logits
+                input_ids=batch.input_ids_BS.to(model.device),
+                attention_mask=batch.mask_BS.to(model.device),
+                use_cache=False,
+            )
         if self.means is not None:
             self.means.token_count += len(batch)
         return TraceBatch(
