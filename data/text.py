@@ -47,11 +47,9 @@ class Document:
 
 
 def load_documents(data: str | Path | Sequence[str | Path], *, max_chars: int | None = None) -> list[Document]:
-    """Read documents.
+    """Read documents from `reference`, files, folders of files, or hub dataset ids (their split `train`), one or several.
 
-    Args:
-        data: `reference`, files, folders of files, or hub dataset ids (their split `train`), one or several.
-        max_chars: stop reading once so many characters are there (for hub datasets larger than memory).
+    Reading stops once there are `max_chars` characters (for hub datasets larger than memory).
 
     Raises:
         ExpertcastError: a file is missing or unreadable, of unknown suffix, without a column `text`, or no document

@@ -38,13 +38,8 @@ class DefaultVectors:
 def layer_default(expert_ED: Tensor, shared_D: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """d_l [T, D] = sum over routed experts of weight x default vector, plus the shared experts' mean.
 
-    The equation of section 3.1, with the model's own combine weights; fp32.
-
-    Args:
-        expert_ED: default vectors of the layer's experts.
-        shared_D: mean output of its shared experts.
-        ids_TK: experts that the tokens are routed to.
-        weights_TK: their combine weights.
+    The equation of section 3.1 in fp32: `expert_ED` and `shared_D` are the layer's default vectors, `ids_TK` the experts
+    that its tokens are routed to, `weights_TK` the model's own combine weights.
     """
     mixed_TD = torch.einsum("tk,tkd->td", weights_TK.float(), expert_ED.float()[ids_TK])
     return mixed_TD + shared_D.float()

@@ -25,11 +25,7 @@ class EstimatorNetwork(nn.Module):
     def __init__(
         self, pairs: int, features: int, experts: int, *, parameters: int, expansion: float, shared: bool
     ) -> None:
-        """The arguments are those of :func:`fitting_width`.
-
-        Raises:
-            ExpertcastError: the budget is too small for the narrowest network.
-        """
+        """Takes what :func:`fitting_width` takes, and raises what it raises."""
         super().__init__()
         groups = 1 if shared else pairs
         width = fitting_width(pairs, features, experts, parameters=parameters, expansion=expansion, shared=shared)
