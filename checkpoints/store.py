@@ -107,12 +107,7 @@ class PredictorCheckpoint:
 
 
 def save_predictor(
-    predictor: Predictor,
-    folder: str | Path,
-    *,
-    view: MoEView,
-    metrics: Json | None = None,
-    extra: Json | None = None,
+    predictor: Predictor, folder: str | Path, *, view: MoEView, metrics: Json | None = None, extra: Json | None = None
 ) -> PredictorCheckpoint:
     """Write a checkpoint (the folder is drawn in the module's docstring); an older checkpoint there is replaced.
 

@@ -37,7 +37,11 @@ def find_moe_layers(model: PreTrainedModel) -> MoEView:
         for block, router, experts in blocks
     ]
     view = layers_by_name(model, names, None, str(model.config._name_or_path or type(model).__name__))
-    _check_alike(model, view)
+    shapes = {(layer.num_experts, layer.top_k, layer.hidden_size) for layer in view}
+    if len(shapes) > 1:
+        raise ExpertcastError(
+            f"{type(model).__name__} mixes MoE layers of different shape (E, K, D): {sorted(shapes)}; not supported"
+        )
     return view
 
 
@@ -157,16 +161,7 @@ def _has_shared(block: nn.Module, router: nn.Module, experts: nn.Module) -> bool
     )
 
 
-def _check_alike(model: PreTrainedModel, view: MoEView) -> None:
-    shapes = {(layer.num_experts, layer.top_k, layer.hidden_size) for layer in view}
-    if len(shapes) > 1:
-        raise ExpertcastError(
-            f"{type(model).__name__} mixes MoE layers of different shape (E, K, D): {sorted(shapes)}; not supported"
-        )
-
-
 def _probe_experts(experts: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    del experts, ids_TK, weights_TK
     return hidden_TD.clone()
 
 

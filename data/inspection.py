@@ -61,9 +61,9 @@ def describe(model: PreTrainedModel, model_id: str) -> ModelReport:
     except ExpertcastError as error:
         return ModelReport(model=model_id, architecture=architecture, supported=False, reason=str(error))
     first = view[0]
-    expert_bytes = expert_nbytes(first)
+    expert_bytes = sum(p[0].nbytes for p in first.experts.parameters() if p.shape[0] == first.num_experts)
     all_experts = expert_bytes * first.num_experts * len(view)
-    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    total = sum(parameter.nbytes for parameter in model.parameters())
     return ModelReport(
         model=model_id,
         architecture=architecture,
@@ -81,11 +81,6 @@ def describe(model: PreTrainedModel, model_id: str) -> ModelReport:
         all_experts_bytes=all_experts,
         other_bytes=total - all_experts,
     )
-
-
-def expert_nbytes(layer: MoELayer) -> int:
-    """Bytes of one routed expert of a layer: every parameter of the experts module, one expert's share."""
-    return sum(p[0].numel() * p.element_size() for p in layer.experts.parameters() if p.shape[0] == layer.num_experts)
 
 
 def routing_rule(layer: MoELayer) -> str:

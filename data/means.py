@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from expertcast.predictors.defaults import DefaultVectors
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.quasi_hidden import DefaultVectors
 from expertcast.predictors.view import MoEView
 
 

@@ -17,7 +17,7 @@ from expertcast.data.plan import PlannedDocument, TextOptions, Window, first_tok
 from expertcast.data.stream import ActivationStream
 from expertcast.data.text import Document
 from expertcast.data.traces import TraceSource
-from expertcast.predictors.defaults import DefaultVectors
+from expertcast.predictors.quasi_hidden import DefaultVectors
 
 BUFFER_TOKENS = 16_384
 

@@ -47,7 +47,7 @@ class Document:
 
 
 def load_documents(data: str | Path | Sequence[str | Path], *, max_chars: int | None = None) -> list[Document]:
-    """Read documents from `reference`, files, folders of files, or hub dataset ids (their split `train`), one or several.
+    """Read `reference`, files, folders of files, or hub dataset ids (their split `train`), one or several of them.
 
     Reading stops once there are `max_chars` characters (for hub datasets larger than memory).
 

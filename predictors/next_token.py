@@ -20,7 +20,6 @@ from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.fields import check_finite
 from expertcast.predictors.next_token_network import NextTokenNetwork
-from expertcast.predictors.plain import Json
 from expertcast.predictors.routing_rule import goes_by_logits, route_all
 from expertcast.predictors.view import ModelShape, MoEView
 
@@ -71,9 +70,6 @@ class NextTokenConfig(PredictorConfig):
                 f"learning_rate={self.learning_rate}, weight_decay={self.weight_decay}: give a rate above 0, and 0 or "
                 "more of decay"
             )
-
-    def as_dict(self) -> Json:
-        return super().as_dict() | {"triggers": list(self.triggers), "memories": list(self.memories)}
 
 
 @dataclass(slots=True)

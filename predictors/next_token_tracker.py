@@ -32,8 +32,8 @@ class NextTokenTracker:
 
     @torch.no_grad()
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> Tensor | None:
-        """The router of `layer` has run: its norm read `residual_TD`, it gave `logits_TE`, each of the B `sequences` with
-        its tokens in a row.
+        """The router of `layer` has run: its norm read `residual_TD`, it gave `logits_TE`, for B `sequences` one after
+        another.
 
         Returns:
             Where a forecast is due, the probability that at least one sequence uses an expert, [H, L, E]: by this token

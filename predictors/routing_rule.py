@@ -30,8 +30,7 @@ def route(layer: MoELayer, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def route_all(view: MoEView, logits_TLE: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Expert ids and combine weights [T, K] by the layers' own rules, of the model's first layers or all of them: as many
-    as there are logits for."""
+    """Expert ids and combine weights [T, K] by each layer's own rule; logits are of all layers or the first ones."""
     routed = [route(view[layer], logits_TE) for layer, logits_TE in enumerate(logits_TLE.unbind(1))]
     return [ids_TK for ids_TK, _ in routed], [weights_TK for _, weights_TK in routed]
 

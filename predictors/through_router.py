@@ -39,7 +39,6 @@ class RouterInput(ThroughRouter):
 
     def input_vector(self, state: RouterState, ahead: int) -> Tensor:
         """s_l [T, D], as the router of layer l read it."""
-        del ahead
         return state.router_input_TD
 
 

@@ -56,7 +56,7 @@ class MoELayer:
         return logits
 
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Expert ids [T, K] (int64) and combine weights [T, K] that this layer's router would return with these logits."""
+        """Expert ids (int64) and combine weights [T, K] that this layer's router would return with these logits."""
         return route(self, logits_TE)
 
 
