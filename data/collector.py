@@ -57,12 +57,11 @@ def collect(
         ExpertcastError: model not supported, too few documents, `out` holds something else or was begun with other
             settings, or the traces do not fit the disk.
     """
-    options = TextOptions.of(options, fields)
     share = current_share()
     view = find_moe_layers(model)
     means = MeanOutputs(view)
-    plan = make_plan(documents, tokenizer, options)
-    stream = ActivationStream(model, view, plan.windows_of(plan.documents), batch_size=options.batch_size)
+    plan = make_plan(documents, tokenizer, options, **fields)
+    stream = ActivationStream(model, view, plan.windows_of(plan.documents), batch_size=plan.options.batch_size)
     logits = _logits_dtype(stream)
     folder = Path(out)
     if share.rank == 0:

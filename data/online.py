@@ -43,10 +43,9 @@ class OnlineTraces(TraceSource):
             model, tokenizer, documents, options, fields: as there.
             buffer_tokens: tokens held for shuffling (a token takes L x (2 D + 2..4 E) bytes).
         """
-        self.options = TextOptions.of(options, fields)
         self.model = model
         self.view = find_moe_layers(model)
-        self.plan = make_plan(documents, tokenizer, self.options)
+        self.plan = make_plan(documents, tokenizer, options, **fields)
         self.documents = self.plan.documents
         self._buffer_tokens = buffer_tokens
         account = self.plan.account(self.view)
@@ -81,7 +80,7 @@ class OnlineTraces(TraceSource):
     ) -> ActivationStream:
         whole = ((window, window.token_ids) for window in self.plan.windows_of(documents))
         windows = [Window(window.document, window.start, ids) for window, ids in first_tokens(whole, limit)]
-        return ActivationStream(self.model, self.view, windows, batch_size=self.options.batch_size, means=means)
+        return ActivationStream(self.model, self.view, windows, batch_size=self.plan.options.batch_size, means=means)
 
 
 def _with_previous_tokens(stream: Iterable[TraceBatch]) -> Iterator[TraceBatch]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Self, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,15 +48,6 @@ class TextOptions:
     """Windows per forward."""
     seed: int = 0
     """What the order of the documents is drawn from."""
-
-    @classmethod
-    def of(cls, options: Self | None, fields: Mapping[str, object]) -> Self:
-        """Options with some fields changed; none are the default ones.
-
-        Raises:
-            TypeError: a field that does not exist.
-        """
-        return replace(options or cls(), **fields)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +147,7 @@ def make_plan(
     Raises:
         ExpertcastError: fewer than three documents (one for each split), or a bad `tokens` or `window`.
     """
-    options = TextOptions.of(options, fields)
+    options = replace(options or TextOptions(), **fields)  # type: ignore[arg-type]
     tokens, window = options.tokens, options.window
     if window < 2:
         raise ExpertcastError(f"window={window}: give at least 2 tokens")
