@@ -37,10 +37,9 @@ class HubPredictor(ModelHubMixin):  # type: ignore[misc]
 
     @classmethod
     def _from_pretrained(cls, *, model_id: str, **options: object) -> HubPredictor:
-        folder = model_id
-        if not Path(model_id).is_dir():
-            given = {name: options.get(name) for name in _DOWNLOAD if options.get(name) is not None}
-            folder = snapshot_download(model_id, allow_patterns=list(files.ALL), **given)
+        given = {name: options[name] for name in _DOWNLOAD if options.get(name) is not None}
+        local = Path(model_id).is_dir()
+        folder = model_id if local else snapshot_download(model_id, allow_patterns=list(files.ALL), **given)
         checkpoint = PredictorCheckpoint.open(folder)
         return cls(checkpoint.load(), checkpoint.config, checkpoint.metrics)
 

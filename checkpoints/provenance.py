@@ -16,27 +16,21 @@ PACKAGES = ("torch", "transformers", "lightning", "datasets", "safetensors")
 
 
 def provenance(command: str | None = None) -> Json:
-    """Command line, git revision of the code (None outside a work tree) and versions, as plain JSON values.
-
-    Args:
-        command: the command to record; the running process's own when None.
-    """
+    """Command line (the running one when None), git revision of the code (None outside a work tree) and versions, as
+    plain JSON values."""
+    # the program by its name only: its path says nothing on another machine
+    running = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     return {
         "expertcast_version": expertcast.__version__,
-        "command": running_command() if command is None else command,
-        "git_revision": git_revision(),
+        "command": running if command is None else command,
+        "git_revision": _git_revision(),
         "python_version": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
     }
 
 
-def running_command() -> str:
-    """The process's command line, the program by its name only: its path says nothing on another machine."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-
-
 @cache
-def git_revision() -> str | None:
+def _git_revision() -> str | None:
     """HEAD of the work tree this code is in, with `-dirty` after it when there are changes."""
     # the directory of the package's root file: a wheel in site-packages has no work tree of ours around it
     root = Path(str(expertcast.__file__)).resolve().parents[2]

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import Tensor
 
 from expertcast.checkpoints import files
 from expertcast.checkpoints.card import model_card
@@ -71,11 +70,6 @@ class PredictorCheckpoint:
         """Registry name of the predictor."""
         return str(self.config["predictor"])
 
-    @property
-    def shape(self) -> ModelShape:
-        """What the predictor was built for."""
-        return ModelShape.from_dict(self.config["shape"])
-
     def verify(self, view: MoEView) -> None:
         """Check that the predictor was made for this very model.
 
@@ -94,8 +88,13 @@ class PredictorCheckpoint:
         Raises:
             ExpertcastError: unknown predictor, config fields or weights that do not fit it, or a damaged file.
         """
-        predictor = build_predictor(self.name, self.config["predictor_config"], self.shape)
+        cls = predictor_class(self.name)
         path = self.folder / files.WEIGHTS
+        try:
+            config = cls.config_class(**self.config["predictor_config"])
+        except TypeError as error:
+            raise ExpertcastError(f"config of predictor {self.name!r} does not fit this expertcast: {error}") from error
+        predictor = cls(config, ModelShape.from_dict(self.config["shape"]))
         try:
             predictor.load_state_dict(load_file(path))
         except SafetensorError as error:
@@ -107,27 +106,8 @@ class PredictorCheckpoint:
         return predictor.eval()
 
 
-def build_predictor(name: str, config: Json, shape: ModelShape) -> Predictor:
-    """A predictor from its registry name and the plain values of its config, with the weights it begins with.
-
-    Raises:
-        ExpertcastError: unknown name, or fields that its config does not have.
-    """
-    cls = predictor_class(name)
-    try:
-        return cls(cls.config_class(**config), shape)
-    except TypeError as error:
-        raise ExpertcastError(f"config of predictor {name!r} does not fit this expertcast: {error}") from error
-
-
 def save_predictor(
-    predictor: Predictor,
-    folder: str | Path,
-    *,
-    view: MoEView,
-    metrics: Json | None = None,
-    command: str | None = None,
-    extra: Json | None = None,
+    predictor: Predictor, folder: str | Path, *, view: MoEView, metrics: Json | None = None, extra: Json | None = None
 ) -> PredictorCheckpoint:
     """Write a checkpoint (the folder is drawn in the module's docstring); an older checkpoint there is replaced.
 
@@ -136,7 +116,6 @@ def save_predictor(
         folder: where to; made with its parents.
         view: the model it was trained for; gives model id and fingerprint.
         metrics: evaluation results, plain JSON values; empty when None.
-        command: command line to record; the running one when None.
         extra: further plain values for config.json, such as how it was trained.
 
     Raises:
@@ -144,7 +123,7 @@ def save_predictor(
     """
     folder = Path(folder)
     _refuse_foreign(folder)
-    config = describe(predictor, view, command=command, extra=extra)
+    config = describe(predictor, view) | (extra or {})
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
     temporary.mkdir()
@@ -156,32 +135,22 @@ def save_predictor(
     return PredictorCheckpoint.open(folder)
 
 
-def load_predictor(folder: str | Path, view: MoEView | None = None, *, check_fingerprint: bool = True) -> Predictor:
+def load_predictor(folder: str | Path, view: MoEView | None = None) -> Predictor:
     """The predictor of a checkpoint, bound to the model when one is given.
 
-    Args:
-        view: the model to bind it to.
-        check_fingerprint: refuse a model whose routers' weights are not those it was trained for.
-
     Raises:
-        ExpertcastError: a file missing, damaged or of a newer format, or the wrong model.
+        ExpertcastError: a file missing, damaged or of a newer format, or a model whose routers' weights are not those
+            it was trained for.
     """
     checkpoint = PredictorCheckpoint.open(folder)
-    if view is not None and check_fingerprint:
-        checkpoint.verify(view)
-    predictor = checkpoint.load()
-    return predictor if view is None else predictor.bind(view)
+    if view is None:
+        return checkpoint.load()
+    checkpoint.verify(view)
+    return checkpoint.load().bind(view)
 
 
-def describe(predictor: Predictor, view: MoEView, *, command: str | None = None, extra: Json | None = None) -> Json:
-    """The contents of config.json.
-
-    Args:
-        predictor: what is saved.
-        view: the model it was trained for; gives model id and fingerprint.
-        command: command line to record; the running one when None.
-        extra: further plain values.
-    """
+def describe(predictor: Predictor, view: MoEView) -> Json:
+    """The contents of config.json for a predictor that was trained for the model of `view`."""
     return {
         "format": files.FORMAT,
         "predictor": predictor.name,
@@ -190,30 +159,20 @@ def describe(predictor: Predictor, view: MoEView, *, command: str | None = None,
         "fingerprint": view.fingerprint(),
         "shape": predictor.shape.as_dict(),
         "tap_point": files.TAP_POINT,
-        **provenance(command),
-        **(extra or {}),
+        **provenance(),
     }
 
 
 def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json) -> None:
-    """Write the four files of a checkpoint.
-
-    Args:
-        folder: an existing one.
-        predictor: gives the weights.
-        config: contents of config.json.
-        metrics: contents of metrics.json.
-    """
+    """Write a checkpoint's four files into `folder`: the predictor's weights, `config` and `metrics` as JSON, and the
+    card made of these."""
+    # clones: safetensors refuses tensors that share memory
+    tensors = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in predictor.state_dict().items()}
     # safetensors' own file would be its owner's alone, whatever the umask is
-    (folder / files.WEIGHTS).write_bytes(save(_plain_tensors(predictor), metadata={"format": "pt"}))
+    (folder / files.WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
     (folder / files.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     (folder / files.METRICS).write_text(json.dumps(metrics, indent=2) + "\n")
     (folder / files.CARD).write_text(model_card(config, metrics))
-
-
-def _plain_tensors(predictor: Predictor) -> dict[str, Tensor]:
-    # clones: safetensors refuses tensors that share memory
-    return {key: tensor.detach().cpu().contiguous().clone() for key, tensor in predictor.state_dict().items()}
 
 
 def _refuse_foreign(folder: Path) -> None:

@@ -54,11 +54,8 @@ class TraceBatch:
         return TraceBatch(**{name: join(parts) for name, parts in columns.items() if parts[0] is not None})
 
     def with_previous(self, before: TraceBatch | None = None) -> TraceBatch:
-        """The same rows, in order of document and position, with `previous_TLE` filled in from the row before each.
-
-        Args:
-            before: the rows that came before these; the first row has its previous token there.
-        """
+        """The same rows, in order of document and position, with `previous_TLE` filled in from the row before each: for
+        the first one that is the last of `before`."""
         shifted = self.routing()._map(lambda column: column.roll(1, dims=0))
         if before is not None and len(before):
             shifted.logits_TLE[0] = before.logits_TLE[-1]

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -27,7 +27,6 @@ from expertcast.data.traces import TraceDataset, read_info
 from expertcast.data.writer import SHARD_BYTES, ShardWriter, merged_progress, write_atomically
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
-from expertcast.predictors.view import MoEView
 
 
 def collect(
@@ -42,8 +41,8 @@ def collect(
 ) -> TraceDataset:
     """Write traces of a text to `out`, or finish a collection that was begun there.
 
-    Under torchrun each rank takes its share of the documents and the shards become one dataset. Prints an estimate of
-    the disk it will use, and shows its progress, on standard error.
+    Under torchrun each rank takes its share of the documents and the shards become one dataset. An estimate of the disk
+    it will use, and its progress, are shown on standard error.
 
     Args:
         model: is run; it stays as it is.
@@ -58,35 +57,31 @@ def collect(
         ExpertcastError: model not supported, too few documents, `out` holds something else or was begun with other
             settings, or the traces do not fit the disk.
     """
-    options = TextOptions.of(options, fields)
     share = current_share()
     view = find_moe_layers(model)
     means = MeanOutputs(view)
-    plan = make_plan(documents, tokenizer, tokens=options.tokens, window=options.window, seed=options.seed)
-    stream = ActivationStream(model, view, plan.windows_of(plan.documents), batch_size=options.batch_size)
+    plan = make_plan(documents, tokenizer, options, **fields)
+    stream = ActivationStream(model, view, plan.windows_of(plan.documents), batch_size=plan.options.batch_size)
     logits = _logits_dtype(stream)
-    settings = _settings(stream, plan, share)
     folder = Path(out)
     if share.rank == 0:
-        _claim(folder, settings, lambda: _new_info(view, plan, settings, logits, options.seed))
+        _claim(folder, _new_info(stream, plan, share, logits))
         _check_disk(folder, plan, layout.row_bytes(view.shape, logits))
     wait_for_all(share)
     info = read_info(folder)
     if info is None:
         raise ExpertcastError(f"rank {share.rank} does not see {folder}: ranks need a file system that they share")
     if not info["complete"]:
-        writer = ShardWriter(
-            folder, rank=share.rank, shape=view.shape, logits=logits, means=means, shard_bytes=shard_bytes
-        )
-        _run(stream, plan, share, writer, means)
+        writer = ShardWriter(folder, means, rank=share.rank, shape=view.shape, logits=logits, shard_bytes=shard_bytes)
+        _run(stream, plan, share, writer)
         wait_for_all(share)
         if share.rank == 0:
-            _finish(folder, model, view, plan, logits, share)
+            _finish(folder, info, stream, plan, logits, share)
         wait_for_all(share)
     return TraceDataset.open(folder)
 
 
-def _run(stream: ActivationStream, plan: Plan, share: Share, writer: ShardWriter, means: MeanOutputs) -> None:
+def _run(stream: ActivationStream, plan: Plan, share: Share, writer: ShardWriter) -> None:
     """Run the batches that are not committed yet."""
     own = documents_of(plan.documents, share)
     total = sum(document.tokens for document in own)
@@ -95,7 +90,7 @@ def _run(stream: ActivationStream, plan: Plan, share: Share, writer: ShardWriter
     with tqdm(total=total, initial=writer.rows_done, unit="token", desc=label, unit_scale=True) as bar:
         for split, windows in batches:
             batch = pad_windows(windows)
-            stream.means = means if split == "train" else None  # nothing a predictor knows is from held-out text
+            stream.means = writer.means if split == "train" else None  # nothing a predictor knows is from held-out text
             writer.add(stream.run(batch), batch.token_T)
             bar.update(len(batch))
     writer.commit()
@@ -116,48 +111,47 @@ def _logits_dtype(stream: ActivationStream) -> torch.dtype:
     return layout.stored_logits_dtype(stream.run(batch).logits_TLE.dtype)
 
 
-def _settings(stream: ActivationStream, plan: Plan, share: Share) -> Json:
-    """What must be the same for a collection to be gone on with."""
-    return {
-        "fingerprint": stream.view.fingerprint(),
+def _new_info(stream: ActivationStream, plan: Plan, share: Share, logits: torch.dtype) -> Json:
+    """trace.json of a collection that begins; its settings must be the same for the collection to be gone on with."""
+    account = plan.account(stream.view)
+    settings = {
+        "fingerprint": account["fingerprint"],
         "dtype": str(stream.model.dtype).removeprefix("torch."),
-        "window": plan.window,
-        "tokens": plan.token_count(),
+        "window": account["window"],
+        "tokens": account["tokens"],
         "batch_size": stream.batch_size,
         "ranks": share.world,
         "text": plan.digest,
     }
-
-
-def _claim(folder: Path, settings: Json, new_info: Callable[[], Json]) -> None:
-    """Make the folder ours, or see that it is ours and was begun with these settings."""
-    if folder.exists() and not folder.is_dir():
-        raise ExpertcastError(f"{folder} is a file: give a folder for the traces")
-    info = read_info(folder)
-    if info is None:
-        if folder.exists() and any(path.name != layout.TRACE_FILE + layout.PARTIAL for path in folder.iterdir()):
-            raise ExpertcastError(f"{folder} is not empty and holds no traces of ours: give a new or an empty folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_info(folder, new_info())
-        return
-    for key, value in settings.items():
-        if info["settings"].get(key) != value:
-            raise ExpertcastError(
-                f"{folder} was begun with {key}={info['settings'].get(key)}, now it is {value}: "
-                "give the settings it was begun with, or another folder"
-            )
-
-
-def _new_info(view: MoEView, plan: Plan, settings: Json, logits: torch.dtype, seed: int) -> Json:
     identity = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return {
         "format": layout.FORMAT,
         "id": identity[:16],
         "complete": False,
         "settings": settings,
-        "columns": layout.columns_note(view.shape, logits),
-        **plan.account(view, seed),
+        "columns": layout.columns_note(stream.view.shape, logits),
+        **account,
     }
+
+
+def _claim(folder: Path, new: Json) -> None:
+    """Make the folder ours, or see that it is ours and was begun with these settings."""
+    if folder.exists() and not folder.is_dir():
+        raise ExpertcastError(f"{folder} is a file: give a folder for the traces")
+    begun = read_info(folder)
+    if begun is None:
+        if folder.exists() and any(path.name != layout.TRACE_FILE + layout.PARTIAL for path in folder.iterdir()):
+            raise ExpertcastError(f"{folder} is not empty and holds no traces of ours: give a new or an empty folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_info(folder, new)
+        return
+    for key, value in new["settings"].items():
+        before = begun["settings"].get(key)
+        if before != value:
+            raise ExpertcastError(
+                f"{folder} was begun with {key}={before}, now it is {value}: give the settings it was begun with, or "
+                "another folder"
+            )
 
 
 def _check_disk(folder: Path, plan: Plan, row_bytes: int) -> None:
@@ -185,18 +179,17 @@ def _size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def _finish(folder: Path, model: PreTrainedModel, view: MoEView, plan: Plan, logits: torch.dtype, share: Share) -> None:
+def _finish(folder: Path, info: Json, stream: ActivationStream, plan: Plan, logits: torch.dtype, share: Share) -> None:
     """Merge the ranks' work and mark the dataset complete; safe to repeat."""
+    view = stream.view
     shards, rows, means = merged_progress(folder, [MeanOutputs(view) for _ in range(share.world)])
     assert rows == plan.token_count(), f"{rows} rows for {plan.token_count('all')} tokens"
     defaults = means.default_vectors(view)
     write_atomically(folder / layout.DEFAULTS_FILE, save(defaults.as_tensors()))
-    save_skeleton(view, model, folder / layout.SKELETON_FOLDER)
-    info = read_info(folder)
-    assert info is not None
+    save_skeleton(view, stream.model, folder / layout.SKELETON_FOLDER)
     layout.write_dataset_files(folder, view.shape, logits, shards, info["id"])
-    info["default_vectors"] = {"split": "train", "tokens": defaults.token_count}
-    _write_info(folder, {**info, "complete": True})
+    vectors = {"split": "train", "tokens": defaults.token_count}
+    _write_info(folder, {**info, "default_vectors": vectors, "complete": True})
     shutil.rmtree(folder / layout.PROGRESS_FOLDER)
 
 

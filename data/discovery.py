@@ -37,18 +37,19 @@ def find_moe_layers(model: PreTrainedModel) -> MoEView:
         for block, router, experts in blocks
     ]
     view = layers_by_name(model, names, None, str(model.config._name_or_path or type(model).__name__))
-    _check_alike(model, view)
+    shapes = {(layer.num_experts, layer.top_k, layer.hidden_size) for layer in view}
+    if len(shapes) > 1:
+        raise ExpertcastError(
+            f"{type(model).__name__} mixes MoE layers of different shape (E, K, D): {sorted(shapes)}; not supported"
+        )
     return view
 
 
 def layers_by_name(model: nn.Module, names: list[dict[str, str]], top_k: int | None, model_id: str) -> MoEView:
     """The view of a model whose layers were found before (a saved skeleton): no probe.
 
-    Args:
-        model: has modules of these names; they need no weights.
-        names: per layer `block`, `norm`, `router`, `experts` module paths.
-        top_k: experts per token; None asks the routers.
-        model_id: hub id or path of the model the names come from.
+    `names` are module paths of each layer's `block`, `norm`, `router` and `experts` in the `model`, which needs no
+    weights and comes from `model_id`; with `top_k` None the routers are asked for it.
     """
     layers = [_layer(model, index, entry, top_k) for index, entry in enumerate(names)]
     return MoEView(tuple(layers), model_id=model_id)
@@ -86,7 +87,7 @@ def experts_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
         model.set_experts_implementation(before)
 
 
-def is_experts_module(module: nn.Module) -> bool:
+def _is_experts_module(module: nn.Module) -> bool:
     """Whether the module's class is decorated with `use_experts_implementation`."""
     return all(hasattr(module, mark) for mark in ("has_gate", "is_transposed", "_is_expert_parallel"))
 
@@ -103,7 +104,7 @@ def _moe_blocks(model: PreTrainedModel) -> list[tuple[str, str, str]]:
     for name, module in model.named_modules():
         children = list(module.named_children())
         routers = [child for child, m in children if isinstance(m, router_classes)]
-        experts = [child for child, m in children if is_experts_module(m)]
+        experts = [child for child, m in children if _is_experts_module(m)]
         if routers and experts:
             found.append((name, routers[0], experts[0]))
     if not found:
@@ -112,7 +113,7 @@ def _moe_blocks(model: PreTrainedModel) -> list[tuple[str, str, str]]:
 
 
 def _refuse_experts(model: PreTrainedModel, router_classes: tuple[type[nn.Module], ...]) -> None:
-    for _, module in model.named_modules():
+    for module in model.modules():
         if any(isinstance(child, router_classes) for child in module.children()):
             others = [type(child).__name__ for child in module.children() if not isinstance(child, router_classes)]
             raise ExpertcastError(
@@ -160,16 +161,7 @@ def _has_shared(block: nn.Module, router: nn.Module, experts: nn.Module) -> bool
     )
 
 
-def _check_alike(model: PreTrainedModel, view: MoEView) -> None:
-    shapes = {(layer.num_experts, layer.top_k, layer.hidden_size) for layer in view}
-    if len(shapes) > 1:
-        raise ExpertcastError(
-            f"{type(model).__name__} mixes MoE layers of different shape (E, K, D): {sorted(shapes)}; not supported"
-        )
-
-
 def _probe_experts(experts: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    del experts, ids_TK, weights_TK
     return hidden_TD.clone()
 
 

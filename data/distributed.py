@@ -29,14 +29,11 @@ class Share:
 
 
 def current_share() -> Share:
-    """This process's rank: from the process group, or from torchrun's environment (a gloo group is then made)."""
-    if not distributed.is_available():
-        return Share()
-    if not distributed.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ:
-            return Share()
+    """This process's rank; the ranks that torchrun started get a process group (gloo) where they have none."""
+    started = int(os.environ.get("WORLD_SIZE", "1")) != 1 and "MASTER_ADDR" in os.environ
+    if started and distributed.is_available() and not distributed.is_initialized():
         distributed.init_process_group("gloo", timeout=_TIMEOUT)
-    return Share(distributed.get_rank(), distributed.get_world_size())
+    return training_share()
 
 
 def training_share() -> Share:

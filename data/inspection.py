@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,10 +43,6 @@ class ModelReport:
     other_bytes: int = 0
     """Everything that is not a routed expert."""
 
-    def as_dict(self) -> dict[str, object]:
-        """The report as plain values."""
-        return asdict(self)
-
 
 def inspect_model(model_id: str) -> ModelReport:
     """Report on a model from its configuration alone: no weight is read.
@@ -64,9 +61,9 @@ def describe(model: PreTrainedModel, model_id: str) -> ModelReport:
     except ExpertcastError as error:
         return ModelReport(model=model_id, architecture=architecture, supported=False, reason=str(error))
     first = view[0]
-    expert_bytes = expert_nbytes(first)
+    expert_bytes = sum(p[0].nbytes for p in first.experts.parameters() if p.shape[0] == first.num_experts)
     all_experts = expert_bytes * first.num_experts * len(view)
-    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    total = sum(parameter.nbytes for parameter in model.parameters())
     return ModelReport(
         model=model_id,
         architecture=architecture,
@@ -84,11 +81,6 @@ def describe(model: PreTrainedModel, model_id: str) -> ModelReport:
         all_experts_bytes=all_experts,
         other_bytes=total - all_experts,
     )
-
-
-def expert_nbytes(layer: MoELayer) -> int:
-    """Bytes of one routed expert of a layer: every parameter of the experts module, one expert's share."""
-    return sum(p[0].numel() * p.element_size() for p in layer.experts.parameters() if p.shape[0] == layer.num_experts)
 
 
 def routing_rule(layer: MoELayer) -> str:
@@ -124,10 +116,7 @@ def _match(name: str, chosen_TK: Tensor, weights_TK: Tensor, logits_TK: Tensor) 
 
 def _with_real_router(layer: MoELayer) -> MoELayer:
     """The same layer with a zero-weight router on the CPU: the rule needs no weights, only logits."""
-    import copy
-    import dataclasses
-
-    router = copy.deepcopy(layer.router).to_empty(device="cpu")
+    router = deepcopy(layer.router).to_empty(device="cpu")
     for tensor in [*router.parameters(), *router.buffers()]:
         tensor.data.zero_()
-    return dataclasses.replace(layer, router=router.float())
+    return replace(layer, router=router.float())

@@ -35,8 +35,6 @@ PARTIAL = ".partial"
 FORMAT = "expertcast-traces-1"
 
 RESIDUAL, LOGITS, DOCUMENT, POSITION, TOKEN = "residual", "router_logits", "document", "position", "token"
-INDEX_BYTES = 12
-"""Bytes per row of the last three columns."""
 
 
 def shard_file(rank: int, number: int) -> str:
@@ -60,7 +58,7 @@ def stored_logits_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def row_bytes(shape: ModelShape, logits: torch.dtype) -> int:
     """Bytes of one token on disk."""
-    return shape.layers * (shape.hidden * 2 + shape.experts * logits.itemsize) + INDEX_BYTES
+    return shape.layers * (shape.hidden * 2 + shape.experts * logits.itemsize) + 3 * 4
 
 
 def features(shape: ModelShape, logits: torch.dtype) -> Features:
@@ -87,21 +85,11 @@ def columns_note(shape: ModelShape, logits: torch.dtype) -> Json:
     }
 
 
-def logits_dtype_of(info: Json) -> torch.dtype:
-    """What the logits of a trace dataset are stored in, from its trace.json."""
-    dtype: torch.dtype = getattr(torch, info["columns"][LOGITS]["dtype"])
-    return dtype
-
-
 def write_dataset_files(folder: Path, shape: ModelShape, logits: torch.dtype, shards: list[str], digest: str) -> None:
-    """dataset_info.json and state.json, with which `datasets.load_from_disk` reads the shards in order.
+    """dataset_info.json and state.json, with which `datasets.load_from_disk` reads the files `shards` in this order.
 
-    Args:
-        folder: the trace dataset.
-        shape: numbers of layers, experts and hidden units, which the columns are as wide as.
-        logits: what router logits are stored in.
-        shards: names of the shards' files, in the order of their rows.
-        digest: hexadecimal digits that tell this dataset from others.
+    The `shape` of the model and the dtype of the `logits` make the columns; `digest`, hexadecimal digits, tells the
+    dataset in `folder` from others.
     """
     from datasets import DatasetInfo
 

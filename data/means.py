@@ -7,12 +7,14 @@ The down projection is linear, so the mean output of expert e is W_down,e applie
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
-from expertcast.predictors.defaults import DefaultVectors
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.view import MoELayer, MoEView
+from expertcast.predictors.quasi_hidden import DefaultVectors
+from expertcast.predictors.view import MoEView
 
 
 class MeanOutputs:
@@ -25,13 +27,15 @@ class MeanOutputs:
                     f"{type(layer.experts).__name__} is not supported: it normalises each expert's output, so its mean "
                     "is not linear in the expert's inner activations"
                 )
-        shape = view.shape
-        self.inner_EI = [
-            torch.zeros(shape.experts, _inner_width(layer), dtype=torch.float64, device=_device(layer))
-            for layer in view
-        ]
-        self.count_E = [torch.zeros(shape.experts, dtype=torch.int64, device=_device(layer)) for layer in view]
-        self.shared_D = [torch.zeros(shape.hidden, dtype=torch.float64, device=_device(layer)) for layer in view]
+        self.inner_EI: list[Tensor] = []
+        self.count_E: list[Tensor] = []
+        self.shared_D: list[Tensor] = []
+        for layer in view:
+            weight = layer.experts.get_parameter("down_proj")  # [E, D, I], or [E, I, D] when transposed
+            width = weight.shape[1 if layer.experts.is_transposed else 2]
+            self.inner_EI.append(weight.new_zeros(layer.num_experts, width, dtype=torch.float64))
+            self.count_E.append(weight.new_zeros(layer.num_experts, dtype=torch.int64))
+            self.shared_D.append(weight.new_zeros(layer.hidden_size, dtype=torch.float64))
         self.token_count = 0
 
     def add_experts(self, layer: int, inner_SI: Tensor, count_E: Tensor) -> None:
@@ -46,22 +50,16 @@ class MeanOutputs:
 
     def merge(self, other: MeanOutputs) -> None:
         """Add the sums of another part of the text."""
-        for layer in range(len(self.inner_EI)):
-            self.inner_EI[layer] += other.inner_EI[layer]
-            self.count_E[layer] += other.count_E[layer]
-            self.shared_D[layer] += other.shared_D[layer]
+        for own, added in zip(self.tensors(), other.tensors(), strict=True):
+            own += added
         self.token_count += other.token_count
 
     @torch.no_grad()
     def default_vectors(self, view: MoEView) -> DefaultVectors:
         """The means so far, on the CPU; zero for experts that no token was routed to."""
+        experts = [layer.experts for layer in view]
         return DefaultVectors(
-            expert_LED=torch.stack(
-                [
-                    _mean_outputs(layer.experts, self.inner_EI[layer.index], self.count_E[layer.index]).cpu()
-                    for layer in view
-                ]
-            ),
+            expert_LED=torch.stack([*map(_mean_outputs, experts, self.inner_EI, self.count_E)]),
             shared_LD=torch.stack([(sums_D / max(self.token_count, 1)).float().cpu() for sums_D in self.shared_D]),
             count_LE=torch.stack([count_E.cpu() for count_E in self.count_E]),
             token_count=self.token_count,
@@ -69,27 +67,27 @@ class MeanOutputs:
 
     def tensors(self) -> list[Tensor]:
         """Every sum, to be added up over ranks in place; `token_count` is beside them."""
-        return [*self.inner_EI, *self.count_E, *self.shared_D]
+        return [tensor for _, tensor in self._named()]
 
     def as_tensors(self) -> dict[str, Tensor]:
         """Everything, on the CPU, to be saved; :meth:`load_tensors` is its inverse, bit for bit."""
-        tensors = {"token_count": torch.tensor(self.token_count)}
-        for name in ("inner_EI", "count_E", "shared_D"):
-            for layer, tensor in enumerate(getattr(self, name)):
-                tensors[f"{name}.{layer}"] = tensor.cpu()
-        return tensors
+        return {name: tensor.cpu() for name, tensor in self._named()} | {"token_count": torch.tensor(self.token_count)}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Take over what :meth:`as_tensors` gave."""
         self.token_count = int(tensors["token_count"])
+        for name, tensor in self._named():
+            tensor.copy_(tensors[name])
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
         for name in ("inner_EI", "count_E", "shared_D"):
             for layer, tensor in enumerate(getattr(self, name)):
-                tensor.copy_(tensors[f"{name}.{layer}"])
+                yield f"{name}.{layer}", tensor
 
 
 def _mean_outputs(experts: nn.Module, inner_EI: Tensor, count_E: Tensor) -> Tensor:
-    """[E, D] fp32: the down projection of each expert's mean inner activation."""
-    weight = _down_weight(experts)
+    """[E, D] fp32 on the CPU: the down projection of each expert's mean inner activation."""
+    weight = experts.get_parameter("down_proj")
     bias_ED = experts.get_parameter("down_proj_bias") if experts.has_bias else None
     mean_EI = (inner_EI / count_E.clamp(min=1)[:, None]).float()
     rows = []
@@ -97,17 +95,4 @@ def _mean_outputs(experts: nn.Module, inner_EI: Tensor, count_E: Tensor) -> Tens
         weight_DI = weight[expert].float()
         row_D = mean_I @ weight_DI if experts.is_transposed else weight_DI @ mean_I
         rows.append(row_D if bias_ED is None else row_D + bias_ED[expert].float())
-    return torch.stack(rows) * (count_E > 0)[:, None]
-
-
-def _down_weight(experts: nn.Module) -> Tensor:
-    """[E, D, I], or [E, I, D] when `is_transposed`."""
-    return experts.get_parameter("down_proj")
-
-
-def _inner_width(layer: MoELayer) -> int:
-    return _down_weight(layer.experts).shape[1 if layer.experts.is_transposed else 2]
-
-
-def _device(layer: MoELayer) -> torch.device:
-    return _down_weight(layer.experts).device
+    return (torch.stack(rows) * (count_E > 0)[:, None]).cpu()

@@ -74,11 +74,9 @@ def load_tokenizer(model_id: str) -> PreTrainedTokenizerBase:
 
 
 def meta_model(model: str | PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """A model's modules without weights (meta device), from its config alone.
+    """A model's modules without weights (meta device), from its config alone: that in a folder, of a hub id, or given.
 
-    Args:
-        model: folder, hub id, or the config itself.
-        dtype: of its parameters; None is what the config says.
+    Its parameters have the config's dtype where none is named.
 
     Raises:
         ExpertcastError: no config there.

@@ -13,12 +13,11 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.distributed import current_share, documents_of, sum_over_ranks
 from expertcast.data.means import MeanOutputs
-from expertcast.data.plan import PlannedDocument, TextOptions, Window, make_plan
-from expertcast.data.shuffle import rebatched, shuffled
+from expertcast.data.plan import PlannedDocument, TextOptions, Window, first_tokens, make_plan
 from expertcast.data.stream import ActivationStream
 from expertcast.data.text import Document
 from expertcast.data.traces import TraceSource
-from expertcast.predictors.defaults import DefaultVectors
+from expertcast.predictors.quasi_hidden import DefaultVectors
 
 BUFFER_TOKENS = 16_384
 
@@ -38,26 +37,18 @@ class OnlineTraces(TraceSource):
         buffer_tokens: int = BUFFER_TOKENS,
         **fields: object,
     ) -> None:
-        """
-        Args:
-            model: is run; it stays as it is.
-            tokenizer: the model's.
-            documents: the text.
-            options: how much of it, and in which portions; none are the default :class:`TextOptions`.
-            buffer_tokens: tokens held for shuffling (a token takes L x (2 D + 2..4 E) bytes).
-            fields: fields of :class:`TextOptions` that are other than in `options`.
+        """Takes what :func:`expertcast.data.collector.collect` takes, and raises what it raises.
 
-        Raises:
-            ExpertcastError: as :func:`expertcast.data.collector.collect`.
+        Args:
+            model, tokenizer, documents, options, fields: as there.
+            buffer_tokens: tokens held for shuffling (a token takes L x (2 D + 2..4 E) bytes).
         """
-        self.options = TextOptions.of(options, fields)
         self.model = model
         self.view = find_moe_layers(model)
-        tokens, window, seed = self.options.tokens, self.options.window, self.options.seed
-        self.plan = make_plan(documents, tokenizer, tokens=tokens, window=window, seed=seed)
+        self.plan = make_plan(documents, tokenizer, options, **fields)
         self.documents = self.plan.documents
         self._buffer_tokens = buffer_tokens
-        account = self.plan.account(self.view, seed)
+        account = self.plan.account(self.view)
         identity = hashlib.sha256(f"{account['fingerprint']} {self.plan.digest}".encode())
         self.info = {"id": identity.hexdigest()[:16], **account}
 
@@ -79,7 +70,7 @@ class OnlineTraces(TraceSource):
     def _batches(
         self, own: list[PlannedDocument], tokens: int, batch_size: int, seed: int | None
     ) -> Iterator[TraceBatch]:
-        stream = with_previous_tokens(self._stream(own, tokens))
+        stream = _with_previous_tokens(self._stream(own, tokens))
         if seed is None:
             return rebatched(stream, batch_size)
         return shuffled(stream, batch_size, capacity=self._buffer_tokens, seed=seed)
@@ -87,11 +78,12 @@ class OnlineTraces(TraceSource):
     def _stream(
         self, documents: Sequence[PlannedDocument], limit: int | None, means: MeanOutputs | None = None
     ) -> ActivationStream:
-        windows = first_tokens(self.plan.windows_of(documents), limit)
-        return ActivationStream(self.model, self.view, windows, batch_size=self.options.batch_size, means=means)
+        whole = ((window, window.token_ids) for window in self.plan.windows_of(documents))
+        windows = [Window(window.document, window.start, ids) for window, ids in first_tokens(whole, limit)]
+        return ActivationStream(self.model, self.view, windows, batch_size=self.plan.options.batch_size, means=means)
 
 
-def with_previous_tokens(stream: Iterable[TraceBatch]) -> Iterator[TraceBatch]:
+def _with_previous_tokens(stream: Iterable[TraceBatch]) -> Iterator[TraceBatch]:
     """A stream in order of documents and positions, `previous_TLE` filled in."""
     before: TraceBatch | None = None
     for batch in stream:
@@ -99,14 +91,45 @@ def with_previous_tokens(stream: Iterable[TraceBatch]) -> Iterator[TraceBatch]:
         before = batch[-1:]
 
 
-def first_tokens(windows: Sequence[Window], limit: int | None) -> list[Window]:
-    """The windows of the first `limit` tokens; the last one is cut."""
-    if limit is None:
-        return list(windows)
-    kept: list[Window] = []
-    for window in windows:
-        if limit <= 0:
-            break
-        kept.append(Window(window.document, window.start, window.token_ids[:limit]))
-        limit -= len(window.token_ids)
-    return kept
+def rebatched(stream: Iterable[TraceBatch], batch_size: int) -> Iterator[TraceBatch]:
+    """The same tokens in the same order, `batch_size` at a time; the last batch may be smaller."""
+    held: list[TraceBatch] = []
+    for batch in stream:
+        held.append(batch)
+        if sum(map(len, held)) >= batch_size:
+            rows = TraceBatch.cat(held)
+            full = len(rows) - len(rows) % batch_size
+            yield from _cut(rows[:full], batch_size)
+            held = [rows[full:]] if full < len(rows) else []
+    if held:
+        yield TraceBatch.cat(held)
+
+
+def shuffled(stream: Iterable[TraceBatch], batch_size: int, *, capacity: int, seed: int) -> Iterator[TraceBatch]:
+    """Every token once, `batch_size` at a time, mixed with its neighbours within about `capacity` tokens.
+
+    A buffer is filled to `capacity` tokens (two batches at least), shuffled in an order drawn from `seed`, and half of
+    it given out before it is filled again. The batches of `stream` may be of any size; the last one given out may be
+    smaller.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    held: list[TraceBatch] = []
+
+    def mixed() -> TraceBatch:
+        rows = TraceBatch.cat(held)
+        return rows[torch.randperm(len(rows), generator=generator)]
+
+    for batch in stream:
+        held.append(batch)
+        if sum(map(len, held)) >= max(capacity, 2 * batch_size):
+            rows = mixed()
+            out = len(rows) // 2 // batch_size * batch_size
+            yield from _cut(rows[:out], batch_size)
+            held = [rows[out:]]
+    if held:
+        yield from _cut(mixed(), batch_size)
+
+
+def _cut(rows: TraceBatch, batch_size: int) -> Iterator[TraceBatch]:
+    for begin in range(0, len(rows), batch_size):
+        yield rows[begin : begin + batch_size]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Self
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,9 @@ MIN_DOCUMENTS_WANTED = 10
 """A small collection takes parts of so many documents rather than the whole of a few: splits need several."""
 TOKENIZER_BATCH = 64
 
+TokenIds: TypeAlias = npt.NDArray[np.int32]
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
@@ -46,15 +49,6 @@ class TextOptions:
     seed: int = 0
     """What the order of the documents is drawn from."""
 
-    @classmethod
-    def of(cls, options: Self | None, fields: Mapping[str, object]) -> Self:
-        """Options with some fields changed; none are the default ones.
-
-        Raises:
-            TypeError: a field that does not exist.
-        """
-        return replace(options or cls(), **fields)  # type: ignore[arg-type]
-
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -64,7 +58,7 @@ class Window:
     """`Document.index`."""
     start: int
     """Position of its first token in the document."""
-    token_ids: npt.NDArray[np.int32]
+    token_ids: TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +68,7 @@ class PlannedDocument:
     index: int
     """`Document.index`."""
     domain: str
+    """Empty where the text names none."""
     tokens: int
     """How many are taken, from its beginning."""
     split: str
@@ -100,10 +95,6 @@ class Documented:
         """Tokens of `train`, `validation`, `test` or `all`."""
         return sum(document.tokens for document in self.chosen(split))
 
-    def domains(self) -> dict[int, str]:
-        """Document index to domain (an empty string where the text named none)."""
-        return {document.index: document.domain for document in self.documents}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Documented):
@@ -112,35 +103,25 @@ class Plan(Documented):
     documents: tuple[PlannedDocument, ...]
     windows: dict[str, list[Window]]
     """Per split, in the order of the documents."""
-    window: int
+    options: TextOptions
     digest: str
     """SHA-256 over every token id, document and split."""
 
     def windows_of(self, documents: Sequence[PlannedDocument], split: str = ALL) -> list[Window]:
-        """The windows of some documents in the order they are run, those of one split or all.
-
-        Args:
-            documents: documents of this plan.
-            split: leave out those of other splits.
-        """
+        """The windows of some documents of this plan in the order they are run, those of one split or all."""
         own = {document.index for document in documents}
         splits = SPLITS if split == ALL else (split,)
         return [window for name in splits for window in self.windows[name] if window.document in own]
 
-    def account(self, view: MoEView, seed: int) -> Json:
-        """What traces say of where they come from: the model, the text, the documents, the versions.
-
-        Args:
-            view: the model that is run.
-            seed: what the order of the documents was drawn from.
-        """
+    def account(self, view: MoEView) -> Json:
+        """What traces say of where they come from: the model that is run, the text, the documents, the versions."""
         return {
             "model": view.model_id,
             "fingerprint": view.fingerprint(),
             "shape": view.shape.as_dict(),
             "tokens": self.token_count(),
-            "window": self.window,
-            "seed": seed,
+            "window": self.options.window,
+            "seed": self.options.seed,
             "splits": {split: self.token_count(split) for split in SPLITS},
             **provenance(),
             "documents": [asdict(document) for document in self.documents],
@@ -150,31 +131,30 @@ class Plan(Documented):
 def make_plan(
     documents: Sequence[Document],
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    tokens: int | None,
-    window: int,
-    seed: int = 0,
+    options: TextOptions | None = None,
+    **fields: object,
 ) -> Plan:
-    """Tokenise documents, in an order shuffled by `seed`, until there are `tokens`; cut windows; split by document.
+    """Tokenise documents, in a shuffled order, until there are tokens enough; cut windows; split by document.
 
     The shuffle gives a small collection, and every prefix of it, the mix of domains of the whole text.
 
     Args:
-        documents: the text, in any order.
+        documents: the text, in any order; long documents, and the last one, are cut.
         tokenizer: of the model that will be run.
-        tokens: how many to take (long documents, and the last one, are cut); None takes all there are.
-        window: tokens per window; the last window of a document is shorter.
-        seed: what the order is drawn from.
+        options: how much of the text, and in which portions; none are the default :class:`TextOptions`.
+        fields: fields of :class:`TextOptions` that are other than in `options`.
 
     Raises:
         ExpertcastError: fewer than three documents (one for each split), or a bad `tokens` or `window`.
     """
+    options = replace(options or TextOptions(), **fields)  # type: ignore[arg-type]
+    tokens, window = options.tokens, options.window
     if window < 2:
         raise ExpertcastError(f"window={window}: give at least 2 tokens")
     if tokens is not None and tokens < 1:
         raise ExpertcastError(f"tokens={tokens}: give at least 1")
     order = list(documents)
-    random.Random(seed).shuffle(order)
+    random.Random(options.seed).shuffle(order)
     taken = _tokenise(order, tokenizer, tokens, window)
     if len(taken) < MIN_DOCUMENTS:
         raise ExpertcastError(
@@ -194,7 +174,7 @@ def make_plan(
             windows[split] += [
                 Window(document.index, start, ids[start : start + window]) for start in range(0, len(ids), window)
             ]
-    return Plan(documents=tuple(planned), windows=windows, window=window, digest=digest.hexdigest())
+    return Plan(documents=tuple(planned), windows=windows, options=options, digest=digest.hexdigest())
 
 
 def assign_splits(lengths: Sequence[int]) -> list[str]:
@@ -219,27 +199,24 @@ def assign_splits(lengths: Sequence[int]) -> list[str]:
 
 def _tokenise(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, tokens: int | None, window: int
-) -> list[tuple[Document, npt.NDArray[np.int32]]]:
+) -> list[tuple[Document, TokenIds]]:
     """Documents until there are `tokens`, each cut to a tenth of them when the text has enough others."""
-    read: list[tuple[Document, npt.NDArray[np.int32]]] = []
+    read: list[tuple[Document, TokenIds]] = []
     cap = None if tokens is None else max(window, -(-tokens // MIN_DOCUMENTS_WANTED))
     for begin in range(0, len(documents), TOKENIZER_BATCH):
         batch = documents[begin : begin + TOKENIZER_BATCH]
         encoded = tokenizer([d.text for d in batch], return_attention_mask=False, verbose=False)["input_ids"]
         read += [(document, np.asarray(ids, dtype=np.int32)) for document, ids in zip(batch, encoded, strict=True)]
         if tokens is not None and sum(len(ids[:cap]) for _, ids in read) >= tokens:
-            return _first_tokens([(document, ids[:cap]) for document, ids in read], tokens)
-    return _first_tokens(read, tokens)
+            read = [(document, ids[:cap]) for document, ids in read]
+            break
+    return list(first_tokens(read, tokens))
 
 
-def _first_tokens(
-    documents: Sequence[tuple[Document, npt.NDArray[np.int32]]], tokens: int | None
-) -> list[tuple[Document, npt.NDArray[np.int32]]]:
-    taken = []
-    left = sum(len(ids) for _, ids in documents) if tokens is None else tokens
-    for document, ids in documents:
-        ids = ids[:left]
+def first_tokens(parts: Iterable[tuple[T, TokenIds]], limit: int | None) -> Iterator[tuple[T, TokenIds]]:
+    """The parts of a text that hold its first `limit` tokens (None: all); the last is cut, empty ones are left out."""
+    for part, ids in parts:
+        ids = ids[:limit]
         if len(ids):
-            taken.append((document, ids))
-            left -= len(ids)
-    return taken
+            yield part, ids
+        limit = None if limit is None else limit - len(ids)

@@ -10,7 +10,7 @@ import glob
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +47,9 @@ class Document:
 
 
 def load_documents(data: str | Path | Sequence[str | Path], *, max_chars: int | None = None) -> list[Document]:
-    """Read documents.
+    """Read `reference`, files, folders of files, or hub dataset ids (their split `train`), one or several of them.
 
-    Args:
-        data: `reference`, files, folders of files, or hub dataset ids (their split `train`), one or several.
-        max_chars: stop reading once so many characters are there (for hub datasets larger than memory).
+    Reading stops once there are `max_chars` characters (for hub datasets larger than memory).
 
     Raises:
         ExpertcastError: a file is missing or unreadable, of unknown suffix, without a column `text`, or no document
@@ -118,8 +116,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, str]]:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ExpertcastError(f"{path}, line {number}: no JSON object ({error.msg}); one a line") from error
-            _require_text_column(f"{path}, line {number}", row if isinstance(row, dict) else ())
-            yield _row(f"{path}, line {number}", row)
+            yield _row(f"{path}, line {number}", row if isinstance(row, dict) else {})
 
 
 def _txt_rows(path: Path) -> Iterator[tuple[str, str]]:
@@ -169,7 +166,6 @@ def _hub_rows(name: str) -> Iterator[tuple[str, str]]:
 
     try:
         for row in load_dataset(name, split="train", streaming=True):
-            _require_text_column(name, row)
             yield _row(name, row)
     except ExpertcastError:
         raise
@@ -177,8 +173,7 @@ def _hub_rows(name: str) -> Iterator[tuple[str, str]]:
         raise ExpertcastError(f"no such file, and no hub dataset either: {name!r} ({first_line(error)})") from error
 
 
-def _require_text_column(where: str, columns: Iterable[str]) -> None:
-    names = list(columns)
+def _require_text_column(where: str, names: Collection[str]) -> None:
     if TEXT_COLUMN not in names:
         raise ExpertcastError(
             f"{where} has no column {TEXT_COLUMN!r} (it has: {', '.join(names) or 'none'}): rename it"
@@ -186,6 +181,7 @@ def _require_text_column(where: str, columns: Iterable[str]) -> None:
 
 
 def _row(where: str, row: Json) -> tuple[str, str]:
+    _require_text_column(where, row)
     text = row[TEXT_COLUMN]
     if text is not None and not isinstance(text, str):
         raise ExpertcastError(f"{where}: column {TEXT_COLUMN!r} holds {type(text).__name__}, not text")

@@ -26,9 +26,9 @@ from expertcast.data.layout import TRACE_FILE as TRACE_FILE
 from expertcast.data.models import load_skeleton
 from expertcast.data.plan import ALL as ALL
 from expertcast.data.plan import Documented, PlannedDocument
-from expertcast.predictors.defaults import DefaultVectors
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
+from expertcast.predictors.quasi_hidden import DefaultVectors
 from expertcast.predictors.view import MoEView
 
 
@@ -201,9 +201,9 @@ class _Shard:
             nbytes = len(array) * math.prod(shape) * dtype.itemsize
             return torch.from_numpy(content[begin : begin + nbytes]).view(dtype).reshape(-1, *shape)
 
-        columns = info["columns"]
-        self._residual_TLD = tensor(layout.RESIDUAL, torch.bfloat16, columns[layout.RESIDUAL]["shape"])
-        self._logits_TLE = tensor(layout.LOGITS, layout.logits_dtype_of(info), columns[layout.LOGITS]["shape"])
+        residual, logits = info["columns"][layout.RESIDUAL], info["columns"][layout.LOGITS]
+        self._residual_TLD = tensor(layout.RESIDUAL, torch.bfloat16, residual["shape"])
+        self._logits_TLE = tensor(layout.LOGITS, getattr(torch, logits["dtype"]), logits["shape"])
         self._document_T = tensor(layout.DOCUMENT, torch.int32, [])
         self._position_T = tensor(layout.POSITION, torch.int32, [])
 

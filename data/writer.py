@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -33,44 +35,37 @@ class ShardWriter:
     def __init__(
         self,
         folder: Path,
+        means: MeanOutputs,
         *,
         rank: int,
         shape: ModelShape,
         logits: torch.dtype,
-        means: MeanOutputs,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         """Goes on where an earlier writer of this rank committed last.
 
         Args:
             folder: the trace dataset; it exists.
-            rank: whose shards these are.
-            shape: numbers of layers, experts and hidden units, which the columns are as wide as.
-            logits: what router logits are stored in.
             means: saved with every commit, and set here to what was saved with the last one.
+            rank: whose shards these are.
+            shape: the model's, which the columns are as wide as.
+            logits: what router logits are stored in.
             shard_bytes: size at which a shard is committed.
         """
+        self.means = means
         self._folder, self._rank, self._shape, self._logits = folder, rank, shape, logits
-        self._means = means
         self._shard_rows = max(1, shard_bytes // layout.row_bytes(shape, logits))
         self._features = layout.features(shape, logits)
         self._batches: list[tuple[TraceBatch, Tensor]] = []
         self.shards, self.batches_done, self.rows_done = _load_progress(folder, rank, means)
-        self._uncommitted = 0
         for path in folder.glob(f"data-{rank:05d}-*"):
             if path.name not in self.shards:
                 path.unlink()
 
-    @property
-    def rows(self) -> int:
-        """Rows committed and buffered."""
-        return self.rows_done + sum(len(batch) for batch, _ in self._batches)
-
     def add(self, batch: TraceBatch, token_T: Tensor) -> None:
         """Take one batch's rows; commits when a shard is full."""
         self._batches.append((batch, token_T))
-        self._uncommitted += 1
-        if self.rows - self.rows_done >= self._shard_rows:
+        if sum(len(held) for held, _ in self._batches) >= self._shard_rows:
             self.commit()
 
     def commit(self) -> None:
@@ -81,19 +76,17 @@ class ShardWriter:
 
         name = layout.shard_file(self._rank, len(self.shards))
         rows = self._table()
-        partial = self._folder / (name + layout.PARTIAL)
-        with partial.open("wb") as file:
+        with (
+            _replacing(self._folder / name) as file,
             # in one piece, so that the reader can look at a whole column as one tensor
-            with ArrowWriter(features=self._features, stream=file, writer_batch_size=rows.num_rows) as writer:
-                writer.write_table(rows)
-                writer.finalize(close_stream=False)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, self._folder / name)
+            ArrowWriter(features=self._features, stream=file, writer_batch_size=rows.num_rows) as writer,
+        ):
+            writer.write_table(rows)
+            writer.finalize(close_stream=False)
         self.shards.append(name)
-        self.batches_done += self._uncommitted
+        self.batches_done += len(self._batches)
         self.rows_done += rows.num_rows
-        self._batches, self._uncommitted = [], 0
+        self._batches = []
         self._save_progress()
 
     def _table(self) -> pa.Table:
@@ -117,14 +110,21 @@ class ShardWriter:
         note = {"shards": self.shards, "batches_done": self.batches_done, "rows_done": self.rows_done}
         path = self._folder / layout.PROGRESS_FOLDER / layout.progress_file(self._rank)
         path.parent.mkdir(exist_ok=True)
-        write_atomically(path, save(self._means.as_tensors(), metadata={"progress": json.dumps(note)}))
+        write_atomically(path, save(self.means.as_tensors(), metadata={"progress": json.dumps(note)}))
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """The file is the old one or the new one, never a part."""
+    with _replacing(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of another once it is on disk as a whole."""
     partial = path.with_name(path.name + layout.PARTIAL)
     with partial.open("wb") as file:
-        file.write(content)
+        yield file
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)

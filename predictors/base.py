@@ -81,9 +81,7 @@ class PredictorConfig:
 
     def as_dict(self) -> Json:
         """The fields as they stand in a checkpoint's config.json."""
-        values = asdict(self)
-        values["ahead"] = list(self.ahead)
-        return values
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
 class Predictor(nn.Module, ABC):
@@ -170,5 +168,4 @@ class Predictor(nn.Module, ABC):
 
     def input_vector(self, state: RouterState, ahead: int) -> Tensor | None:
         """The [T, D] vector that stands for s_{l+ahead} in this predictor, or None: scored by its cosine."""
-        del state, ahead
         return None

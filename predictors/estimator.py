@@ -1,6 +1,7 @@
 """A small network on top of the ridge solution, distilled from the model's routers; or the paper's plain network.
 
-T tokens, D hidden size, E routed experts, K experts per token, P = L - ahead layer pairs, F features.
+T tokens, D hidden size, E routed experts, K experts per token, P = L - ahead layer pairs, F features; in the network
+W width and H hidden units of the residual MLP: x = A q + pos_l; h = x + C SiLU(B x); theta = W_head LN(h).
 Source: Speculating Experts, section 4 (rows B12 and B13). Training is :mod:`expertcast.training.fit_estimator`.
 """
 
@@ -12,16 +13,18 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from expertcast.predictors.base import PredictorConfig, RouterState
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.estimator_network import EstimatorNetwork
 from expertcast.predictors.linear import LinearConfig
 from expertcast.predictors.quasi_hidden import QuasiInput
 from expertcast.predictors.view import ModelShape
 
+WIDTH_STEP = 8
 FORMS = ("residual", "paper")
-INPUTS = ("quasi_hidden", "router_input", "routing", "previous")
+HIDDEN_INPUTS = ("quasi_hidden", "router_input")
+INPUTS = (*HIDDEN_INPUTS, "routing", "previous")
 
 
 @dataclass(kw_only=True)
@@ -83,7 +86,7 @@ class Estimator(QuasiInput):
     def __init__(self, config: PredictorConfig, shape: ModelShape) -> None:
         assert isinstance(config, EstimatorConfig)
         super().__init__(config, shape)
-        features = feature_count(config, shape)
+        features = sum(shape.hidden if name in HIDDEN_INPUTS else shape.experts for name in config.inputs)
         self.uses_previous_token = "previous" in config.inputs
         if self.uses_previous_token:
             self.register_buffer("usual_LE", torch.zeros(shape.layers, shape.experts))
@@ -159,12 +162,75 @@ class Estimator(QuasiInput):
         return self.get_buffer(f"{name}_{ahead}")
 
 
-def feature_count(config: EstimatorConfig, shape: ModelShape) -> int:
-    """F of a config for a model."""
-    sizes = {
-        "quasi_hidden": shape.hidden,
-        "router_input": shape.hidden,
-        "routing": shape.experts,
-        "previous": shape.experts,
-    }
-    return sum(sizes[name] for name in config.inputs)
+class EstimatorNetwork(nn.Module):
+    """One network for all layer pairs, sized by a parameter budget.
+
+    Shared, everything but the layer embedding pos_l serves every pair, as in the paper. Otherwise each pair has its own
+    projection A and head, which start the head at zero, and only the residual MLP between them is shared.
+    """
+
+    def __init__(
+        self, pairs: int, features: int, experts: int, *, parameters: int, expansion: float, shared: bool
+    ) -> None:
+        """Takes what :func:`fitting_width` takes, and raises what it raises."""
+        super().__init__()
+        groups = 1 if shared else pairs
+        width = fitting_width(pairs, features, experts, parameters=parameters, expansion=expansion, shared=shared)
+        hidden = round(expansion * width)
+        self.projection_GFW = nn.Parameter(torch.randn(groups, features, width) / features**0.5)
+        self.position_PW = nn.Parameter(0.02 * torch.randn(pairs, width))
+        self.up_WH = nn.Parameter(torch.randn(width, hidden) / width**0.5)
+        self.down_HW = nn.Parameter(torch.randn(hidden, width) / hidden**0.5)
+        self.norm = nn.LayerNorm(width)
+        # a residual network must begin as the map it adds to; the paper's needs logits of some size to learn from
+        scale = width**-0.5 if shared else 0.0
+        self.head_GWE = nn.Parameter(scale * torch.randn(groups, width, experts))
+
+    def forward(self, x_PTF: Tensor) -> Tensor:
+        """Logits [P, T, E] of all pairs at once, for training."""
+        x_PTW = _apply(x_PTF, self.projection_GFW) + self.position_PW[:, None]
+        return _apply(self._trunk(x_PTW), self.head_GWE)
+
+    def one(self, x_TF: Tensor, pair: int) -> Tensor:
+        """Logits [T, E] of one pair: the same row of :meth:`forward`, without the other pairs' work."""
+        group = pair if len(self.projection_GFW) > 1 else 0
+        x_TW = torch.addmm(self.position_PW[pair], x_TF, self.projection_GFW[group])
+        return self._trunk(x_TW) @ self.head_GWE[group]
+
+    def _trunk(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.norm(x + functional.silu(x @ self.up_WH) @ self.down_HW)
+        return hidden
+
+
+def fitting_width(pairs: int, features: int, experts: int, *, parameters: int, expansion: float, shared: bool) -> int:
+    """The largest multiple of 8 for W that keeps the network within the parameter budget.
+
+    Args:
+        pairs: P.
+        features: F.
+        experts: E.
+        parameters: the budget.
+        expansion: H as a multiple of W.
+        shared: one projection and head for all pairs, rather than one for each.
+
+    Raises:
+        ExpertcastError: not even 8 fits.
+    """
+    groups = 1 if shared else pairs
+
+    def count(width: int) -> int:
+        return width * (groups * (features + experts) + pairs + 2) + 2 * width * round(expansion * width)
+
+    width = 0
+    while count(width + WIDTH_STEP) <= parameters:
+        width += WIDTH_STEP
+    if not width:
+        raise ExpertcastError(
+            f"parameters={parameters}: too few for {pairs} layer pairs of {features} inputs and {experts} experts, "
+            f"give at least {count(WIDTH_STEP)}"
+        )
+    return width
+
+
+def _apply(x_PTF: Tensor, map_GFE: Tensor) -> Tensor:
+    return x_PTF @ map_GFE[0] if len(map_GFE) == 1 else torch.bmm(x_PTF, map_GFE)

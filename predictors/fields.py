@@ -30,8 +30,7 @@ C = TypeVar("C")
 def field_docs(cls: type) -> dict[str, str]:
     """The docstring under each field of a dataclass, on one line; empty where there is none or no source at hand.
 
-    Args:
-        cls: the dataclass; fields that it inherits are described by the class they come from.
+    Fields that it inherits are described by the class they come from.
     """
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
@@ -48,23 +47,15 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def settable(cls: type) -> dict[str, object]:
-    """The fields of a dataclass that a text can give, with their types.
-
-    Args:
-        cls: the dataclass.
-    """
+    """The fields of a dataclass that a text can give, with their types."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if _readable(hints[field.name])}
 
 
 def parse_settings(words: Iterable[str], cls: type[C], what: str, given: Mapping[str, object] | None = None) -> C:
-    """A configuration from `field=value` words; fields that they leave out have their default.
+    """A configuration of type `cls` from `field=value` words; fields that they leave out have their default.
 
-    Args:
-        words: one per field.
-        cls: the configuration's dataclass.
-        what: whose options they are, for messages.
-        given: values of fields that words cannot set.
+    Messages name `what` the options are of; the fields that are `given` are not for the words to set.
 
     Raises:
         ExpertcastError: an unknown field, or a value that does not fit.
@@ -83,10 +74,8 @@ def parse_settings(words: Iterable[str], cls: type[C], what: str, given: Mapping
 def parse_field(text: str, hint: object, what: str) -> object:
     """A text as a value of a field's type; `none` is None, the values of a tuple are written `a/b` or `a,b`.
 
-    Args:
-        text: the value as it was written.
-        hint: int, float, bool, str, a Literal, a tuple or Sequence of them, or a union of these and None.
-        what: the field, for messages.
+    The `hint` is int, float, bool, str, a Literal, a tuple or Sequence of them, or a union of these and None; `what`
+    names the field in messages.
 
     Raises:
         ExpertcastError: the text is no such value.
@@ -106,10 +95,7 @@ def written(value: object) -> str:
 
 
 def check_finite(config: DataclassInstance) -> None:
-    """Refuse nan and infinities: they pass comparisons that are meant to refuse what is out of range.
-
-    Args:
-        config: a dataclass; what it holds in tuples and lists is looked at too.
+    """Refuse nan and infinities, in tuples and lists too: they pass comparisons that refuse what is out of range.
 
     Raises:
         ExpertcastError: a number is not finite.
@@ -131,10 +117,7 @@ _PLAIN: dict[object, tuple[Callable[[str], object], str, str]] = {
 
 
 def _value(text: str, hint: object) -> object:
-    """
-    Raises:
-        KeyError, ValueError: the text does not fit.
-    """
+    """Raises KeyError or ValueError where the text does not fit."""
     if hint in _PLAIN:
         return _PLAIN[hint][0](text)
     args = typing.get_args(hint)

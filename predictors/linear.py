@@ -48,17 +48,10 @@ class Linear(QuasiInput):
             self.register_buffer(f"strength_P_{ahead}", torch.zeros(pairs))
 
     def set_map(self, ahead: int, weight_PDE: Tensor, bias_PE: Tensor, strength_P: Tensor) -> None:
-        """Take a fitted map for one distance.
-
-        Args:
-            ahead: the distance.
-            weight_PDE: W of each pair.
-            bias_PE: b of each pair.
-            strength_P: ridge strength that each pair was fitted with, kept for the record.
-        """
-        self.get_buffer(f"weight_PDE_{ahead}").copy_(weight_PDE)
-        self.get_buffer(f"bias_PE_{ahead}").copy_(bias_PE)
-        self.get_buffer(f"strength_P_{ahead}").copy_(strength_P)
+        """Take the map of the distance `ahead`: W as `weight_PDE`, b as `bias_PE`, and for the record `strength_P`, the
+        ridge strength that each pair was fitted with."""
+        for name, value in (("weight_PDE", weight_PDE), ("bias_PE", bias_PE), ("strength_P", strength_P)):
+            self.get_buffer(f"{name}_{ahead}").copy_(value)
 
     def logits(self, state: RouterState, ahead: int) -> Tensor:
         """q_l W + b [T, E] in fp32."""

@@ -20,7 +20,6 @@ from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.fields import check_finite
 from expertcast.predictors.next_token_network import NextTokenNetwork
-from expertcast.predictors.plain import Json
 from expertcast.predictors.routing_rule import goes_by_logits, route_all
 from expertcast.predictors.view import ModelShape, MoEView
 
@@ -71,9 +70,6 @@ class NextTokenConfig(PredictorConfig):
                 f"learning_rate={self.learning_rate}, weight_decay={self.weight_decay}: give a rate above 0, and 0 or "
                 "more of decay"
             )
-
-    def as_dict(self) -> Json:
-        return super().as_dict() | {"triggers": list(self.triggers), "memories": list(self.memories)}
 
 
 @dataclass(slots=True)
@@ -178,14 +174,8 @@ class NextToken(Predictor):
         )
 
     def read(self, state: TextState, member_BTN: Tensor, last_BN: Tensor, residual_BD: Tensor) -> TextState:
-        """The state after T more tokens.
-
-        Args:
-            state: the state before them.
-            member_BTN: 1 for the experts that each token chose, else 0.
-            last_BN: router probabilities of the last of them.
-            residual_BD: its residual at the last layer.
-        """
+        """The `state` after T more tokens: `member_BTN` is 1 for the experts that each chose, `last_BN` the last one's
+        router probabilities, `residual_BD` its residual at the last layer."""
         tokens = member_BTN.shape[1]
         keep_A1 = self.keep_A[:, None]
         if tokens == 1:
@@ -209,9 +199,8 @@ class NextToken(Predictor):
     def tokens_ahead(self, state: TextState, layer: int | None = None, residual_BD: Tensor | None = None) -> Tensor:
         """Probability that an expert is used, [B, H, L, E].
 
-        Args:
-            layer: a trigger layer that the token under way has reached, with its residual there; None at the end of a
-                token, when the one under way has no layer left: its row is zero.
+        `layer` is a trigger layer that the token under way has reached, with its residual there; None at the end of a
+        token, when the one under way has no layer left: its row is zero.
         """
         if state.start_BW is None:
             state.start_BW = self.network.start(state.average_BAN, state.last_BN)

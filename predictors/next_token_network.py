@@ -64,12 +64,8 @@ class NextTokenNetwork(nn.Module):
     def forward(self, start_BW: Tensor, average_BAN: Tensor, last_BN: Tensor, residual_BD: Tensor, at: int) -> Tensor:
         """Logits [B, S + 1, N]; the last row is the mean of the tokens after the first S.
 
-        Args:
-            start_BW: what :meth:`start` gave.
-            average_BAN: moving averages of the routing.
-            last_BN: the last token's router probabilities.
-            residual_BD: the trigger's residual, standardised.
-            at: number of the trigger.
+        `start_BW` is what :meth:`start` gave for `average_BAN`, the moving averages of the routing, and `last_BN`, the
+        last token's router probabilities; `residual_BD` is standardised, and of the trigger with the number `at`.
         """
         z_BW = functional.silu(self.norm(start_BW + self.residual[at](residual_BD)))
         z_BW = z_BW + self.mix(z_BW)

@@ -32,13 +32,8 @@ class NextTokenTracker:
 
     @torch.no_grad()
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> Tensor | None:
-        """A router has run.
-
-        Args:
-            layer: whose router.
-            residual_TD: what its norm read, T tokens: each sequence's in a row.
-            logits_TE: what it gave.
-            sequences: B; T is a multiple of it.
+        """The router of `layer` has run: its norm read `residual_TD`, it gave `logits_TE`, for B `sequences` one after
+        another.
 
         Returns:
             Where a forecast is due, the probability that at least one sequence uses an expert, [H, L, E]: by this token

@@ -10,12 +10,8 @@ Json: TypeAlias = dict[str, Any]
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """A text table for the terminal, two spaces between its columns.
-
-    Args:
-        rows: the cells of each row, the heading's first; all rows have the same number of cells.
-        left: how many columns stand to the left in their width, the first ones; the others stand to the right.
-    """
+    """A text table of rows of equally many cells, the heading first: two spaces between its columns, of which the first
+    `left` ones stand to the left in their width, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     turns = [str.ljust if column < left else str.rjust for column in range(len(widths))]
     lines = [[turn(cell, width) for turn, cell, width in zip(turns, row, widths, strict=True)] for row in rows]

@@ -1,20 +1,54 @@
-"""Quasi-hidden state q_l = LN_{l+ahead}(r_l + d_l): Speculating Experts, section 3.1 (rows B1-B5).
+"""Quasi-hidden state q_l = LN_{l+ahead}(r_l + d_l), d_l from default vectors: what each expert, and the shared experts,
+put out on average. Speculating Experts, section 3.1 (rows B1-B5).
 
-T tokens, D hidden size, L MoE layers, E routed experts per layer.
+T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
-from expertcast.predictors.defaults import DefaultVectors, layer_default
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.through_router import ThroughRouter
 from expertcast.predictors.view import ModelShape
+
+
+@dataclass(slots=True, kw_only=True)
+class DefaultVectors:
+    """Mean outputs in fp32, with the counts they come from so that two sets can be merged exactly."""
+
+    expert_LED: Tensor
+    """d_{l,e}: raw mean of expert e's output over the tokens routed to it; zero where it was never routed to."""
+    shared_LD: Tensor
+    """Mean output of the shared experts; zero for models without."""
+    count_LE: Tensor
+    """Tokens routed to each expert (int64)."""
+    token_count: int
+    """Tokens seen."""
+
+    def as_tensors(self) -> dict[str, Tensor]:
+        """By field name, as a file of tensors holds them."""
+        return {field.name: torch.as_tensor(getattr(self, field.name)) for field in fields(self)}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> DefaultVectors:
+        """What :meth:`as_tensors` gave."""
+        return cls(**{**tensors, "token_count": int(tensors["token_count"])})  # type: ignore[arg-type]
+
+
+def layer_default(expert_ED: Tensor, shared_D: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """d_l [T, D] = sum over routed experts of weight x default vector, plus the shared experts' mean.
+
+    Section 3.1, in fp32. `expert_ED` and `shared_D` are the layer's default vectors, `ids_TK` the experts
+    that tokens are routed to, `weights_TK` the model's own combine weights.
+    """
+    mixed_TD = torch.einsum("tk,tkd->td", weights_TK.float(), expert_ED.float()[ids_TK])
+    return mixed_TD + shared_D.float()
 
 
 class QuasiInput(Predictor):

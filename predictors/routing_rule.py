@@ -30,12 +30,7 @@ def route(layer: MoELayer, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def route_all(view: MoEView, logits_TLE: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Expert ids and combine weights [T, K] of each layer, first to last, by the layer's own rule.
-
-    Args:
-        view: the model's layers.
-        logits_TLE: router logits of whatever origin, for the model's first layers or all of them.
-    """
+    """Expert ids and combine weights [T, K] by each layer's own rule; logits are of all layers or the first ones."""
     routed = [route(view[layer], logits_TE) for layer, logits_TE in enumerate(logits_TLE.unbind(1))]
     return [ids_TK for ids_TK, _ in routed], [weights_TK for _, weights_TK in routed]
 
@@ -85,11 +80,8 @@ def goes_by_logits(view: MoEView) -> bool:
 
 
 class _Answers(TorchFunctionMode):
-    """Answers a router's linear map with given logits, and its choice with given ids; everything else runs.
-
-    The linear map is the one `F.linear` against an [E, D] weight. The choice is `topk(scores [T, E], K)`, and a choice
-    of groups of experts before it.
-    """
+    """Answers a router's linear map (`F.linear` against an [E, D] weight) with given logits, and its choice
+    (`topk(scores [T, E], K)`, and one of groups of experts before it) with given ids; everything else runs."""
 
     def __init__(self, layer: MoELayer, logits_TE: Tensor, ids_TK: Tensor | None = None) -> None:
         super().__init__()

@@ -44,11 +44,7 @@ class MoELayer:
     """Whether shared experts add to the block's output."""
 
     def router_input(self, residual_TD: Tensor) -> Tensor:
-        """LN of this layer over a residual: s_l for this layer's own residual, q for an earlier one's r + d.
-
-        Args:
-            residual_TD: [T, D], any float dtype; brought to the norm's dtype first.
-        """
+        """LN of this layer over [T, D] of any float dtype: s_l for its own residual, q for an earlier one's r + d."""
         parameter = next(self.norm.parameters(), None)
         dtype = residual_TD.dtype if parameter is None else parameter.dtype
         output: Tensor = self.norm(residual_TD.to(dtype))
@@ -60,14 +56,7 @@ class MoELayer:
         return logits
 
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Expert ids and combine weights that this layer's own routing rule gives for some logits.
-
-        Args:
-            logits_TE: [T, E] logits, of whatever origin.
-
-        Returns:
-            ids [T, K] (int64) and weights [T, K], as the router module itself would return them.
-        """
+        """Expert ids (int64) and combine weights [T, K] that this layer's router would return with these logits."""
         return route(self, logits_TE)
 
 
@@ -92,12 +81,8 @@ class MoEView:
     def shape(self) -> ModelShape:
         """L, E, K and D of the model."""
         first = self.layers[0]
-        return ModelShape(
-            layers=len(self.layers),
-            experts=first.num_experts,
-            top_k=first.top_k,
-            hidden=first.hidden_size,
-        )
+        layers, experts = len(self.layers), first.num_experts
+        return ModelShape(layers=layers, experts=experts, top_k=first.top_k, hidden=first.hidden_size)
 
     def fingerprint(self) -> str:
         """SHA-256 over the routers' weights, rounded to bf16 so that the loading dtype does not matter."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from expertcast.data.distributed import sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, PredictorConfig
-from expertcast.predictors.frequency import Frequency
-from expertcast.predictors.previous_token import PreviousToken
+from expertcast.predictors.frequency import Frequency, PreviousToken
 from expertcast.predictors.quasi_hidden import QuasiHidden
 from expertcast.training.options import NO_TRAINING, FitOptions, Fitted
 from expertcast.training.scoring import device_of, train_batches

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.datamodule import TraceDataModule
-from expertcast.data.online import OnlineTraces
-from expertcast.data.shuffle import rebatched, shuffled
+from expertcast.data.online import OnlineTraces, rebatched, shuffled
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 
@@ -84,17 +82,16 @@ def test_online_default_vectors_are_the_traces_own(
     assert online.view.fingerprint() == reference_traces.view.fingerprint()
 
 
-def test_both_modules_train_on_the_same_tokens(online: OnlineTraces, reference_traces: TraceDataset) -> None:
-    running, stored = (
-        TraceDataModule(source, tokens_per_batch=256, max_tokens=1500) for source in (online, reference_traces)
-    )
+def test_both_sources_train_on_the_same_tokens(online: OnlineTraces, reference_traces: TraceDataset) -> None:
     orders = []
-    for module in (running, stored):
-        loader = module.train_dataloader()
-        epochs = [TraceBatch.cat(list(loader)) for _ in range(2 if module is stored else 1)]
+    for source, seeds in ((online, [0]), (reference_traces, [0, 1])):
+        epochs = [
+            TraceBatch.cat(list(source.batches("train", 256, shuffle=True, seed=seed, max_tokens=1500)))
+            for seed in seeds
+        ]
         tokens = [list(zip(e.document_T.tolist(), e.position_T.tolist(), strict=True)) for e in epochs]
         assert all(len(set(order)) == 1500 for order in tokens)
         orders += tokens
     assert set(orders[0]) == set(orders[1])
     assert orders[1] != orders[2], "every epoch is shuffled anew"
-    assert sum(len(batch) for batch in running.val_dataloader()) == reference_traces.token_count("validation")
+    assert sum(len(batch) for batch in online.batches("validation", 256)) == reference_traces.token_count("validation")

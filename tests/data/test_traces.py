@@ -50,8 +50,7 @@ def test_splits_are_whole_documents_and_make_up_everything(reference_traces: Tra
     assert torch.equal(together.residual_TLD, whole(reference_traces).residual_TLD)
     expected = [(d.index, position) for d in reference_traces.documents for position in range(d.tokens)]
     assert keys(together) == expected
-    domains = reference_traces.domains()
-    assert all(domains[document] for document, _ in expected)
+    assert all(document.domain for document in reference_traces.documents)
 
 
 def test_default_vectors_come_from_the_train_split(reference_traces: TraceDataset) -> None:

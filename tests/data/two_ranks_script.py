@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.collector import collect
-from expertcast.data.datamodule import TraceDataModule
+from expertcast.data.distributed import training_share
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.online import OnlineTraces
 from expertcast.data.text import load_documents
+from expertcast.data.traces import TraceSource
 
 TOKENS_PER_BATCH = 128
 
@@ -46,21 +49,34 @@ class Probe(lightning.LightningModule):  # type: ignore[misc]
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def train(data: TraceDataModule) -> dict[str, Any]:
-    shape = data.source.view.shape
+class Batches(IterableDataset[TraceBatch]):
+    """A split of a source; a rank trains on its share of the train split and validates on all of the other."""
+
+    def __init__(self, source: TraceSource, split: str) -> None:
+        self.source, self.split = source, split
+
+    def __iter__(self) -> Iterator[TraceBatch]:
+        training = self.split == "train"  # the share is known once Lightning has made the process group
+        return self.source.batches(
+            self.split, TOKENS_PER_BATCH, shuffle=training, share=training_share() if training else None
+        )
+
+
+def train(source: TraceSource) -> dict[str, Any]:
+    shape = source.view.shape
     probe = Probe(shape.hidden, shape.experts)
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False, num_sanity_val_steps=0,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(probe, datamodule=data)
+    trainer.fit(probe, *(DataLoader(Batches(source, split), batch_size=None) for split in ("train", "validation")))
     return {
         "seen": probe.seen,
         "steps": trainer.global_step,
         "validated": probe.validated,
         "weight": probe.linear.weight.detach().flatten().tolist(),
-        "defaults": data.source.defaults.expert_LED.sum(-1).tolist(),
-        "count": data.source.defaults.count_LE.tolist(),
+        "defaults": source.defaults.expert_LED.sum(-1).tolist(),
+        "count": source.defaults.count_LE.tolist(),
     }
 
 
@@ -68,10 +84,10 @@ def main() -> None:
     folder, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
     model, tokenizer, documents = load_model("reference"), load_tokenizer("reference"), load_documents("reference")
     traces = collect(model, tokenizer, documents, folder / "traces", **settings)
-    result = {"traces": train(TraceDataModule(traces, tokens_per_batch=TOKENS_PER_BATCH))}
+    result = {"traces": train(traces)}
     del settings["shard_bytes"]
     online = OnlineTraces(model, tokenizer, documents, buffer_tokens=512, **settings)
-    result["online"] = train(TraceDataModule(online, tokens_per_batch=TOKENS_PER_BATCH))
+    result["online"] = train(online)
     rank = torch.distributed.get_rank()
     (folder / f"rank-{rank}.json").write_text(json.dumps(result))
 

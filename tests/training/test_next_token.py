@@ -17,8 +17,8 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.distributed import Share
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView
-from expertcast.predictors.defaults import DefaultVectors
 from expertcast.predictors.next_token import NextToken, NextTokenConfig
+from expertcast.predictors.quasi_hidden import DefaultVectors
 from expertcast.training.fit import fit
 from expertcast.training.options import FitOptions
 from expertcast.training.token_evaluation import evaluate_tokens, tokens_table

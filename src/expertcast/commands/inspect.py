@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -35,5 +35,5 @@ def run(options: Options) -> Outcome:
         checkpoint = PredictorCheckpoint.open(folder)
         recall = checkpoint.metrics.get("recall_at_k", {}).get(checkpoint.name)
         return checkpoint.config, table({**checkpoint.config, "recall_at_k": recall})
-    report = inspect_model(options.target).as_dict()
+    report = asdict(inspect_model(options.target))
     return report, table({key: value for key, value in report.items() if value != ""})
