@@ -14,10 +14,10 @@ from expertcast.data.traces import TraceSource
 from expertcast.predictors import PredictorConfig, RouterState
 from expertcast.predictors.estimator import Estimator, EstimatorConfig
 from expertcast.predictors.plain import Json
-from expertcast.training.distill import Distillation, Distiller, TraceOrder, Validation
+from expertcast.training.distill import Distiller, distillation_data
 from expertcast.training.fit_linear import gather, score_maps
 from expertcast.training.losses import suited_loss
-from expertcast.training.network_training import TrainingData, steps_of
+from expertcast.training.network_training import steps_of
 from expertcast.training.options import FitOptions, Fitted
 from expertcast.training.ridge import RidgeStatistics
 from expertcast.training.scoring import candidate_recall, device_of, validation_batch
@@ -144,10 +144,8 @@ def _distil(
 
     def attempt(temperature: float, steps: int, name: str) -> Distiller:
         network.load_state_dict(initial)
-        how = Distillation(ahead=ahead, loss=loss, temperature=temperature, steps=steps, scale_P=scale_P)
-        module = Distiller(predictor, source, how)
-        order = TraceOrder(source, options, config.step_tokens)
-        run(module, TrainingData(order, Validation(source, options, config.step_tokens)), source, options, name)
+        module = Distiller(predictor, source, ahead, loss=loss, temperature=temperature, scale_P=scale_P, steps=steps)
+        run(module, distillation_data(source, options, config.step_tokens), source, options, name)
         return module
 
     temperature, trials = config.temperatures[0], {}

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.distributed import training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors.next_token import NextToken
-from expertcast.training.network_training import TrainOrder
+from expertcast.training.network_training import TrainingData
 from expertcast.training.options import FitOptions
 
 CHUNK_BYTES = 96 * 2**20
@@ -169,42 +168,21 @@ def token_chunks(
         before._front = None  # or each chunk would keep all before it
 
 
-class TokenOrder(TrainOrder[TokenExamples]):
-    """Examples of the train split, in an order drawn anew in every pass within each chunk."""
+def token_data(predictor: NextToken, source: TraceSource, options: FitOptions) -> TrainingData[TokenExamples]:
+    """Examples of the train split, in an order drawn anew in every pass within each chunk; some of validation's."""
+    size = predictor.config.step_tokens
 
-    def __init__(self, predictor: NextToken, source: TraceSource, options: FitOptions) -> None:
-        """
-        Args:
-            predictor: whose examples.
-            source: where tokens come from.
-            options: seed, and how many tokens.
-        """
-        super().__init__(options.seed)
-        self._predictor, self._source, self._limit = predictor, source, options.tokens
-
-    def passing(self, epoch: int, generator: torch.Generator) -> Iterator[TokenExamples]:
-        size = self._predictor.config.step_tokens
-        for chunk in token_chunks(self._predictor, self._source, "train", max_tokens=self._limit):
+    def passing(epoch: int, generator: torch.Generator) -> Iterator[TokenExamples]:
+        for chunk in token_chunks(predictor, source, "train", max_tokens=options.tokens):
             order_T = torch.randperm(len(chunk), generator=generator).to(chunk.document_T.device)
             for index_B in torch.split(order_T, size):
                 if len(index_B) == size or len(chunk) < size:
                     yield chunk.examples(index_B)
 
-
-class TokenValidation(IterableDataset[TokenExamples]):
-    """Some examples of the validation split, in order."""
-
-    def __init__(self, predictor: NextToken, source: TraceSource, options: FitOptions) -> None:
-        """
-        Args:
-            predictor: whose examples.
-            source: where tokens come from.
-            options: how many tokens.
-        """
-        self._predictor, self._source, self._limit = predictor, source, options.validation_tokens
-
-    def __iter__(self) -> Iterator[TokenExamples]:
-        for chunk in token_chunks(self._predictor, self._source, "validation", max_tokens=self._limit):
+    def validation() -> Iterator[TokenExamples]:
+        for chunk in token_chunks(predictor, source, "validation", max_tokens=options.validation_tokens):
             every_T = torch.arange(0, len(chunk), VALIDATION_STRIDE, device=chunk.document_T.device)
-            for index_B in torch.split(every_T, self._predictor.config.step_tokens):
+            for index_B in torch.split(every_T, size):
                 yield chunk.examples(index_B)
+
+    return TrainingData(passing, validation, options.seed)
