@@ -63,7 +63,7 @@ class Distiller(NetworkTraining):
         """The routers' logits [P, T, E] of a batch and those forecast, base and network together."""
         estimator, ahead = self._estimator[0], self._ahead
         with torch.no_grad():
-            states = states_of(self._source, forget_some(batch) if self.training else batch)
+            states = states_of(self._source.view, forget_some(batch) if self.training else batch)
             x_PTF = torch.stack([estimator.features(state, ahead) for state in states[: len(self.scale_P)]])
             y_PTE = batch.logits_TLE[:, ahead:].transpose(0, 1).float().to(x_PTF.device)
             x_PTF = estimator.standardised(x_PTF, ahead)

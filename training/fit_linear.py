@@ -45,12 +45,10 @@ def fit_linear(source: TraceSource, config: PredictorConfig, options: FitOptions
 def gather(
     source: TraceSource, features: Features, aheads: Sequence[int], options: FitOptions
 ) -> dict[int, RidgeStatistics]:
-    """The sums for every distance from one pass over the train split, over all ranks' shares together.
+    """The sums for every distance (`aheads`) from one pass over the `source`'s train split, all ranks' shares together.
 
     Args:
-        source: whose train split.
         features: what is mapped.
-        aheads: the distances.
         options: how many tokens.
 
     Raises:
@@ -59,7 +57,7 @@ def gather(
     shape = source.view.shape
     sums: dict[int, RidgeStatistics] = {}
     for batch in train_batches(source, options):
-        states = states_of(source, batch)
+        states = states_of(source.view, batch)
         for ahead in aheads:
             for pair in range(shape.layers - ahead):
                 x_TF = features(states[pair], ahead)

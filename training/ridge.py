@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
+
+from expertcast.data.distributed import sum_over_ranks, training_share
 
 
 class RidgeStatistics:
@@ -47,10 +49,7 @@ class RidgeStatistics:
 
     def all_reduce(self) -> None:
         """Add up the sums of all ranks; nothing happens outside a process group."""
-        if not (distributed.is_available() and distributed.is_initialized()):
-            return
-        for sums in (self.count_P, self.x_PF, self.y_PE, self.xx_PFF, self.xy_PFE):
-            distributed.all_reduce(sums)
+        sum_over_ranks(training_share(), [self.count_P, self.x_PF, self.y_PE, self.xx_PFF, self.xy_PFE])
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation [P, F] of the features."""
@@ -59,14 +58,7 @@ class RidgeStatistics:
         return mean_PF.float(), (second_PF - mean_PF.square()).clamp(min=0).sqrt().float()
 
     def solve(self, strengths: Sequence[float], features: int | None = None) -> tuple[Tensor, Tensor]:
-        """The ridge maps for every strength.
-
-        Args:
-            features: use only the first so many features; all when None.
-
-        Returns:
-            weights [S, P, F, E] and biases [S, P, E], fp32.
-        """
+        """Weights [S, P, F, E] and biases [S, P, E] in fp32, of the first `features` features or, if None, of all."""
         width = self.x_PF.shape[1] if features is None else features
         solved = [
             [self._solve_pair(pair, strength, width) for pair in range(len(self.count_P))] for strength in strengths

@@ -55,7 +55,7 @@ def forecast_flops(
     members: Mapping[str, Predictor], source: TraceSource, ahead: int, options: FitOptions
 ) -> dict[str, int]:
     """Floating-point operations in matrix products of one forecast for one token, counted while it runs."""
-    state = states_of(source, validation_batch(source, options)[:1])[0]
+    state = states_of(source.view, validation_batch(source, options)[:1])[0]
     flops = {}
     for name, member in members.items():
         with FlopCounterMode(display=False) as counter:
