@@ -11,8 +11,6 @@ from torch.nn import functional
 
 from expertcast.predictors import ExpertcastError, MoELayer
 
-LOSSES = ("kl", "sigmoid_kl")
-
 
 def kl_divergence(target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0) -> Tensor:
     """Mean over rows of T^2 KL(softmax(target / T) || softmax(forecast / T)), T the temperature, in log space.
@@ -37,17 +35,18 @@ def sigmoid_kl(target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0)
     return temperature**2 * (cross_NE - entropy_NE).sum(dim=-1).mean()
 
 
+LOSSES = {"kl": kl_divergence, "sigmoid_kl": sigmoid_kl}
+
+
 def distillation_loss(name: str, target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0) -> Tensor:
-    """The loss registered as `name`.
+    """The loss registered as `name`, of `forecast_NE` from `target_NE`, both divided by the `temperature`.
 
     Raises:
         ExpertcastError: unknown name.
     """
-    if name == "kl":
-        return kl_divergence(target_NE, forecast_NE, temperature)
-    if name == "sigmoid_kl":
-        return sigmoid_kl(target_NE, forecast_NE, temperature)
-    raise ExpertcastError(f"unknown loss {name!r}: choose from {', '.join(LOSSES)}")
+    if name not in LOSSES:
+        raise ExpertcastError(f"unknown loss {name!r}: choose from {', '.join(LOSSES)}")
+    return LOSSES[name](target_NE, forecast_NE, temperature)
 
 
 def suited_loss(layer: MoELayer) -> str:

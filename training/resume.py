@@ -157,18 +157,16 @@ class KeepState(Callback):  # type: ignore[misc]
     """Saves a training's state every few steps, between one step (and its validation round) and the next."""
 
     def __init__(self, path: Path, every: int) -> None:
-        """
-        Args:
-            path: the file.
-            every: steps from one save to the next.
-        """
+        """Save to the file `path` after every `every` steps."""
         self._path, self._every = path, every
-        self._random: dict[str, object] | None = None
+        self._random: Json | None = None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Set the random states of a training that goes on."""
         if self._random is not None:
-            _set_random_states(self._random)
+            torch.set_rng_state(self._random["cpu"])
+            if self._random["cuda"]:
+                torch.cuda.set_rng_state_all(self._random["cuda"])
 
     def on_train_batch_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: object, batch_idx: int
@@ -181,16 +179,15 @@ class KeepState(Callback):  # type: ignore[misc]
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, object]
     ) -> None:
         """Add the random states, and take back that the next batch was fetched."""
-        checkpoint[_RANDOM] = _random_states()
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        checkpoint[_RANDOM] = {"cpu": torch.get_rng_state(), "cuda": cuda}
         _before_the_batch(checkpoint)
 
     def on_load_checkpoint(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, object]
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: Json
     ) -> None:
         """Keep the random states until the data is set up, which draws from them."""
-        states = checkpoint[_RANDOM]
-        assert isinstance(states, dict)
-        self._random = states
+        self._random = checkpoint[_RANDOM]
 
 
 def _before_the_batch(checkpoint: Json) -> None:
@@ -202,14 +199,3 @@ def _before_the_batch(checkpoint: Json) -> None:
     progress["is_last_batch"] = False
     for counters in (progress["total"], progress["current"]):
         counters["ready"] = counters["completed"]
-
-
-def _random_states() -> dict[str, object]:
-    on_gpu = torch.cuda.is_available()
-    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if on_gpu else []}
-
-
-def _set_random_states(states: Json) -> None:
-    torch.set_rng_state(states["cpu"])
-    if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"])

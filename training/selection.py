@@ -48,7 +48,8 @@ def select_hybrid(
     hybrid = Hybrid(replace(config, choices=choices, member_configs=configs), source.view.shape)
     for name in hybrid.members:
         hybrid.member(name).load_state_dict(members[name].state_dict())
-    return Fitted(predictor=hybrid, report={"choices": [_brief(choice) for choice in choices]})
+    brief = [choice | {"recall": choice["recall"][choice["predictor"]]} for choice in choices]
+    return Fitted(predictor=hybrid, report={"choices": brief})
 
 
 def forecast_flops(
@@ -79,12 +80,3 @@ def _choose(recall: Mapping[str, Tensor], cost: Mapping[str, int], ahead: int, t
             }
         )
     return choices
-
-
-def _brief(choice: Json) -> Json:
-    return {
-        "ahead": choice["ahead"],
-        "layer": choice["layer"],
-        "predictor": choice["predictor"],
-        "recall": choice["recall"][choice["predictor"]],
-    }

@@ -82,9 +82,9 @@ class TokenChunk:
         zero_1N = torch.zeros_like(self.member_TN[:1])
         self._count_TN = torch.cat([zero_1N, self.member_TN.cumsum(dim=0)])
         carries = before is not None and bool(before.document_T[-1] == self.document_T[0])
-        self._front = before if carries else None
+        front = before if carries else None
         self._begins, self._end_T = self._spans()
-        self._average_TAN, self._left_AN = self._averages()
+        self._average_TAN, self._left_AN = self._averages(None if front is None else front._left_AN)
         probability_TN = logits_TLE.softmax(dim=-1).flatten(1).half()
         residual_TRD = torch.stack(
             [
@@ -94,8 +94,8 @@ class TokenChunk:
             dim=1,
         )
         self._left_N, self._left_D = probability_TN[-1].clone(), residual_TRD[-1, 0].clone()
-        self._last_TN = self._shifted(probability_TN, None if self._front is None else self._front._left_N)
-        residual_TRD[:, 0] = self._shifted(residual_TRD[:, 0], None if self._front is None else self._front._left_D)
+        self._last_TN = self._shifted(probability_TN, None if front is None else front._left_N)
+        residual_TRD[:, 0] = self._shifted(residual_TRD[:, 0], None if front is None else front._left_D)
         self._residual_RTD = residual_TRD.transpose(0, 1)
 
     def __len__(self) -> int:
@@ -128,12 +128,12 @@ class TokenChunk:
         lengths = ends - torch.tensor(begins, device=ends.device)
         return begins, ends.repeat_interleave(lengths)
 
-    def _averages(self) -> tuple[Tensor, Tensor]:
+    def _averages(self, front_AN: Tensor | None) -> tuple[Tensor, Tensor]:
         """The averages [T, A, N] that each token finds, and those [A, N] that the last one leaves."""
         predictor = self._predictor
         keep_A1 = predictor.keep_A[:, None]
         parts = []
-        average_AN = predictor.start(1).average_BAN[0] if self._front is None else self._front._left_AN
+        average_AN = predictor.start(1).average_BAN[0] if front_AN is None else front_AN
         for begin in self._begins:
             if begin:
                 average_AN = predictor.start(1).average_BAN[0]
@@ -165,7 +165,6 @@ def token_chunks(
     for batch in source.batches(split, size, max_tokens=max_tokens, share=share):
         before = TokenChunk(predictor, batch, before)
         yield before
-        before._front = None  # or each chunk would keep all before it
 
 
 def token_data(predictor: NextToken, source: TraceSource, options: FitOptions) -> TrainingData[TokenExamples]:

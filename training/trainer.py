@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypedDict
 
 import lightning
 import torch
@@ -102,14 +101,7 @@ def _fit(
         trainer.fit(module, datamodule=data, ckpt_path=start, weights_only=True)
 
 
-class _Placement(TypedDict, total=False):
-    accelerator: str
-    devices: int | list[int]
-    num_nodes: int
-    strategy: DDPStrategy
-
-
-def _placement(module: lightning.LightningModule) -> _Placement:
+def _placement(module: lightning.LightningModule) -> dict[str, object]:
     """Device and strategy: where the network is, and DDP over gloo or nccl in a process group of several ranks."""
     device = next(module.parameters()).device
     on_gpu = device.type == "cuda"

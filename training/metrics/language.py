@@ -5,11 +5,8 @@ T tokens, V vocabulary. All take log probabilities, in which no probability is t
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from torch.nn import functional
-from torchmetrics import Metric, MetricCollection
 
 from expertcast.training.metrics.means import TokenMean
 
@@ -60,17 +57,3 @@ class Divergence(TokenMean):
 
     def compute(self) -> Tensor:
         return super().compute().clamp(min=0.0)
-
-
-def language_metrics(**kwargs: Any) -> MetricCollection:
-    """`perplexity`, `top1_agreement` and `kl`, fresh; updated with `log_probs_TV`, `reference_TV` and `token_T`.
-
-    Args:
-        kwargs: torchmetrics' own, for every metric.
-    """
-    metrics: dict[str, Metric | MetricCollection] = {
-        "perplexity": Perplexity(**kwargs),
-        "top1_agreement": Agreement(**kwargs),
-        "kl": Divergence(**kwargs),
-    }
-    return MetricCollection(metrics, compute_groups=False)
