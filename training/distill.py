@@ -1,6 +1,7 @@
-"""Distilling routers into the estimator's network with Lightning.
+"""Distilling routers into the estimator's network with Lightning, and the losses for it.
 
-T tokens, P layer pairs, F features, E routed experts.
+T tokens, P layer pairs, F features, E routed experts, N rows (tokens, or layers x tokens). Source of the losses:
+Speculating Experts, section 4 (row B13).
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.distributed import training_share
 from expertcast.data.traces import TraceSource
+from expertcast.predictors import ExpertcastError, MoELayer
 from expertcast.predictors.estimator import Estimator
 from expertcast.predictors.plain import Json
-from expertcast.training.losses import distillation_loss
 from expertcast.training.metrics.means import Recall
 from expertcast.training.network_training import NetworkTraining, TrainingData
 from expertcast.training.options import FitOptions
@@ -44,7 +46,7 @@ class Distiller(NetworkTraining):
             estimator: what the network is a part of, its standardisation and ridge maps set.
             source: its view routes.
             ahead: the distance.
-            loss: name of the loss, see :mod:`expertcast.training.losses`.
+            loss: name of the loss, one of `LOSSES`.
             temperature: what the loss divides logits by.
             scale_P: per pair, what logits are divided by before the loss (1 leaves them as they are).
             steps: optimiser steps of the schedule.
@@ -103,3 +105,52 @@ def distillation_data(source: TraceSource, options: FitOptions, step_tokens: int
         return source.batches("train", step_tokens, shuffle=True, seed=seed, max_tokens=options.tokens, share=share)
 
     return TrainingData(passing, lambda: validation_batches(source, options, step_tokens), options.seed)
+
+
+def kl_divergence(target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0) -> Tensor:
+    """Mean over rows of T^2 KL(softmax(target / T) || softmax(forecast / T)), T the temperature, in log space.
+
+    The factor keeps gradients at one size for any temperature.
+    """
+    log_p_NE = functional.log_softmax(target_NE.float() / temperature, dim=-1)
+    log_q_NE = functional.log_softmax(forecast_NE.float() / temperature, dim=-1)
+    divergence_NE = functional.kl_div(log_q_NE, log_p_NE, log_target=True, reduction="none")
+    return temperature**2 * divergence_NE.sum(dim=-1).mean()
+
+
+def sigmoid_kl(target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0) -> Tensor:
+    """Mean over rows of the experts' Bernoulli KL divergences, for routers that score experts one by one.
+
+    A sigmoid router's choice depends on the level of its logits, which the softmax of :func:`kl_divergence` removes.
+    """
+    target_NE, forecast_NE = target_NE.float() / temperature, forecast_NE.float() / temperature
+    p_NE = torch.sigmoid(target_NE)
+    cross_NE = functional.binary_cross_entropy_with_logits(forecast_NE, p_NE, reduction="none")
+    entropy_NE = functional.binary_cross_entropy_with_logits(target_NE, p_NE, reduction="none")
+    return temperature**2 * (cross_NE - entropy_NE).sum(dim=-1).mean()
+
+
+LOSSES = {"kl": kl_divergence, "sigmoid_kl": sigmoid_kl}
+
+
+def distillation_loss(name: str, target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0) -> Tensor:
+    """The loss registered as `name`, of `forecast_NE` from `target_NE`, both divided by the `temperature`.
+
+    Raises:
+        ExpertcastError: unknown name.
+    """
+    if name not in LOSSES:
+        raise ExpertcastError(f"unknown loss {name!r}: choose from {', '.join(LOSSES)}")
+    return LOSSES[name](target_NE, forecast_NE, temperature)
+
+
+def suited_loss(layer: MoELayer) -> str:
+    """`kl` when adding a constant to all logits leaves the layer's routing as it is, else `sigmoid_kl`."""
+    generator = torch.Generator().manual_seed(0)
+    logits_TE = torch.randn(64, layer.num_experts, generator=generator)
+    weight = next(layer.router.parameters())
+    logits_TE = logits_TE.to(weight.device)
+    ids_TK, weights_TK = layer.route(logits_TE)
+    shifted_ids_TK, shifted_weights_TK = layer.route(logits_TE + 2.0)
+    same = torch.equal(ids_TK, shifted_ids_TK) and torch.allclose(weights_TK, shifted_weights_TK, rtol=0.05, atol=1e-2)
+    return "kl" if same else "sigmoid_kl"

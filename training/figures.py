@@ -27,11 +27,7 @@ from expertcast.training.results import CHAINED, Curve, quality_runs
 
 LABELS = {
     "recall_at_k": "recall@k",
-    "recall_at_1.5k": "recall@1.5k",
-    "recall_at_2k": "recall@2k",
     "weight_covered": "router weight covered",
-    "exact_set": "exact sets",
-    "cosine": "cosine to the true router input",
 }
 
 

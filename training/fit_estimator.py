@@ -14,9 +14,8 @@ from expertcast.data.traces import TraceSource
 from expertcast.predictors import PredictorConfig, RouterState
 from expertcast.predictors.estimator import Estimator, EstimatorConfig
 from expertcast.predictors.plain import Json
-from expertcast.training.distill import Distiller, distillation_data
+from expertcast.training.distill import Distiller, distillation_data, suited_loss
 from expertcast.training.fit_linear import gather, score_maps
-from expertcast.training.losses import suited_loss
 from expertcast.training.network_training import steps_of
 from expertcast.training.options import FitOptions, Fitted
 from expertcast.training.ridge import RidgeStatistics

@@ -65,19 +65,18 @@ def write_report(
     """
     folder = Path(folder)
     _check(folder)
-    where_from = dict(running_provenance() if provenance is None else provenance)
     pictures = {name: _png(figure) for name, figure in figures_of(evaluation, learning_curve, quality).items()}
     inlined = {name: base64.b64encode(data).decode() for name, data in pictures.items()}
     data = {
         "format": FORMAT,
         "title": title,
-        "provenance": where_from,
+        "provenance": dict(running_provenance() if provenance is None else provenance),
         "evaluation": dict(evaluation),
         "learning_curve": learning_curve,
         "quality": quality,
     }
     files = {DATA: (json.dumps(data, indent=1, allow_nan=False) + "\n").encode(), **pictures}
-    files[PAGE] = page(title, evaluation, inlined, learning_curve, quality, where_from).encode()
+    files[PAGE] = page(data, inlined).encode()
     _write(folder, files)
     return folder / PAGE
 
@@ -90,11 +89,7 @@ def log_figures(folder: Path | str, evaluation: Json) -> None:
             writer.add_figure(Path(name).stem, figure)
 
 
-def figures_of(
-    evaluation: Json,
-    learning_curve: Curve | None = None,
-    quality: Json | None = None,
-) -> dict[str, Figure]:
+def figures_of(evaluation: Json, learning_curve: Curve | None = None, quality: Json | None = None) -> dict[str, Figure]:
     """The report's figures by file name."""
     drawn = {
         RECALL: figures.recall_by_layer(evaluation),

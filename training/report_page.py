@@ -29,24 +29,8 @@ QUALITY = ("perplexity", "top1_agreement", "kl")
 Cell = str | float | int | None
 
 
-def page(
-    title: str,
-    evaluation: Json,
-    pictures: Mapping[str, str],
-    learning_curve: Curve | None,
-    quality: Json | None,
-    provenance: Json,
-) -> str:
-    """The whole page.
-
-    Args:
-        title: its heading.
-        evaluation: `Evaluation.as_dict()`.
-        pictures: base64 of each PNG, by file name.
-        learning_curve: recall by tokens, if there is one.
-        quality: result of the quality harness, if there is one.
-        provenance: where the numbers come from.
-    """
+def page(data: Json, pictures: Mapping[str, str]) -> str:
+    """The whole page, of the numbers that stand in report.json and the base64 of each PNG by file name."""
     # lines that hold only a tag of the template leave nothing behind
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -55,10 +39,10 @@ def page(
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    tables = _routing_rows(evaluation) | _curve_rows(learning_curve or {}) | _quality_rows(quality or {})
+    tables = _routing_rows(data["evaluation"]) | _curve_rows(data["learning_curve"] or {})
+    tables |= _quality_rows(data["quality"] or {})
     environment.globals |= {"best_cells": best_cells, "cell": cell, "pictures": pictures}
-    template = environment.get_template("report.html")
-    return template.render(title=title, evaluation=evaluation, provenance=provenance, **tables)
+    return environment.get_template("report.html").render(**data, **tables)
 
 
 def best_cells(headings: Sequence[str], rows: Sequence[Sequence[Cell]], ranked: str | None) -> list[Cell]:

@@ -77,7 +77,7 @@ def quality_runs(quality: Json) -> dict[str, Json]:
 def plain(values: Tensor) -> object:
     """A number or nested lists of them, None for NaN."""
     array = values.cpu().numpy()
-    return np.where(np.isnan(array), None, array).tolist()
+    return np.where(np.isnan(array), np.array(None), array).tolist()
 
 
 def _decimal(value: float | None) -> str:

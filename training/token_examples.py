@@ -66,11 +66,10 @@ class TokenExamples:
 
 
 class TokenChunk:
-    """Consecutive tokens of a split, and what they leave for the next chunk.
+    """Consecutive tokens of a split; a document that began in the chunk `before` goes on where that left it."""
 
-    Args:
-        before: the chunk in front of this one, if there is one.
-    """
+    _left: tuple[Tensor, Tensor, Tensor]
+    """What the last token leaves for the next chunk: averages, router probabilities, its last trigger's residual."""
 
     def __init__(self, predictor: NextToken, batch: TraceBatch, before: TokenChunk | None = None) -> None:
         self._predictor = predictor
@@ -81,10 +80,11 @@ class TokenChunk:
         self.member_TN = predictor.membership(self.ids_TLK)
         zero_1N = torch.zeros_like(self.member_TN[:1])
         self._count_TN = torch.cat([zero_1N, self.member_TN.cumsum(dim=0)])
-        carries = before is not None and bool(before.document_T[-1] == self.document_T[0])
-        front = before if carries else None
         self._begins, self._end_T = self._spans()
-        self._average_TAN, self._left_AN = self._averages(None if front is None else front._left_AN)
+        front_AN, front_N, front_D = None, None, None
+        if before is not None and before.document_T[-1] == self.document_T[0]:
+            front_AN, front_N, front_D = before._left
+        self._average_TAN, left_AN = self._averages(front_AN)
         probability_TN = logits_TLE.softmax(dim=-1).flatten(1).half()
         residual_TRD = torch.stack(
             [
@@ -93,9 +93,9 @@ class TokenChunk:
             ],
             dim=1,
         )
-        self._left_N, self._left_D = probability_TN[-1].clone(), residual_TRD[-1, 0].clone()
-        self._last_TN = self._shifted(probability_TN, None if front is None else front._left_N)
-        residual_TRD[:, 0] = self._shifted(residual_TRD[:, 0], None if front is None else front._left_D)
+        self._left = (left_AN, probability_TN[-1].clone(), residual_TRD[-1, 0].clone())
+        self._last_TN = self._shifted(probability_TN, front_N)
+        residual_TRD[:, 0] = self._shifted(residual_TRD[:, 0], front_D)
         self._residual_RTD = residual_TRD.transpose(0, 1)
 
     def __len__(self) -> int:
