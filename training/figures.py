@@ -25,10 +25,7 @@ from expertcast.training.drawing import (
 )
 from expertcast.training.results import CHAINED, Curve, quality_runs
 
-LABELS = {
-    "recall_at_k": "recall@k",
-    "weight_covered": "router weight covered",
-}
+LABELS = {"recall_at_k": "recall@k", "weight_covered": "router weight covered"}
 
 
 def recall_by_layer(values: Json, metric: str = "recall_at_k") -> Figure:
@@ -68,11 +65,7 @@ def _lowest(panels: Json, names: Iterable[str], level: float | None = None) -> f
 
 
 def learning_curve(curve: Curve) -> Figure:
-    """Mean recall@k against training tokens (Fig. 9).
-
-    Args:
-        curve: per predictor, recall by number of training tokens (numbers, or the strings JSON makes of them).
-    """
+    """Mean recall@k against training tokens (Fig. 9)."""
     figure = Figure(figsize=(6.6, 4.4), layout="constrained")
     axis = figure.subplots()
     series = {

@@ -12,7 +12,7 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json, aligned
 
 Curve = Mapping[str, Mapping[str, float]]
-"""Per predictor, recall by number of training tokens (as text, as JSON has its keys)."""
+"""Per predictor, recall by number of training tokens (a number, or the text that JSON makes of it)."""
 CHAINED = "_chained"
 """Ending of a metric's name where forecasts were made from executed forecasts."""
 
@@ -27,9 +27,9 @@ class Evaluation:
         """`{metric: {predictor: {"mean": x, "per_layer": [..]}}}`, plus `chance`, `tokens`, `k` and so on."""
         return self.values
 
-    def recall(self, predictor: str, *, chained: bool = False) -> float:
-        """Mean recall@k of a predictor."""
-        value: float = self.values["recall_at_k" + CHAINED * chained][predictor]["mean"]
+    def recall(self, predictor: str) -> float:
+        """Mean recall@k of a predictor, teacher-forced."""
+        value: float = self.values["recall_at_k"][predictor]["mean"]
         return value
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 
 from expertcast.predictors.plain import Json
-from expertcast.training.metrics.language import Agreement, Divergence, Perplexity
-from expertcast.training.metrics.means import Recall
+from expertcast.training.metrics.means import Agreement, Divergence, Perplexity, Recall
 
 
 @dataclass(slots=True)

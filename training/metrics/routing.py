@@ -125,7 +125,6 @@ class Calibration(Metric):  # type: ignore[misc]
     """
 
     full_state_update = False
-    higher_is_better = False
     count_LB: Tensor
     confidence_LB: Tensor
     hits_LB: Tensor
@@ -161,12 +160,7 @@ class Calibration(Metric):  # type: ignore[misc]
 
 
 def routing_metrics(shape: ModelShape, layers: int, **kwargs: Any) -> dict[str, PerLayerMetric]:
-    """The metrics of an evaluation by name, fresh.
-
-    Args:
-        layers: number of target layers.
-        kwargs: torchmetrics' own, for every metric.
-    """
+    """The metrics of an evaluation of so many target layers by name, fresh; `kwargs` are torchmetrics' own."""
     metrics: dict[str, PerLayerMetric] = {
         name: RecallAtBudget(layers, budget(factor, shape), **kwargs) for name, factor in BUDGETS.items()
     }
