@@ -31,20 +31,11 @@ class Distiller(NetworkTraining):
     """
 
     def __init__(
-        self,
-        estimator: Estimator,
-        source: TraceSource,
-        ahead: int,
-        *,
-        loss: str,
-        temperature: float,
-        scale_P: Tensor,
-        steps: int,
+        self, estimator: Estimator, ahead: int, *, loss: str, temperature: float, scale_P: Tensor, steps: int
     ) -> None:
         """
         Args:
-            estimator: what the network is a part of, its standardisation and ridge maps set.
-            source: its view routes.
+            estimator: what the network is a part of; bound, its standardisation and ridge maps set.
             ahead: the distance.
             loss: name of the loss, one of `LOSSES`.
             temperature: what the loss divides logits by.
@@ -53,7 +44,7 @@ class Distiller(NetworkTraining):
         """
         super().__init__(estimator.network(ahead), estimator.config, steps)
         self._estimator = [estimator]  # in a list: only the network is trained, synchronised and moved
-        self._source, self._ahead, self._loss, self._temperature = source, ahead, loss, temperature
+        self._ahead, self._loss, self._temperature = ahead, loss, temperature
         self.register_buffer("scale_P", scale_P.clone())
         # validation runs in full on every rank: summing over ranks would count each token twice
         self.recall = Recall(len(scale_P), sync_on_compute=False)
@@ -65,7 +56,7 @@ class Distiller(NetworkTraining):
         """The routers' logits [P, T, E] of a batch and those forecast, base and network together."""
         estimator, ahead = self._estimator[0], self._ahead
         with torch.no_grad():
-            states = states_of(self._source.view, forget_some(batch) if self.training else batch)
+            states = states_of(estimator.view, forget_some(batch) if self.training else batch)
             x_PTF = torch.stack([estimator.features(state, ahead) for state in states[: len(self.scale_P)]])
             y_PTE = batch.logits_TLE[:, ahead:].transpose(0, 1).float().to(x_PTF.device)
             x_PTF = estimator.standardised(x_PTF, ahead)
@@ -73,7 +64,6 @@ class Distiller(NetworkTraining):
 
     def training_step(self, batch: TraceBatch, batch_index: int) -> Tensor:
         """The loss of one step."""
-        del batch_index
         y_PTE, z_PTE = self.forecast(batch)
         scale_P11 = self.scale_P[:, None, None]
         loss = distillation_loss(self._loss, y_PTE / scale_P11, z_PTE / scale_P11, self._temperature)
@@ -82,9 +72,8 @@ class Distiller(NetworkTraining):
 
     def validation_step(self, batch: TraceBatch, batch_index: int) -> None:
         """Score one batch of the round."""
-        del batch_index
         y_PTE, z_PTE = self.forecast(batch)
-        for pair, layer in enumerate(self._source.view.layers[self._ahead :]):
+        for pair, layer in enumerate(self._estimator[0].view.layers[self._ahead :]):
             self.recall.update(pair, layer.route(z_PTE[pair])[0], layer.route(y_PTE[pair])[0])
 
     def on_validation_epoch_end(self) -> None:
@@ -100,8 +89,7 @@ def distillation_data(source: TraceSource, options: FitOptions, step_tokens: int
     """Batches of `step_tokens` tokens: train shuffled anew in every pass, validation in full on every rank."""
 
     def passing(epoch: int, generator: torch.Generator) -> Iterator[TraceBatch]:
-        del generator  # the source draws an order from a number
-        seed, share = options.seed + epoch, training_share()
+        seed, share = options.seed + epoch, training_share()  # the source draws an order from a number
         return source.batches("train", step_tokens, shuffle=True, seed=seed, max_tokens=options.tokens, share=share)
 
     return TrainingData(passing, lambda: validation_batches(source, options, step_tokens), options.seed)

@@ -43,12 +43,7 @@ def fit_hybrid(
 
 
 def fit_counts(cls: type[Frequency], source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
-    """A predictor of class `cls`: how often the train split uses each expert, over all ranks' shares together.
-
-    Args:
-        source: whose train split.
-        config: the predictor's.
-        options: how many tokens.
+    """A `cls` of this `config`: how often the `source`'s train split, or the `options`' part of it, uses each expert.
 
     Raises:
         ExpertcastError: the train split is empty.

@@ -15,10 +15,9 @@ from expertcast.predictors import PredictorConfig, RouterState
 from expertcast.predictors.estimator import Estimator, EstimatorConfig
 from expertcast.predictors.plain import Json
 from expertcast.training.distill import Distiller, distillation_data, suited_loss
-from expertcast.training.fit_linear import gather, score_maps
+from expertcast.training.fit_linear import RidgeStatistics, gather, score_maps
 from expertcast.training.network_training import steps_of
 from expertcast.training.options import FitOptions, Fitted
-from expertcast.training.ridge import RidgeStatistics
 from expertcast.training.scoring import candidate_recall, device_of, validation_batch
 from expertcast.training.trainer import run
 
@@ -117,7 +116,7 @@ def _distil(
 
     def attempt(temperature: float, steps: int, name: str) -> Distiller:
         network.load_state_dict(initial)
-        module = Distiller(predictor, source, ahead, loss=loss, temperature=temperature, scale_P=scale_P, steps=steps)
+        module = Distiller(predictor, ahead, loss=loss, temperature=temperature, scale_P=scale_P, steps=steps)
         run(module, distillation_data(source, options, config.step_tokens), source, options, name)
         return module
 

@@ -55,13 +55,9 @@ def fingerprint(about: Json) -> str:
 
 
 def note_of(path: Path, wanted: str) -> Json | None:
-    """What a state's file says of itself (`step`, `finished`), or None where there is none to go on from.
+    """What a state's file says of itself (`step`, `finished`), or None where none can be gone on from, which is logged.
 
-    A file that is there and cannot be used is said in one line.
-
-    Args:
-        path: the file.
-        wanted: the fingerprint of the training that is to go on.
+    `wanted` is the fingerprint of the training that is to go on.
     """
     if not path.exists():
         return None
@@ -79,12 +75,7 @@ def note_of(path: Path, wanted: str) -> Json | None:
 
 
 def write_state(path: Path, state: Mapping[str, object], note: Json) -> None:
-    """Write nested values and tensors as one safetensors file, whole or not at all.
-
-    Args:
-        path: the file; its folder is made.
-        state: numbers, texts, booleans, None, tensors, and lists and mappings of these.
-        note: plain values that :func:`note_of` gives back.
+    """Write plain values, tensors, and lists and mappings of these as one safetensors file, whole or not at all.
 
     Raises:
         TypeError: a value of another kind.

@@ -22,12 +22,7 @@ class TokenMean(Metric):  # type: ignore[misc]
     count_L: Tensor
 
     def __init__(self, rows: int = 1, width: int = 1, **kwargs: Any) -> None:
-        """
-        Args:
-            rows: means that are kept apart, such as one per layer.
-            width: numbers per token in a score.
-            kwargs: torchmetrics' own (sync_on_compute, process_group, ...).
-        """
+        """Keep `rows` means apart, such as one per layer, each of `width` numbers; `kwargs` are torchmetrics' own."""
         super().__init__(**kwargs)
         self.add_state("total_LR", default=torch.zeros(rows, width, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count_L", default=torch.zeros(rows, dtype=torch.long), dist_reduce_fx="sum")
