@@ -33,9 +33,9 @@ class Evaluation:
         return value
 
 
-def recall_table(evaluation: Evaluation | Json, metric: str = "recall_at_k") -> str:
+def recall_table(evaluation: Evaluation, metric: str = "recall_at_k") -> str:
     """A text table for the terminal: a row per predictor, the mean first, then the target layers."""
-    values = evaluation.as_dict() if isinstance(evaluation, Evaluation) else evaluation
+    values = evaluation.as_dict()
     if metric not in values:
         raise ExpertcastError(f"no metric {metric!r} in this evaluation: choose from {', '.join(sorted(values))}")
     rows = [["predictor", "mean", *(str(layer) for layer in values["targets"])]]

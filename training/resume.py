@@ -14,7 +14,6 @@ state and the best round's) on a busy machine of two cores: 20 saves are under 1
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shutil
@@ -47,11 +46,6 @@ def resume_folder(out: Path) -> Path:
 def forget(out: Path) -> None:
     """Remove what the trainings of the checkpoint `out` have kept: it is complete."""
     shutil.rmtree(resume_folder(out), ignore_errors=True)
-
-
-def fingerprint(about: Json) -> str:
-    """One value for all that must be the same for a training to go on, given as plain values."""
-    return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def note_of(path: Path, wanted: str) -> Json | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import warnings
@@ -20,7 +22,7 @@ from expertcast.data.distributed import training_share, wait_for_all
 from expertcast.data.traces import TraceSource
 from expertcast.training.network_training import Examples, NetworkTraining, TrainingData
 from expertcast.training.options import FitOptions
-from expertcast.training.resume import SAVES, KeepState, PlainCheckpoints, fingerprint, note_of, read_state, write_state
+from expertcast.training.resume import SAVES, KeepState, PlainCheckpoints, note_of, read_state, write_state
 
 ROUNDS = 12
 """Validation rounds in a full run."""
@@ -43,7 +45,7 @@ def run(
         _fit(module, data, options, name)
         return
     path = options.resume_folder / f"{name}.safetensors"
-    mark = fingerprint(_about(module, source, options))
+    mark = _fingerprint(module, source, options)
     note = note_of(path, mark)
     wait_for_all(training_share())  # all ranks have looked before the first one writes or removes
     if note is not None and note["finished"]:
@@ -57,16 +59,16 @@ def run(
         write_state(path, state, {"fingerprint": mark, "step": module.steps, "finished": True})
 
 
-def _about(module: NetworkTraining, source: TraceSource, options: FitOptions) -> dict[str, object]:
-    """All that must be the same for a training to go on: what it is, its data, and the versions at work."""
-    data = {key: value for key, value in source.info.items() if key not in ("command", "documents")}
-    return {
+def _fingerprint(module: NetworkTraining, source: TraceSource, options: FitOptions) -> str:
+    """One value for all that must be the same for a training to go on: what it is, its data, the versions at work."""
+    about = {
         "training": module.identity(),
-        "data": data,
+        "data": {key: value for key, value in source.info.items() if key not in ("command", "documents")},
         "options": [options.tokens, options.validation_tokens, options.seed],
         "ranks": training_share().world,
         "versions": [expertcast.__version__, torch.__version__, lightning.__version__],
     }
+    return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _fit(
