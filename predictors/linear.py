@@ -1,7 +1,7 @@
 """Ridge regression from q_l to the target router's logits, one map per layer.
 
 T tokens, D hidden size, E routed experts per layer, P = L - ahead pairs of layers (source l, target l + ahead).
-The fit is closed form (:mod:`expertcast.training.ridge`); this module only applies it.
+The fit is closed form (:mod:`expertcast.training.fit_linear`); this module only applies it.
 """
 
 from __future__ import annotations

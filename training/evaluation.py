@@ -33,9 +33,8 @@ from expertcast.training.metrics.routing import (
     chance_levels,
     routing_metrics,
 )
-from expertcast.training.results import CHAINED, Evaluation, recall_table, reliability, summary
-
-__all__ = ["Evaluation", "evaluate", "recall_table"]
+from expertcast.training.results import CHAINED, Evaluation, reliability, summary
+from expertcast.training.scoring import device_of, states_of
 
 CHUNK_TOKENS = 2048
 """Tokens scored at a time: a chunk's [T, E] tensors stay in the processor's cache."""
@@ -97,7 +96,7 @@ class _Score:
         self.calibration = Calibration(layers, shape.top_k, sync_on_compute=distributed)
         self.all: list[PerLayerMetric | Calibration] = [*self.metrics.values(), self.calibration]
         for metric in self.all:
-            metric.to(_device(view))
+            metric.to(device_of(view))
         self._first_target = ahead
         self._distributed = distributed
 
@@ -128,20 +127,15 @@ def _check(predictors: Mapping[str, Predictor], view: MoEView, ahead: int) -> No
             )
 
 
-def _device(view: MoEView) -> torch.device:
-    return next(view[0].router.parameters()).device
-
-
 def _states(batches: Iterable[TraceBatch], view: MoEView, previous: bool) -> Iterator[list[RouterState]]:
     """The router states of all layers, a chunk of tokens at a time."""
-    device = _device(view)
     before: TraceBatch | None = None
     for batch in batches:
         for start in range(0, len(batch), CHUNK_TOKENS):
-            chunk = batch[start : start + CHUNK_TOKENS].to(device)
+            chunk = batch[start : start + CHUNK_TOKENS]
             if previous and chunk.previous_TLE is None:
                 chunk = chunk.with_previous(before)
-            yield [chunk.state(view, layer) for layer in range(len(view))]
+            yield states_of(view, chunk)
             before = chunk[-1:]
 
 
@@ -153,16 +147,21 @@ def _score_chunk(
     plain: _Score,
     chain: _Score | None,
 ) -> None:
-    executed: dict[int, Forecast] = {}
+    executed: dict[int, RouterState] = {}
     for source, target in zip(range(len(states) - ahead), range(ahead, len(states)), strict=True):
         forecast = predictor.forecast(states[source], ahead)
         plain.add(forecast, truths[target], _cosine(predictor, states[source], states[target], ahead))
         if chain is None:
             continue
         if source in executed:
-            forecast = predictor.forecast(_executed_state(states[source], executed[source]), ahead)
+            forecast = predictor.forecast(executed[source], ahead)
         chain.add(forecast, truths[target])
-        executed[target] = forecast
+        executed[target] = replace(  # the layer ran the forecast, on the recorded residual
+            states[target],
+            logits_TE=forecast.logits_TE,
+            topk_ids_TK=forecast.topk_ids_TK,
+            topk_weights_TK=forecast.topk_weights_TK,
+        )
 
 
 def _cosine(predictor: Predictor, state: RouterState, target: RouterState, ahead: int) -> Tensor | None:
@@ -195,16 +194,6 @@ def _reads_routing(predictor: Predictor, states: list[RouterState], ahead: int) 
 def _first_tokens(state: RouterState, tokens: int = 4) -> RouterState:
     names = [field.name for field in fields(state) if isinstance(getattr(state, field.name), Tensor)]
     return replace(state, **{name: getattr(state, name)[:tokens] for name in names})
-
-
-def _executed_state(state: RouterState, forecast: Forecast) -> RouterState:
-    """The state at a layer that ran a forecast: the routing is the forecast's, the residual the recorded one."""
-    return replace(
-        state,
-        logits_TE=forecast.logits_TE,
-        topk_ids_TK=forecast.topk_ids_TK,
-        topk_weights_TK=forecast.topk_weights_TK,
-    )
 
 
 def _values(plain: dict[str, _Score], chains: dict[str, _Score], shape: ModelShape, ahead: int) -> Json:

@@ -25,14 +25,7 @@ from expertcast.training.drawing import (
 )
 from expertcast.training.results import CHAINED, Curve, quality_runs
 
-LABELS = {
-    "recall_at_k": "recall@k",
-    "recall_at_1.5k": "recall@1.5k",
-    "recall_at_2k": "recall@2k",
-    "weight_covered": "router weight covered",
-    "exact_set": "exact sets",
-    "cosine": "cosine to the true router input",
-}
+LABELS = {"recall_at_k": "recall@k", "weight_covered": "router weight covered"}
 
 
 def recall_by_layer(values: Json, metric: str = "recall_at_k") -> Figure:
@@ -72,11 +65,7 @@ def _lowest(panels: Json, names: Iterable[str], level: float | None = None) -> f
 
 
 def learning_curve(curve: Curve) -> Figure:
-    """Mean recall@k against training tokens (Fig. 9).
-
-    Args:
-        curve: per predictor, recall by number of training tokens (numbers, or the strings JSON makes of them).
-    """
+    """Mean recall@k against training tokens (Fig. 9)."""
     figure = Figure(figsize=(6.6, 4.4), layout="constrained")
     axis = figure.subplots()
     series = {
@@ -97,10 +86,9 @@ def rank_alignment(values: Json) -> Figure:
     ranks, targets = values["k"], values["targets"]
     cell = max(0.24, min(0.5, 3.0 / ranks))
     figure, axes = _panels(len(results), (1.2, 0.5), (2.9, 0.9 + cell * ranks))
-    image = None
     for axis, (name, result) in zip(axes, results.items(), strict=False):
         grid = list(zip(*result["per_layer"], strict=True))  # ranks down, layers across
-        image = axis.imshow(grid, vmin=0, vmax=1, cmap="cividis", aspect="auto", interpolation="nearest")
+        axis.imshow(grid, vmin=0, vmax=1, cmap="cividis", aspect="auto", interpolation="nearest")
         axis.set_title(f"{name} ({sum(result['mean']) / ranks:.2f})", fontsize=10)
         axis.set_yticks(range(ranks), [str(rank + 1) for rank in range(ranks)])
         shown = range(0, len(targets), math.ceil(len(targets) / 6))
@@ -108,8 +96,7 @@ def rank_alignment(values: Json) -> Figure:
     figure.supxlabel("MoE layer forecast", fontsize=10)
     figure.supylabel("rank by weight", fontsize=10)
     figure.suptitle("Same expert at the same rank (mean in brackets)", fontsize=11)
-    if image is not None:
-        figure.colorbar(image, ax=axes, label="probability", shrink=0.9)
+    figure.colorbar(axes[0].get_images()[0], ax=axes, label="probability", shrink=0.9)
     return figure
 
 

@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from expertcast.data.distributed import current_share, training_share
+from expertcast.data.distributed import current_share, sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
-from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, predictor_class
+from expertcast.predictors import ExpertcastError, PredictorConfig, predictor_class
+from expertcast.predictors.frequency import Frequency, PreviousToken
 from expertcast.predictors.hybrid import Hybrid, HybridConfig
-from expertcast.predictors.plain import Json
-from expertcast.training.fit_counts import fit_frequency, fit_previous_token, fit_quasi_hidden
+from expertcast.predictors.quasi_hidden import QuasiHidden
 from expertcast.training.fit_estimator import fit_estimator
 from expertcast.training.fit_linear import fit_linear
 from expertcast.training.fit_next_token import fit_next_token
-from expertcast.training.options import FitOptions, Fitted, train_tokens
-from expertcast.training.scoring import device_of
+from expertcast.training.options import NO_TRAINING, FitOptions, Fitted, train_tokens
+from expertcast.training.scoring import device_of, train_batches
 from expertcast.training.selection import select_hybrid
 
 Fitter = Callable[[TraceSource, PredictorConfig, FitOptions], Fitted]
@@ -41,29 +41,40 @@ def fit_hybrid(
     return result
 
 
+def fit_counts(cls: type[Frequency], source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
+    """A `cls` of this `config`: how often the `source`'s train split, or the `options`' part of it, uses each expert.
+
+    Raises:
+        ExpertcastError: the train split is empty.
+    """
+    device, predictor = device_of(source.view), cls(config, source.view.shape)
+    predictor.to(device)
+    for batch in train_batches(source, options):
+        logits_TLE = batch.logits_TLE.to(device)
+        for layer in source.view:
+            predictor.observe(layer.index, *layer.route(logits_TLE[:, layer.index]))
+    sum_over_ranks(training_share(), [predictor.count_LE, predictor.weight_sum_LE])
+    if not predictor.count_LE.any():
+        raise ExpertcastError(NO_TRAINING)
+    return Fitted(predictor=predictor)
+
+
+def fit_quasi_hidden(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
+    """Take the means over the source's whole train split, whatever `options.tokens` says."""
+    del options
+    predictor = QuasiHidden(config, source.view.shape)
+    predictor.set_defaults(source.defaults)
+    return Fitted(predictor=predictor)
+
+
 FITTERS: dict[str, Fitter] = {
-    "frequency": fit_frequency,
-    "previous_token": fit_previous_token,
+    "frequency": partial(fit_counts, Frequency),
+    "previous_token": partial(fit_counts, PreviousToken),  # for tokens that have none before them
     "quasi_hidden": fit_quasi_hidden,
     "linear": fit_linear,
     "estimator": fit_estimator,
     "next_token": fit_next_token,
 }
-
-
-def fit_predictor(
-    name: str,
-    source: TraceSource,
-    *,
-    config: PredictorConfig | None = None,
-    options: FitOptions | None = None,
-) -> Predictor:
-    """A predictor fitted on the source's train split, bound to its model, in eval mode.
-
-    Raises:
-        ExpertcastError: unknown name, a config of another predictor, or a split without tokens.
-    """
-    return fit(name, source, config=config, options=options).predictor
 
 
 def fit(
@@ -74,10 +85,17 @@ def fit(
     options: FitOptions | None = None,
     known: Mapping[str, Fitted] | None = None,
 ) -> Fitted:
-    """As :func:`fit_predictor`, with the report of the fit: what it used, chose and cost.
+    """A predictor fitted on the source's train split, bound to its model, in eval mode; what the fit used and chose.
 
     Args:
+        name: the predictor's in the registry.
+        source: traces on disk, or a running model.
+        config: what it is; the predictor's defaults if not given.
+        options: how it is fitted.
         known: predictors fitted before; `hybrid` chooses among them and fits only what is missing.
+
+    Raises:
+        ExpertcastError: unknown name, a config of another predictor, or a split without tokens.
     """
     cls = predictor_class(name)
     config = cls.config_class() if config is None else replace(config)
@@ -94,7 +112,14 @@ def fit(
     fitter = partial(fit_hybrid, known=known) if name == Hybrid.name else FITTERS.get(name)
     fitted = Fitted(predictor=cls(config, source.view.shape)) if fitter is None else fitter(source, config, options)
     fitted.predictor.to(device_of(source.view)).bind(source.view).eval()
-    fitted.report = {**_used(source, options), "seconds": time.perf_counter() - start, **fitted.report}
+    used = {
+        "tokens": train_tokens(source, options),
+        "traces": source.info.get("id"),
+        "model": source.info.get("model"),
+        "seed": options.seed,
+        "ranks": training_share().world,
+    }
+    fitted.report = {**used, "seconds": time.perf_counter() - start, **fitted.report}
     return fitted
 
 
@@ -110,13 +135,3 @@ def fit_many(
     for name in sorted(names, key=lambda name: name == "hybrid"):
         fitted[name] = fit(name, source, config=configs.get(name), options=options, known=fitted)
     return {name: fitted[name] for name in names}
-
-
-def _used(source: TraceSource, options: FitOptions) -> Json:
-    return {
-        "tokens": train_tokens(source, options),
-        "traces": source.info.get("id"),
-        "model": source.info.get("model"),
-        "seed": options.seed,
-        "ranks": training_share().world,
-    }

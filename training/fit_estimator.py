@@ -14,17 +14,15 @@ from expertcast.data.traces import TraceSource
 from expertcast.predictors import PredictorConfig, RouterState
 from expertcast.predictors.estimator import Estimator, EstimatorConfig
 from expertcast.predictors.plain import Json
-from expertcast.training.distill import Distillation, Distiller, TraceOrder, Validation
-from expertcast.training.fit_linear import gather, score_maps
-from expertcast.training.losses import suited_loss
-from expertcast.training.network_training import TrainingData, steps_of
+from expertcast.training.distill import Distiller, distillation_data, suited_loss
+from expertcast.training.fit_linear import RidgeStatistics, gather, score_maps
+from expertcast.training.network_training import steps_of
 from expertcast.training.options import FitOptions, Fitted
-from expertcast.training.ridge import RidgeStatistics
 from expertcast.training.scoring import candidate_recall, device_of, validation_batch
 from expertcast.training.trainer import run
 
-GATES = (0.5, 1.0)
-"""Shares of the network's output to choose from, beside none of it."""
+GATES = (0.0, 0.5, 1.0)
+"""Shares of the network's output to choose from."""
 MARGIN = 5e-4
 """Recall on validation that a pair must gain before it leaves the plain ridge of `linear`."""
 TRIAL_SHARE = 8
@@ -45,80 +43,54 @@ def fit_estimator(source: TraceSource, config: PredictorConfig, options: FitOpti
     sums = {} if config.form == "paper" else gather(source, predictor.features, config.ahead, options)
     report = {}
     for ahead in config.ahead:
-        fit_one = _fit_paper if config.form == "paper" else _fit_residual
-        report[str(ahead)] = fit_one(predictor, source, ahead, options, sums.get(ahead))
+        if config.form == "paper":  # the published network alone: plain KL on the logits as they are
+            scale_P = torch.ones(source.view.shape.layers - ahead, device=device_of(source.view))
+            report[str(ahead)] = _distil(predictor, source, options, ahead, loss="kl", scale_P=scale_P)
+        else:
+            report[str(ahead)] = _fit_residual(predictor, source, ahead, options, sums[ahead])
     return Fitted(predictor=predictor, report={"distances": report})
 
 
-def _fit_paper(
-    predictor: Estimator, source: TraceSource, ahead: int, options: FitOptions, _: RidgeStatistics | None
-) -> Json:
-    """The published network alone: plain KL on the logits as they are."""
-    scale_P = torch.ones(source.view.shape.layers - ahead, device=device_of(source.view))
-    return _distil(predictor, source, options, ahead, loss="kl", scale_P=scale_P)
-
-
 def _fit_residual(
-    predictor: Estimator, source: TraceSource, ahead: int, options: FitOptions, sums: RidgeStatistics | None
+    predictor: Estimator, source: TraceSource, ahead: int, options: FitOptions, sums: RidgeStatistics
 ) -> Json:
-    assert sums is not None
-    maps = _base_maps(predictor, source, ahead, options, sums)
-    base_P = maps.recall_SP.argmax(dim=0)
-    _set_base(predictor, ahead, sums, *maps.pick(base_P))
+    maps, linear_count = _base_maps(predictor, sums), len(predictor.config.strengths)
+    recall_SP = score_maps(source, predictor.features, ahead, maps, options)
+    linear_P, plain_P = recall_SP[:linear_count].max(dim=0)
+    base_P = recall_SP.argmax(dim=0)
+    _set_base(predictor, ahead, sums, maps, base_P)
     scale_P = _spread(source, ahead, options)
     report = _distil(predictor, source, options, ahead, loss=suited_loss(source.view[ahead]), scale_P=scale_P)
-    recall_GP = _score_gates(predictor, source, options, ahead, scale_P)
+    best_P, gate_P = _score_gates(predictor, source, options, ahead, scale_P).max(dim=0)
     # where neither the wider ridge nor the network pays, the pair goes back to what `linear` would do
-    best_P, linear_P = recall_GP.argmax(dim=0), maps.plain_recall()
-    gates = torch.tensor([0.0, *GATES])[best_P]
-    plain_P = recall_GP.amax(dim=0) < linear_P + MARGIN
-    gates[plain_P] = 0.0
-    chosen_P = torch.where(plain_P, maps.plain(), base_P)
-    _set_base(predictor, ahead, sums, *maps.pick(chosen_P))
+    back_P = best_P < linear_P + MARGIN
+    gates = torch.tensor(GATES)[gate_P].masked_fill(back_P, 0.0)
+    chosen_P = torch.where(back_P, plain_P, base_P)
+    _set_base(predictor, ahead, sums, maps, chosen_P)
     predictor.get_buffer(f"gain_P_{ahead}").copy_(gates.to(scale_P) * scale_P)
     return report | {
-        "base": ["linear" if index < maps.linear_count else "all inputs" for index in chosen_P],
+        "base": ["linear" if index < linear_count else "all inputs" for index in chosen_P],
         "gates": gates.tolist(),
         "linear_recall": linear_P.tolist(),
-        "validation_recall": torch.where(plain_P, linear_P, recall_GP.amax(dim=0)).tolist(),
+        "validation_recall": torch.where(back_P, linear_P, best_P).tolist(),
     }
 
 
-class _Maps:
-    """Ridge maps to start from: those of `linear` (q_l alone) first, then those over all inputs."""
-
-    def __init__(self, weight_SPFE: Tensor, bias_SPE: Tensor, recall_SP: Tensor, linear_count: int) -> None:
-        self.weight_SPFE, self.bias_SPE = weight_SPFE, bias_SPE
-        self.recall_SP, self.linear_count = recall_SP, linear_count
-
-    def plain(self) -> Tensor:
-        """Index [P] of the best map over q_l alone."""
-        return self.recall_SP[: self.linear_count].argmax(dim=0)
-
-    def plain_recall(self) -> Tensor:
-        """Its recall [P] on validation."""
-        return self.recall_SP[: self.linear_count].amax(dim=0)
-
-    def pick(self, index_P: Tensor) -> tuple[Tensor, Tensor]:
-        pairs = torch.arange(len(index_P))
-        return self.weight_SPFE[index_P, pairs], self.bias_SPE[index_P, pairs]
-
-
-def _base_maps(
-    predictor: Estimator, source: TraceSource, ahead: int, options: FitOptions, sums: RidgeStatistics
-) -> _Maps:
-    config, hidden = predictor.config, predictor.shape.hidden
-    weight_SPFE, bias_SPE = sums.solve(config.strengths)
-    linear_SPDE, linear_SPE = sums.solve(config.strengths, features=hidden)
+def _base_maps(predictor: Estimator, sums: RidgeStatistics) -> tuple[Tensor, Tensor]:
+    """Ridge maps to start from, [S, P, F, E] and [S, P, E]: those of `linear` (q_l alone), then those of all inputs."""
+    strengths, hidden = predictor.config.strengths, predictor.shape.hidden
+    weight_SPFE, bias_SPE = sums.solve(strengths)
+    linear_SPDE, linear_SPE = sums.solve(strengths, features=hidden)
     padded_SPFE = torch.zeros_like(weight_SPFE)
     padded_SPFE[:, :, :hidden] = linear_SPDE
-    weight_SPFE, bias_SPE = torch.cat([padded_SPFE, weight_SPFE]), torch.cat([linear_SPE, bias_SPE])
-    recall_SP = score_maps(source, predictor.features, ahead, (weight_SPFE, bias_SPE), options)
-    return _Maps(weight_SPFE, bias_SPE, recall_SP, len(config.strengths))
+    return torch.cat([padded_SPFE, weight_SPFE]), torch.cat([linear_SPE, bias_SPE])
 
 
-def _set_base(predictor: Estimator, ahead: int, sums: RidgeStatistics, weight_PFE: Tensor, bias_PE: Tensor) -> None:
-    """Take a ridge map of plain inputs over, rewritten for standardised ones."""
+def _set_base(
+    predictor: Estimator, ahead: int, sums: RidgeStatistics, maps: tuple[Tensor, Tensor], index_P: Tensor
+) -> None:
+    """Take over each pair's map of plain inputs, rewritten for standardised ones."""
+    weight_PFE, bias_PE = (values[index_P, torch.arange(len(index_P))] for values in maps)
     mean_PF, spread_PF = sums.moments()
     inverse_PF = torch.where(spread_PF > 0, 1 / spread_PF, 0.0)
     predictor.get_buffer(f"mean_PF_{ahead}").copy_(mean_PF)
@@ -144,10 +116,8 @@ def _distil(
 
     def attempt(temperature: float, steps: int, name: str) -> Distiller:
         network.load_state_dict(initial)
-        how = Distillation(ahead=ahead, loss=loss, temperature=temperature, steps=steps, scale_P=scale_P)
-        module = Distiller(predictor, source, how)
-        order = TraceOrder(source, options, config.step_tokens)
-        run(module, TrainingData(order, Validation(source, options, config.step_tokens)), source, options, name)
+        module = Distiller(predictor, ahead, loss=loss, temperature=temperature, scale_P=scale_P, steps=steps)
+        run(module, distillation_data(source, options, config.step_tokens), source, options, name)
         return module
 
     temperature, trials = config.temperatures[0], {}
@@ -166,7 +136,7 @@ def _distil(
 
 @torch.no_grad()
 def _score_gates(predictor: Estimator, source: TraceSource, options: FitOptions, ahead: int, scale_P: Tensor) -> Tensor:
-    """Recall@k [G, P] on validation without the network and with each share of it."""
+    """Recall@k [G, P] on validation with each share of the network's output."""
 
     def forecasts(states: list[RouterState]) -> Iterator[Iterable[Tensor]]:
         x_PTF = torch.stack([predictor.features(state, ahead) for state in states[: len(scale_P)]])
@@ -174,7 +144,6 @@ def _score_gates(predictor: Estimator, source: TraceSource, options: FitOptions,
         base_PTE = predictor.base(x_PTF, ahead)
         added_PTE = scale_P[:, None, None] * predictor.network(ahead)(x_PTF)
         for layer, base_TE, added_TE in zip(source.view.layers[ahead:], base_PTE, added_PTE, strict=True):
-            yield [layer.route(base_TE + gate * added_TE)[0] for gate in gates]
+            yield [layer.route(base_TE + gate * added_TE)[0] for gate in GATES]
 
-    gates = (0.0, *GATES)
-    return candidate_recall(source, ahead, options, len(gates), forecasts)
+    return candidate_recall(source, ahead, options, len(GATES), forecasts)

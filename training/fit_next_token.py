@@ -14,10 +14,10 @@ from expertcast.data.distributed import sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, PredictorConfig
 from expertcast.predictors.next_token import NextToken, NextTokenConfig
-from expertcast.training.network_training import NetworkTraining, TrainingData, steps_of
+from expertcast.training.network_training import NetworkTraining, steps_of
 from expertcast.training.options import NO_TRAINING, FitOptions, Fitted
 from expertcast.training.scoring import device_of
-from expertcast.training.token_examples import LEAST_CHUNK, TokenExamples, TokenOrder, TokenValidation
+from expertcast.training.token_examples import LEAST_CHUNK, TokenExamples, token_data
 from expertcast.training.trainer import run
 
 RARE = 1e-4
@@ -33,11 +33,8 @@ def fit_next_token(source: TraceSource, config: PredictorConfig, options: FitOpt
     predictor.to(device_of(source.view)).bind(source.view)
     _measure(predictor, source, options)
     module = TokenDistiller(predictor, steps_of(config, source, options))
-    order, validation = TokenOrder(predictor, source, options), TokenValidation(predictor, source, options)
-    run(module, TrainingData(order, validation), source, options, "next_token")
-    report = module.finish()
-    predictor.requires_grad_(False)
-    return Fitted(predictor=predictor, report=report)
+    run(module, token_data(predictor, source, options), source, options, "next_token")
+    return Fitted(predictor=predictor, report=module.finish())
 
 
 def _measure(predictor: NextToken, source: TraceSource, options: FitOptions) -> None:
@@ -74,11 +71,7 @@ class TokenDistiller(NetworkTraining):
     mode = "min"
 
     def __init__(self, predictor: NextToken, steps: int) -> None:
-        """
-        Args:
-            predictor: what the network is a part of, its frequencies and spreads set.
-            steps: optimiser steps of the schedule.
-        """
+        """Train the network of `predictor`, whose frequencies and spreads are set, for `steps` optimiser steps."""
         super().__init__(predictor.network, predictor.config, steps)
         self._predictor = [predictor]  # in a list: only the network is trained, synchronised and moved
         self.nats = MeanMetric(nan_strategy="disable", sync_on_compute=False).set_dtype(torch.float64)

@@ -6,8 +6,7 @@ Steps are counted over all passes; a round is a run over the validation split.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import ClassVar, Generic, TypeVar
@@ -57,12 +56,7 @@ class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
     """Whether a greater score (`max`) or a smaller one (`min`) is better."""
 
     def __init__(self, network: nn.Module, config: TrainedConfig, steps: int) -> None:
-        """
-        Args:
-            network: what is trained.
-            config: learning rate, weight decay, and patience in rounds.
-            steps: optimiser steps of the schedule.
-        """
+        """Train `network` as `config` says in a schedule of `steps` optimiser steps."""
         super().__init__()
         self.network, self.config, self.steps = network, config, steps
         self.best = BestRound(score=-math.inf if self.mode == "max" else math.inf)
@@ -117,67 +111,62 @@ class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
         self.best = best
 
 
-class TrainOrder(IterableDataset[Examples], Generic[Examples]):
-    """Passes over the train split, each in an order of its own; can go on in the middle of one."""
+class TrainingData(lightning.LightningDataModule, Generic[Examples]):  # type: ignore[misc]
+    """Passes over the train split, each in an order of its own, and the validation split; knows where training is."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(
+        self,
+        passing: Callable[[int, torch.Generator], Iterator[Examples]],
+        validation: Callable[[], Iterator[Examples]],
+        seed: int,
+    ) -> None:
+        """
+        Args:
+            passing: the batches of one pass over the train split, from the number of passes before it and a generator
+                to draw from, in the state in which the pass before left it.
+            validation: the batches of the validation split, in the same order each time.
+            seed: of the generator.
+        """
+        super().__init__()
+        self._passing, self._validation = passing, validation
         self._generator = torch.Generator().manual_seed(seed)
         self._begin = self._generator.get_state()
         self._epoch, self._skipped = -1, 0
 
-    def __iter__(self) -> Iterator[Examples]:
-        self._epoch += 1
-        self._begin = self._generator.get_state()
-        skipped, self._skipped = self._skipped, 0
-        return islice(self.passing(self._epoch, self._generator), skipped, None)
-
-    @abstractmethod
-    def passing(self, epoch: int, generator: torch.Generator) -> Iterator[Examples]:
-        """The batches of one pass.
-
-        Args:
-            epoch: passes before this one.
-            generator: to draw from, in the state in which the pass before left it.
-        """
-
-    def position(self, batches: int) -> dict[str, object]:
-        """Where training is, `batches` into the present pass."""
-        return {"epoch": self._epoch, "generator": self._begin, "batches": batches}
-
-    def go_on(self, position: Json) -> None:
-        """Begin the next iteration at a position; the batches before it are drawn again and left out."""
-        self._epoch, self._begin, self._skipped = position["epoch"] - 1, position["generator"], position["batches"]
-        self._generator.set_state(self._begin)
-
-
-class TrainingData(lightning.LightningDataModule, Generic[Examples]):  # type: ignore[misc]
-    """A train split in a :class:`TrainOrder`, and a validation split; knows where training is."""
-
-    def __init__(self, order: TrainOrder[Examples], validation: IterableDataset[Examples]) -> None:
-        """
-        Args:
-            order: the train split's batches.
-            validation: the validation split's, in the same order each time.
-        """
-        super().__init__()
-        self._order, self._validation = order, validation
-
     def train_dataloader(self) -> DataLoader[Examples]:
         """The next pass over the train split, each time it is iterated."""
-        return DataLoader(self._order, batch_size=None)
+        return DataLoader(_Stream(self._next_pass), batch_size=None)
 
     def val_dataloader(self) -> DataLoader[Examples]:
         """The validation split."""
-        return DataLoader(self._validation, batch_size=None)
+        return DataLoader(_Stream(self._validation), batch_size=None)
+
+    def _next_pass(self) -> Iterator[Examples]:
+        self._epoch += 1
+        self._begin = self._generator.get_state()
+        skipped, self._skipped = self._skipped, 0
+        return islice(self._passing(self._epoch, self._generator), skipped, None)
 
     def state_dict(self) -> dict[str, object]:
         """The position in the order of the train split, kept with the training's state."""
-        return self._order.position(self.trainer.fit_loop.epoch_loop.batch_progress.current.completed)
+        batches = self.trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        return {"epoch": self._epoch, "generator": self._begin, "batches": batches}
 
     def load_state_dict(self, state_dict: Json) -> None:
-        """Go on at a position."""
-        self._order.go_on(state_dict)
+        """Go on at a position; the batches of its pass before it are drawn again and left out."""
+        self._epoch, self._begin = state_dict["epoch"] - 1, state_dict["generator"]
+        self._skipped = state_dict["batches"]
+        self._generator.set_state(self._begin)
+
+
+class _Stream(IterableDataset[Examples]):
+    """Whatever a function gives, anew each time."""
+
+    def __init__(self, make: Callable[[], Iterator[Examples]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Examples]:
+        return self._make()
 
 
 def steps_of(config: TrainedConfig, source: TraceSource, options: FitOptions) -> int:

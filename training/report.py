@@ -6,10 +6,10 @@ import base64
 import io
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 
@@ -17,8 +17,7 @@ from expertcast.checkpoints.provenance import provenance as running_provenance
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.training import figures
-from expertcast.training.report_page import page
-from expertcast.training.results import Curve
+from expertcast.training.results import CHAINED, Curve, quality_runs
 
 PAGE = "index.html"
 DATA = "report.json"
@@ -27,6 +26,23 @@ RECALL, RANKS, CALIBRATION = "recall.png", "rank_alignment.png", "calibration.pn
 COVERED, CURVE, QUALITY = "weight_covered.png", "learning_curve.png", "quality.png"
 FILES = (PAGE, DATA, RECALL, COVERED, RANKS, CALIBRATION, CURVE, QUALITY)
 DPI = 110
+METRICS = {
+    "recall_at_k": "recall@k",
+    "recall_at_1.5k": "recall@1.5k",
+    "recall_at_2k": "recall@2k",
+    "weight_covered": "weight covered",
+    "exact_set": "exact set",
+    "hard_match": "hard match",
+    "soft_match": "soft match",
+    "mismatch": "mismatch",
+    "cosine": "cosine",
+}
+"""Metrics with one number per layer, and their headings."""
+FORMS = (("", "teacher-forced"), (CHAINED, "chained"))
+LOWER_IS_BETTER = {"mismatch", "ECE"}
+NOT_RANKED = {"soft match"}
+SCORES = ("perplexity", "top1_agreement", "kl")
+Cell = str | float | int | None
 
 
 def write_report(
@@ -65,19 +81,18 @@ def write_report(
     """
     folder = Path(folder)
     _check(folder)
-    where_from = dict(running_provenance() if provenance is None else provenance)
     pictures = {name: _png(figure) for name, figure in figures_of(evaluation, learning_curve, quality).items()}
     inlined = {name: base64.b64encode(data).decode() for name, data in pictures.items()}
     data = {
         "format": FORMAT,
         "title": title,
-        "provenance": where_from,
+        "provenance": dict(running_provenance() if provenance is None else provenance),
         "evaluation": dict(evaluation),
         "learning_curve": learning_curve,
         "quality": quality,
     }
     files = {DATA: (json.dumps(data, indent=1, allow_nan=False) + "\n").encode(), **pictures}
-    files[PAGE] = page(title, evaluation, inlined, learning_curve, quality, where_from).encode()
+    files[PAGE] = page(data, inlined).encode()
     _write(folder, files)
     return folder / PAGE
 
@@ -86,15 +101,10 @@ def log_figures(folder: Path | str, evaluation: Json) -> None:
     """Add an evaluation's figures to the TensorBoard logs in `folder`."""
     with SummaryWriter(str(folder)) as writer:
         for name, figure in figures_of(evaluation).items():
-            FigureCanvasAgg(figure)
             writer.add_figure(Path(name).stem, figure)
 
 
-def figures_of(
-    evaluation: Json,
-    learning_curve: Curve | None = None,
-    quality: Json | None = None,
-) -> dict[str, Figure]:
+def figures_of(evaluation: Json, learning_curve: Curve | None = None, quality: Json | None = None) -> dict[str, Figure]:
     """The report's figures by file name."""
     drawn = {
         RECALL: figures.recall_by_layer(evaluation),
@@ -110,7 +120,6 @@ def figures_of(
 
 
 def _png(figure: Figure) -> bytes:
-    FigureCanvasAgg(figure)  # drawn without a display, whatever backend the process has chosen
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI)
     return buffer.getvalue()
@@ -120,10 +129,8 @@ def _check(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ExpertcastError(f"{folder} is a file: name a folder for the report")
     present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if not present:
-        return
     foreign = sorted(present - set(FILES))
-    if foreign or not _is_report(folder / DATA):
+    if foreign or (present and not _is_report(folder / DATA)):
         what = f"{foreign[0]!r}" if foreign else f"files that are no report of expertcast (no {DATA} of one)"
         raise ExpertcastError(f"report folder {folder} holds {what}: name an empty or a new folder")
 
@@ -144,3 +151,97 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
         os.replace(part, folder / name)
     for name in set(FILES) - set(files):
         (folder / name).unlink(missing_ok=True)
+
+
+def page(data: Json, pictures: Mapping[str, str]) -> str:
+    """The whole page, of the numbers that stand in report.json and the base64 of each PNG by file name."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
+    tables = _routing_rows(data["evaluation"]) | _curve_rows(data["learning_curve"] or {})
+    tables |= _quality_rows(data["quality"] or {})
+    environment.globals |= {"best_cells": best_cells, "cell": cell, "pictures": pictures}
+    return environment.get_template("report.html").render(**data, **tables)
+
+
+def best_cells(headings: Sequence[str], rows: Sequence[Sequence[Cell]], ranked: str | None) -> list[Cell]:
+    """The best value of each column, None where it has none to mark.
+
+    Args:
+        ranked: what every column measures, "" when each column's heading says it, None to mark nothing.
+    """
+    best: list[Cell] = [None]
+    for column, heading in enumerate(headings[1:], start=1):
+        what = ranked or heading
+        values = [value for row in rows if isinstance(value := row[column], int | float)]
+        if ranked is None or what in NOT_RANKED or len(values) < 2:
+            best.append(None)
+        else:
+            best.append(min(values) if what in LOWER_IS_BETTER else max(values))
+    return best
+
+
+def cell(value: Cell, digits: int = 3) -> str:
+    """A number with so many digits, or as it is counted; a dash for none."""
+    if isinstance(value, float):
+        return f"{value:.{digits}f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "-" if value is None else value
+
+
+def _routing_rows(evaluation: Json) -> Json:
+    """Rows of the tables of forecasts; the first cell names the row."""
+    means, layers, targets = [], [], [str(layer) for layer in evaluation["targets"]]
+    for suffix, form in FORMS:
+        shown = {key: heading for key, heading in METRICS.items() if key + suffix in evaluation}
+        rows = [
+            [name, *(evaluation[key + suffix][name]["mean"] for key in shown)]
+            for name in evaluation.get("recall_at_k" + suffix, ())
+        ]
+        chance = ["chance", *(evaluation["chance"].get(key) for key in shown)]
+        if shown:
+            means.append((form, list(shown.values()), rows, chance))
+    for key, heading in METRICS.items():
+        for suffix, form in FORMS:
+            if results := evaluation.get(key + suffix):
+                rows = [[name, result["mean"], *result["per_layer"]] for name, result in results.items()]
+                layers.append((heading, form, rows))
+    ranks, calibration = evaluation["rank_alignment"].items(), evaluation["calibration"].items()
+    return {
+        "means": means,
+        "layers": layers,
+        "targets": targets,
+        "target_layers": [f"layer {layer}" for layer in targets],
+        "ranks": [f"rank {rank + 1}" for rank in range(evaluation["k"])],
+        "rank_means": [[name, *result["mean"]] for name, result in ranks],
+        "rank_layers": [
+            [f"{name}, layer {layer}", *row]
+            for name, result in ranks
+            for layer, row in zip(targets, result["per_layer"], strict=True)
+        ],
+        "errors": [[name, result["ece"], *result["ece_per_layer"]] for name, result in calibration],
+        "bins": [
+            [f"{name}, {b['low']:.1f} to {b['high']:.1f}", b["count"], b["confidence"], b["frequency"]]
+            for name, result in calibration
+            for b in result["bins"]
+        ],
+    }
+
+
+def _curve_rows(curve: Curve) -> Json:
+    known = {name: {int(tokens): recall for tokens, recall in points.items()} for name, points in curve.items()}
+    sizes = sorted({tokens for points in known.values() for tokens in points})
+    rows = [[name, *(points.get(size) for size in sizes)] for name, points in known.items()]
+    return {"sizes": [f"{size:,}" for size in sizes], "curve": rows}
+
+
+def _quality_rows(quality: Json) -> Json:
+    runs = quality_runs(quality)
+    domains = [
+        [f"{name}, {domain}", *(values.get(key) for key in SCORES)]
+        for name, run in runs.items()
+        for domain, values in run["per_domain"].items()
+    ]
+    return {"runs": [[name, *(run.get(key) for key in SCORES)] for name, run in runs.items()], "domains": domains}

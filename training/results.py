@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json, aligned
 
 Curve = Mapping[str, Mapping[str, float]]
-"""Per predictor, recall by number of training tokens (as text, as JSON has its keys)."""
+"""Per predictor, recall by number of training tokens (a number, or the text that JSON makes of it)."""
 CHAINED = "_chained"
 """Ending of a metric's name where forecasts were made from executed forecasts."""
 
@@ -27,15 +27,15 @@ class Evaluation:
         """`{metric: {predictor: {"mean": x, "per_layer": [..]}}}`, plus `chance`, `tokens`, `k` and so on."""
         return self.values
 
-    def recall(self, predictor: str, *, chained: bool = False) -> float:
-        """Mean recall@k of a predictor."""
-        value: float = self.values["recall_at_k" + CHAINED * chained][predictor]["mean"]
+    def recall(self, predictor: str) -> float:
+        """Mean recall@k of a predictor, teacher-forced."""
+        value: float = self.values["recall_at_k"][predictor]["mean"]
         return value
 
 
-def recall_table(evaluation: Evaluation | Json, metric: str = "recall_at_k") -> str:
+def recall_table(evaluation: Evaluation, metric: str = "recall_at_k") -> str:
     """A text table for the terminal: a row per predictor, the mean first, then the target layers."""
-    values = evaluation.as_dict() if isinstance(evaluation, Evaluation) else evaluation
+    values = evaluation.as_dict()
     if metric not in values:
         raise ExpertcastError(f"no metric {metric!r} in this evaluation: choose from {', '.join(sorted(values))}")
     rows = [["predictor", "mean", *(str(layer) for layer in values["targets"])]]
@@ -49,19 +49,23 @@ def recall_table(evaluation: Evaluation | Json, metric: str = "recall_at_k") -> 
 
 def summary(value_L: Tensor) -> Json:
     """`mean` over the layers that have a value, and `per_layer` with None where there is none."""
-    return {"mean": _plain(value_L.double().nanmean(dim=0)), "per_layer": _plain(value_L.double())}
+    return {"mean": plain(value_L.double().nanmean(dim=0)), "per_layer": plain(value_L.double())}
 
 
 def reliability(result: dict[str, Tensor]) -> Json:
     """Expected calibration error over all layers, per layer, and the bins of equal width."""
     number = len(result["count_B"])
-    edges = [index / number for index in range(number + 1)]
-    columns = [_plain_row(result[name]) for name in ("count_B", "confidence_B", "frequency_B")]
     bins = [
-        {"low": low, "high": high, "count": int(count or 0), "confidence": confidence, "frequency": frequency}
-        for low, high, (count, confidence, frequency) in zip(edges, edges[1:], zip(*columns, strict=True), strict=False)
+        {
+            "low": index / number,
+            "high": (index + 1) / number,
+            "count": int(result["count_B"][index]),
+            "confidence": plain(result["confidence_B"][index]),
+            "frequency": plain(result["frequency_B"][index]),
+        }
+        for index in range(number)
     ]
-    return {"ece": _plain(result["ece"]), "ece_per_layer": _plain(result["ece_L"].reshape(-1)), "bins": bins}
+    return {"ece": plain(result["ece"]), "ece_per_layer": plain(result["ece_L"].reshape(-1)), "bins": bins}
 
 
 def quality_runs(quality: Json) -> dict[str, Json]:
@@ -70,17 +74,10 @@ def quality_runs(quality: Json) -> dict[str, Json]:
     return {name: {**run, "per_domain": run.get("per_domain", run.get("domains", {}))} for name, run in runs.items()}
 
 
-def _plain_row(value_B: Tensor) -> list[float | None]:
-    return [None if math.isnan(value) else value for value in value_B.tolist()]
-
-
-def _plain(tensor: Tensor) -> object:
-    def clean(value: object) -> object:
-        if isinstance(value, list):
-            return [clean(item) for item in value]
-        return None if isinstance(value, float) and math.isnan(value) else value
-
-    return clean(tensor.tolist())
+def plain(values: Tensor) -> object:
+    """A number or nested lists of them, None for NaN."""
+    array = values.cpu().numpy()
+    return np.where(np.isnan(array), np.array(None), array).tolist()
 
 
 def _decimal(value: float | None) -> str:

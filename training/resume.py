@@ -14,7 +14,6 @@ state and the best round's) on a busy machine of two cores: 20 saves are under 1
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shutil
@@ -49,19 +48,10 @@ def forget(out: Path) -> None:
     shutil.rmtree(resume_folder(out), ignore_errors=True)
 
 
-def fingerprint(about: Json) -> str:
-    """One value for all that must be the same for a training to go on, given as plain values."""
-    return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
 def note_of(path: Path, wanted: str) -> Json | None:
-    """What a state's file says of itself (`step`, `finished`), or None where there is none to go on from.
+    """What a state's file says of itself (`step`, `finished`), or None where none can be gone on from, which is logged.
 
-    A file that is there and cannot be used is said in one line.
-
-    Args:
-        path: the file.
-        wanted: the fingerprint of the training that is to go on.
+    `wanted` is the fingerprint of the training that is to go on.
     """
     if not path.exists():
         return None
@@ -79,12 +69,7 @@ def note_of(path: Path, wanted: str) -> Json | None:
 
 
 def write_state(path: Path, state: Mapping[str, object], note: Json) -> None:
-    """Write nested values and tensors as one safetensors file, whole or not at all.
-
-    Args:
-        path: the file; its folder is made.
-        state: numbers, texts, booleans, None, tensors, and lists and mappings of these.
-        note: plain values that :func:`note_of` gives back.
+    """Write plain values, tensors, and lists and mappings of these as one safetensors file, whole or not at all.
 
     Raises:
         TypeError: a value of another kind.
@@ -157,18 +142,16 @@ class KeepState(Callback):  # type: ignore[misc]
     """Saves a training's state every few steps, between one step (and its validation round) and the next."""
 
     def __init__(self, path: Path, every: int) -> None:
-        """
-        Args:
-            path: the file.
-            every: steps from one save to the next.
-        """
+        """Save to the file `path` after every `every` steps."""
         self._path, self._every = path, every
-        self._random: dict[str, object] | None = None
+        self._random: Json | None = None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Set the random states of a training that goes on."""
         if self._random is not None:
-            _set_random_states(self._random)
+            torch.set_rng_state(self._random["cpu"])
+            if self._random["cuda"]:
+                torch.cuda.set_rng_state_all(self._random["cuda"])
 
     def on_train_batch_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: object, batch_idx: int
@@ -181,16 +164,15 @@ class KeepState(Callback):  # type: ignore[misc]
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, object]
     ) -> None:
         """Add the random states, and take back that the next batch was fetched."""
-        checkpoint[_RANDOM] = _random_states()
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        checkpoint[_RANDOM] = {"cpu": torch.get_rng_state(), "cuda": cuda}
         _before_the_batch(checkpoint)
 
     def on_load_checkpoint(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, object]
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: Json
     ) -> None:
         """Keep the random states until the data is set up, which draws from them."""
-        states = checkpoint[_RANDOM]
-        assert isinstance(states, dict)
-        self._random = states
+        self._random = checkpoint[_RANDOM]
 
 
 def _before_the_batch(checkpoint: Json) -> None:
@@ -202,14 +184,3 @@ def _before_the_batch(checkpoint: Json) -> None:
     progress["is_last_batch"] = False
     for counters in (progress["total"], progress["current"]):
         counters["ready"] = counters["completed"]
-
-
-def _random_states() -> dict[str, object]:
-    on_gpu = torch.cuda.is_available()
-    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if on_gpu else []}
-
-
-def _set_random_states(states: Json) -> None:
-    torch.set_rng_state(states["cpu"])
-    if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"])

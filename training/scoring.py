@@ -55,10 +55,10 @@ def device_of(view: MoEView) -> torch.device:
     return next(view[0].router.parameters()).device
 
 
-def states_of(source: TraceSource, batch: TraceBatch) -> list[RouterState]:
+def states_of(view: MoEView, batch: TraceBatch) -> list[RouterState]:
     """The router states of a batch at all layers, on the routers' device."""
-    batch = batch.to(device_of(source.view))
-    return [batch.state(source.view, layer) for layer in range(len(source.view))]
+    batch = batch.to(device_of(view))
+    return [batch.state(view, layer) for layer in range(len(view))]
 
 
 def forget_some(batch: TraceBatch) -> TraceBatch:
@@ -88,7 +88,7 @@ def candidate_recall(source: TraceSource, ahead: int, options: FitOptions, count
     pairs = source.view.shape.layers - ahead
     recall = Recall(pairs * count, sync_on_compute=False).to(device_of(source.view))
     for batch in validation_batches(source, options):
-        states = states_of(source, batch)
+        states = states_of(source.view, batch)
         for pair, candidates in enumerate(forecasts(states)):
             for index, ids_TK in enumerate(candidates):
                 recall.update(pair * count + index, ids_TK, states[pair + ahead].topk_ids_TK)

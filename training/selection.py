@@ -48,14 +48,15 @@ def select_hybrid(
     hybrid = Hybrid(replace(config, choices=choices, member_configs=configs), source.view.shape)
     for name in hybrid.members:
         hybrid.member(name).load_state_dict(members[name].state_dict())
-    return Fitted(predictor=hybrid, report={"choices": [_brief(choice) for choice in choices]})
+    brief = [choice | {"recall": choice["recall"][choice["predictor"]]} for choice in choices]
+    return Fitted(predictor=hybrid, report={"choices": brief})
 
 
 def forecast_flops(
     members: Mapping[str, Predictor], source: TraceSource, ahead: int, options: FitOptions
 ) -> dict[str, int]:
     """Floating-point operations in matrix products of one forecast for one token, counted while it runs."""
-    state = states_of(source, validation_batch(source, options)[:1])[0]
+    state = states_of(source.view, validation_batch(source, options)[:1])[0]
     flops = {}
     for name, member in members.items():
         with FlopCounterMode(display=False) as counter:
@@ -79,12 +80,3 @@ def _choose(recall: Mapping[str, Tensor], cost: Mapping[str, int], ahead: int, t
             }
         )
     return choices
-
-
-def _brief(choice: Json) -> Json:
-    return {
-        "ahead": choice["ahead"],
-        "layer": choice["layer"],
-        "predictor": choice["predictor"],
-        "recall": choice["recall"][choice["predictor"]],
-    }

@@ -15,6 +15,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors.next_token import NextToken
 from expertcast.predictors.plain import Json, aligned
 from expertcast.training.metrics.means import TokenMean
+from expertcast.training.results import plain
 from expertcast.training.token_examples import TokenExamples, token_chunks
 
 FURTHER = 3
@@ -100,10 +101,6 @@ class _Recall(TokenMean):
         mean_S2L = self.compute().view(-1, 2, self._shape.layers)
         mean_S2L[0, :, : self._ran] = torch.nan
         return {
-            name: {"mean": _plain(mean_SL.nanmean(dim=1)), "per_layer": [_plain(mean_L) for mean_L in mean_SL]}
+            name: {"mean": plain(mean_SL.nanmean(dim=1)), "per_layer": [plain(mean_L) for mean_L in mean_SL]}
             for name, mean_SL in zip(RECALLS, mean_S2L.unbind(1), strict=True)
         }
-
-
-def _plain(values: Tensor) -> list[float | None]:
-    return [None if value != value else value for value in values.tolist()]

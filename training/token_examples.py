@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.distributed import training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors.next_token import NextToken
-from expertcast.training.network_training import TrainOrder
+from expertcast.training.network_training import TrainingData
 from expertcast.training.options import FitOptions
 
 CHUNK_BYTES = 96 * 2**20
@@ -67,11 +66,10 @@ class TokenExamples:
 
 
 class TokenChunk:
-    """Consecutive tokens of a split, and what they leave for the next chunk.
+    """Consecutive tokens of a split; a document that began in the chunk `before` goes on where that left it."""
 
-    Args:
-        before: the chunk in front of this one, if there is one.
-    """
+    _left: tuple[Tensor, Tensor, Tensor]
+    """What the last token leaves for the next chunk: averages, router probabilities, its last trigger's residual."""
 
     def __init__(self, predictor: NextToken, batch: TraceBatch, before: TokenChunk | None = None) -> None:
         self._predictor = predictor
@@ -82,10 +80,11 @@ class TokenChunk:
         self.member_TN = predictor.membership(self.ids_TLK)
         zero_1N = torch.zeros_like(self.member_TN[:1])
         self._count_TN = torch.cat([zero_1N, self.member_TN.cumsum(dim=0)])
-        carries = before is not None and bool(before.document_T[-1] == self.document_T[0])
-        self._front = before if carries else None
         self._begins, self._end_T = self._spans()
-        self._average_TAN, self._left_AN = self._averages()
+        front_AN, front_N, front_D = None, None, None
+        if before is not None and before.document_T[-1] == self.document_T[0]:
+            front_AN, front_N, front_D = before._left
+        self._average_TAN, left_AN = self._averages(front_AN)
         probability_TN = logits_TLE.softmax(dim=-1).flatten(1).half()
         residual_TRD = torch.stack(
             [
@@ -94,9 +93,9 @@ class TokenChunk:
             ],
             dim=1,
         )
-        self._left_N, self._left_D = probability_TN[-1].clone(), residual_TRD[-1, 0].clone()
-        self._last_TN = self._shifted(probability_TN, None if self._front is None else self._front._left_N)
-        residual_TRD[:, 0] = self._shifted(residual_TRD[:, 0], None if self._front is None else self._front._left_D)
+        self._left = (left_AN, probability_TN[-1].clone(), residual_TRD[-1, 0].clone())
+        self._last_TN = self._shifted(probability_TN, front_N)
+        residual_TRD[:, 0] = self._shifted(residual_TRD[:, 0], front_D)
         self._residual_RTD = residual_TRD.transpose(0, 1)
 
     def __len__(self) -> int:
@@ -129,12 +128,12 @@ class TokenChunk:
         lengths = ends - torch.tensor(begins, device=ends.device)
         return begins, ends.repeat_interleave(lengths)
 
-    def _averages(self) -> tuple[Tensor, Tensor]:
+    def _averages(self, front_AN: Tensor | None) -> tuple[Tensor, Tensor]:
         """The averages [T, A, N] that each token finds, and those [A, N] that the last one leaves."""
         predictor = self._predictor
         keep_A1 = predictor.keep_A[:, None]
         parts = []
-        average_AN = predictor.start(1).average_BAN[0] if self._front is None else self._front._left_AN
+        average_AN = predictor.start(1).average_BAN[0] if front_AN is None else front_AN
         for begin in self._begins:
             if begin:
                 average_AN = predictor.start(1).average_BAN[0]
@@ -166,45 +165,23 @@ def token_chunks(
     for batch in source.batches(split, size, max_tokens=max_tokens, share=share):
         before = TokenChunk(predictor, batch, before)
         yield before
-        before._front = None  # or each chunk would keep all before it
 
 
-class TokenOrder(TrainOrder[TokenExamples]):
-    """Examples of the train split, in an order drawn anew in every pass within each chunk."""
+def token_data(predictor: NextToken, source: TraceSource, options: FitOptions) -> TrainingData[TokenExamples]:
+    """Examples of the train split, in an order drawn anew in every pass within each chunk; some of validation's."""
+    size = predictor.config.step_tokens
 
-    def __init__(self, predictor: NextToken, source: TraceSource, options: FitOptions) -> None:
-        """
-        Args:
-            predictor: whose examples.
-            source: where tokens come from.
-            options: seed, and how many tokens.
-        """
-        super().__init__(options.seed)
-        self._predictor, self._source, self._limit = predictor, source, options.tokens
-
-    def passing(self, epoch: int, generator: torch.Generator) -> Iterator[TokenExamples]:
-        size = self._predictor.config.step_tokens
-        for chunk in token_chunks(self._predictor, self._source, "train", max_tokens=self._limit):
+    def passing(epoch: int, generator: torch.Generator) -> Iterator[TokenExamples]:
+        for chunk in token_chunks(predictor, source, "train", max_tokens=options.tokens):
             order_T = torch.randperm(len(chunk), generator=generator).to(chunk.document_T.device)
             for index_B in torch.split(order_T, size):
                 if len(index_B) == size or len(chunk) < size:
                     yield chunk.examples(index_B)
 
-
-class TokenValidation(IterableDataset[TokenExamples]):
-    """Some examples of the validation split, in order."""
-
-    def __init__(self, predictor: NextToken, source: TraceSource, options: FitOptions) -> None:
-        """
-        Args:
-            predictor: whose examples.
-            source: where tokens come from.
-            options: how many tokens.
-        """
-        self._predictor, self._source, self._limit = predictor, source, options.validation_tokens
-
-    def __iter__(self) -> Iterator[TokenExamples]:
-        for chunk in token_chunks(self._predictor, self._source, "validation", max_tokens=self._limit):
+    def validation() -> Iterator[TokenExamples]:
+        for chunk in token_chunks(predictor, source, "validation", max_tokens=options.validation_tokens):
             every_T = torch.arange(0, len(chunk), VALIDATION_STRIDE, device=chunk.document_T.device)
-            for index_B in torch.split(every_T, self._predictor.config.step_tokens):
+            for index_B in torch.split(every_T, size):
                 yield chunk.examples(index_B)
+
+    return TrainingData(passing, validation, options.seed)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypedDict
 
 import lightning
 import torch
@@ -21,7 +22,7 @@ from expertcast.data.distributed import training_share, wait_for_all
 from expertcast.data.traces import TraceSource
 from expertcast.training.network_training import Examples, NetworkTraining, TrainingData
 from expertcast.training.options import FitOptions
-from expertcast.training.resume import SAVES, KeepState, PlainCheckpoints, fingerprint, note_of, read_state, write_state
+from expertcast.training.resume import SAVES, KeepState, PlainCheckpoints, note_of, read_state, write_state
 
 ROUNDS = 12
 """Validation rounds in a full run."""
@@ -44,7 +45,7 @@ def run(
         _fit(module, data, options, name)
         return
     path = options.resume_folder / f"{name}.safetensors"
-    mark = fingerprint(_about(module, source, options))
+    mark = _fingerprint(module, source, options)
     note = note_of(path, mark)
     wait_for_all(training_share())  # all ranks have looked before the first one writes or removes
     if note is not None and note["finished"]:
@@ -58,16 +59,16 @@ def run(
         write_state(path, state, {"fingerprint": mark, "step": module.steps, "finished": True})
 
 
-def _about(module: NetworkTraining, source: TraceSource, options: FitOptions) -> dict[str, object]:
-    """All that must be the same for a training to go on: what it is, its data, and the versions at work."""
-    data = {key: value for key, value in source.info.items() if key not in ("command", "documents")}
-    return {
+def _fingerprint(module: NetworkTraining, source: TraceSource, options: FitOptions) -> str:
+    """One value for all that must be the same for a training to go on: what it is, its data, the versions at work."""
+    about = {
         "training": module.identity(),
-        "data": data,
+        "data": {key: value for key, value in source.info.items() if key not in ("command", "documents")},
         "options": [options.tokens, options.validation_tokens, options.seed],
         "ranks": training_share().world,
         "versions": [expertcast.__version__, torch.__version__, lightning.__version__],
     }
+    return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _fit(
@@ -102,14 +103,7 @@ def _fit(
         trainer.fit(module, datamodule=data, ckpt_path=start, weights_only=True)
 
 
-class _Placement(TypedDict, total=False):
-    accelerator: str
-    devices: int | list[int]
-    num_nodes: int
-    strategy: DDPStrategy
-
-
-def _placement(module: lightning.LightningModule) -> _Placement:
+def _placement(module: lightning.LightningModule) -> dict[str, object]:
     """Device and strategy: where the network is, and DDP over gloo or nccl in a process group of several ranks."""
     device = next(module.parameters()).device
     on_gpu = device.type == "cuda"

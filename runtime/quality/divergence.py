@@ -10,10 +10,10 @@ from copy import deepcopy
 from dataclasses import dataclass
 
 from torch import Tensor
+from torchmetrics import MetricCollection
 
 from expertcast.predictors.plain import Json
-from expertcast.training.metrics.language import language_metrics
-from expertcast.training.metrics.means import Recall
+from expertcast.training.metrics.means import Agreement, Divergence, Perplexity, Recall
 
 
 @dataclass(slots=True)
@@ -32,7 +32,14 @@ class RunScores:
 
     def __init__(self, layers: int) -> None:
         # every process measures all windows
-        self.language = language_metrics(sync_on_compute=False)
+        self.language = MetricCollection(
+            {
+                "perplexity": Perplexity(sync_on_compute=False),
+                "top1_agreement": Agreement(sync_on_compute=False),
+                "kl": Divergence(sync_on_compute=False),
+            },
+            compute_groups=False,
+        )
         self.executed = Recall(layers, sync_on_compute=False)
 
     def add(self, run: Pass, exact: Pass, ids_BW: Tensor) -> None:

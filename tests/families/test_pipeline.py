@@ -17,7 +17,7 @@ from expertcast.data.text import load_documents
 from expertcast.predictors.base import Predictor, PredictorConfig
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.training.evaluation import evaluate
-from expertcast.training.fit import fit_predictor
+from expertcast.training.fit import fit
 from tests.families.models import CONFIGS, tiny_model
 
 TOKENS = 3000
@@ -40,7 +40,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     )  # fmt: skip
     predictors: dict[str, Predictor] = {}
     for name, config in CONFIGURED.items():
-        save_predictor(fit_predictor(name, traces, config=config), folder / name, view=traces.view)
+        save_predictor(fit(name, traces, config=config).predictor, folder / name, view=traces.view)
         predictors[name] = load_predictor(folder / name, traces.view)
     return {"model": model, "traces": traces, "predictors": predictors, "folder": folder}
 

@@ -20,7 +20,8 @@ from expertcast.predictors.quasi_hidden import QuasiHidden
 from expertcast.predictors.through_router import RouterInput
 from expertcast.predictors.view import MoEView
 from expertcast.training import evaluation as module
-from expertcast.training.evaluation import evaluate, recall_table
+from expertcast.training.evaluation import evaluate
+from expertcast.training.results import recall_table
 from tests.families.models import tiny_model
 from tests.training.synthetic import Before, Oracle, Same, random_batch, tiny_view
 

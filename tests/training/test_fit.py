@@ -14,7 +14,7 @@ from expertcast.predictors.estimator import Estimator, EstimatorConfig, Estimato
 from expertcast.predictors.hybrid import Hybrid, HybridConfig
 from expertcast.predictors.linear import Linear, LinearConfig
 from expertcast.training.evaluation import evaluate
-from expertcast.training.fit import fit, fit_predictor
+from expertcast.training.fit import fit
 from expertcast.training.options import FitOptions, Fitted
 from expertcast.training.scoring import forget_some, validation_recall
 from expertcast.training.selection import forecast_flops, select_hybrid
@@ -90,7 +90,7 @@ def test_fewer_tokens_are_the_first_ones(reference_traces: TraceDataset) -> None
 def test_same_seed_same_estimator(reference_traces: TraceDataset) -> None:
     config = EstimatorConfig(parameters=60_000, steps=4, step_tokens=64)
     options = FitOptions(tokens=2000, validation_tokens=500)
-    one, two = (fit_predictor("estimator", reference_traces, config=config, options=options) for _ in range(2))
+    one, two = (fit("estimator", reference_traces, config=config, options=options).predictor for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
 
 
@@ -99,7 +99,7 @@ def test_network_that_does_not_pay_leaves_plain_ridge(reference_traces: TraceDat
     config = EstimatorConfig(inputs=["quasi_hidden"], parameters=60_000, steps=12, step_tokens=64, learning_rate=30.0)
     options = FitOptions(tokens=3000, validation_tokens=1000)
     fitted = fit("estimator", reference_traces, config=config, options=options)
-    linear = fit_predictor("linear", reference_traces, options=options)
+    linear = fit("linear", reference_traces, options=options).predictor
     assert isinstance(fitted.predictor, Estimator)
     report = fitted.report["distances"]["1"]
     assert set(report["gates"]) == {0.0}
@@ -167,7 +167,7 @@ def test_budget_is_kept_and_used(shared: bool) -> None:
 def test_further_distances(reference_traces: TraceDataset) -> None:
     """Recall falls with distance, and each distance forecasts its own layers."""
     options = FitOptions(tokens=4000, validation_tokens=800)
-    linear = fit_predictor("linear", reference_traces, config=LinearConfig(ahead=(1, 2, 4)), options=options)
+    linear = fit("linear", reference_traces, config=LinearConfig(ahead=(1, 2, 4)), options=options).predictor
     assert isinstance(linear, Linear)
     means = []
     for ahead in (1, 2, 4):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertcast.predictors import ExpertcastError
-from expertcast.training.losses import distillation_loss, kl_divergence, sigmoid_kl, suited_loss
+from expertcast.training.distill import distillation_loss, kl_divergence, sigmoid_kl, suited_loss
 from tests.training.synthetic import tiny_view
 
 

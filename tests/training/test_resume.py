@@ -17,9 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from expertcast.cli import main
 from expertcast.data.batch import TraceBatch
+from expertcast.data.online import OnlineTraces
+from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import PredictorConfig
 from expertcast.predictors.estimator import EstimatorConfig
@@ -93,6 +96,27 @@ def test_estimator(reference_traces: TraceDataset, alone: Fitted, kills: tuple[i
     resumed = fit("estimator", reference_traces, config=ESTIMATOR, options=options(tmp_path))
     assert_same(tensors_of(resumed), tensors_of(alone))
     assert report_of(resumed) == report_of(alone)
+
+
+def test_a_running_model_as_the_source(
+    reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each start makes its source anew, as another process would; the model is run again over what was drawn before."""
+
+    def source() -> OnlineTraces:
+        documents = load_documents("reference")
+        return OnlineTraces(reference_model, reference_tokenizer, documents, tokens=4000, buffer_tokens=700)
+
+    config = EstimatorConfig(parameters=60_000, steps=30, step_tokens=256, passes=9, patience=20)
+    whole = fit("estimator", source(), config=config, options=options(None))
+    for batches in (11, 12):
+        with pytest.raises(KilledError):
+            fit("estimator", Fatal(source(), batches), config=config, options=options(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        resumed = fit("estimator", source(), config=config, options=options(tmp_path))
+    assert "going on at step" in caplog.text
+    assert_same(tensors_of(resumed), tensors_of(whole))
+    assert report_of(resumed) == report_of(whole)
 
 
 class DyingOrder(Cyclic):

@@ -69,34 +69,24 @@ class RecallAtBudget(PerLayerMetric):
         return (comparison.place_TK < self.budget).float().mean(dim=1)
 
 
-class ExactSet(PerLayerMetric):
-    """Share of tokens whose K forecast experts are the true ones, in any order: hard + soft match."""
+class Match(PerLayerMetric):
+    """Share of tokens whose K forecast experts match the true ones in a certain way (C2).
+
+    `exact_set`: the same experts; `hard_match`: in the same order by weight; `soft_match`: in another order;
+    `mismatch`: at least one wrong expert.
+    """
+
+    KINDS = ("exact_set", "hard_match", "soft_match", "mismatch")
+
+    def __init__(self, layers: int, kind: str, **kwargs: Any) -> None:
+        super().__init__(layers, **kwargs)
+        self.kind = kind
 
     def score(self, comparison: RoutingComparison) -> Tensor:
-        return _same_set(comparison).float()
-
-
-class HardMatch(PerLayerMetric):
-    """Share of tokens with the true experts in the true order by weight (C2)."""
-
-    def score(self, comparison: RoutingComparison) -> Tensor:
-        return _same_order(comparison).float()
-
-
-class SoftMatch(PerLayerMetric):
-    """Share of tokens with the true experts in another order by weight (C2)."""
-
-    def score(self, comparison: RoutingComparison) -> Tensor:
-        return (_same_set(comparison) & ~_same_order(comparison)).float()
-
-
-class Mismatch(PerLayerMetric):
-    """Share of tokens with at least one wrong expert (C2)."""
-
-    higher_is_better = False
-
-    def score(self, comparison: RoutingComparison) -> Tensor:
-        return (~_same_set(comparison)).float()
+        same_set_T = (comparison.place_TK < comparison.place_TK.shape[1]).all(dim=1)
+        same_order_T = (comparison.forecast.ids_TK == comparison.truth.ids_TK).all(dim=1)
+        matches_T = (same_set_T, same_order_T, same_set_T & ~same_order_T, ~same_set_T)
+        return matches_T[self.KINDS.index(self.kind)].float()
 
 
 class WeightCovered(PerLayerMetric):
@@ -135,7 +125,6 @@ class Calibration(Metric):  # type: ignore[misc]
     """
 
     full_state_update = False
-    higher_is_better = False
     count_LB: Tensor
     confidence_LB: Tensor
     hits_LB: Tensor
@@ -171,19 +160,11 @@ class Calibration(Metric):  # type: ignore[misc]
 
 
 def routing_metrics(shape: ModelShape, layers: int, **kwargs: Any) -> dict[str, PerLayerMetric]:
-    """The metrics of an evaluation by name, fresh.
-
-    Args:
-        layers: number of target layers.
-        kwargs: torchmetrics' own, for every metric.
-    """
+    """The metrics of an evaluation of so many target layers by name, fresh; `kwargs` are torchmetrics' own."""
     metrics: dict[str, PerLayerMetric] = {
         name: RecallAtBudget(layers, budget(factor, shape), **kwargs) for name, factor in BUDGETS.items()
     }
-    metrics["exact_set"] = ExactSet(layers, **kwargs)
-    metrics["hard_match"] = HardMatch(layers, **kwargs)
-    metrics["soft_match"] = SoftMatch(layers, **kwargs)
-    metrics["mismatch"] = Mismatch(layers, **kwargs)
+    metrics |= {kind: Match(layers, kind, **kwargs) for kind in Match.KINDS}
     metrics["weight_covered"] = WeightCovered(layers, **kwargs)
     metrics["rank_alignment"] = RankAlignment(layers, shape.top_k, **kwargs)
     metrics["cosine"] = InputCosine(layers, **kwargs)
@@ -203,11 +184,3 @@ def chance_levels(shape: ModelShape) -> dict[str, float]:
         "weight_covered": shape.top_k / shape.experts,
         "rank_alignment": 1.0 / shape.experts,
     }
-
-
-def _same_set(comparison: RoutingComparison) -> Tensor:
-    return (comparison.place_TK < comparison.place_TK.shape[1]).all(dim=1)
-
-
-def _same_order(comparison: RoutingComparison) -> Tensor:
-    return (comparison.forecast.ids_TK == comparison.truth.ids_TK).all(dim=1)
