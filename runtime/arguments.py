@@ -17,6 +17,7 @@ from expertcast.runtime.links.instant import InstantLink
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.policies import LRU, Fetch, Policies, Standard, TopK
 from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.store import ExpertStore
 
 
@@ -86,7 +87,7 @@ def recall_per_layer(checkpoint: PredictorCheckpoint | None) -> dict[int, float]
     return {int(layer): float(value) for layer, value in zip(targets, per_layer, strict=True)}
 
 
-def slot_count(config: OffloadConfig, view: MoEView, block_bytes: int) -> int:
+def slot_count(config: OffloadConfig, view: MoEView) -> int:
     """Slots to make, at most one per expert: what `slots`, `memory`, or else `cache` and `overfetch` stand for.
 
     Raises:
@@ -95,6 +96,7 @@ def slot_count(config: OffloadConfig, view: MoEView, block_bytes: int) -> int:
     shape, slots = view.shape, config.slots
     everything = shape.layers * shape.experts
     if config.memory_bytes is not None:
+        block_bytes = BlockLayout.of(view).block_bytes
         slots = config.memory_bytes // block_bytes
         if slots < shape.top_k:
             raise ExpertcastError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -104,7 +103,11 @@ class ExpertSources:
         """
         local = self._local[layer]
         groups = [self._groups[name] for name in local if name in self._groups]
-        jobs = [job for group in groups for job in self._jobs(group, local, views)]
+        jobs = [
+            partial(self._convert, group, expert, local, views)
+            for group in groups
+            for expert in (range(self._experts) if self._separable(group) else [None])
+        ]
         missing = set(local)
         with ThreadPoolExecutor(max(1, min(_MOST_READERS, (os.cpu_count() or 1) - 1))) as pool:
             for written in pool.map(lambda job: job(), jobs):
@@ -112,22 +115,11 @@ class ExpertSources:
         if missing:
             raise ExpertcastError(f"the checkpoint has no weights for {sorted(missing)[0]}: it is incomplete")
 
-    def _jobs(self, group: _Group, local: dict[str, str], views: dict[str, Tensor]) -> Iterator[Callable[[], set[str]]]:
-        """One per expert where that gives the same as all at once, else a single one."""
-        if not self._separable(group):
-            yield partial(self._convert, group, None, local, views)
-            return
-        for expert in range(self._experts):
-            yield partial(self._convert, group, expert, local, views)
-
     def _separable(self, group: _Group) -> bool:
-        """Whether the conversion treats every expert alike and by itself."""
+        """Whether converting expert by expert gives the same as all at once."""
         counts = {len(names) for names in group.sources.values()}
-        fused = all(
-            self._files.tensors[name].shape[:1] == (self._experts,)
-            for names in group.sources.values()
-            for name in names
-        )
+        shapes = [self._files.tensors[name].get_shape() for names in group.sources.values() for name in names]
+        fused = all(shape[:1] == [self._experts] for shape in shapes)
         if group.converter is None:
             return counts == {1} and fused
         first, *rest = group.converter.operations
@@ -171,4 +163,4 @@ class ExpertSources:
 def _read(tensor: TensorFile, part: Part, dtype: torch.dtype) -> Tensor:
     """In the dtype to load, as transformers casts: before any conversion, floating tensors only."""
     read = tensor[part]
-    return read.to(dtype) if tensor.dtype is not None else read
+    return read.to(dtype) if read.is_floating_point() else read

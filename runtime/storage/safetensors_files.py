@@ -6,7 +6,6 @@ Read with `pread`: of a mapped file every page that was looked at would count as
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import EllipsisType
@@ -28,25 +27,16 @@ Part = slice | EllipsisType
 """Rows of a tensor, or all of it."""
 
 
-class _Slice(Protocol):
-    """What `safe_open(...).get_slice` returns."""
+class TensorFile(Protocol):
+    """One tensor of a checkpoint, as `safe_open(...).get_slice` returns it; read when indexed, each time anew."""
 
-    def get_shape(self) -> list[int]: ...
-    def get_dtype(self) -> str: ...
+    def get_shape(self) -> list[int]:
+        """Its sizes."""
+
+    def get_dtype(self) -> str:
+        """As safetensors names it."""
+
     def __getitem__(self, part: Part) -> Tensor: ...
-
-
-class TensorFile:
-    """One tensor of a checkpoint; read when indexed, each time anew."""
-
-    def __init__(self, data: _Slice) -> None:
-        self._data = data
-        self.shape: tuple[int, ...] = tuple(data.get_shape())
-        self.dtype: torch.dtype | None = _FLOATS.get(data.get_dtype())
-        """Of floating tensors; None for others."""
-
-    def __getitem__(self, part: Part) -> Tensor:
-        return self._data[part]
 
 
 class SafetensorsFiles:
@@ -62,18 +52,16 @@ class SafetensorsFiles:
     def __init__(self, path: str) -> None:
         self.paths = _weight_files(path)
         self._stack = ExitStack()
-        self.tensors: dict[str, TensorFile] = {}
-        """In the order in which transformers reads them."""
-        tensors = {}
+        tensors: dict[str, TensorFile] = {}
         try:
             for file in self.paths:
                 opened = self._stack.enter_context(safe_open(file, framework="pt", device="cpu", backend="pread"))
-                tensors.update({name: TensorFile(opened.get_slice(name)) for name in opened.keys()})  # noqa: SIM118
+                tensors.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             self._stack.close()
             raise ExpertcastError(f"cannot read the weights of {path!r}: {error}") from error
-        for name in sorted(tensors, key=dot_natural_key):
-            self.tensors[name] = tensors[name]
+        self.tensors = {name: tensors[name] for name in sorted(tensors, key=dot_natural_key)}
+        """In the order in which transformers reads them."""
 
     def __enter__(self) -> SafetensorsFiles:
         return self
@@ -84,21 +72,18 @@ class SafetensorsFiles:
     @property
     def dtype(self) -> torch.dtype:
         """Of the first floating tensor."""
-        return next((tensor.dtype for tensor in self.tensors.values() if tensor.dtype is not None), torch.float32)
+        names = (tensor.get_dtype() for tensor in self.tensors.values())
+        return next((_FLOATS[name] for name in names if name in _FLOATS), torch.float32)
 
     def fingerprint(self) -> str:
         """SHA-256 over the files' names, sizes, times of change and headers: cheap, and other after any change."""
         digest = hashlib.sha256()
-        for part in self._fingerprint_parts():
-            digest.update(part)
-        return digest.hexdigest()
-
-    def _fingerprint_parts(self) -> Iterator[bytes]:
         for path in map(Path, self.paths):
             status = path.stat()
-            yield f"{path.name} {status.st_size} {status.st_mtime_ns}".encode()
+            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
             with path.open("rb") as file:
-                yield file.read(int.from_bytes(file.read(8), "little"))
+                digest.update(file.read(int.from_bytes(file.read(8), "little")))
+        return digest.hexdigest()
 
 
 def _weight_files(path: str) -> list[str]:

@@ -92,10 +92,6 @@ class ExpertStore:
         """Per layer, whether its blocks are page-locked."""
         return [memory is not None and memory.pinned for memory in self._memory]
 
-    def key(self, layer: int, expert: int) -> int:
-        """The number by which blocks are asked for."""
-        return layer * self.experts + expert
-
     def block(self, key: int) -> Tensor:
         """uint8 [block_bytes] of one expert."""
         block = self._blocks[key]
@@ -222,11 +218,6 @@ class ExpertStore:
         memory, self._memory[layer] = self._memory[layer], None
         if memory is not None:
             memory.release()
-
-    @staticmethod
-    def block_bytes_of(view: MoEView) -> int:
-        """Bytes of one expert's block, before anything is packed."""
-        return BlockLayout.of(view).block_bytes
 
     @staticmethod
     def device_of(view: MoEView) -> torch.device:

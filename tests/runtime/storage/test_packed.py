@@ -126,7 +126,7 @@ def test_expanded_in_its_own_slot(family: str, dtype: torch.dtype) -> None:
     store = _store(family, dtype)
     store.add_copies(PRECISIONS)
     pool = SlotPool(store.layout, 3, torch.device("cpu"))
-    key = store.key(2, 5)
+    key = 2 * store.experts + 5
     errors = []
     for precision in PRECISIONS:
         packed = store.copies(precision)
