@@ -33,26 +33,25 @@ def resolve_predictor(
         return None, None
     if isinstance(given, Predictor):
         return given.bind(view), None
-    if not Path(given).exists() and str(given) in names():
-        cls = predictor_class(str(given))
-        made = cls(cls.config_class(), view.shape)
-        if made.state_dict():
-            raise ExpertcastError(
-                f"predictor {given!r} must be trained for a model: give the folder that `expertcast train` wrote"
-            )
-        return made.bind(view), None
-    if not Path(given).exists():
+    if Path(given).exists():
+        return load_predictor(given, view), PredictorCheckpoint.open(given)
+    if str(given) not in names():
         raise ExpertcastError(
             f"predictor {str(given)!r} is neither a folder nor one of {', '.join(names())}: give a checkpoint's folder"
         )
-    return load_predictor(given, view), PredictorCheckpoint.open(given)
+    cls = predictor_class(str(given))
+    made = cls(cls.config_class(), view.shape)
+    if made.state_dict():
+        raise ExpertcastError(
+            f"predictor {given!r} must be trained for a model: give the folder that `expertcast train` wrote"
+        )
+    return made.bind(view), None
 
 
 def executed_layers(config: OffloadConfig, layers: int, recall: Mapping[int, float] | None) -> list[int]:
     """What `mode`, `layers` and `min_recall` stand for: the layers that execute their forecast.
 
     Args:
-        config: mode, predictor, layers and min_recall.
         layers: L of the model.
         recall: recall@k of the forecasts by target layer, where it is known.
 

@@ -39,17 +39,8 @@ def advise(
 ) -> Advice:
     """Measure the link and the layers in short runs, and say what to do.
 
-    Args:
-        model: as :func:`expertcast.offload` takes it.
-        prompt_ids: [1, T] on the model's device; a text of the kind that will be run.
-        config: slots, cache, link, store and so on, without a predictor.
-        predictors: names, checkpoint folders or objects to choose from. Where a checkpoint's metrics.json has recall
-            for a distance, its forecasts count as good as that; else as good as they were in the short run.
-        new_tokens: of each short run.
-        repetitions: of each short run.
-
-    Raises:
-        ExpertcastError: as :func:`expertcast.runtime.advising.survey.survey`.
+    `model`, `prompt_ids`, `config`, `predictors` (names, checkpoint folders or objects to choose from), `new_tokens`,
+    `repetitions` and what is raised are as :func:`expertcast.runtime.advising.survey.survey` has them.
     """
     return advice_from(
         survey(model, prompt_ids, config, predictors=predictors, new_tokens=new_tokens, repetitions=repetitions)

@@ -109,15 +109,17 @@ def benchmark(
     if not prompt_ids.is_cuda:
         link = {"bandwidth": bandwidth or balanced_bandwidth(model, resident), "latency": latency}
     store = LentStore(find_moe_layers(model), prompt_ids.device)
-    shared = OffloadConfig(store=store, bandwidth=link.get("bandwidth"), latency=link.get("latency", 0.0))
-    try:
-        measured = measure(
-            model,
-            prompt_ids,
-            {name: _with_shared(config, shared) for name, config in runs.items()},
-            settings,
-            resident=resident,
+    sharing = {
+        name: replace(
+            config,
+            store=store if config.store == "memory" else config.store,
+            bandwidth=config.bandwidth or link.get("bandwidth"),
+            latency=config.latency or link.get("latency", 0.0),
         )
+        for name, config in runs.items()
+    }
+    try:
+        measured = measure(model, prompt_ids, sharing, settings, resident=resident)
     finally:
         store.give_back()
     return {
@@ -129,16 +131,6 @@ def benchmark(
         "resident": {"tpot_s": statistics.median(resident.steps_s), "ttft_s": resident.ttft_s},
         "runs": measured.reports,
     }
-
-
-def _with_shared(config: OffloadConfig, shared: OffloadConfig) -> OffloadConfig:
-    """A run with the store and the link's speed that all share, as far as it names none."""
-    return replace(
-        config,
-        store=shared.store if config.store == "memory" else config.store,
-        bandwidth=config.bandwidth or shared.bandwidth,
-        latency=config.latency or shared.latency,
-    )
 
 
 def measure(
@@ -207,15 +199,8 @@ def _repeat(run: Run, model: PreTrainedModel, prompt_ids: Tensor, new_tokens: in
         link = offloaded.link
         if hasattr(link, "synchronize"):
             link.synchronize()
-        run.repetitions.append(
-            Measured(
-                decoding=decoding,
-                stats=offloaded.stats.as_dict(),
-                steps=step_times(recorder, layers),
-                link_bytes=link.bytes_moved,
-                link_busy_s=link.busy_s,
-            )
-        )
+        steps, stats = step_times(recorder, layers), offloaded.stats.as_dict()
+        run.repetitions.append(Measured(decoding, stats, steps, link.bytes_moved, link.busy_s))
         run.recorder, run.slots = recorder, offloaded.pool.count
         if bench.link_rate is None:
             bench.link_rate = link_speed(link, offloaded.store).rate

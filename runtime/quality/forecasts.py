@@ -7,6 +7,7 @@ per layer, K experts per token.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -112,11 +113,8 @@ def _exact(model: PreTrainedModel, view: MoEView, ids_BW: Tensor) -> Pass:
         executed.append(call.ids_TK)
         logits.append(call.logits_TE)
 
-    taps = RouterTaps(model, view, on_router, lambda _fresh: None)
-    try:
+    with closing(RouterTaps(model, view, on_router, lambda _fresh: None)):
         return Pass(_log_probs(model, ids_BW), executed, logits)
-    finally:
-        taps.close()
 
 
 def _speculative(model: PreTrainedModel, view: MoEView, run: QualityRun, ids_BW: Tensor, exact: Pass) -> Pass:

@@ -147,8 +147,8 @@ def give_back_freed() -> None:
 
 def available_memory() -> int | None:
     """Bytes that can be allocated without swapping, within the container's limit; None where the system tells not."""
-    bounds = [_container_available()]
-    bounds += [1024 * value for name, value in _fields(Path("/proc/meminfo")).items() if name == "MemAvailable:"]
+    kilobytes = _fields(Path("/proc/meminfo")).get("MemAvailable:")
+    bounds = (None if kilobytes is None else 1024 * kilobytes, _container_available())
     return min((bound for bound in bounds if bound is not None), default=None)
 
 

@@ -18,6 +18,7 @@ from transformers.core_model_loading import dot_natural_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from expertcast.data.models import first_line
 from expertcast.predictors.errors import ExpertcastError
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -97,7 +98,7 @@ def _weight_files(path: str) -> list[str]:
             files, _ = get_checkpoint_shard_files(path, index)
             return list(files)
     except (OSError, ValueError, KeyError) as error:
-        raise ExpertcastError(f"cannot find the weights of {path!r}: {str(error).strip().splitlines()[0]}") from error
+        raise ExpertcastError(f"cannot find the weights of {path!r}: {first_line(error)}") from error
     raise ExpertcastError(
         f"{path!r} has no {SAFE_WEIGHTS_NAME}: load it with transformers and save it once with save_pretrained"
     )

@@ -19,7 +19,7 @@ from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.policies import Policies
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from simulator_agreement import compare, measure  # noqa: E402
+from simulator_agreement import compare, measure
 
 LINK = OffloadConfig(bandwidth=2e9)
 
