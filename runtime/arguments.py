@@ -15,6 +15,7 @@ from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.links.instant import InstantLink
 from expertcast.runtime.links.kernel import KernelLink
+from expertcast.runtime.option_values import size_bytes
 from expertcast.runtime.policies import LRU, Fetch, Policies, Standard, TopK
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import BlockLayout
@@ -94,9 +95,9 @@ def slot_count(config: OffloadConfig, view: MoEView) -> int:
     """
     shape, slots = view.shape, config.slots
     everything = shape.layers * shape.experts
-    if config.memory_bytes is not None:
+    if config.memory is not None:
         block_bytes = BlockLayout.of(view).block_bytes
-        slots = config.memory_bytes // block_bytes
+        slots = size_bytes(config.memory) // block_bytes
         if slots < shape.top_k:
             raise ExpertcastError(
                 f"memory={config.memory!r} holds {slots} experts of {block_bytes} bytes, one token needs "

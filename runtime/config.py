@@ -154,11 +154,6 @@ class OffloadConfig:
         """Whether every expert is loaded when its layer asks for it: neither this nor a preset names a predictor."""
         return self.resolved_predictor() is None
 
-    @property
-    def memory_bytes(self) -> int | None:
-        """`memory` as a number."""
-        return None if self.memory is None else size_bytes(self.memory)
-
     def resolved_policies(self) -> Policies:
         """The policies that a preset's name, or nothing, stands for.
 

@@ -7,7 +7,7 @@ of the model once (until it is on its device).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -90,14 +90,14 @@ def load_offloaded(
             reader.close()
 
 
+@dataclass(slots=True)
 class _Reader:
     """Reads layers for the store, with a progress bar."""
 
-    def __init__(self, sources: ExpertSources, layers: int, model_id: str) -> None:
-        self._sources = sources
-        self._model_id = model_id
-        self._layers = layers
-        self._bar: tqdm | None = None
+    _sources: ExpertSources
+    _layers: int
+    _model_id: str
+    _bar: tqdm | None = None
 
     def __call__(self, layer: int, views: dict[str, Tensor]) -> None:
         try:

@@ -1,7 +1,4 @@
-"""Whether to prefetch, how far ahead and with which predictor: from short recorded runs and the event model.
-
-L MoE layers, E routed experts per layer, K experts per token.
-"""
+"""Whether to prefetch, how far ahead and with which predictor: from short recorded runs and the event model."""
 
 from __future__ import annotations
 

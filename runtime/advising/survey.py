@@ -1,7 +1,4 @@
-"""Short recorded runs of a model: all that is needed to say what other settings of the runtime would do.
-
-L MoE layers, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
-"""
+"""Short recorded runs of a model: all that is needed to say what other settings of the runtime would do."""
 
 from __future__ import annotations
 
@@ -18,14 +15,7 @@ from transformers import PreTrainedModel
 from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors import ExpertcastError, Predictor
-from expertcast.runtime.advising.observation import (
-    Watcher,
-    calibrated,
-    executed,
-    measured_recall,
-    replay,
-    with_recall,
-)
+from expertcast.runtime.advising.observation import Watcher, calibrated, executed, measured_recall, replay, with_recall
 from expertcast.runtime.arguments import recall_per_layer, resolve_predictor
 from expertcast.runtime.benchmarking.bench import BenchSettings
 from expertcast.runtime.benchmarking.decoding import decode_greedily

@@ -56,12 +56,6 @@ class RunScores:
         """`perplexity`, `top1_agreement` and `kl`."""
         return {name: float(value) for name, value in self.language.compute().items()}
 
-    def merge(self, other: RunScores) -> None:
-        """Add the tokens of another domain."""
-        for name, metric in self.language.items():
-            metric.merge_state(other.language[name])
-        self.executed.merge_state(other.executed)
-
 
 def report(parts: Mapping[str, RunScores]) -> Json:
     """The scores of a run on all its domains together, and on each.
@@ -72,7 +66,9 @@ def report(parts: Mapping[str, RunScores]) -> Json:
     first, *others = parts.values()
     total = deepcopy(first)
     for part in others:
-        total.merge(part)
+        for name, metric in total.language.items():
+            metric.merge_state(part.language[name])
+        total.executed.merge_state(part.executed)
     recall: list[float] = total.executed.per_row()[1:].tolist()
     return {
         **total.as_dict(),

@@ -67,11 +67,7 @@ _Run = tuple[list[Pass], Counter[str]]
 
 
 def _passes(
-    model: PreTrainedModel,
-    windows_NW: Tensor,
-    config: OffloadConfig,
-    prefill: int,
-    progress: Callable[[], None] | None,
+    model: PreTrainedModel, windows_NW: Tensor, config: OffloadConfig, prefill: int, progress: Callable[[], None] | None
 ) -> _Run:
     """Each window's pass, and the counters of all decode steps."""
     totals: Counter[str] = Counter()

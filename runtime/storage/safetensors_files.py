@@ -40,7 +40,7 @@ class TensorFile(Protocol):
     def __getitem__(self, part: Part) -> Tensor: ...
 
 
-class SafetensorsFiles:
+class SafetensorsFiles(ExitStack):
     """All tensors of one checkpoint by name; a context manager, since files stay open.
 
     Args:
@@ -51,24 +51,18 @@ class SafetensorsFiles:
     """
 
     def __init__(self, path: str) -> None:
+        super().__init__()
         self.paths = _weight_files(path)
-        self._stack = ExitStack()
         tensors: dict[str, TensorFile] = {}
         try:
             for file in self.paths:
-                opened = self._stack.enter_context(safe_open(file, framework="pt", device="cpu", backend="pread"))
+                opened = self.enter_context(safe_open(file, framework="pt", device="cpu", backend="pread"))
                 tensors.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            self._stack.close()
+            self.close()
             raise ExpertcastError(f"cannot read the weights of {path!r}: {error}") from error
         self.tensors = {name: tensors[name] for name in sorted(tensors, key=dot_natural_key)}
         """In the order in which transformers reads them."""
-
-    def __enter__(self) -> SafetensorsFiles:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._stack.close()
 
     @property
     def dtype(self) -> torch.dtype:

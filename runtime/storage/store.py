@@ -56,12 +56,7 @@ class ExpertStore:
     name = "memory"
 
     def __init__(
-        self,
-        view: MoEView,
-        *,
-        device: torch.device | None = None,
-        pinned: bool = False,
-        lock: PageLock | None = None,
+        self, view: MoEView, *, device: torch.device | None = None, pinned: bool = False, lock: PageLock | None = None
     ) -> None:
         self.layers = len(view)
         self.experts = view.shape.experts
