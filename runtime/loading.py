@@ -28,9 +28,8 @@ from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.recording.observer import Observer
-from expertcast.runtime.storage.expert_sources import ExpertSources
+from expertcast.runtime.storage.expert_sources import ExpertSources, SafetensorsFiles, TensorFile
 from expertcast.runtime.storage.host_memory import available_memory
-from expertcast.runtime.storage.safetensors_files import SafetensorsFiles, TensorFile
 from expertcast.runtime.storage.store import ExpertStore
 
 

@@ -69,9 +69,7 @@ class Advice:
 
     def config(self, given: OffloadConfig) -> OffloadConfig:
         """What is advised, as a configuration to run with; a predictor that was given as an object is only named.
-
-        Args:
-            given: what the advice was asked for: slots, cache, link, store and so on stay as they are in it.
+        Slots, cache, link, store and so on stay as they are in what the advice was asked for.
         """
         return replace(given, predictor=self.predictor, ahead=self.ahead or 1, mode="exact", layers=None)
 

@@ -97,11 +97,9 @@ def most_to_gain(on_demand: Simulation, compute_s: Sequence[float], ahead: int =
 
 
 def expected_tpot(found: Survey, config: OffloadConfig) -> float:
-    """Seconds per token that the event model expects of a run.
+    """Seconds per token that the event model expects of a run over the survey's link and from its store.
 
-    Args:
-        found: a survey with the same link and store.
-        config: predictor, mode, ahead, layers, min_recall, cache and slots count; without slots, the survey's.
+    Predictor, mode, ahead, layers, min_recall, cache and slots of the run count; without slots, the survey's.
 
     Raises:
         ExpertcastError: a predictor or distance that the survey did not run.
@@ -117,12 +115,7 @@ def expected_tpot(found: Survey, config: OffloadConfig) -> float:
 def advice_errors(
     found: Survey, runs: Mapping[str, OffloadConfig], measured_s: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
-    """How far the event model was from what a benchmark measured, run by run.
-
-    Args:
-        found: a survey with the same link and store.
-        runs: by name, as :func:`expertcast.runtime.benchmark` takes them.
-        measured_s: TPOT by the same names.
+    """How far the event model was from the TPOT that a benchmark measured over the survey's link, run by run.
 
     Returns:
         By name `expected_tpot_s`, `tpot_s`, `relative_error` = expected / measured - 1, and `model_tpot_s`: what the

@@ -109,12 +109,8 @@ def executed(trace: Trace, asked: Asked, layers: Iterable[int]) -> Trace:
 
 
 def replay(trace: Trace, case: Case, asked: Asked | None = None) -> Simulation:
-    """Run a recorded decoding in virtual time; its prefill leaves the cache as the decode steps find it.
-
-    Args:
-        trace: what each layer of each forward needs.
-        case: how the runtime is set up, with the cost of a forecast at layers that make one.
-        asked: what forecasts ask for; None loads on demand.
+    """Run a recorded decoding in virtual time; its prefill leaves the cache as the decode steps find it. The case has
+    the cost of a forecast at layers that make one; without what forecasts asked for, it loads on demand.
     """
     machine = replace(case.machine, prefill=no_times(trace.shape.layers))
     hints = {} if asked is None else {_ASKED: asked}
@@ -123,10 +119,7 @@ def replay(trace: Trace, case: Case, asked: Asked | None = None) -> Simulation:
 
 
 def calibrated(tpot_s: float, trace: Trace, case: Case, asked: Asked | None = None) -> LayerTimes:
-    """The case's layer times, with what a run took beyond a replay of it as `late_s`.
-
-    Args:
-        tpot_s: what the run took per token.
-        trace, case, asked: of that run, as :func:`replay` takes them.
+    """The case's layer times, with what a run took beyond a replay of it as `late_s`: `tpot_s` is what it took per
+    token, `trace`, `case` and `asked` are what :func:`replay` takes.
     """
     return replace(case.machine.times, late_s=tpot_s - replay(trace, case, asked).tpot_s)

@@ -36,12 +36,8 @@ class RunScores:
         self.executed = Recall(layers, sync_on_compute=False)
 
     def add(self, run: Pass, exact: Pass, ids_BW: Tensor) -> None:
-        """Score a run of these windows: the distribution after each token but the last of a window.
-
-        Args:
-            run: what is scored.
-            exact: the exact model on the same windows; may be `run` itself.
-            ids_BW: the windows' tokens.
+        """Score a run of these windows against the exact model's (which may be scored itself): the distributions
+        after each token but the last of a window.
         """
         reference_TV = exact.log_probs_BWV[:, :-1].flatten(0, 1)
         scored_TV = reference_TV if run is exact else run.log_probs_BWV[:, :-1].flatten(0, 1)
@@ -58,11 +54,7 @@ class RunScores:
 
 
 def report(parts: Mapping[str, RunScores]) -> Json:
-    """The scores of a run on all its domains together, and on each.
-
-    Args:
-        parts: its scores by domain.
-    """
+    """The scores of a run, given by domain: on all together, and on each."""
     first, *others = parts.values()
     total = deepcopy(first)
     for part in others:

@@ -96,10 +96,7 @@ class PageLock:
 
 
 class HostMemory:
-    """`nbytes` zeroed bytes at the start of a page.
-
-    Args:
-        lock: page-locks the memory if it can.
+    """`nbytes` zeroed bytes at the start of a page, page-locked if there is a lock that can.
 
     Raises:
         ExpertcastError: the system has no address space for it.

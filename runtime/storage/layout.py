@@ -65,7 +65,7 @@ class BlockLayout:
         for name, parameter in expert_parameters(experts, num_experts).items():
             field = Field(name=name, shape=tuple(parameter.shape[1:]), dtype=parameter.dtype, offset=offset)
             fields.append(field)
-            offset = -(-(offset + field.nbytes) // ALIGNMENT) * ALIGNMENT
+            offset = aligned_bytes(offset + field.nbytes)
         if not fields:
             raise ExpertcastError(f"{type(experts).__name__} holds no [experts, ...] parameter: not supported")
         return cls(fields=tuple(fields), block_bytes=offset)
@@ -77,6 +77,11 @@ class BlockLayout:
             field.name: rows[:, field.offset : field.offset + field.nbytes].view(field.dtype).view(-1, *field.shape)
             for field in self.fields
         }
+
+
+def aligned_bytes(count: int) -> int:
+    """The next multiple of 256."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def expert_parameters(experts: nn.Module, num_experts: int) -> dict[str, nn.Parameter]:

@@ -17,9 +17,8 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.host_memory import PageLock
 from expertcast.runtime.storage.layout import BlockLayout, Field
-from expertcast.runtime.storage.packed import PackedLayout
+from expertcast.runtime.storage.packed import PackedLayout, dequantise, dequantise_plain
 from expertcast.runtime.storage.precision import PRECISIONS
-from expertcast.runtime.storage.rows import dequantise, dequantise_plain
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import CONFIGS, tiny_model
