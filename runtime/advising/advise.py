@@ -172,8 +172,9 @@ def _choice(on_demand: Option, exact: Sequence[Option], chosen: Option) -> list[
     if not exact:
         return []
     best, *others = sorted(exact, key=lambda option: (option is not chosen, option.tpot_s))
-    return [_verdict(on_demand, best, chosen)] + [
-        f"{option.name} would take {milliseconds(option.tpot_s)} per token" for option in others
+    return [
+        _verdict(on_demand, best, chosen),
+        *(f"{option.name} would take {milliseconds(option.tpot_s)} per token" for option in others),
     ]
 
 

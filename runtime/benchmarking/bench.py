@@ -158,11 +158,11 @@ def measure(
         for name, run in bench.runs.items():
             say(f"{prompt_ids.shape[1]} tokens, repetition {number + 1} of {settings.repetitions}: {name}")
             _repeat(run, model, prompt_ids, settings.new_tokens, bench)
-    truth = bench.truth
+    truth, on_demand = bench.truth, [run for run in bench.runs.values() if run.config.on_demand]
     for name, run in bench.runs.items():
         bench.reports[name] = report(
             run,
-            on_demand=on_demand_for(run, bench.runs),
+            on_demand=next((other for other in on_demand if other.config.cache == run.config.cache), None),
             truth=truth if truth is not None else run.repetitions[0].decoding,
             link_rate=bench.link_rate,
         )
@@ -183,12 +183,6 @@ def layer_seconds(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, s
         decode_greedily(model, prompt_ids[:, :64], new_tokens, offloaded=offloaded, recorder=recorder)
         steps = step_times(recorder, layers)
     return statistics.median(sum(step.compute_L[:layers]) / layers for step in steps)
-
-
-def on_demand_for(run: Run, runs: Mapping[str, Run]) -> Run | None:
-    """The run without forecasts and with the same cache setting."""
-    wanted = (True, run.config.cache)
-    return next((other for other in runs.values() if (other.config.on_demand, other.config.cache) == wanted), None)
 
 
 def _repeat(run: Run, model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, bench: Bench) -> None:

@@ -20,7 +20,7 @@ from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.instant import InstantLink
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.quality.divergence import Pass, RunScores
+from expertcast.runtime.quality.forecasts import Pass, RunScores
 
 
 def measure_policies(
