@@ -92,8 +92,7 @@ def _allowed(hint: object) -> str:
 
 def _policies(given: Mapping[str, object]) -> Policies:
     kinds = list(Policies().as_dict())
-    texts = {kind: text for kind, text in given.items() if kind in kinds and isinstance(text, str)}
     for kind, text in given.items():
-        if kind not in texts:
+        if kind not in kinds or not isinstance(text, str):
             raise ExpertcastError(f"policies {kind}={text!r}: give texts by kind, of {', '.join(kinds)}")
-    return Policies(**texts)
+    return Policies(**given)  # type: ignore[arg-type]
