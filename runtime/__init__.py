@@ -13,7 +13,6 @@ from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
-from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
 
 __all__ = [
     "CudaLink",
@@ -21,12 +20,10 @@ __all__ = [
     "GraphDecoder",
     "InstantLink",
     "KernelLink",
-    "LayerStatistics",
     "Link",
     "OffloadConfig",
     "OffloadedModel",
     "QualityRun",
-    "RunStatistics",
     "benchmark",
     "load_offloaded",
     "measure_quality",

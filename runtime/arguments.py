@@ -15,8 +15,10 @@ from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.links.instant import InstantLink
 from expertcast.runtime.links.kernel import KernelLink
+from expertcast.runtime.option_values import size_bytes
 from expertcast.runtime.policies import LRU, Fetch, Policies, Standard, TopK
 from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.store import ExpertStore
 
 
@@ -32,26 +34,25 @@ def resolve_predictor(
         return None, None
     if isinstance(given, Predictor):
         return given.bind(view), None
-    if not Path(given).exists() and str(given) in names():
-        cls = predictor_class(str(given))
-        made = cls(cls.config_class(), view.shape)
-        if made.state_dict():
-            raise ExpertcastError(
-                f"predictor {given!r} must be trained for a model: give the folder that `expertcast train` wrote"
-            )
-        return made.bind(view), None
-    if not Path(given).exists():
+    if Path(given).exists():
+        return load_predictor(given, view), PredictorCheckpoint.open(given)
+    if str(given) not in names():
         raise ExpertcastError(
             f"predictor {str(given)!r} is neither a folder nor one of {', '.join(names())}: give a checkpoint's folder"
         )
-    return load_predictor(given, view), PredictorCheckpoint.open(given)
+    cls = predictor_class(str(given))
+    made = cls(cls.config_class(), view.shape)
+    if made.state_dict():
+        raise ExpertcastError(
+            f"predictor {given!r} must be trained for a model: give the folder that `expertcast train` wrote"
+        )
+    return made.bind(view), None
 
 
 def executed_layers(config: OffloadConfig, layers: int, recall: Mapping[int, float] | None) -> list[int]:
     """What `mode`, `layers` and `min_recall` stand for: the layers that execute their forecast.
 
     Args:
-        config: mode, predictor, layers and min_recall.
         layers: L of the model.
         recall: recall@k of the forecasts by target layer, where it is known.
 
@@ -86,7 +87,7 @@ def recall_per_layer(checkpoint: PredictorCheckpoint | None) -> dict[int, float]
     return {int(layer): float(value) for layer, value in zip(targets, per_layer, strict=True)}
 
 
-def slot_count(config: OffloadConfig, view: MoEView, block_bytes: int) -> int:
+def slot_count(config: OffloadConfig, view: MoEView) -> int:
     """Slots to make, at most one per expert: what `slots`, `memory`, or else `cache` and `overfetch` stand for.
 
     Raises:
@@ -94,8 +95,9 @@ def slot_count(config: OffloadConfig, view: MoEView, block_bytes: int) -> int:
     """
     shape, slots = view.shape, config.slots
     everything = shape.layers * shape.experts
-    if config.memory_bytes is not None:
-        slots = config.memory_bytes // block_bytes
+    if config.memory is not None:
+        block_bytes = BlockLayout.of(view).block_bytes
+        slots = size_bytes(config.memory) // block_bytes
         if slots < shape.top_k:
             raise ExpertcastError(
                 f"memory={config.memory!r} holds {slots} experts of {block_bytes} bytes, one token needs "

@@ -89,10 +89,6 @@ class OffloadConfig:
     def of(cls, config: Self | None, fields: Mapping[str, object]) -> Self:
         """A configuration with some fields changed; none is the default one.
 
-        Args:
-            config: what to begin with.
-            fields: values by field name.
-
         Raises:
             ExpertcastError: a field that does not exist, or as the class.
         """
@@ -136,9 +132,8 @@ class OffloadConfig:
         Raises:
             ExpertcastError: a field holds an object, such as a link or a predictor that was made already.
         """
-        return {
-            name: to_plain(name, getattr(self, name), hint) for name, hint in typing.get_type_hints(type(self)).items()
-        }
+        hints = typing.get_type_hints(type(self))
+        return {name: to_plain(name, getattr(self, name), hint) for name, hint in hints.items()}
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file for :meth:`load`; one that is there is replaced as a whole.
@@ -158,11 +153,6 @@ class OffloadConfig:
     def on_demand(self) -> bool:
         """Whether every expert is loaded when its layer asks for it: neither this nor a preset names a predictor."""
         return self.resolved_predictor() is None
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """`memory` as a number."""
-        return None if self.memory is None else size_bytes(self.memory)
 
     def resolved_policies(self) -> Policies:
         """The policies that a preset's name, or nothing, stands for.

@@ -64,14 +64,7 @@ class GraphDecoder:
 
     @torch.no_grad()
     def start(self, prompt_ids: Tensor) -> Tensor:
-        """Take a new prompt in.
-
-        Args:
-            prompt_ids: [1, tokens].
-
-        Returns:
-            Logits [V] of its last token; what was there of an earlier prompt is gone.
-        """
+        """Take in a new prompt [1, tokens]: the logits [V] of its last token. Nothing is left of an earlier one."""
         tokens = prompt_ids.shape[1]
         if prompt_ids.shape[0] != 1 or not 0 < tokens < self.max_length:
             raise ExpertcastError(
@@ -87,11 +80,7 @@ class GraphDecoder:
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """Decode one token, the likeliest after the last logits.
-
-        Returns:
-            The next logits [V], overwritten by the next call.
-        """
+        """Decode one token, the likeliest after the last logits: the next ones [V], which the next call overwrites."""
         self._offloaded._check_open()
         if not self._left:
             raise ExpertcastError(f"max_length={self.max_length} is reached: make a decoder with more")
@@ -140,19 +129,17 @@ class GraphDecoder:
         self._logits_V.copy_(logits_V)
         self._token.copy_(logits_V.argmax().view(1, 1))
 
-    def _capture_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-
     def _capture(self) -> None:
         """Record a step without running it; only what lies in tensors may differ from one step to the next."""
         self._link.synchronize()  # the graph may wait for nothing that was launched before it
         graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         try:
             # torch's own capture stream belongs to whatever device was current first: kernels of another device would
             # run beside it and not be captured. Only this thread is kept from calls that a capture forbids
             with (
                 torch.cuda.device(self._device),
-                torch.cuda.graph(graph, stream=self._capture_stream(), capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
             ):
                 self._step()
         except RuntimeError as error:

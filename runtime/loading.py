@@ -6,8 +6,8 @@ of the model once (until it is on its device).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,16 +21,15 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from expertcast.data.discovery import find_moe_layers
-from expertcast.data.models import meta_model, resolve_model, torch_dtype
+from expertcast.data.models import first_line, meta_model, resolve_model, torch_dtype
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.arguments import make_store
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.recording.observer import Observer
-from expertcast.runtime.storage.expert_sources import ExpertSources
+from expertcast.runtime.storage.expert_sources import ExpertSources, SafetensorsFiles, TensorFile
 from expertcast.runtime.storage.host_memory import available_memory
-from expertcast.runtime.storage.safetensors_files import SafetensorsFiles, TensorFile
 from expertcast.runtime.storage.store import ExpertStore
 
 
@@ -63,8 +62,8 @@ def load_offloaded(
             an unknown dtype, device or store, or what :func:`expertcast.offload` refuses.
     """
     config = OffloadConfig.of(config, fields)
-    target, wanted = _device(device), _dtype(dtype)
-    name = str(model_id)
+    target, name = _device(device), str(model_id)
+    wanted = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype or "auto")
     skeleton = meta_model(name)
     quantizer = _dequantizer(skeleton, name)
     with SafetensorsFiles(resolve_model(name)) as files:
@@ -73,7 +72,8 @@ def load_offloaded(
         view = find_moe_layers(skeleton)
         sources = ExpertSources(skeleton, view, files, quantizer)
         model = _load_others(skeleton, sources, files, name).to(target)
-        _put_placeholders(model, sources)
+        # experts without weights: what the store takes the place of, and what a closed model is left with
+        _replace(model, {full: nn.Parameter(meta, requires_grad=False) for full, meta in sources.parameters.items()})
         fingerprint = f"{files.fingerprint()} {skeleton.dtype} transformers {transformers.__version__}"
         made = make_store(config, view, target, fingerprint)
         reader = _Reader(sources, len(view), name)
@@ -89,14 +89,14 @@ def load_offloaded(
             reader.close()
 
 
+@dataclass(slots=True)
 class _Reader:
     """Reads layers for the store, with a progress bar."""
 
-    def __init__(self, sources: ExpertSources, layers: int, model_id: str) -> None:
-        self._sources = sources
-        self._model_id = model_id
-        self._layers = layers
-        self._bar: tqdm | None = None
+    _sources: ExpertSources
+    _layers: int
+    _model_id: str
+    _bar: tqdm | None = None
 
     def __call__(self, layer: int, views: dict[str, Tensor]) -> None:
         try:
@@ -131,23 +131,16 @@ def _load_others(
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _failure(name, error) from error
     model.config._name_or_path = name
-    return _without_experts(model.eval(), sources)
+    _replace(model, dict.fromkeys(sources.parameters))  # so that the rest can be moved
+    loaded: PreTrainedModel = model.eval()
+    return loaded
 
 
-def _without_experts(model: PreTrainedModel, sources: ExpertSources) -> PreTrainedModel:
-    """The same, with nothing in the experts' place, so that the rest can be moved."""
-    for full in sources.parameters:
-        module, _, parameter = full.rpartition(".")
-        model.get_submodule(module)._parameters[parameter] = None
-    return model
-
-
-def _put_placeholders(model: PreTrainedModel, sources: ExpertSources) -> None:
-    """Experts without weights: what the store takes the place of, and what a closed model is left with."""
-    for full, parameter in sources.parameters.items():
-        module, _, local = full.rpartition(".")
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        model.get_submodule(module)._parameters[local] = nn.Parameter(empty, requires_grad=False)
+def _replace(model: PreTrainedModel, parameters: Mapping[str, nn.Parameter | None]) -> None:
+    """Put something else in the place of some parameters, given by their full names."""
+    for full, parameter in parameters.items():
+        module, _, name = full.rpartition(".")
+        model.get_submodule(module)._parameters[name] = parameter
 
 
 def _generation_config(path: str) -> GenerationConfig:
@@ -195,11 +188,5 @@ def _device(device: str | torch.device | None) -> torch.device:
     return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
 
 
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """None stands for what the model's configuration says."""
-    return dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype or "auto")
-
-
 def _failure(name: str, error: Exception) -> ExpertcastError:
-    text = str(error).strip() or type(error).__name__
-    return ExpertcastError(f"cannot load model {name!r}: {text.splitlines()[0]}")
+    return ExpertcastError(f"cannot load model {name!r}: {first_line(error)}")

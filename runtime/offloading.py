@@ -67,7 +67,7 @@ def offload(
     )
     if config.mode == "exact" and (config.true_weights or config.layers is not None):
         warnings.warn("layers and true_weights have no effect in mode 'exact'", stacklevel=2)
-    count = slot_count(config, view, ExpertStore.block_bytes_of(view))
+    count = slot_count(config, view)
     parts = OffloadParts(
         store=make_store(config, view, device),
         slots=count,

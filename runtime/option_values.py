@@ -25,12 +25,7 @@ _JSON_TYPES: dict[object, str] = {
 
 
 def to_plain(name: str, value: object, hint: object) -> object:
-    """A field's value as JSON has it.
-
-    Args:
-        name: the field, for the error.
-        value: what it is set to.
-        hint: the field's type.
+    """A field's value as JSON has it; the field's name and type are for the error.
 
     Raises:
         ExpertcastError: JSON cannot hold it: an object that was made already, or a number without end.
@@ -43,17 +38,12 @@ def to_plain(name: str, value: object, hint: object) -> object:
         return list(value)
     if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
-    what = f"{value}" if isinstance(value, float) else f"a {type(value).__name__}"
+    what = value if isinstance(value, float) else f"a {type(value).__name__}"
     raise ExpertcastError(f"{name} is {what}, which no file can hold: give {_allowed(hint)}")
 
 
 def from_plain(name: str, value: object, hint: object) -> object:
-    """A value from JSON as the field has it; :func:`to_plain` the other way round.
-
-    Args:
-        name: the field, for the error.
-        value: what JSON holds.
-        hint: the field's type: a union's first member that takes the value decides.
+    """A value from JSON as a field of this type has it: of a union, the first member that takes the value decides.
 
     Raises:
         ExpertcastError: the value is not of the field's type.
@@ -63,18 +53,13 @@ def from_plain(name: str, value: object, hint: object) -> object:
             return tuple(from_plain(name, element, typing.get_args(kind)[0]) for element in value)
         if kind is Policies and isinstance(value, dict):
             return _policies(value)
-        if kind is float and type(value) is int:
-            return value
-        if type(value) is kind:
+        if type(value) is kind or (kind is float and type(value) is int):
             return value
     raise ExpertcastError(f"{name}={value!r}: give {_allowed(hint)}")
 
 
 def size_bytes(memory: str | int) -> int:
-    """Bytes of a size.
-
-    Args:
-        memory: bytes, or a text such as `2GB` or `512MiB`.
+    """Bytes of a size: a number of them, or a text such as `2GB` or `512MiB`.
 
     Raises:
         ExpertcastError: another text.
@@ -107,8 +92,7 @@ def _allowed(hint: object) -> str:
 
 def _policies(given: Mapping[str, object]) -> Policies:
     kinds = list(Policies().as_dict())
-    texts = {kind: text for kind, text in given.items() if kind in kinds and isinstance(text, str)}
     for kind, text in given.items():
-        if kind not in texts:
+        if kind not in kinds or not isinstance(text, str):
             raise ExpertcastError(f"policies {kind}={text!r}: give texts by kind, of {', '.join(kinds)}")
-    return Policies(**texts)
+    return Policies(**given)  # type: ignore[arg-type]

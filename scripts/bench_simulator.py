@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from simulator_agreement import compare, measure
 from torch import Tensor
 
 from expertcast.checkpoints.provenance import provenance
@@ -32,7 +33,6 @@ from expertcast.data.text import load_documents
 from expertcast.predictors import ModelShape, NextToken
 from expertcast.predictors.next_token_tracker import NextTokenTracker
 from expertcast.predictors.plain import Json
-from expertcast.runtime.benchmarking.agreement import compare, measure
 from expertcast.runtime.benchmarking.hardware import hardware
 from expertcast.runtime.benchmarking.routing_tables import RoutingOptions, drawn
 from expertcast.runtime.config import OffloadConfig

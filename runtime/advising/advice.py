@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from expertcast.predictors.plain import Json
+from expertcast.predictors.plain import Json, aligned
 from expertcast.runtime.config import OffloadConfig
 
 
@@ -69,9 +69,7 @@ class Advice:
 
     def config(self, given: OffloadConfig) -> OffloadConfig:
         """What is advised, as a configuration to run with; a predictor that was given as an object is only named.
-
-        Args:
-            given: what the advice was asked for: slots, cache, link, store and so on stay as they are in it.
+        Slots, cache, link, store and so on stay as they are in what the advice was asked for.
         """
         return replace(given, predictor=self.predictor, ahead=self.ahead or 1, mode="exact", layers=None)
 
@@ -84,19 +82,20 @@ class Advice:
         what = "load on demand"
         if self.prefetch:
             what = f"prefetch with {self.predictor}, {self.ahead} layer{'s' * (self.ahead != 1)} ahead"
-        lines = [f"advice: {what}; expect {milliseconds(self.tpot_s)} per token", ""]
-        lines += [f"- {reason}" for reason in self.reasons]
-        lines += ["", *_table(self.options), ""]
-        unexplained = milliseconds(self.options[0].unexplained_s)
-        lines.append(
-            f"link {self.link_rate / 1e9:.3g} GB/s, {milliseconds(self.copy_s)} per expert; {self.slots} of "
-            f"{self.experts} experts in {self.memory_bytes / 1e6:.4g} MB"
+        return "\n".join(
+            [
+                f"advice: {what}; expect {milliseconds(self.tpot_s)} per token",
+                "",
+                *(f"- {reason}" for reason in self.reasons),
+                "",
+                _table(self.options),
+                "",
+                f"link {self.link_rate / 1e9:.3g} GB/s, {milliseconds(self.copy_s)} per expert; {self.slots} of "
+                f"{self.experts} experts in {self.memory_bytes / 1e6:.4g} MB",
+                f"measured on demand: {milliseconds(self.measured_on_demand_s)} per token, which the event model "
+                f"misses by {milliseconds(self.options[0].unexplained_s)}",
+            ]
         )
-        lines.append(
-            f"measured on demand: {milliseconds(self.measured_on_demand_s)} per token, which the event model "
-            f"misses by {unexplained}"
-        )
-        return "\n".join(lines)
 
 
 def milliseconds(seconds: float) -> str:
@@ -104,7 +103,7 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
-def _table(options: Sequence[Option]) -> list[str]:
+def _table(options: Sequence[Option]) -> str:
     rows = [["mode", "predictor", "ahead", "ms/token", "waiting", "forecasts", "hit rate", "MB/token", "recall"]]
     for option in options:
         rows.append(
@@ -120,5 +119,4 @@ def _table(options: Sequence[Option]) -> list[str]:
                 "-" if option.recall is None else f"{option.recall:.3f}",
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return aligned(rows, left=len(rows[0]))

@@ -1,7 +1,4 @@
-"""Whether to prefetch, how far ahead and with which predictor: from short recorded runs and the event model.
-
-L MoE layers, E routed experts per layer, K experts per token.
-"""
+"""Whether to prefetch, how far ahead and with which predictor: from short recorded runs and the event model."""
 
 from __future__ import annotations
 
@@ -39,17 +36,8 @@ def advise(
 ) -> Advice:
     """Measure the link and the layers in short runs, and say what to do.
 
-    Args:
-        model: as :func:`expertcast.offload` takes it.
-        prompt_ids: [1, T] on the model's device; a text of the kind that will be run.
-        config: slots, cache, link, store and so on, without a predictor.
-        predictors: names, checkpoint folders or objects to choose from. Where a checkpoint's metrics.json has recall
-            for a distance, its forecasts count as good as that; else as good as they were in the short run.
-        new_tokens: of each short run.
-        repetitions: of each short run.
-
-    Raises:
-        ExpertcastError: as :func:`expertcast.runtime.advising.survey.survey`.
+    `model`, `prompt_ids`, `config`, `predictors` (names, checkpoint folders or objects to choose from), `new_tokens`,
+    `repetitions` and what is raised are as :func:`expertcast.runtime.advising.survey.survey` has them.
     """
     return advice_from(
         survey(model, prompt_ids, config, predictors=predictors, new_tokens=new_tokens, repetitions=repetitions)
@@ -109,11 +97,9 @@ def most_to_gain(on_demand: Simulation, compute_s: Sequence[float], ahead: int =
 
 
 def expected_tpot(found: Survey, config: OffloadConfig) -> float:
-    """Seconds per token that the event model expects of a run.
+    """Seconds per token that the event model expects of a run over the survey's link and from its store.
 
-    Args:
-        found: a survey with the same link and store.
-        config: predictor, mode, ahead, layers, min_recall, cache and slots count; without slots, the survey's.
+    Predictor, mode, ahead, layers, min_recall, cache and slots of the run count; without slots, the survey's.
 
     Raises:
         ExpertcastError: a predictor or distance that the survey did not run.
@@ -129,12 +115,7 @@ def expected_tpot(found: Survey, config: OffloadConfig) -> float:
 def advice_errors(
     found: Survey, runs: Mapping[str, OffloadConfig], measured_s: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
-    """How far the event model was from what a benchmark measured, run by run.
-
-    Args:
-        found: a survey with the same link and store.
-        runs: by name, as :func:`expertcast.runtime.benchmark` takes them.
-        measured_s: TPOT by the same names.
+    """How far the event model was from the TPOT that a benchmark measured over the survey's link, run by run.
 
     Returns:
         By name `expected_tpot_s`, `tpot_s`, `relative_error` = expected / measured - 1, and `model_tpot_s`: what the
@@ -191,8 +172,9 @@ def _choice(on_demand: Option, exact: Sequence[Option], chosen: Option) -> list[
     if not exact:
         return []
     best, *others = sorted(exact, key=lambda option: (option is not chosen, option.tpot_s))
-    return [_verdict(on_demand, best, chosen)] + [
-        f"{option.name} would take {milliseconds(option.tpot_s)} per token" for option in others
+    return [
+        _verdict(on_demand, best, chosen),
+        *(f"{option.name} would take {milliseconds(option.tpot_s)} per token" for option in others),
     ]
 
 

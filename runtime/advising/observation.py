@@ -1,4 +1,4 @@
-"""What a run asks of its residency: the experts that each layer needs, and the ones that forecasts want.
+"""What a run asks of its residency, the experts that layers need and forecasts want; and replays of it in virtual time.
 
 L MoE layers, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
 """
@@ -10,8 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from expertcast.predictors.view import ModelShape
+from expertcast.runtime.recording.layer_times import LayerTimes
 from expertcast.runtime.recording.observer import Observer
+from expertcast.runtime.simulation.machine import Case, Simulation, no_times
+from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import Asked, Forward, Trace
+
+_ASKED = "asked"
 
 
 class Watcher(Observer):
@@ -101,3 +106,20 @@ def executed(trace: Trace, asked: Asked, layers: Iterable[int]) -> Trace:
         for forward, step in zip(trace.forwards, [{}, *asked.steps], strict=True)
     ]
     return replace(trace, forwards=forwards)
+
+
+def replay(trace: Trace, case: Case, asked: Asked | None = None) -> Simulation:
+    """Run a recorded decoding in virtual time; its prefill leaves the cache as the decode steps find it. The case has
+    the cost of a forecast at layers that make one; without what forecasts asked for, it loads on demand.
+    """
+    machine = replace(case.machine, prefill=no_times(trace.shape.layers))
+    hints = {} if asked is None else {_ASKED: asked}
+    case = replace(case, machine=machine, predictor=next(iter(hints), None))
+    return simulate(replace(trace, hints=hints), case, waits=True)
+
+
+def calibrated(tpot_s: float, trace: Trace, case: Case, asked: Asked | None = None) -> LayerTimes:
+    """The case's layer times, with what a run took beyond a replay of it as `late_s`: `tpot_s` is what it took per
+    token, `trace`, `case` and `asked` are what :func:`replay` takes.
+    """
+    return replace(case.machine.times, late_s=tpot_s - replay(trace, case, asked).tpot_s)

@@ -1,7 +1,4 @@
-"""Short recorded runs of a model: all that is needed to say what other settings of the runtime would do.
-
-L MoE layers, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
-"""
+"""Short recorded runs of a model: all that is needed to say what other settings of the runtime would do."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ from transformers import PreTrainedModel
 from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors import ExpertcastError, Predictor
-from expertcast.runtime.advising.event_model import calibrated, replay
-from expertcast.runtime.advising.observation import Watcher, executed, measured_recall, with_recall
+from expertcast.runtime.advising.observation import Watcher, calibrated, executed, measured_recall, replay, with_recall
 from expertcast.runtime.arguments import recall_per_layer, resolve_predictor
+from expertcast.runtime.benchmarking.bench import BenchSettings
 from expertcast.runtime.benchmarking.decoding import decode_greedily
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.cuda import CudaLink
@@ -142,10 +139,11 @@ def survey(
 
     Args:
         model: as :func:`expertcast.offload` takes it.
-        prompt_ids: [1, T] on the model's device.
+        prompt_ids: [1, T] on the model's device; a text of the kind that will be run.
         config: slots, cache, link, store and so on, without a predictor; link `auto` on CUDA is `cuda`, for the books
             of `kernel` are out of sight on the device.
-        predictors: as :func:`expertcast.offload` takes them.
+        predictors: as :func:`expertcast.offload` takes them. Where a checkpoint's metrics.json has recall for a
+            distance, its forecasts count as good as that; else as good as they were in the short run.
         new_tokens: per run; the first comes from the prefill. Too few find a cache that is still filling up.
         repetitions: of each run, of which the fastest counts: the one that was disturbed least.
 
@@ -154,8 +152,7 @@ def survey(
             configuration with a predictor.
     """
     config = config or OffloadConfig()
-    if new_tokens < 2 or repetitions < 1:
-        raise ExpertcastError(f"new_tokens={new_tokens}, repetitions={repetitions}: give 2 or more, and 1 or more")
+    BenchSettings(new_tokens=new_tokens, repetitions=repetitions)  # which refuses too few
     if prompt_ids.dim() != 2 or prompt_ids.shape[0] != 1 or not prompt_ids.shape[1]:
         raise ExpertcastError(f"prompt_ids has shape {list(prompt_ids.shape)}: give one prompt, [1, tokens]")
     if not config.on_demand:

@@ -109,15 +109,17 @@ def benchmark(
     if not prompt_ids.is_cuda:
         link = {"bandwidth": bandwidth or balanced_bandwidth(model, resident), "latency": latency}
     store = LentStore(find_moe_layers(model), prompt_ids.device)
-    shared = OffloadConfig(store=store, bandwidth=link.get("bandwidth"), latency=link.get("latency", 0.0))
-    try:
-        measured = measure(
-            model,
-            prompt_ids,
-            {name: _with_shared(config, shared) for name, config in runs.items()},
-            settings,
-            resident=resident,
+    sharing = {
+        name: replace(
+            config,
+            store=store if config.store == "memory" else config.store,
+            bandwidth=config.bandwidth or link.get("bandwidth"),
+            latency=config.latency or link.get("latency", 0.0),
         )
+        for name, config in runs.items()
+    }
+    try:
+        measured = measure(model, prompt_ids, sharing, settings, resident=resident)
     finally:
         store.give_back()
     return {
@@ -129,16 +131,6 @@ def benchmark(
         "resident": {"tpot_s": statistics.median(resident.steps_s), "ttft_s": resident.ttft_s},
         "runs": measured.reports,
     }
-
-
-def _with_shared(config: OffloadConfig, shared: OffloadConfig) -> OffloadConfig:
-    """A run with the store and the link's speed that all share, as far as it names none."""
-    return replace(
-        config,
-        store=shared.store if config.store == "memory" else config.store,
-        bandwidth=config.bandwidth or shared.bandwidth,
-        latency=config.latency or shared.latency,
-    )
 
 
 def measure(
@@ -166,11 +158,11 @@ def measure(
         for name, run in bench.runs.items():
             say(f"{prompt_ids.shape[1]} tokens, repetition {number + 1} of {settings.repetitions}: {name}")
             _repeat(run, model, prompt_ids, settings.new_tokens, bench)
-    truth = bench.truth
+    truth, on_demand = bench.truth, [run for run in bench.runs.values() if run.config.on_demand]
     for name, run in bench.runs.items():
         bench.reports[name] = report(
             run,
-            on_demand=on_demand_for(run, bench.runs),
+            on_demand=next((other for other in on_demand if other.config.cache == run.config.cache), None),
             truth=truth if truth is not None else run.repetitions[0].decoding,
             link_rate=bench.link_rate,
         )
@@ -193,12 +185,6 @@ def layer_seconds(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, s
     return statistics.median(sum(step.compute_L[:layers]) / layers for step in steps)
 
 
-def on_demand_for(run: Run, runs: Mapping[str, Run]) -> Run | None:
-    """The run without forecasts and with the same cache setting."""
-    wanted = (True, run.config.cache)
-    return next((other for other in runs.values() if (other.config.on_demand, other.config.cache) == wanted), None)
-
-
 def _repeat(run: Run, model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, bench: Bench) -> None:
     """One more repetition of a run; the first of all also measures the link."""
     recorder, layers = Recorder(prompt_ids.device), len(find_moe_layers(model))
@@ -207,15 +193,8 @@ def _repeat(run: Run, model: PreTrainedModel, prompt_ids: Tensor, new_tokens: in
         link = offloaded.link
         if hasattr(link, "synchronize"):
             link.synchronize()
-        run.repetitions.append(
-            Measured(
-                decoding=decoding,
-                stats=offloaded.stats.as_dict(),
-                steps=step_times(recorder, layers),
-                link_bytes=link.bytes_moved,
-                link_busy_s=link.busy_s,
-            )
-        )
+        steps, stats = step_times(recorder, layers), offloaded.stats.as_dict()
+        run.repetitions.append(Measured(decoding, stats, steps, link.bytes_moved, link.busy_s))
         run.recorder, run.slots = recorder, offloaded.pool.count
         if bench.link_rate is None:
             bench.link_rate = link_speed(link, offloaded.store).rate

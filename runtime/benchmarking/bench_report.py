@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from expertcast.predictors.plain import Json
@@ -130,46 +129,29 @@ def report(run: Run, *, on_demand: Run | None, truth: Decoding, link_rate: float
     }
 
 
-_AGAINST = (
-    "overlap_efficiency",
-    "overlap_efficiency_forecast_layers",
-    "hideable_s",
-    "bound_s",
-    "tpot_over_bound",
-)
-"""What is None without an on-demand run to compare with."""
-
-
 def _against(run: Run, on_demand: Run | None) -> dict[str, float | None]:
     """Overlap efficiency and the bound, from the on-demand run's own measurement; medians as TPOT is one.
+    None where there is nothing to compare with.
 
     The first `ahead` layers have no forecast, at most their last token's experts: the efficiency over all layers counts
     them in, the one over the layers that have a forecast leaves them out.
     """
-    if on_demand is None:
-        return dict.fromkeys(_AGAINST)
-    compute_s, copy_s = bound_parts(on_demand.steps)
-    hideable_s = statistics.median(step.hideable() for step in on_demand.steps)
-    forecast_s = statistics.median(step.hideable(run.config.ahead) for step in on_demand.steps)
-    gained_s = on_demand.tpot_s - run.tpot_s if run is not on_demand else None
-    bound_s = max(compute_s, copy_s)
-    values = (
-        _ratio(gained_s, hideable_s),
-        _ratio(gained_s, forecast_s),
-        hideable_s,
-        bound_s,
-        _ratio(run.tpot_s, bound_s),
-    )
-    return dict(zip(_AGAINST, values, strict=True))
+    hideable_s, forecast_s, bound_s, gained_s = None, None, None, None
+    if on_demand is not None:
+        steps = on_demand.steps
+        hideable_s = statistics.median(step.hideable() for step in steps)
+        forecast_s = statistics.median(step.hideable(run.config.ahead) for step in steps)
+        parts = zip(*((sum(step.compute_L), sum(step.copy_L)) for step in steps), strict=True)
+        bound_s = max(map(statistics.median, parts))  # no schedule is faster than computing, or copying, it all
+        gained_s = on_demand.tpot_s - run.tpot_s if run is not on_demand else None
+    return {
+        "overlap_efficiency": _ratio(gained_s, hideable_s),
+        "overlap_efficiency_forecast_layers": _ratio(gained_s, forecast_s),
+        "hideable_s": hideable_s,
+        "bound_s": bound_s,
+        "tpot_over_bound": _ratio(run.tpot_s, bound_s),
+    }
 
 
-def bound_parts(steps: Sequence[StepTimes]) -> tuple[float, float]:
-    """(sum of compute, sum of copies) per token: no schedule is faster than the greater of the two."""
-    return (
-        statistics.median(sum(step.compute_L) for step in steps),
-        statistics.median(sum(step.copy_L) for step in steps),
-    )
-
-
-def _ratio(value: float | None, of: float) -> float | None:
+def _ratio(value: float | None, of: float | None) -> float | None:
     return value / of if value is not None and of else None

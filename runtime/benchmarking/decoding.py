@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from expertcast.data.discovery import find_moe_layers
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.recording.recorder import Recorder
-from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.storage.layout import BlockLayout
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ def balanced_bandwidth(model: PreTrainedModel, resident: Decoding) -> float:
     """Bytes per second at which K copies take as long as one layer of the resident model."""
     view = find_moe_layers(model)
     layer_s = statistics.median(resident.steps_s) / len(view)
-    return view.shape.top_k * ExpertStore.block_bytes_of(view) / layer_s
+    return view.shape.top_k * BlockLayout.of(view).block_bytes / layer_s
 
 
 def same_logits(one: Decoding, other: Decoding) -> bool:

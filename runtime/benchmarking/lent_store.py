@@ -21,10 +21,7 @@ class LentStore(ExpertStore):
     """Give it to :func:`expertcast.offload` as `store`, as often as needed; `give_back` ends it.
 
     Between offloads the model's experts are views of the blocks in host memory: a model that computes on the CPU runs
-    as ever, one on CUDA runs inside :meth:`resident`.
-
-    Args:
-        device: where the model computes; its experts may still lie on the CPU.
+    as ever, one on `device` runs inside :meth:`resident`, while its experts may still lie on the CPU.
     """
 
     def __init__(self, view: MoEView, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from expertcast.data.discovery import experts_implementation
 from expertcast.predictors.plain import Json
 from expertcast.runtime.benchmarking.decoding import Decoding, decode_greedily, same_logits
-from expertcast.runtime.benchmarking.random_weights import weight_bytes
+from expertcast.runtime.benchmarking.shapes import weight_bytes
 from expertcast.runtime.engine.kernels import kernel_name
 
 MISSING = "accelerate is not installed: pip install accelerate to compare with its CPU offload"
@@ -82,9 +82,7 @@ def _device_map(model: PreTrainedModel, memory: int) -> dict[str, int | str]:
 
     logging.getLogger("accelerate").setLevel(logging.ERROR)  # it says that a CPU is no device 0
     found: dict[str, int | str] = infer_auto_device_map(
-        model,
-        max_memory={0: memory, "cpu": 2 * weight_bytes(model)},
-        no_split_module_classes=model._no_split_modules,
+        model, max_memory={0: memory, "cpu": 2 * weight_bytes(model)}, no_split_module_classes=model._no_split_modules
     )
     return found
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from types import TracebackType
 from typing import ClassVar
 
 import torch
@@ -70,9 +69,7 @@ class RoutingProcess:
             self._attach(layer)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._stack.close()
 
     def _attach(self, layer: MoELayer) -> None:

@@ -100,9 +100,7 @@ def replayed(
 
     Args:
         folder: the trace dataset.
-        shape: of the model.
-        prompt: positions of the prompt, 1 or more.
-        new_tokens: positions after it.
+        shape, prompt, new_tokens: as for :func:`drawn`.
         options: the forecasts' accuracy, and a seed.
 
     Raises:

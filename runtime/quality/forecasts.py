@@ -7,19 +7,82 @@ per layer, K experts per token.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torchmetrics import MetricCollection
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.taps import RouterCall, RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.plain import Json
 from expertcast.runtime.engine.speculation import speculate
-from expertcast.runtime.quality.divergence import Pass, RunScores, report
+from expertcast.training.metrics.means import Agreement, Divergence, Perplexity, Recall
 
 EXACT = "exact"
+
+
+@dataclass(slots=True)
+class Pass:
+    """One forward over [B, W]."""
+
+    log_probs_BWV: Tensor
+    executed: list[Tensor]
+    """Per layer the executed ids [T, K]."""
+    logits: list[Tensor]
+    """Per layer the router's logits [T, E]; of the exact pass only."""
+
+
+class RunScores:
+    """The metrics of one run on one domain."""
+
+    def __init__(self, layers: int) -> None:
+        # every process measures all windows
+        self.language = MetricCollection(
+            {
+                "perplexity": Perplexity(sync_on_compute=False),
+                "top1_agreement": Agreement(sync_on_compute=False),
+                "kl": Divergence(sync_on_compute=False),
+            },
+            compute_groups=False,
+        )
+        self.executed = Recall(layers, sync_on_compute=False)
+
+    def add(self, run: Pass, exact: Pass, ids_BW: Tensor) -> None:
+        """Score a run of these windows against the exact model's (which may be scored itself): the distributions
+        after each token but the last of a window.
+        """
+        reference_TV = exact.log_probs_BWV[:, :-1].flatten(0, 1)
+        scored_TV = reference_TV if run is exact else run.log_probs_BWV[:, :-1].flatten(0, 1)
+        self.language.to(reference_TV.device).update(
+            log_probs_TV=scored_TV, reference_TV=reference_TV, token_T=ids_BW[:, 1:].flatten()
+        )
+        self.executed.to(reference_TV.device)
+        for layer, (ids_TK, true_TK) in enumerate(zip(run.executed, exact.executed, strict=True)):
+            self.executed.update(layer, ids_TK.to(reference_TV.device), true_TK.to(reference_TV.device))
+
+    def as_dict(self) -> dict[str, float]:
+        """`perplexity`, `top1_agreement` and `kl`."""
+        return {name: float(value) for name, value in self.language.compute().items()}
+
+
+def _report(parts: Mapping[str, RunScores]) -> Json:
+    """The scores of a run, given by domain: on all together, and on each."""
+    first, *others = parts.values()
+    total = deepcopy(first)
+    for part in others:
+        for name, metric in total.language.items():
+            metric.merge_state(part.language[name])
+        total.executed.merge_state(part.executed)
+    recall: list[float] = total.executed.per_row()[1:].tolist()
+    return {
+        **total.as_dict(),
+        "executed_recall": {"mean": sum(recall) / len(recall) if recall else 1.0, "per_layer": recall},
+        "domains": {domain: part.as_dict() for domain, part in parts.items()},
+    }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,7 +140,7 @@ def measure_quality(
                 scores[name][domain].add(_speculative(model, view, run, ids_BW, exact), exact, ids_BW)
     return {
         "tokens": sum(windows_NW[:, 1:].numel() for windows_NW in windows_by_domain.values()),
-        "runs": {name: report(parts) for name, parts in scores.items()},
+        "runs": {name: _report(parts) for name, parts in scores.items()},
     }
 
 
@@ -112,11 +175,8 @@ def _exact(model: PreTrainedModel, view: MoEView, ids_BW: Tensor) -> Pass:
         executed.append(call.ids_TK)
         logits.append(call.logits_TE)
 
-    taps = RouterTaps(model, view, on_router, lambda _fresh: None)
-    try:
+    with closing(RouterTaps(model, view, on_router, lambda _fresh: None)):
         return Pass(_log_probs(model, ids_BW), executed, logits)
-    finally:
-        taps.close()
 
 
 def _speculative(model: PreTrainedModel, view: MoEView, run: QualityRun, ids_BW: Tensor, exact: Pass) -> Pass:

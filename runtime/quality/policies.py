@@ -5,8 +5,10 @@ N windows, W tokens per window, V vocabulary, K experts per token.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.instant import InstantLink
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.quality.divergence import Pass, RunScores
+from expertcast.runtime.quality.forecasts import Pass, RunScores
 
 
 def measure_policies(
@@ -61,18 +63,14 @@ def measure_policies(
     return {"tokens": windows_NW.shape[0] * (windows_NW.shape[1] - prefill), "runs": results}
 
 
-_Run = tuple[list[Pass], dict[str, int]]
+_Run = tuple[list[Pass], Counter[str]]
 
 
 def _passes(
-    model: PreTrainedModel,
-    windows_NW: Tensor,
-    config: OffloadConfig,
-    prefill: int,
-    progress: Callable[[], None] | None,
+    model: PreTrainedModel, windows_NW: Tensor, config: OffloadConfig, prefill: int, progress: Callable[[], None] | None
 ) -> _Run:
     """Each window's pass, and the counters of all decode steps."""
-    totals = {"requests": 0, "hits": 0, "misses": 0, "skipped": 0, "bytes": 0}
+    totals: Counter[str] = Counter()
     passes = []
     link = InstantLink() if config.link == "auto" else config.link
     with offload(model, config, link=link) as offloaded:
@@ -84,9 +82,7 @@ def _passes(
                     rows.clear()
                 offloaded.reset_stats()
                 steps += [_step(model, token_1, cache) for token_1 in window_W[prefill:].split(1)]
-            total = offloaded.stats.total
-            counts = (total.requests, total.hits, total.misses, total.skipped, total.bytes_moved)
-            totals = {name: known + more for (name, known), more in zip(totals.items(), counts, strict=True)}
+            totals.update(asdict(offloaded.stats.total))
             passes.append(Pass(torch.stack(steps, dim=0).unsqueeze(0), [torch.cat(rows) for rows in executed], []))
             if progress is not None:
                 progress()
@@ -127,5 +123,5 @@ def _result(windows_NW: Tensor, run: _Run, exact: _Run, prefill: int) -> dict[st
         "hit_rate": counts["hits"] / max(counts["requests"], 1),
         "misses": counts["misses"] / tokens,
         "skipped": counts["skipped"] / tokens,
-        "bytes": counts["bytes"] / tokens,
+        "bytes": counts["bytes_moved"] / tokens,
     }

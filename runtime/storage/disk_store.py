@@ -60,24 +60,18 @@ class DiskStore(ExpertStore):
             folder = self._temporary.name
         self.path = Path(folder) / FILE_NAME
         self._form = StoreFormat(
-            layers=self.layers,
-            experts=self.experts,
-            layout=self.layout,
-            model_id=view.model_id,
+            layers=self.layers, experts=self.experts, layout=self.layout, model_id=view.model_id,
             fingerprint=fingerprint or "",
-        )
+        )  # fmt: skip
         self._file: StoreFile | None = None
         self._reader: ReadAhead | None = None
         if self.path.exists():
             read_header(self.path)
-            if fingerprint is not None:
-                self._reuse()
-
-    def _reuse(self) -> None:
-        try:
-            self._use(StoreFile.open(self.path, self._form))
-        except StaleFileError as reason:
-            warnings.warn(f"{str(self.path)!r} is made again: {reason}", stacklevel=4)
+            try:
+                if fingerprint is not None:
+                    self._use(StoreFile.open(self.path, self._form))
+            except StaleFileError as reason:
+                warnings.warn(f"{str(self.path)!r} is made again: {reason}", stacklevel=3)
 
     def _use(self, file: StoreFile) -> None:
         self._file = file

@@ -1,7 +1,8 @@
 """Which tensors of a checkpoint make up which experts, and reading them one expert at a time.
 
 Names and conversions are transformers' own (its conversion mapping and weight converters), so that checkpoints with
-one tensor per expert, fused ones and those of older layouts load as `from_pretrained` loads them.
+one tensor per expert, fused ones and those of older layouts load as `from_pretrained` loads them. Files are read with
+`pread`: of a mapped one every page that was looked at would count as this process's memory.
 
 E routed experts per layer.
 """
@@ -9,13 +10,18 @@ E routed experts per layer.
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from types import EllipsisType
+from typing import Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -24,18 +30,74 @@ from transformers.core_model_loading import (
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
+    dot_natural_key,
     rename_source_key,
 )
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from expertcast.data.models import first_line
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.storage.layout import expert_parameters
-from expertcast.runtime.storage.safetensors_files import Part, SafetensorsFiles, TensorFile
 
 _MOST_READERS = 4
 """Threads that read and convert; more do not read faster, and on few cores they are in each other's way."""
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+Part = slice | EllipsisType
+"""Rows of a tensor, or all of it."""
+
+
+class TensorFile(Protocol):
+    """One tensor of a checkpoint, as `safe_open(...).get_slice` returns it; read when indexed, each time anew."""
+
+    def get_shape(self) -> list[int]:
+        """Its sizes."""
+
+    def get_dtype(self) -> str:
+        """As safetensors names it."""
+
+    def __getitem__(self, part: Part) -> Tensor: ...
+
+
+class SafetensorsFiles(ExitStack):
+    """All tensors of one checkpoint (folder or hub id) by name; a context manager, since files stay open.
+
+    Raises:
+        ExpertcastError: no safetensors there, or damaged ones.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.paths = _weight_files(path)
+        tensors: dict[str, TensorFile] = {}
+        try:
+            for file in self.paths:
+                opened = self.enter_context(safe_open(file, framework="pt", device="cpu", backend="pread"))
+                tensors.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            self.close()
+            raise ExpertcastError(f"cannot read the weights of {path!r}: {error}") from error
+        self.tensors = {name: tensors[name] for name in sorted(tensors, key=dot_natural_key)}
+        """In the order in which transformers reads them."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first floating tensor."""
+        names = (tensor.get_dtype() for tensor in self.tensors.values())
+        return next((_FLOATS[name] for name in names if name in _FLOATS), torch.float32)
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the files' names, sizes, times of change and headers: cheap, and other after any change."""
+        digest = hashlib.sha256()
+        for path in map(Path, self.paths):
+            status = path.stat()
+            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(int.from_bytes(file.read(8), "little")))
+        return digest.hexdigest()
 
 
 @dataclass(slots=True)
@@ -104,7 +166,11 @@ class ExpertSources:
         """
         local = self._local[layer]
         groups = [self._groups[name] for name in local if name in self._groups]
-        jobs = [job for group in groups for job in self._jobs(group, local, views)]
+        jobs = [
+            partial(self._convert, group, expert, local, views)
+            for group in groups
+            for expert in (range(self._experts) if self._separable(group) else [None])
+        ]
         missing = set(local)
         with ThreadPoolExecutor(max(1, min(_MOST_READERS, (os.cpu_count() or 1) - 1))) as pool:
             for written in pool.map(lambda job: job(), jobs):
@@ -112,22 +178,11 @@ class ExpertSources:
         if missing:
             raise ExpertcastError(f"the checkpoint has no weights for {sorted(missing)[0]}: it is incomplete")
 
-    def _jobs(self, group: _Group, local: dict[str, str], views: dict[str, Tensor]) -> Iterator[Callable[[], set[str]]]:
-        """One per expert where that gives the same as all at once, else a single one."""
-        if not self._separable(group):
-            yield partial(self._convert, group, None, local, views)
-            return
-        for expert in range(self._experts):
-            yield partial(self._convert, group, expert, local, views)
-
     def _separable(self, group: _Group) -> bool:
-        """Whether the conversion treats every expert alike and by itself."""
+        """Whether converting expert by expert gives the same as all at once."""
         counts = {len(names) for names in group.sources.values()}
-        fused = all(
-            self._files.tensors[name].shape[:1] == (self._experts,)
-            for names in group.sources.values()
-            for name in names
-        )
+        shapes = [self._files.tensors[name].get_shape() for names in group.sources.values() for name in names]
+        fused = all(shape[:1] == [self._experts] for shape in shapes)
         if group.converter is None:
             return counts == {1} and fused
         first, *rest = group.converter.operations
@@ -171,4 +226,21 @@ class ExpertSources:
 def _read(tensor: TensorFile, part: Part, dtype: torch.dtype) -> Tensor:
     """In the dtype to load, as transformers casts: before any conversion, floating tensors only."""
     read = tensor[part]
-    return read.to(dtype) if tensor.dtype is not None else read
+    return read.to(dtype) if read.is_floating_point() else read
+
+
+def _weight_files(path: str) -> list[str]:
+    """The one file, or the shards that the index names; a hub id's files are downloaded into the hub's cache."""
+    try:
+        single = cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+        if single is not None:
+            return [single]
+        index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+        if index is not None:
+            files, _ = get_checkpoint_shard_files(path, index)
+            return list(files)
+    except (OSError, ValueError, KeyError) as error:
+        raise ExpertcastError(f"cannot find the weights of {path!r}: {first_line(error)}") from error
+    raise ExpertcastError(
+        f"{path!r} has no {SAFE_WEIGHTS_NAME}: load it with transformers and save it once with save_pretrained"
+    )

@@ -14,7 +14,6 @@ import sys
 import warnings
 import weakref
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,20 +25,11 @@ _PORTABLE_AND_MAPPED = 3
 _LEFT_TO_THE_SYSTEM = 2**30
 
 
-class Driver(Protocol):
-    """What locks pages. Pointers and sizes are multiples of the page size."""
+class Driver:
+    """Locks pages by cudaHostRegister, through torch. Pointers and sizes are multiples of the page size."""
 
     def register(self, pointer: int, nbytes: int) -> str | None:
         """Lock a range; None, or why it was refused."""
-
-    def unregister(self, pointer: int) -> None:
-        """Unlock the range that starts at `pointer`."""
-
-
-class CudaDriver(Driver):
-    """cudaHostRegister, through torch."""
-
-    def register(self, pointer: int, nbytes: int) -> str | None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = runtime.cudaHostRegister(pointer, nbytes, _PORTABLE_AND_MAPPED)
@@ -49,6 +39,7 @@ class CudaDriver(Driver):
         return str(runtime.cudaGetErrorString(code))
 
     def unregister(self, pointer: int) -> None:
+        """Unlock the range that starts at `pointer`."""
         if int(torch.cuda.cudart().cudaHostUnregister(pointer)) != 0:  # type: ignore[no-untyped-call]
             self._forget_error()
 
@@ -70,9 +61,9 @@ class PageLock:
     def __init__(self, budget: int | None = None, driver: Driver | None = None) -> None:
         if budget is None:
             available = available_memory()
-            budget = None if available is None else max(0, available - _LEFT_TO_THE_SYSTEM)
+            budget = sys.maxsize if available is None else max(0, available - _LEFT_TO_THE_SYSTEM)
         self._left = budget
-        self._driver = CudaDriver() if driver is None else driver
+        self._driver = driver or Driver()
         self._refused = False
         self.locked_bytes = 0
 
@@ -80,13 +71,12 @@ class PageLock:
         """Whether the range is page-locked now. The first that is not gives one warning."""
         if self._refused:
             return False
-        if self._left is not None and nbytes > self._left:
+        if nbytes > self._left:
             return self._refuse(f"{self._left} bytes of memory are available for it")
         refusal = self._driver.register(pointer, nbytes)
         if refusal is not None:
             return self._refuse(f"the driver refused {nbytes} bytes: {refusal}{_lock_limit()}")
-        if self._left is not None:
-            self._left -= nbytes
+        self._left -= nbytes
         self.locked_bytes += nbytes
         return True
 
@@ -106,10 +96,7 @@ class PageLock:
 
 
 class HostMemory:
-    """`nbytes` zeroed bytes at the start of a page.
-
-    Args:
-        lock: page-locks the memory if it can.
+    """`nbytes` zeroed bytes at the start of a page, page-locked if there is a lock that can.
 
     Raises:
         ExpertcastError: the system has no address space for it.
@@ -157,43 +144,27 @@ def give_back_freed() -> None:
 
 def available_memory() -> int | None:
     """Bytes that can be allocated without swapping, within the container's limit; None where the system tells not."""
-    bounds = [bound for bound in (_system_available(), _container_available()) if bound is not None]
-    return min(bounds, default=None)
-
-
-def _system_available() -> int | None:
-    values = _fields(Path("/proc/meminfo"))
-    return values["MemAvailable:"] * 1024 if "MemAvailable:" in values else None
+    kilobytes = _fields(Path("/proc/meminfo")).get("MemAvailable:")
+    bounds = (None if kilobytes is None else 1024 * kilobytes, _container_available())
+    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def _container_available() -> int | None:
     """What the control group still allows; the file cache that counts against it can be reclaimed."""
-    for group in _CONTROL_GROUPS:
-        bound, usage = _number(group.folder / group.limit), _number(group.folder / group.used)
+    for folder, limit, used, prefix in _CONTROL_GROUPS:
+        bound, usage = _number(folder / limit), _number(folder / used)
         if bound is not None and usage is not None:
-            statistics = _fields(group.folder / "memory.stat")
-            return max(0, bound - usage + sum(statistics.get(name, 0) for name in group.cache))
+            statistics = _fields(folder / "memory.stat")
+            cached = (statistics.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active"))
+            return max(0, bound - usage + sum(cached))
     return None
 
 
-class _ControlGroup(NamedTuple):
-    """Files and statistics of one version of the control groups."""
-
-    folder: Path
-    limit: str
-    used: str
-    cache: tuple[str, ...]
-
-
 _CONTROL_GROUPS = (
-    _ControlGroup(Path("/sys/fs/cgroup"), "memory.max", "memory.current", ("inactive_file", "active_file")),
-    _ControlGroup(
-        Path("/sys/fs/cgroup/memory"),
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        ("total_inactive_file", "total_active_file"),
-    ),
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", ""),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
+"""Of both versions: folder, files of limit and usage, prefix of the statistics."""
 
 
 def _fields(path: Path) -> dict[str, int]:

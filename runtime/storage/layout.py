@@ -7,7 +7,6 @@ S blocks [ block 0 | block 1 | ... ]          so that one copy moves one expert
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,26 +65,23 @@ class BlockLayout:
         for name, parameter in expert_parameters(experts, num_experts).items():
             field = Field(name=name, shape=tuple(parameter.shape[1:]), dtype=parameter.dtype, offset=offset)
             fields.append(field)
-            offset = -(-(offset + field.nbytes) // ALIGNMENT) * ALIGNMENT
+            offset = aligned_bytes(offset + field.nbytes)
         if not fields:
             raise ExpertcastError(f"{type(experts).__name__} holds no [experts, ...] parameter: not supported")
         return cls(fields=tuple(fields), block_bytes=offset)
 
     def views(self, blocks: Tensor) -> dict[str, Tensor]:
-        """Each parameter as a strided view [S, ...] of S blocks; nothing is copied.
+        """Each parameter as a strided view [S, ...] of S blocks, contiguous uint8 [S * block_bytes]."""
+        rows = blocks.view(-1, self.block_bytes)
+        return {
+            field.name: rows[:, field.offset : field.offset + field.nbytes].view(field.dtype).view(-1, *field.shape)
+            for field in self.fields
+        }
 
-        Args:
-            blocks: uint8 [S * block_bytes], contiguous.
-        """
-        count = blocks.numel() // self.block_bytes
-        views = {}
-        for field in self.fields:
-            size = field.dtype.itemsize
-            stride = (self.block_bytes // size, *_contiguous_strides(field.shape))
-            offset = blocks.storage_offset() + field.offset
-            typed = blocks.view(field.dtype)
-            views[field.name] = typed.as_strided((count, *field.shape), stride, offset // size)
-        return views
+
+def aligned_bytes(count: int) -> int:
+    """The next multiple of 256."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def expert_parameters(experts: nn.Module, num_experts: int) -> dict[str, nn.Parameter]:
@@ -95,14 +91,3 @@ def expert_parameters(experts: nn.Module, num_experts: int) -> dict[str, nn.Para
         for name, parameter in experts.named_parameters(recurse=False)
         if parameter.dim() > 0 and parameter.shape[0] == num_experts
     }
-
-
-def aligned_bytes(count: int, device: torch.device | str, *, pinned: bool = False) -> Tensor:
-    """Zeroed uint8 [count] whose first byte lies at a multiple of 256."""
-    raw = torch.zeros(count + ALIGNMENT, dtype=torch.uint8, device=device, pin_memory=pinned)
-    start = -raw.data_ptr() % ALIGNMENT
-    return raw[start : start + count]
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[index + 1 :]) for index in range(len(shape)))

@@ -2,7 +2,13 @@
 
 packed block   [ rows of all quantised parameters | parameters kept as they are ... ]   each at a multiple of 256 bytes
 
-A row is a group of 64 weights, 32 where 64 does not divide (:mod:`expertcast.runtime.storage.rows`).
+A row is a group of 64 weights, 32 where 64 does not divide, packed by the row-wise quantisation that torch's embedding
+tables use. It carries its scale and offset behind the codes: weight = scale * code + offset.
+
+8 bits, row of 64   [ 64 codes           | scale, offset: float32 ]   9.0 bits a weight
+4 bits              [ 32 bytes of codes  | scale, offset: float16 ]   4.5
+2 bits              [ 16 bytes of codes  | scale, offset: float16 ]   2.5
+
 R rows in a block, G weights in a row, N experts packed at once, L MoE layers, E routed experts per layer.
 """
 
@@ -17,14 +23,17 @@ from torch import Tensor
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.storage.host_memory import HostMemory, PageLock
-from expertcast.runtime.storage.layout import ALIGNMENT, BlockLayout, Field
+from expertcast.runtime.storage.layout import BlockLayout, Field, aligned_bytes
 from expertcast.runtime.storage.precision import PRECISIONS
-from expertcast.runtime.storage.rows import dequantise, quantise, row_bytes
 
 _GROUPS = (64, 32)
 _BITS = {"int8": 8, "int4": 4, "int2": 2}
 _CHUNK = 1 << 18
 """Weights packed at once: temporaries that stay in a core's cache make it half as fast again."""
+_OPERATORS = {8: "embedding_bag_byte", 4: "embedding_bag_4bit", 2: "embedding_bag_2bit"}
+_STARTS = (1.0, 0.6)
+"""Shares of a row's range that the search for the best one starts from."""
+_FIT_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +68,12 @@ class PackedLayout:
         quantised = tuple(field for field in layout.fields if _can_quantise(field))
         group = next((g for g in _GROUPS if all(math.prod(field.shape) % g == 0 for field in quantised)), _GROUPS[-1])
         rows = sum(math.prod(field.shape) for field in quantised) // group
-        offset = _aligned(rows * row_bytes(bits, group))
+        offset = aligned_bytes(rows * row_bytes(bits, group))
         kept = []
         for field in layout.fields:
             if field not in quantised:
                 kept.append((field, offset))
-                offset = _aligned(offset + field.nbytes)
+                offset = aligned_bytes(offset + field.nbytes)
         if offset >= layout.block_bytes:
             raise ExpertcastError(
                 f"{precision} copies of these experts take {offset} bytes each, full ones {layout.block_bytes}: choose "
@@ -81,12 +90,7 @@ class PackedLayout:
         return self.rows * row_bytes(self.bits, self.group)
 
     def pack(self, views: Mapping[str, Tensor], blocks: Tensor) -> None:
-        """Quantise experts.
-
-        Args:
-            views: each parameter [N, ...] by name, on the CPU.
-            blocks: uint8 [N, block_bytes], written.
-        """
+        """Quantise experts, given as parameters [N, ...] by name on the CPU, into blocks: uint8 [N, block_bytes]."""
         count = blocks.shape[0]
         weights = [views[field.name].reshape(count, -1, self.group).float() for field in self.quantised]
         rows = quantise(torch.cat(weights, dim=1).flatten(0, 1), self.bits)
@@ -96,11 +100,8 @@ class PackedLayout:
             blocks[:, offset : offset + field.nbytes] = raw
 
     def expand(self, packed: Tensor, block: Tensor) -> None:
-        """Write the full block that a packed one stands for, on the device where both lie.
-
-        Args:
-            packed: uint8 [block_bytes]; may be the first bytes of `block`.
-            block: uint8 [full.block_bytes], written.
+        """Write the full block, uint8 [full.block_bytes], that a packed one, uint8 [block_bytes], stands for, on the
+        device where both lie. The packed one may be the first bytes of the full one.
         """
         kept = packed[self.rows_nbytes :].clone() if self.kept else packed
         weights = dequantise(packed[: self.rows_nbytes].view(self.rows, -1), self.bits).flatten()
@@ -115,14 +116,7 @@ class PackedLayout:
 
 
 class PackedExperts:
-    """All experts of a store in one lower precision, in host memory.
-
-    Args:
-        layout: how one expert lies in a packed block.
-        layers: L
-        experts: E
-        lock: page-locks the memory, as far as it can.
-    """
+    """All experts of a store in one lower precision, in host memory; page-locked if there is a lock that can."""
 
     def __init__(self, layout: PackedLayout, layers: int, experts: int, lock: PageLock | None = None) -> None:
         self.layout = layout
@@ -157,9 +151,8 @@ class PackedExperts:
         size = max(1, _CHUNK // (layout.rows * layout.group))
         for start in range(0, self._experts, size):
             end = min(start + size, self._experts)
-            layout.pack(
-                {name: view[start:end] for name, view in views.items()}, self._blocks[first + start : first + end]
-            )
+            chunk = {name: view[start:end] for name, view in views.items()}
+            layout.pack(chunk, self._blocks[first + start : first + end])
 
     def release(self) -> None:
         """Free the memory with the last tensor that views it."""
@@ -181,5 +174,76 @@ def _can_quantise(field: Field) -> bool:
     return len(field.shape) > 1 and field.dtype.is_floating_point and math.prod(field.shape) % _GROUPS[-1] == 0
 
 
-def _aligned(count: int) -> int:
-    return -(-count // ALIGNMENT) * ALIGNMENT
+def dequantise(rows: Tensor, bits: int) -> Tensor:
+    """Weights of some rows: float32 [R, G] of uint8 [R, row bytes].
+
+    On the CPU by torch's own operator, elsewhere by :func:`dequantise_plain`, which gives the same.
+    """
+    if rows.device.type == "cpu":
+        unpacked: Tensor = getattr(torch.ops.quantized, _OPERATORS[bits] + "_unpack")(rows)
+        return unpacked
+    return dequantise_plain(rows, bits)
+
+
+def dequantise_plain(rows: Tensor, bits: int) -> Tensor:
+    """The same by operations that every device has."""
+    tail_dtype = _tail_dtype(bits)
+    codes_bytes = rows.shape[1] - 2 * tail_dtype.itemsize
+    codes, tail = rows[:, :codes_bytes], rows[:, codes_bytes:].view(tail_dtype).float()
+    if bits < 8:  # the first weight of a byte lies in its lowest bits
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=rows.device)
+        codes = codes.unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and_((1 << bits) - 1).flatten(1)
+    return torch.addcmul(tail[:, 1:], codes.float(), tail[:, :1])  # rounds once, as torch's operator does
+
+
+def quantise(weights_RG: Tensor, bits: int) -> Tensor:
+    """uint8 [R, row bytes] of float32 [R, G].
+
+    torch's operator spans a row's whole range. With 16 levels and with 4, codes of a smaller range are nearer to the
+    weights: every row is packed for some ranges, and the one with the smallest squared error is taken. (The operator's
+    own search, `optimized_qparams`, takes ten times as long and does next to nothing for 4 levels.)
+    """
+    pack = getattr(torch.ops.quantized, _OPERATORS[bits] + "_prepack")
+    best: Tensor = pack(weights_RG)
+    if bits == 8:
+        return best
+    error_R = _errors(best, weights_RG, bits)
+    for share in _STARTS:
+        low_R, high_R = _fitted_range(weights_RG, 1 << bits, share)
+        rows = pack(weights_RG.clamp(low_R, high_R))
+        other_R = _errors(rows, weights_RG, bits)
+        better_R = other_R < error_R
+        best = torch.where(better_R[:, None], rows, best)
+        error_R = torch.where(better_R, other_R, error_R)
+    return best
+
+
+def _errors(rows: Tensor, weights_RG: Tensor, bits: int) -> Tensor:
+    return (dequantise(rows, bits) - weights_RG).square_().sum(dim=1)
+
+
+def _fitted_range(weights_RG: Tensor, levels: int, share: float) -> tuple[Tensor, Tensor]:
+    """[R, 1] lowest and highest level: by turns the nearest codes, and the line through them of least squares."""
+    low_R, high_R = weights_RG.amin(dim=1, keepdim=True), weights_RG.amax(dim=1, keepdim=True)
+    middle_R, half_R = (low_R + high_R) / 2, (high_R - low_R) / 2 * share
+    offset_R, scale_R = middle_R - half_R, 2 * half_R / (levels - 1)
+    mean_R = weights_RG.mean(dim=1, keepdim=True)
+    tiny = torch.finfo(torch.float32).tiny
+    for _ in range(_FIT_STEPS):
+        codes_RG = weights_RG.sub(offset_R).div_(scale_R.clamp_min(tiny)).round_().clamp_(0, levels - 1)
+        code_mean_R = codes_RG.mean(dim=1, keepdim=True)
+        codes_RG -= code_mean_R
+        spread_R = codes_RG.square().sum(dim=1, keepdim=True)
+        scale_R = (codes_RG * weights_RG).sum(dim=1, keepdim=True) / spread_R.clamp_min(tiny)
+        offset_R = mean_R - scale_R * code_mean_R
+    return offset_R, offset_R + scale_R * (levels - 1)
+
+
+def _tail_dtype(bits: int) -> torch.dtype:
+    """Of a row's scale and offset."""
+    return torch.float32 if bits == 8 else torch.float16
+
+
+def row_bytes(bits: int, group: int) -> int:
+    """Bytes of a row of `group` weights."""
+    return group * bits // 8 + 2 * _tail_dtype(bits).itemsize

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.storage.layout import BlockLayout, aligned_bytes
+from expertcast.runtime.storage.layout import ALIGNMENT, BlockLayout
 from expertcast.runtime.storage.packed import PackedExperts
 
 
@@ -113,9 +113,10 @@ class SlotPool:
 
 
 def _allocate(layout: BlockLayout, count: int, device: torch.device) -> Tensor:
+    """Zeroed uint8 [count * block_bytes] whose first byte lies at a multiple of 256."""
     nbytes = count * layout.block_bytes
     try:
-        return aligned_bytes(nbytes, device)
+        raw = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, a plain one on the CPU
         if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
             raise
@@ -123,3 +124,5 @@ def _allocate(layout: BlockLayout, count: int, device: torch.device) -> Tensor:
             f"slots={count} of {layout.block_bytes} bytes each ({nbytes / 1e9:.3g} GB) do not fit in the memory of "
             f"{device}: give fewer slots, or what is free there as memory=..."
         ) from error
+    start = -raw.data_ptr() % ALIGNMENT
+    return raw[start : start + nbytes]

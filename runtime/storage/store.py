@@ -56,12 +56,7 @@ class ExpertStore:
     name = "memory"
 
     def __init__(
-        self,
-        view: MoEView,
-        *,
-        device: torch.device | None = None,
-        pinned: bool = False,
-        lock: PageLock | None = None,
+        self, view: MoEView, *, device: torch.device | None = None, pinned: bool = False, lock: PageLock | None = None
     ) -> None:
         self.layers = len(view)
         self.experts = view.shape.experts
@@ -91,10 +86,6 @@ class ExpertStore:
     def pinned_layers(self) -> list[bool]:
         """Per layer, whether its blocks are page-locked."""
         return [memory is not None and memory.pinned for memory in self._memory]
-
-    def key(self, layer: int, expert: int) -> int:
-        """The number by which blocks are asked for."""
-        return layer * self.experts + expert
 
     def block(self, key: int) -> Tensor:
         """uint8 [block_bytes] of one expert."""
@@ -222,11 +213,6 @@ class ExpertStore:
         memory, self._memory[layer] = self._memory[layer], None
         if memory is not None:
             memory.release()
-
-    @staticmethod
-    def block_bytes_of(view: MoEView) -> int:
-        """Bytes of one expert's block, before anything is packed."""
-        return BlockLayout.of(view).block_bytes
 
     @staticmethod
     def device_of(view: MoEView) -> torch.device:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.advising import event_model
+from expertcast.runtime.advising import observation
 from expertcast.runtime.advising.survey import Forecasting, Survey
 from expertcast.runtime.benchmarking.decoding import decode_greedily
 from expertcast.runtime.links.speed import LinkSpeed
@@ -82,11 +82,11 @@ class Setting:
 
 
 def replay(trace: Trace, times: LayerTimes, setting: Setting, asked: Asked | None = None) -> Simulation:
-    return event_model.replay(trace, setting.case(times), asked)
+    return observation.replay(trace, setting.case(times), asked)
 
 
 def calibrated(tpot_s: float, trace: Trace, times: LayerTimes, setting: Setting) -> LayerTimes:
-    return event_model.calibrated(tpot_s, trace, setting.case(times))
+    return observation.calibrated(tpot_s, trace, setting.case(times))
 
 
 Routing = Sequence[Sequence[int]]

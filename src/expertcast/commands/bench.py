@@ -24,8 +24,8 @@ from expertcast.runtime.advising.advise import advice_errors, advice_from
 from expertcast.runtime.advising.survey import survey
 from expertcast.runtime.benchmarking.bench import Bench, BenchSettings, decode_resident, measure
 from expertcast.runtime.benchmarking.peer import measure_peer
-from expertcast.runtime.benchmarking.random_weights import weight_bytes
 from expertcast.runtime.benchmarking.routing_process import RoutingProcess
+from expertcast.runtime.benchmarking.shapes import weight_bytes
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.recording.timeline import draw_steps
 from expertcast.runtime.recording.timeline import write_timeline as write_trace

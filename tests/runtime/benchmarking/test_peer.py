@@ -10,7 +10,7 @@ import torch
 from expertcast.data.discovery import experts_implementation, find_moe_layers
 from expertcast.runtime.benchmarking.decoding import decode_greedily
 from expertcast.runtime.benchmarking.peer import measure_peer
-from expertcast.runtime.benchmarking.random_weights import weight_bytes
+from expertcast.runtime.benchmarking.shapes import weight_bytes
 from tests.families.models import tiny_model
 
 PROMPT_IDS = torch.arange(6).unsqueeze(0)

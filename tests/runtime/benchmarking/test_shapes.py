@@ -11,8 +11,7 @@ import torch
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import meta_model
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.benchmarking.random_weights import random_model, weight_bytes
-from expertcast.runtime.benchmarking.shapes import SHAPES, build_shape, check_memory
+from expertcast.runtime.benchmarking.shapes import SHAPES, build_shape, check_memory, random_model, weight_bytes
 from tests.families.models import CONFIGS
 
 PUBLISHED = {  # parameters in billions as the model cards have them; L, E, K, D
@@ -92,7 +91,7 @@ def test_bad_input() -> None:
 def test_no_second_copy() -> None:
     program = (
         "import re, torch; from expertcast.runtime.benchmarking.shapes import SHAPES\n"
-        "from expertcast.runtime.benchmarking.random_weights import random_model, weight_bytes\n"
+        "from expertcast.runtime.benchmarking.shapes import random_model, weight_bytes\n"
         "def peak():\n"
         "    return int(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1]) * 1024\n"
         "config = SHAPES['olmoe-1b-7b'].config(1)\n"

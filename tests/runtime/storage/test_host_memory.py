@@ -14,6 +14,7 @@ import torch
 from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.storage.host_memory import HostMemory, PageLock, available_memory
+from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 
@@ -102,7 +103,7 @@ def test_store_locks_the_layers_that_fit() -> None:
     model = tiny_model("gpt_oss")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     view = find_moe_layers(model)
-    layer_bytes = -(-8 * ExpertStore.block_bytes_of(view) // PAGE) * PAGE
+    layer_bytes = -(-8 * BlockLayout.of(view).block_bytes // PAGE) * PAGE
     driver = CountingDriver(2 * layer_bytes)
     store = ExpertStore(view, lock=PageLock(driver=driver))
     with pytest.warns(UserWarning, match="stays pageable"):
@@ -136,6 +137,7 @@ _PACK = """
 import sys, torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from expertcast.data.discovery import find_moe_layers
+from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.store import ExpertStore
 
 def peak():

@@ -17,9 +17,8 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.host_memory import PageLock
 from expertcast.runtime.storage.layout import BlockLayout, Field
-from expertcast.runtime.storage.packed import PackedLayout
+from expertcast.runtime.storage.packed import PackedLayout, dequantise, dequantise_plain
 from expertcast.runtime.storage.precision import PRECISIONS
-from expertcast.runtime.storage.rows import dequantise, dequantise_plain
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import CONFIGS, tiny_model
@@ -126,7 +125,7 @@ def test_expanded_in_its_own_slot(family: str, dtype: torch.dtype) -> None:
     store = _store(family, dtype)
     store.add_copies(PRECISIONS)
     pool = SlotPool(store.layout, 3, torch.device("cpu"))
-    key = store.key(2, 5)
+    key = 2 * store.experts + 5
     errors = []
     for precision in PRECISIONS:
         packed = store.copies(precision)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ from expertcast.data.discovery import find_moe_layers
 from expertcast.data.text import load_documents
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.next_token import NextToken, NextTokenConfig
-from expertcast.runtime.benchmarking.agreement import compare, measure
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.policies import Policies
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+from simulator_agreement import compare, measure
 
 LINK = OffloadConfig(bandwidth=2e9)
 
