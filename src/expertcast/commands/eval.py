@@ -10,9 +10,16 @@ from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.commands.options import Count, Option
 from expertcast.commands.output import Outcome
-from expertcast.commands.predictors import EVAL_BATCH, evaluated_predictors, is_checkpoint, scores
-from expertcast.commands.quality import QualityOptions, forecast_quality, quality_table
-from expertcast.commands.shared import SPLITS
+from expertcast.commands.predictors import (
+    EVAL_BATCH,
+    QualityOptions,
+    evaluated_predictors,
+    forecast_quality,
+    is_checkpoint,
+    quality_table,
+    scores,
+)  # fmt: skip
+from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, NextToken, Predictor
 from expertcast.predictors.plain import Json, aligned
@@ -30,7 +37,7 @@ class Options(QualityOptions):
     """Traces folder."""
     predictor: Annotated[tuple[str, ...], Option(metavar="NAME|CKPT")]
     """Names are fitted on the train split and scored on the test split; checkpoints are scored on all."""
-    split: Annotated[str | None, Option(choices=SPLITS)] = None
+    split: Annotated[str | None, Option(choices=(*SPLITS, ALL))] = None
     """Documents that score."""
     ahead: Count = 1
     """Layers ahead."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -15,23 +16,41 @@ Outcome = tuple[Json, str]
 """A command's result, for --json, and the text to print."""
 
 
-def write_json(path: Path, result: Json) -> None:
-    """Write a result file atomically.
-
-    Args:
-        path: the file, in a folder that exists.
-        result: numbers are finite.
+def new_folder(text: str) -> Path:
+    """Reads an option: a path in a folder that exists. Said before a long run, not after it.
 
     Raises:
-        ExpertcastError: the folder does not exist or cannot be written.
+        ArgumentTypeError: that folder is missing.
+    """
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path}: there is no folder {path.parent}; make it first")
+    return path
+
+
+def new_file(text: str) -> Path:
+    """The same for a file.
+
+    Raises:
+        ArgumentTypeError: its folder is missing, or it is a folder itself.
+    """
+    path = new_folder(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder: give a file")
+    return path
+
+
+def write_json(path: Path, result: Json) -> None:
+    """Write a result file atomically; its numbers are finite.
+
+    Raises:
+        ExpertcastError: its folder does not exist or cannot be written.
     """
     content = (json.dumps(result, indent=2, allow_nan=False) + "\n").encode()
     try:
         write_atomically(path, content)
     except OSError as error:
-        raise ExpertcastError(
-            f"cannot write {path}: {error.strerror}; give --json a path in a folder that exists"
-        ) from error
+        raise ExpertcastError(f"cannot write {path}: {error.strerror}; give a path in a folder that exists") from error
 
 
 def describe_traces(traces: TraceDataset) -> str:
