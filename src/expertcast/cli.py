@@ -115,6 +115,7 @@ def _set_quiet() -> None:
     They read this when they are imported, which the commands do.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_MININTERVAL", "0.5")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -22,7 +22,7 @@ from expertcast.commands.options import (
     Option,
     not_negative,
     positive_number,
-)  # fmt: skip
+)
 from expertcast.commands.output import say
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer

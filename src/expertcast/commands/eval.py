@@ -18,7 +18,7 @@ from expertcast.commands.predictors import (
     is_checkpoint,
     quality_table,
     scores,
-)  # fmt: skip
+)
 from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, NextToken, Predictor

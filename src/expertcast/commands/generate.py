@@ -21,7 +21,6 @@ _OFFLOAD = Fields(
     slots=COUNT,
     memory=Option(metavar="BYTES"),
     next_token=Option(metavar="CKPT"),
-    store_folder=Option(metavar="DIR", help="with it they lie on disk, for models larger than memory"),
     bandwidth=BANDWIDTH,
 )
 
@@ -37,6 +36,8 @@ class Options(ModelOptions):
     """How to offload, as `expertcast advise --save` or OffloadConfig.save wrote it; other options win over it."""
     policies: Annotated[tuple[str, ...], Option(metavar="KIND=P")] = ()
     """eviction, prefetch, miss, routing, pre_eviction or scope, such as eviction=lfu; or a preset's name."""
+    store_folder: Annotated[str | None, Option(metavar="DIR")] = None
+    """Keep the experts packed in this folder, for models larger than memory."""
     new_tokens: Count = 64
     """Tokens to generate."""
     offload: Annotated[Given[OffloadConfig], _OFFLOAD]
@@ -68,8 +69,8 @@ def configuration(options: Options) -> OffloadConfig:
     changed = dict(options.offload)
     if options.policies:
         changed["policies"] = _policies(options.policies)
-    if "store_folder" in changed:
-        changed["store"] = "disk"
+    if options.store_folder is not None:
+        changed |= {"store": "disk", "store_folder": options.store_folder}
     if ("slots" in changed) != ("memory" in changed):  # two ways to say the same: the file's goes
         changed = {"slots": None, "memory": None, **changed}
     try:
