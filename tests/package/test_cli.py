@@ -80,6 +80,7 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "there is no folder" in fails(capsys, *generate, "--json", str(tmp_path / "no" / "result.json"))
     (tmp_path / "config.json").write_text('{"model')
     assert "JSON" in fails(capsys, "inspect", str(tmp_path))
+    assert "is a file" in fails(capsys, "train", "no/traces", "--predictor", "linear", "--out", str(text))
     assert not Path(out).exists()
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.commands.options import Count, Option
-from expertcast.commands.output import Outcome
+from expertcast.commands.output import Outcome, folder
 from expertcast.commands.predictors import (
     EVAL_BATCH,
     QualityOptions,
@@ -41,7 +41,7 @@ class Options(QualityOptions):
     """Documents that score."""
     ahead: Count = 1
     """Layers ahead."""
-    report: Annotated[Path | None, Option(metavar="DIR")] = None
+    report: Annotated[Path | None, Option(metavar="DIR", read=folder)] = None
     """Write one HTML page, PNGs and JSON."""
     curve: tuple[Count, ...] = ()
     """Learning curve at these token counts."""
@@ -113,9 +113,9 @@ def curve_table(curve: dict[str, dict[str, float]]) -> str:
     return aligned(rows)
 
 
-def _write_report(folder: Path, result: Json, traces: TraceDataset) -> Path:
+def _write_report(out: Path, result: Json, traces: TraceDataset) -> Path:
     return write_report(
-        folder,
+        out,
         result,
         learning_curve=result.get("learning_curve"),
         quality=result.get("quality"),

@@ -16,27 +16,29 @@ Outcome = tuple[Json, str]
 """A command's result, for --json, and the text to print."""
 
 
-def new_folder(text: str) -> Path:
-    """Reads an option: a path in a folder that exists. Said before a long run, not after it.
+def folder(text: str) -> Path:
+    """Reads an option: a folder to write, there or not. Said before a long run, not after it.
 
     Raises:
-        ArgumentTypeError: that folder is missing.
+        ArgumentTypeError: it is a file.
     """
     path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{path}: there is no folder {path.parent}; make it first")
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a file: give a folder")
     return path
 
 
 def new_file(text: str) -> Path:
-    """The same for a file.
+    """Reads an option: a file to write.
 
     Raises:
         ArgumentTypeError: its folder is missing, or it is a folder itself.
     """
-    path = new_folder(text)
+    path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a folder: give a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path}: there is no folder {path.parent}; make it first")
     return path
 
 

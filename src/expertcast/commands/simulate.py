@@ -11,7 +11,7 @@ from typing import Annotated
 from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.store import load_predictor
 from expertcast.commands.options import COUNT, Count, Fields, Option, positive_number
-from expertcast.commands.output import Outcome, new_folder, write_json
+from expertcast.commands.output import Outcome, folder, write_json
 from expertcast.commands.predictors import QualityOptions, evaluated_predictors, policy_quality
 from expertcast.commands.simulate_cases import Chosen, MachineOptions, PolicyOptions, swept_evictions
 from expertcast.data.models import REFERENCE
@@ -67,7 +67,7 @@ class Options(QualityOptions):
     """Tokens for --model."""
     processes: Count | None = None
     """Simulations at a time (default: one per core)."""
-    out: Annotated[Path | None, Option(metavar="DIR", read=new_folder)] = None
+    out: Annotated[Path | None, Option(metavar="DIR", read=folder)] = None
     """Write the results, a table and PNGs there."""
 
 
@@ -141,6 +141,8 @@ def _check(options: Options) -> None:
     if options.policies.prefetch and not options.predictor and set(options.policies.prefetch) != {"none"}:
         raise ExpertcastError(f"--prefetch {options.policies.prefetch[0]} selects among forecasts: give --predictor")
     options.check_text()
+    if options.out is not None and not options.out.parent.is_dir():
+        raise ExpertcastError(f"--out {options.out}: there is no folder {options.out.parent}; make it first")
 
 
 def _measured_model(options: Options, traces: TraceDataset, cases: Sequence[Case]) -> str | None:
@@ -220,9 +222,9 @@ def _describe(result: Json) -> str:
     return "\n\n".join(lines[:2]) + "".join(f"\n{line}" for line in lines[2:])
 
 
-def _write_results(folder: Path, result: Json, text: str) -> list[Path]:
+def _write_results(out: Path, result: Json, text: str) -> list[Path]:
     """The result, the text and the figures, as files of a folder that is made; returns their paths."""
-    folder.mkdir(exist_ok=True)
-    write_json(folder / RESULT, result)
-    write_atomically(folder / TABLE, (text + "\n").encode())
-    return [folder / RESULT, folder / TABLE, *write_figures(result["results"], folder)]
+    out.mkdir(exist_ok=True)
+    write_json(out / RESULT, result)
+    write_atomically(out / TABLE, (text + "\n").encode())
+    return [out / RESULT, out / TABLE, *write_figures(result["results"], out)]

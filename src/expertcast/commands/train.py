@@ -8,7 +8,7 @@ from typing import Annotated
 
 from expertcast.checkpoints.store import save_predictor
 from expertcast.commands.options import COUNT, Count, Data, Fields, ModelOptions, Option, Text
-from expertcast.commands.output import Outcome
+from expertcast.commands.output import Outcome, folder
 from expertcast.commands.predictors import predictor_config, scores
 from expertcast.data.distributed import current_share
 from expertcast.data.layout import TRACE_FILE
@@ -32,7 +32,7 @@ class Options(ModelOptions):
     """Traces folder, or a model to train on online (--data)."""
     predictor: Annotated[str, Option(metavar="NAME")]
     """Registry name of the predictor."""
-    out: Annotated[Path, Option(metavar="CKPT")]
+    out: Annotated[Path, Option(metavar="CKPT", read=folder)]
     """Checkpoint folder to write."""
     ahead: tuple[Count, ...] = (1,)
     """Layers ahead."""
