@@ -84,8 +84,6 @@ class TargetOptions(ModelOptions):
         speed_given = config.bandwidth is not None or self.copy_over_compute is not None or config.latency
         if speed_given and not self.emulated:
             raise ExpertcastError(f"the emulated link is for the CPU and --link auto or emulated, not {config.link!r}")
-        if self.random:
-            check_shape(self.target, layers=self.layers, dtype=self.dtype)
         if self.replay is not None:
             TraceDataset.open(self.replay)
         if self.routing is not None and self.predictor is not None:
@@ -95,6 +93,8 @@ class TargetOptions(ModelOptions):
             )
         if self.replay is not None and ("persistence" in self.process or "skew" in self.process):
             raise ExpertcastError("--replay takes its routing from traces: leave --persistence and --skew out")
+        if self.random:
+            check_shape(self.target, layers=self.layers, dtype=self.dtype)
 
     @property
     def random(self) -> bool:
