@@ -148,6 +148,23 @@ def torch_dtype(name: str) -> torch.dtype | None:
     return names[name]
 
 
+def torch_device(device: str | torch.device | None) -> torch.device:
+    """The device of that name, with its number; None is the first CUDA device where there is one, else the CPU.
+
+    Raises:
+        ExpertcastError: an unknown device, or one that is not there.
+    """
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ExpertcastError(f"unknown device {device!r}: write 'cpu', 'cuda' or 'cuda:0'") from None
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ExpertcastError(f"device {str(chosen)!r} is not available here: use 'cpu'")
+    if chosen.type not in ("cpu", "cuda"):
+        raise ExpertcastError(f"device {str(chosen)!r} is not supported: use 'cpu' or 'cuda'")
+    return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
+
+
 def first_line(error: Exception) -> str:
     """What an error says, in one line; its kind where it says nothing."""
     text = str(error).strip()

@@ -21,7 +21,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from expertcast.data.discovery import find_moe_layers
-from expertcast.data.models import first_line, meta_model, resolve_model, torch_dtype
+from expertcast.data.models import first_line, meta_model, resolve_model, torch_device, torch_dtype
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.arguments import make_store
 from expertcast.runtime.config import OffloadConfig
@@ -62,7 +62,7 @@ def load_offloaded(
             an unknown dtype, device or store, or what :func:`expertcast.offload` refuses.
     """
     config = OffloadConfig.of(config, fields)
-    target, name = _device(device), str(model_id)
+    target, name = torch_device(device), str(model_id)
     wanted = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype or "auto")
     skeleton = meta_model(name)
     quantizer = _dequantizer(skeleton, name)
@@ -174,18 +174,6 @@ def _check_memory(store: ExpertStore) -> None:
         raise ExpertcastError(
             f"the experts need {store.nbytes} bytes of host memory and {available} are available: use store='disk'"
         )
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    try:
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise ExpertcastError(f"unknown device {device!r}: write 'cpu', 'cuda' or 'cuda:0'") from None
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ExpertcastError(f"device {str(chosen)!r} is not available here: use 'cpu'")
-    if chosen.type not in ("cpu", "cuda"):
-        raise ExpertcastError(f"device {str(chosen)!r} is not supported: use 'cpu' or 'cuda'")
-    return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
 
 
 def _failure(name: str, error: Exception) -> ExpertcastError:

@@ -6,14 +6,14 @@ Runs alternate, so that a machine that slows down slows all of them. L MoE layer
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.discovery import experts_implementation, find_moe_layers
-from expertcast.predictors import ExpertcastError
+from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.plain import Json
 from expertcast.runtime.benchmarking.bench_report import Measured, Run, report, step_times
 from expertcast.runtime.benchmarking.decoding import Decoding, balanced_bandwidth, decode_greedily
@@ -67,6 +67,19 @@ class Bench:
             return self.resident
         first = next((run for run in self.runs.values() if run.config.on_demand), None)
         return first.repetitions[0].decoding if first is not None else None
+
+
+def usual_runs(
+    on_demand: OffloadConfig, predictor: str | Predictor, layers: Sequence[int] | None
+) -> dict[str, OffloadConfig]:
+    """The runs that are usually compared: on demand, and with forecasts in each mode; `hybrid` executes at `layers`."""
+    exact = replace(on_demand, predictor=predictor)
+    return {
+        "on_demand": on_demand,
+        "exact": exact,
+        "speculate": replace(exact, mode="speculate"),
+        "hybrid": replace(exact, mode="hybrid", layers=None if layers is None else tuple(layers)),
+    }
 
 
 def benchmark(

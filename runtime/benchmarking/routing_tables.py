@@ -31,7 +31,7 @@ class RoutingOptions:
     persistence: float = 0.3
     """Each of a token's experts stays for the next token with this probability; others are drawn anew."""
     skew: float = 0.8
-    """Zipf exponent of the experts' popularity (each layer has an order of its own): 0 for all alike."""
+    """How uneven the experts' popularity is, in an order of each layer's own: a Zipf exponent, 0 for all alike."""
     accuracy: float = 0.9
     """Each of a token's experts is in the forecast with this probability."""
     seed: int = 0

@@ -29,6 +29,7 @@ class Texts:
     """Which texts of a dataset are taken, and how they are decoded."""
 
     split: str = "test"
+    """Its documents: train, validation, test or all."""
     tokens: int | None = None
     """Only the first so many tokens of the split."""
     prefill: int = PREFILL

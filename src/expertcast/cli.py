@@ -11,14 +11,10 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import expertcast
-
-if TYPE_CHECKING:
-    from expertcast.commands.output import Outcome
 
 COMMANDS = {
     "demo": "everything below on the bundled reference model; writes demo.json",
@@ -66,22 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((word for word in words if not word.startswith("-")), "")
     _set_quiet()
     args = build_parser(command).parse_args(words)
-    from expertcast.commands.output import write_json  # only now: `expertcast --help` must not wait for torch
-    from expertcast.predictors.errors import ExpertcastError
+    from expertcast.predictors.errors import ExpertcastError  # only now: `expertcast --help` must not wait for torch
 
     try:
-        result, text = _run(_module(args.command), args)
-        if os.environ.get("RANK", "0") != "0":  # under torchrun one rank speaks for all
-            return 0
-        if args.json is not None:
-            write_json(args.json, result)
+        text = _run(_module(args.command), args)
     except ExpertcastError as error:
         print(f"expertcast: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("expertcast: interrupted; run the same command again to go on", file=sys.stderr)
         return 130
-    print(text)
+    if text:
+        print(text)
     return 0
 
 
@@ -91,23 +83,30 @@ def _module(command: str) -> ModuleType:
 
 def _add_options(parser: argparse.ArgumentParser, module: ModuleType) -> None:
     from expertcast.commands.options import add_options, positive
+    from expertcast.commands.output import new_file
 
     add_options(parser, module.Options)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
+    parser.add_argument("--json", type=new_file, metavar="PATH", help="write the results there as well")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's own)")
 
 
-def _run(module: ModuleType, args: argparse.Namespace) -> Outcome:
+def _run(module: ModuleType, args: argparse.Namespace) -> str:
+    """Run a command and write its result; returns the text to print. Under torchrun one rank speaks for all."""
     import torch
     from transformers.utils import logging as transformers_logging
 
     from expertcast.commands.options import read_options
+    from expertcast.commands.output import write_json
 
     transformers_logging.disable_progress_bar()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    outcome: Outcome = module.run(read_options(module.Options, args))
-    return outcome
+    result, text = module.run(read_options(module.Options, args))
+    if os.environ.get("RANK", "0") != "0":
+        return ""
+    if args.json is not None:
+        write_json(args.json, result)
+    return str(text)
 
 
 def _set_quiet() -> None:
@@ -116,6 +115,7 @@ def _set_quiet() -> None:
     They read this when they are imported, which the commands do.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_MININTERVAL", "0.5")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -73,6 +73,14 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "unknown predictor 'nope'" in fails(capsys, "train", "reference", "--predictor", "nope", "--out", out)
     assert "no/traces" in fails(capsys, "eval", "no/traces", "--predictor", "linear")
     assert "slots" in fails(capsys, "generate", "reference", "--prompt", "x", "--slots", "1", "--new-tokens", "1")
+    generate = ("generate", "reference", "--prompt", "x")
+    assert "unknown device 'abacus'" in fails(capsys, *generate, "--device", "abacus")
+    assert "'cuda:99' is not available" in fails(capsys, *generate, "--device", "cuda:99")
+    assert "is a folder" in fails(capsys, *generate, "--json", str(tmp_path))
+    assert "there is no folder" in fails(capsys, *generate, "--json", str(tmp_path / "no" / "result.json"))
+    (tmp_path / "config.json").write_text('{"model')
+    assert "JSON" in fails(capsys, "inspect", str(tmp_path))
+    assert "is a file" in fails(capsys, "train", "no/traces", "--predictor", "linear", "--out", str(text))
     assert not Path(out).exists()
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import pytest
 
-from expertcast.commands.options import Count, Fields, Option, add_options, bandwidth, read_options
+from expertcast.commands.options import Count, Fields, Given, Option, add_options, bandwidth, read_options
 from expertcast.predictors import ExpertcastError
 
 
@@ -98,6 +98,20 @@ def test_help_is_the_docstring() -> None:
     assert "--counts N [N ...] how many (default: 1 2)" in text
     assert "--seed SEED order of tokens (default: none)" in text
     assert "inner: How it is run. --speed S how fast it goes, at 100% (default: 2.5)" in text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    inner: Annotated[Given[Inner], Fields(speed=Option(metavar="S"))]
+    """What wins over the rest."""
+
+
+def test_what_is_given_of_a_configuration() -> None:
+    made = argparse.ArgumentParser(prog="it")
+    add_options(made, Beside)
+    assert "at 100% (default: 2.5)" in " ".join(made.format_help().split())
+    assert read_options(Beside, made.parse_args([])).inner == {}
+    assert read_options(Beside, made.parse_args(["--speed", "2.5"])).inner == {"speed": 2.5}
 
 
 def test_help_does_not_wait_for_torch() -> None:

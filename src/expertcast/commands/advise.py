@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from expertcast.commands.bench_options import TargetOptions
-from expertcast.commands.bench_target import Target, routing_source
+from expertcast.commands.bench_target import Target, TargetOptions
 from expertcast.commands.options import Count, Option
-from expertcast.commands.output import Outcome, say
+from expertcast.commands.output import Outcome, new_file, say
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.advising.advise import advise
 from expertcast.runtime.benchmarking.bench import BenchSettings
@@ -21,14 +20,14 @@ class Options(TargetOptions):
     """What `expertcast advise` takes.
 
     Raises:
-        ExpertcastError: as the class that it extends; too few tokens; a configuration that could not be saved.
+        ExpertcastError: as the class that it extends; too few tokens; a process, which has no predictor to save.
     """
 
     prompt_tokens: Count = 64
     """Length of the prompt."""
     new_tokens: Count = 32
     """Tokens decoded per run."""
-    save: Annotated[Path | None, Option(metavar="FILE")] = None
+    save: Annotated[Path | None, Option(metavar="FILE", read=new_file)] = None
     """Write what is advised there, for `expertcast generate --config`."""
 
     def __post_init__(self) -> None:
@@ -36,8 +35,6 @@ class Options(TargetOptions):
         BenchSettings(new_tokens=self.new_tokens)
         if self.save is not None and self.routing is not None:
             raise ExpertcastError("--save needs a model that routes by itself: a process has no predictor to deploy")
-        if self.save is not None and not self.save.parent.is_dir():
-            raise ExpertcastError(f"--save {self.save}: there is no folder {self.save.parent}; make it first")
 
 
 def run(options: Options) -> Outcome:
@@ -49,16 +46,10 @@ def run(options: Options) -> Outcome:
         link = target.link(prompt_ids, options.new_tokens)
         config = target.config(link)
         say("short runs, on demand and with forecasts")
-        advice = advise(
-            target.model,
-            prompt_ids,
-            config,
-            predictors=[target.forecaster(process)],
-            new_tokens=options.new_tokens,
-        )
-    routing = routing_source(process)
-    result = {**target.heading(), "routing": routing, **link.as_dict(), **advice.as_dict()}
-    text = f"{options.target}, routing: {routing}\n{advice.text()}"
+        predictors = [target.forecaster(process)]
+        advice = advise(target.model, prompt_ids, config, predictors=predictors, new_tokens=options.new_tokens)
+    result = {**target.heading(process), **link.as_dict(), **advice.as_dict()}
+    text = f"{options.target}, routing: {result['routing']}\n{advice.text()}"
     if options.save is not None:
         chosen = replace(advice.config(config), slots=advice.slots, memory=None, store="memory")
         chosen.save(options.save)

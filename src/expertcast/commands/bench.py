@@ -13,16 +13,14 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from expertcast.commands.bench_options import TargetOptions
-from expertcast.commands.bench_target import LinkSetting, Target, routing_source
+from expertcast.commands.bench_target import LinkSetting, Target, TargetOptions
 from expertcast.commands.bench_text import describe
-from expertcast.commands.options import Count, Fields, Option, positive, positive_number
-from expertcast.commands.output import Outcome, say
-from expertcast.predictors import ExpertcastError
+from expertcast.commands.options import COUNT, Count, Fields, Option, positive_number
+from expertcast.commands.output import Outcome, new_file, say
 from expertcast.predictors.plain import Json
 from expertcast.runtime.advising.advise import advice_errors, advice_from
 from expertcast.runtime.advising.survey import survey
-from expertcast.runtime.benchmarking.bench import Bench, BenchSettings, decode_resident, measure
+from expertcast.runtime.benchmarking.bench import Bench, BenchSettings, decode_resident, measure, usual_runs
 from expertcast.runtime.benchmarking.peer import measure_peer
 from expertcast.runtime.benchmarking.routing_process import RoutingProcess
 from expertcast.runtime.benchmarking.shapes import weight_bytes
@@ -32,16 +30,11 @@ from expertcast.runtime.recording.timeline import write_timeline as write_trace
 
 PEER_TOKENS = 4
 MODES = ("on_demand", "exact", "speculate", "hybrid")
-_SETTINGS = Fields(new_tokens=Option(metavar="N", read=positive), repetitions=Option(metavar="N", read=positive))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(TargetOptions):
-    """What `expertcast bench` takes.
-
-    Raises:
-        ExpertcastError: as the class that it extends; no folder for the timeline. Said before a long run, not after it.
-    """
+    """What `expertcast bench` takes."""
 
     mode: Annotated[tuple[str, ...], Option(choices=MODES)] = MODES
     """Ways of running."""
@@ -51,22 +44,16 @@ class Options(TargetOptions):
     """Layers ahead."""
     prompt_tokens: tuple[Count, ...] = (1024,)
     """Prompts of these lengths."""
-    settings: Annotated[BenchSettings, _SETTINGS]
+    settings: Annotated[BenchSettings, Fields(new_tokens=COUNT, repetitions=COUNT)]
     """How much is measured."""
     no_advice: bool = False
     """Do not check what `advise` would have expected."""
     peer: bool = False
     """The first prompt under accelerate's own CPU offload as well."""
     minutes: Annotated[float, Option(metavar="M", read=positive_number)] = math.inf
-    """Begin no further prompt after so long."""
-    timeline: Annotated[Path | None, Option(metavar="FILE")] = None
-    """Chrome trace of the runs, and a PNG beside it."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        path = self.timeline
-        if path is not None and not path.parent.is_dir():
-            raise ExpertcastError(f"--timeline {path}: there is no folder {path.parent}; make it first")
+    """Begin no further prompt after so many (default: all prompts)."""
+    timeline: Annotated[Path | None, Option(metavar="FILE", read=new_file)] = None
+    """The runs of the first prompt as a Chrome trace, and a PNG of two steps beside it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,30 +64,28 @@ class Prompt:
     bench: Bench
     process: RoutingProcess | None
     link: LinkSetting
-    advice: Json | None
+    advice: Json | None = None
     """What the event model expected, and how far it was off."""
     peer: Json | None = None
 
     def as_dict(self) -> Json:
         """What is reported of it, for JSON."""
         resident = self.bench.resident
-        found: Json = {
+        whole = resident and {"tpot_s": statistics.median(resident.steps_s), "ttft_s": resident.ttft_s}
+        beside = {
+            "measured_routing": self.process and self.process.tables.measured(),
+            "advice": self.advice,
+            "peer": self.peer,
+        }
+        return {
             "prompt_tokens": self.ids.shape[1],
             **self.link.as_dict(),
             "link_rate": self.bench.link_rate,
             "compared_with": "on_demand" if resident is None else "resident",
-            "resident": None
-            if resident is None
-            else {"tpot_s": statistics.median(resident.steps_s), "ttft_s": resident.ttft_s},
+            "resident": whole,
             "runs": self.bench.reports,
+            **{name: value for name, value in beside.items() if value is not None},
         }
-        if self.process is not None:
-            found["measured_routing"] = self.process.tables.measured()
-        if self.advice is not None:
-            found["advice"] = self.advice
-        if self.peer is not None:
-            found["peer"] = self.peer
-        return found
 
 
 def run(options: Options) -> Outcome:
@@ -118,8 +103,7 @@ def run(options: Options) -> Outcome:
     if options.peer:  # last: it moves the model
         first.peer = peer(options, target, first)
     result = {
-        **target.heading(),
-        "routing": routing_source(first.process),
+        **target.heading(first.process),
         "new_tokens": options.settings.new_tokens,
         "repetitions": options.settings.repetitions,
         "hybrid_layers": hybrid_layers(first.bench),
@@ -150,7 +134,7 @@ def bench_prompt(options: Options, target: Target, tokens: int, link: LinkSettin
         link = link or target.link(prompt_ids, options.settings.new_tokens)
         runs = ways(options, target, process, link)
         measured = measure(target.model, prompt_ids, runs, options.settings, resident=resident, say=say)
-        prompt = Prompt(ids=prompt_ids, bench=measured, process=process, link=link, advice=None)
+        prompt = Prompt(ids=prompt_ids, bench=measured, process=process, link=link)
         if not options.no_advice and options.offload.link != "kernel":  # the event model has no books of a device's own
             prompt.advice = check_advice(options, target, prompt)
     return prompt
@@ -167,18 +151,12 @@ def ways(
         process: that routes in place of the model, if one does.
         link: of all runs.
     """
-    on_demand = replace(target.config(link), ahead=options.ahead)
-    exact = replace(on_demand, predictor=target.forecaster(process, options.ahead))
     layers = None
     if options.predictor is None or not Path(options.predictor).exists():
         # no checkpoint says where forecasts are good: every second layer executes one
-        layers = tuple(range(options.ahead, len(target.view), 2))
-    modes = {
-        "on_demand": on_demand,
-        "exact": exact,
-        "speculate": replace(exact, mode="speculate"),
-        "hybrid": replace(exact, mode="hybrid", layers=layers),
-    }
+        layers = range(options.ahead, len(target.view), 2)
+    on_demand = replace(target.config(link), ahead=options.ahead)
+    modes = usual_runs(on_demand, target.forecaster(process, options.ahead), layers)
     caches = {"both": (False, True), "without": (False,), "with": (True,)}[options.cache]
     return {
         f"{mode}_cache" if cache else mode: replace(modes[mode], cache=cache)
@@ -233,10 +211,8 @@ def write_timeline(path: Path, measured: Bench) -> dict[str, str]:
     recorders = {name: run.recorder for name, run in measured.runs.items() if run.recorder is not None}
     write_trace(path, recorders)
     written = {"trace": str(path)}
-    for above, below in (("on_demand", "exact"), ("on_demand_cache", "exact_cache")):
-        if above in recorders and below in recorders:
-            picture = path.with_suffix(".png")
-            draw_steps({above: recorders[above], below: recorders[below]}, picture, steps=2)
-            written["picture"] = str(picture)
-            break
+    for pair in (("on_demand", "exact"), ("on_demand_cache", "exact_cache")):
+        if "picture" not in written and all(name in recorders for name in pair):
+            written["picture"] = str(path.with_suffix(".png"))
+            draw_steps({name: recorders[name] for name in pair}, path.with_suffix(".png"), steps=2)
     return written

@@ -1,34 +1,122 @@
-"""What `expertcast bench` and `advise` run, from their options: model, routing, forecasts, link, prompt."""
+"""What `expertcast bench` and `advise` run, from the options that they share."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertcast.checkpoints.provenance import provenance
-from expertcast.commands.bench_options import TargetOptions
+from expertcast.commands.options import (
+    BANDWIDTH,
+    COUNT,
+    MODEL_HELP,
+    Fields,
+    Given,
+    ModelOptions,
+    Option,
+    not_negative,
+    positive_number,
+)
 from expertcast.commands.output import say
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.text import load_documents
+from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.plain import Json
 from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE, layer_seconds
 from expertcast.runtime.benchmarking.hardware import hardware
 from expertcast.runtime.benchmarking.lent_store import LentStore, without_experts_to
 from expertcast.runtime.benchmarking.routing_process import RoutingProcess
-from expertcast.runtime.benchmarking.routing_tables import drawn, replayed
-from expertcast.runtime.benchmarking.shapes import SHAPES, build_shape
+from expertcast.runtime.benchmarking.routing_tables import RoutingOptions, drawn, replayed
+from expertcast.runtime.benchmarking.shapes import SHAPES, build_shape, check_shape
 from expertcast.runtime.config import OffloadConfig
 
 DEFAULT_PREDICTOR = "next_norm"
 """For models with routers of their own: it needs no training."""
+TARGET_HELP = f"{MODEL_HELP}; or a shape with random weights: {', '.join(SHAPES)}"
+_OFFLOAD = Fields(
+    slots=COUNT,
+    memory=Option(metavar="BYTES"),
+    bandwidth=BANDWIDTH,
+    latency=Option(metavar="S", read=not_negative),
+    link=Option(metavar="NAME", help="here auto is emulated, on a GPU cuda"),
+)
+_PROCESS = Fields(persistence=Option(metavar="P"), skew=Option(metavar="Z"), accuracy=Option(metavar="A"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions(ModelOptions):
+    """What `bench` and `advise` both need to run something offloaded.
+
+    Raises:
+        ExpertcastError: options that rule each other out, or out of range; before anything is built or loaded.
+    """
+
+    target: Annotated[str, Option(positional=True, metavar="MODEL|SHAPE", help=TARGET_HELP)]
+    layers: Annotated[int | None, COUNT] = None
+    """Cut a shape to N MoE layers."""
+    offload: Annotated[OffloadConfig, _OFFLOAD]
+    """How the experts are offloaded."""
+    copy_over_compute: Annotated[float | None, Option(metavar="R", read=positive_number)] = None
+    """Emulate a link on which K copies take R layers' time (default: 5)."""
+    predictor: Annotated[str | None, Option(metavar="NAME|CKPT")] = None
+    """For a model's own routing (default: next_norm)."""
+    process: Annotated[Given[RoutingOptions], _PROCESS]
+    """Random weights route at random: a process routes a shape instead, and a model where it is asked for."""
+    replay: Annotated[Path | None, Option(metavar="TRACES")] = None
+    """Route as recorded in a traces folder, a model too."""
+    seed: int = 0
+    """Of random weights, routing and prompts."""
+
+    def __post_init__(self) -> None:
+        if self.layers is not None and not self.random:
+            raise ExpertcastError(f"--layers cuts shapes, not models: {self.target!r} is none of {', '.join(SHAPES)}")
+        config = self.offload
+        if config.bandwidth is not None and self.copy_over_compute is not None:
+            raise ExpertcastError("--bandwidth and --copy-over-compute both set the link's speed: give one of them")
+        speed_given = config.bandwidth is not None or self.copy_over_compute is not None or config.latency
+        if speed_given and not self.emulated:
+            raise ExpertcastError(f"the emulated link is for the CPU and --link auto or emulated, not {config.link!r}")
+        if self.replay is not None:
+            TraceDataset.open(self.replay)
+        if self.routing is not None and self.predictor is not None:
+            raise ExpertcastError(
+                "--predictor reads hidden states, which tell nothing of routing that is drawn or replayed: leave it "
+                "out; forecasts come with --accuracy"
+            )
+        if self.replay is not None and ("persistence" in self.process or "skew" in self.process):
+            raise ExpertcastError("--replay takes its routing from traces: leave --persistence and --skew out")
+        if self.random:
+            check_shape(self.target, layers=self.layers, dtype=self.dtype)
+
+    @property
+    def random(self) -> bool:
+        """Whether the target is a shape; `reference` is the bundled model unless `layers` cuts it."""
+        name = self.target
+        return name in SHAPES and not Path(name).exists() and (name != REFERENCE or self.layers is not None)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the link is emulated."""
+        return self.device_name == "cpu" and self.offload.link in ("auto", "emulated")
+
+    @property
+    def routing(self) -> RoutingOptions | None:
+        """What a routing process is asked for; None where the model routes by itself.
+
+        Raises:
+            ExpertcastError: a number out of range.
+        """
+        if not self.random and not self.process and self.replay is None:
+            return None
+        return replace(RoutingOptions(seed=self.seed), **self.process)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +186,7 @@ class Target:
         Raises:
             ExpertcastError: traces of another model, or too few.
         """
-        options, shape, replay = self.options.routing, self.view.shape, self.options.process.replay
+        options, shape, replay = self.options.routing, self.view.shape, self.options.replay
         if options is None:
             return None
         if replay is None:
@@ -136,8 +224,8 @@ class Target:
         """What all runs have in common."""
         return replace(self.options.offload, store=self.store, link=link.link, bandwidth=link.bandwidth)
 
-    def heading(self) -> Json:
-        """What is run, on what."""
+    def heading(self, process: RoutingProcess | None) -> Json:
+        """What is run, on what, and who routes."""
         return {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "hardware": hardware(),
@@ -147,12 +235,8 @@ class Target:
             "shape": self.view.shape.as_dict(),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "block_bytes": self.store.layout.block_bytes,
+            "routing": "the model's own routers" if process is None else process.tables.source,
         }
-
-
-def routing_source(process: RoutingProcess | None) -> str:
-    """Who routes, for people."""
-    return "the model's own routers" if process is None else process.tables.source
 
 
 def _load_model(name: str, dtype: str) -> PreTrainedModel:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.commands.options import Count
 from expertcast.commands.output import Outcome, say, write_json
-from expertcast.commands.predictors import EVAL_BATCH, predictor_config
-from expertcast.commands.quality import confident_layers
+from expertcast.commands.predictors import EVAL_BATCH, confident_layers, predictor_config
 from expertcast.data.collector import collect
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.text import load_documents
 from expertcast.predictors import Predictor, names
 from expertcast.predictors.plain import Json, aligned
-from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE, BenchSettings, benchmark
+from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE, BenchSettings, benchmark, usual_runs
 from expertcast.runtime.benchmarking.decoding import balanced_bandwidth, decode_greedily
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
@@ -90,27 +89,19 @@ def deploy(
     predictor: Predictor,
     layers: list[int],
 ) -> Json:
-    """Time, bytes, hits and perplexity of on-demand loading and of the three modes, on unseen text."""
-    on_demand = OffloadConfig(slots=SLOTS)
-    exact = replace(on_demand, predictor=predictor)
-    ways = {
-        "on_demand": on_demand,
-        "exact": exact,
-        "speculate": replace(exact, mode="speculate"),
-        "hybrid": replace(exact, mode="hybrid", layers=tuple(layers)),
-    }
+    """Time, bytes, hits and perplexity of a model on unseen texts, on demand and in each mode with a predictor.
+
+    `tokenizer` is the model's own; at `layers` hybrid mode executes forecasts.
+    """
+    ways = usual_runs(OffloadConfig(slots=SLOTS), predictor, layers)
     prompt_ids = tokenizer(texts[0], return_tensors="pt")["input_ids"][:, :PROMPT_TOKENS]
     resident = decode_greedily(model, prompt_ids, NEW_TOKENS)
     bandwidth = balanced_bandwidth(model, resident) / COPY_OVER_COMPUTE
     prompt = tokenizer.decode(prompt_ids[0])
     timed = benchmark(model, tokenizer, prompt, ways, BenchSettings(new_tokens=NEW_TOKENS), bandwidth=bandwidth)
     windows = {"test": text_windows(tokenizer, texts, length=WINDOW, count=QUALITY_TOKENS // WINDOW)}
-    measured = measure_quality(
-        model,
-        find_moe_layers(model),
-        windows,
-        {"speculate": QualityRun(predictor=predictor), "hybrid": QualityRun(predictor=predictor, layers=layers)},
-    )["runs"]
+    executed = {"speculate": QualityRun(predictor=predictor), "hybrid": QualityRun(predictor=predictor, layers=layers)}
+    measured = measure_quality(model, find_moe_layers(model), windows, executed)["runs"]
     for name, way in timed["runs"].items():
         way["perplexity"] = measured[name if name in measured else "exact"]["perplexity"]
     return timed

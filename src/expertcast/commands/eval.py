@@ -9,10 +9,17 @@ from typing import Annotated
 from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.commands.options import Count, Option
-from expertcast.commands.output import Outcome
-from expertcast.commands.predictors import EVAL_BATCH, evaluated_predictors, is_checkpoint, scores
-from expertcast.commands.quality import QualityOptions, forecast_quality, quality_table
-from expertcast.commands.shared import SPLITS
+from expertcast.commands.output import Outcome, folder
+from expertcast.commands.predictors import (
+    EVAL_BATCH,
+    QualityOptions,
+    evaluated_predictors,
+    forecast_quality,
+    is_checkpoint,
+    quality_table,
+    scores,
+)
+from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, NextToken, Predictor
 from expertcast.predictors.plain import Json, aligned
@@ -30,11 +37,11 @@ class Options(QualityOptions):
     """Traces folder."""
     predictor: Annotated[tuple[str, ...], Option(metavar="NAME|CKPT")]
     """Names are fitted on the train split and scored on the test split; checkpoints are scored on all."""
-    split: Annotated[str | None, Option(choices=SPLITS)] = None
+    split: Annotated[str | None, Option(choices=(*SPLITS, ALL))] = None
     """Documents that score."""
     ahead: Count = 1
     """Layers ahead."""
-    report: Annotated[Path | None, Option(metavar="DIR")] = None
+    report: Annotated[Path | None, Option(metavar="DIR", read=folder)] = None
     """Write one HTML page, PNGs and JSON."""
     curve: tuple[Count, ...] = ()
     """Learning curve at these token counts."""
@@ -106,9 +113,9 @@ def curve_table(curve: dict[str, dict[str, float]]) -> str:
     return aligned(rows)
 
 
-def _write_report(folder: Path, result: Json, traces: TraceDataset) -> Path:
+def _write_report(out: Path, result: Json, traces: TraceDataset) -> Path:
     return write_report(
-        folder,
+        out,
         result,
         learning_curve=result.get("learning_curve"),
         quality=result.get("quality"),

@@ -2,56 +2,46 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from expertcast.commands.options import Count, Option, bandwidth, positive
+from expertcast.commands.options import BANDWIDTH, COUNT, Count, Fields, Given, Model, ModelOptions, Option
 from expertcast.commands.output import Outcome, table
-from expertcast.commands.shared import BANDWIDTH_HELP, Model, ModelOptions
 from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.fields import field_docs
 from expertcast.runtime.config import MODES, OffloadConfig
 from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.policies import Policies
 
-
-def _field(name: str, metavar: str, read: Callable[[str], object] | None = None, more: str = "") -> Option:
-    """An option for a field of the configuration, with that field's docstring as its help.
-
-    Args:
-        name: the field.
-        metavar: what stands for the value in the help.
-        read: makes a value of one word, where the type does not.
-        more: what else the help says.
-    """
-    return Option(metavar=metavar, read=read, help=field_docs(OffloadConfig)[name].rstrip(".") + more)
+_OFFLOAD = Fields(
+    predictor=Option(metavar="NAME|CKPT"),
+    mode=Option(choices=MODES),
+    slots=COUNT,
+    memory=Option(metavar="BYTES"),
+    next_token=Option(metavar="CKPT"),
+    bandwidth=BANDWIDTH,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ModelOptions):
-    """What `expertcast generate` takes. What has the name of a field of :class:`OffloadConfig` is None unless given."""
+    """What `expertcast generate` takes."""
 
     model: Model
     prompt: Annotated[str, Option(metavar="P")]
     """Text to continue."""
     config: Annotated[Path | None, Option(metavar="FILE")] = None
     """How to offload, as `expertcast advise --save` or OffloadConfig.save wrote it; other options win over it."""
-    predictor: Annotated[str | None, _field("predictor", "NAME|CKPT")] = None
-    mode: Annotated[str | None, Option(choices=MODES, help=field_docs(OffloadConfig)["mode"])] = None
-    slots: Annotated[int | None, _field("slots", "S", positive)] = None
-    memory: Annotated[str | None, _field("memory", "BYTES")] = None
     policies: Annotated[tuple[str, ...], Option(metavar="KIND=P")] = ()
     """eviction, prefetch, miss, routing, pre_eviction or scope, such as eviction=lfu; or a preset's name."""
-    next_token: Annotated[str | None, _field("next_token", "CKPT")] = None
     store_folder: Annotated[str | None, Option(metavar="DIR")] = None
     """Keep the experts packed in this folder, for models larger than memory."""
-    bandwidth: Annotated[float | None, _field("bandwidth", "BYTES/S", bandwidth, f"; {BANDWIDTH_HELP}")] = None
     new_tokens: Count = 64
     """Tokens to generate."""
+    offload: Annotated[Given[OffloadConfig], _OFFLOAD]
+    """How the experts are offloaded; defaults are those without --config."""
 
 
 def run(options: Options) -> Outcome:
@@ -76,13 +66,13 @@ def configuration(options: Options) -> OffloadConfig:
         ExpertcastError: a bad file, or options that the file's others rule out; the line names the file.
     """
     config = OffloadConfig() if options.config is None else OffloadConfig.load(options.config)
-    names = {field.name for field in dataclasses.fields(OffloadConfig)}
-    changed = {name: value for name, value in vars(options).items() if name in names and value is not None}
-    changed["policies"] = _policies(options.policies) if options.policies else config.policies
+    changed = dict(options.offload)
+    if options.policies:
+        changed["policies"] = _policies(options.policies)
     if options.store_folder is not None:
-        changed["store"] = "disk"
-    if (options.slots is None) != (options.memory is None):  # two ways to say the same: the file's goes
-        changed |= {"slots": options.slots, "memory": options.memory}
+        changed |= {"store": "disk", "store_folder": options.store_folder}
+    if ("slots" in changed) != ("memory" in changed):  # two ways to say the same: the file's goes
+        changed = {"slots": None, "memory": None, **changed}
     try:
         return OffloadConfig.of(config, changed)
     except ExpertcastError as error:

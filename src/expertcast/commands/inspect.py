@@ -30,8 +30,11 @@ def run(options: Options) -> Outcome:
     if (folder / TRACE_FILE).is_file():
         traces = TraceDataset.open(folder)
         return dict(traces.info), describe_traces(traces)
-    config = folder / files.CONFIG
-    if config.is_file() and "predictor" in json.loads(config.read_text()):
+    try:
+        config = json.loads((folder / files.CONFIG).read_bytes())
+    except (OSError, ValueError):  # no predictor's: whatever is wrong with a model's is said where that is read
+        config = None
+    if isinstance(config, dict) and "predictor" in config:
         checkpoint = PredictorCheckpoint.open(folder)
         recall = checkpoint.metrics.get("recall_at_k", {}).get(checkpoint.name)
         return checkpoint.config, table({**checkpoint.config, "recall_at_k": recall})

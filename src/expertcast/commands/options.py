@@ -6,12 +6,15 @@ import argparse
 import dataclasses
 import inspect
 import math
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Generic, NamedTuple, TypeVar
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from expertcast.data.models import load_model, load_tokenizer, torch_device
+from expertcast.data.plan import TextOptions
 from expertcast.predictors.fields import field_docs
 
 if TYPE_CHECKING:
@@ -43,60 +46,39 @@ class Fields(dict[str, Option]):
     """What has to be said of the options of a nested dataclass; its other fields get none. Empty: all of them do."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Hint:
-    """A field's type without its annotations."""
+class Given(dict[str, object], Generic[C]):
+    """The fields of a dataclass that were given on the command line: `Annotated[Given[Config], Fields(...)]`."""
 
-    kind: object
+
+class _Field(NamedTuple):
+    """A field of a dataclass, with its type taken apart."""
+
+    name: str
+    default: object
+    kind: type
     """Of a single value."""
-    many: bool
-    """Whether it takes several values."""
-    options: tuple[object, ...]
-    """What it is annotated with, the nearest first."""
-
-    @classmethod
-    def of(cls, hint: object) -> _Hint:
-        many, options = False, list[object]()
-        while True:
-            origin, args = typing.get_origin(hint), typing.get_args(hint)
-            if origin is Annotated:
-                options += args[:0:-1]
-            elif isinstance(origin, type) and issubclass(origin, Sequence):
-                many = True
-            elif origin not in (types.UnionType, typing.Union):
-                return cls(kind=hint, many=many, options=tuple(options))
-            hint = args[0]
-
-    def fields(self) -> Fields | None:
-        """Which fields of it get options, when it is a dataclass that is nested in another."""
-        return next((option for option in self.options if isinstance(option, Fields)), None)
-
-    def option(self) -> Option:
-        """All that is said of the option; what stands nearer to the field goes first."""
-        given = [option for option in self.options if isinstance(option, Option)]
-        names = [field.name for field in dataclasses.fields(Option)]
-        found = {name: next(filter(None, (getattr(option, name) for option in given)), None) for name in names}
-        return Option(**{name: value for name, value in found.items() if value is not None})
+    around: set[object]
+    """What stands around that: tuple, Given, a union."""
+    option: Option | Fields
+    """Fields, when it is a dataclass that is nested in another."""
 
 
-def add_options(parser: argparse._ActionsContainer, cls: type[C], only: Mapping[str, Option] | None = None) -> None:
+def add_options(parser: argparse._ActionsContainer, cls: type[C]) -> None:
     """Give a parser an option per field; those of nested dataclasses are a group of their own in the help.
 
     Args:
-        parser: of a command, or a group of its options.
+        parser: of a command.
         cls: the dataclass. Fields without a default must be given; a bool is a switch.
-        only: the fields that get an option, and what their annotations do not say of it; all of them when not given.
     """
     docs = field_docs(cls)
-    for field, hint in _hints(cls):
-        if only is not None and field.name not in only:
+    for field in _fields(cls):
+        if isinstance(field.option, Option):
+            _add(parser, field, field.option, docs[field.name])
             continue
-        nested = hint.fields()
-        if nested is not None:
-            add_options(parser.add_argument_group(field.name, docs[field.name]), _dataclass(hint), nested or None)
-        else:
-            option = hint.option() if only is None else only[field.name]
-            _add(parser, field, hint, option, docs[field.name])
+        group, inner_docs = parser.add_argument_group(field.name, docs[field.name]), field_docs(field.kind)
+        for inner in _fields(field.kind, field.option):
+            assert isinstance(inner.option, Option)
+            _add(group, inner, inner.option, inner_docs[inner.name], given=Given in field.around)
 
 
 def read_options(cls: type[C], args: argparse.Namespace) -> C:
@@ -109,61 +91,67 @@ def read_options(cls: type[C], args: argparse.Namespace) -> C:
     Raises:
         ExpertcastError: values that the dataclass refuses.
     """
-    return cls(**_values(cls, args, None))
-
-
-def _values(cls: type[C], args: argparse.Namespace, only: Mapping[str, Option] | None) -> dict[str, object]:
     values: dict[str, object] = {}
-    for field, hint in _hints(cls):
-        nested = hint.fields()
-        if only is not None and field.name not in only:
+    for field in _fields(cls):
+        if isinstance(field.option, Option):
+            values[field.name] = _value(field, args)
             continue
-        if nested is not None:
-            inner = _dataclass(hint)
-            values[field.name] = inner(**_values(inner, args, nested or None))
+        inner = {each.name: _value(each, args) for each in _fields(field.kind, field.option)}
+        if Given in field.around:
+            values[field.name] = Given({name: value for name, value in inner.items() if value is not None})
         else:
-            value = getattr(args, field.name)
-            values[field.name] = tuple(value) if isinstance(value, list) else value
-    return values
+            values[field.name] = field.kind(**inner)
+    return cls(**values)
 
 
-def _hints(cls: type[C]) -> Iterator[tuple[dataclasses.Field[object], _Hint]]:
-    """Fields with their types, a class's own before those that it inherits."""
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+def _fields(cls: type[DataclassInstance], only: Mapping[str, Option] | None = None) -> Iterator[_Field]:
+    """The fields that get an option (of a nested dataclass, `only` these), a class's own before what it inherits."""
+    fields = {field.name: field for field in dataclasses.fields(cls) if not only or field.name in only}
     hints = typing.get_type_hints(cls, include_extras=True)
     for base in cls.__mro__:
         for name in inspect.get_annotations(base):
             if name in fields:
-                yield fields.pop(name), _Hint.of(hints[name])
+                kind, around, notes = _taken_apart(hints[name])
+                option = next((note for note in notes if isinstance(note, (Option, Fields))), Option())
+                yield _Field(name, fields.pop(name).default, kind, around, only[name] if only else option)
 
 
-def _dataclass(hint: _Hint) -> type[DataclassInstance]:
-    assert isinstance(hint.kind, type)
-    assert dataclasses.is_dataclass(hint.kind)
-    return hint.kind
+def _taken_apart(hint: object) -> tuple[type, set[object], list[object]]:
+    """The type that stands inside of others, those others, and what they are annotated with."""
+    around, notes = set[object](), list[object]()
+    while origin := typing.get_origin(hint):
+        hint, *others = typing.get_args(hint)
+        if origin is Annotated:
+            notes += others
+        else:
+            around.add(origin)
+    return typing.cast(type, hint), around, notes
 
 
-def _add(
-    parser: argparse._ActionsContainer, field: dataclasses.Field[object], hint: _Hint, option: Option, doc: str
-) -> None:
-    default = None if field.default is dataclasses.MISSING else field.default
-    required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+def _value(field: _Field, args: argparse.Namespace) -> object:
+    value = getattr(args, field.name)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _add(parser: argparse._ActionsContainer, field: _Field, option: Option, doc: str, *, given: bool = False) -> None:
+    """An option for a field of that docstring; with `given` its default is None, whatever the field's is."""
+    required = field.default is dataclasses.MISSING
+    default = None if required else field.default
     text = _help("; ".join(filter(None, (doc.rstrip("."), option.help))), default)
     if option.positional:
         parser.add_argument(field.name, metavar=option.metavar, help=text)
         return
     flag = option.flag or "--" + field.name.replace("_", "-")
-    if hint.kind is bool:
+    if field.kind is bool:
         parser.add_argument(flag, dest=field.name, action="store_true", help=text)
         return
-    kind = typing.cast(Callable[[str], object], option.read or hint.kind)
     parser.add_argument(
         flag,
         dest=field.name,
-        type=kind,
-        nargs="+" if hint.many else None,
-        required=required,
-        default=list(default) if isinstance(default, tuple) else default,
+        type=option.read or field.kind,
+        nargs="+" if tuple in field.around else None,
+        required=required and not given,
+        default=None if given else default,
         metavar=option.metavar,
         choices=option.choices,
         help=text,
@@ -194,15 +182,50 @@ def _reader(kind: Callable[[str], N], fits: Callable[[N], bool], expected: str) 
     return read
 
 
-PRACTICAL_BANDWIDTH = {"pcie3": 12e9, "pcie4": 25e9, "pcie5": 50e9}
+BANDWIDTHS = {"pcie3": 12e9, "pcie4": 25e9, "pcie5": 50e9}
 """Bytes per second of large page-locked copies over 16 lanes, some 80% of what the standards name."""
 positive = _reader(int, lambda value: value >= 1, "whole number of 1 or more")
 positive_number = _reader(float, lambda value: 0 < value < math.inf, "number above 0")
 not_negative = _reader(float, lambda value: 0 <= value < math.inf, "number of 0 or more")
 bandwidth = _reader(
-    lambda text: PRACTICAL_BANDWIDTH[text] if text in PRACTICAL_BANDWIDTH else float(text),
+    lambda text: BANDWIDTHS[text] if text in BANDWIDTHS else float(text),
     lambda value: value > 0,
-    f"bandwidth: give bytes per second such as 4e9, or {', '.join(PRACTICAL_BANDWIDTH)}",
+    f"bandwidth: give bytes per second such as 4e9, or {', '.join(BANDWIDTHS)}",
 )
-Count = Annotated[int, Option(metavar="N", read=positive)]
+BANDWIDTH = Option(metavar="BYTES/S", read=bandwidth, help="a number, or pcie3, pcie4, pcie5 (12, 25, 50 GB/s)")
+COUNT = Option(metavar="N", read=positive)
+MODEL_HELP = "local folder or hub id of a transformers model, or `reference` (the bundled model)"
+DATA_HELP = "hub data set id, or local .parquet/.jsonl/.txt files with a column `text`, or `reference` (bundled text)"
+
+Count = Annotated[int, COUNT]
 """1 or more of something."""
+Model = Annotated[str, Option(positional=True, metavar="MODEL", help=MODEL_HELP)]
+Data = Annotated[tuple[str, ...], Option(metavar="D", help=DATA_HELP)]
+Text = Annotated[TextOptions, Fields(window=COUNT, batch_size=COUNT)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How a model is loaded."""
+
+    dtype: Annotated[str, Option(choices=("auto", "bf16", "fp16", "fp32"))] = "auto"
+    """Dtype to load in."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1 ... (default: cuda when there is one)."""
+
+    @property
+    def device_name(self) -> str:
+        """`device`, with `auto` resolved.
+
+        Raises:
+            ExpertcastError: there is no such device.
+        """
+        return str(torch_device(None if self.device == "auto" else self.device))
+
+    def load(self, name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """A model on its device, and its tokenizer.
+
+        Raises:
+            ExpertcastError: no such model, tokenizer or device.
+        """
+        return load_model(name, dtype=self.dtype, device=self.device_name), load_tokenizer(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -15,23 +16,43 @@ Outcome = tuple[Json, str]
 """A command's result, for --json, and the text to print."""
 
 
-def write_json(path: Path, result: Json) -> None:
-    """Write a result file atomically.
-
-    Args:
-        path: the file, in a folder that exists.
-        result: numbers are finite.
+def folder(text: str) -> Path:
+    """Reads an option: a folder to write, there or not. Said before a long run, not after it.
 
     Raises:
-        ExpertcastError: the folder does not exist or cannot be written.
+        ArgumentTypeError: it is a file.
+    """
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a file: give a folder")
+    return path
+
+
+def new_file(text: str) -> Path:
+    """Reads an option: a file to write.
+
+    Raises:
+        ArgumentTypeError: its folder is missing, or it is a folder itself.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder: give a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path}: there is no folder {path.parent}; make it first")
+    return path
+
+
+def write_json(path: Path, result: Json) -> None:
+    """Write a result file atomically; its numbers are finite.
+
+    Raises:
+        ExpertcastError: its folder does not exist or cannot be written.
     """
     content = (json.dumps(result, indent=2, allow_nan=False) + "\n").encode()
     try:
         write_atomically(path, content)
     except OSError as error:
-        raise ExpertcastError(
-            f"cannot write {path}: {error.strerror}; give --json a path in a folder that exists"
-        ) from error
+        raise ExpertcastError(f"cannot write {path}: {error.strerror}; give a path in a folder that exists") from error
 
 
 def describe_traces(traces: TraceDataset) -> str:

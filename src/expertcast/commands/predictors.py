@@ -1,25 +1,26 @@
-"""Predictors as the command line names them: settings of one, names and checkpoints of several, and their scores."""
+"""Predictors as the command line names them, their scores, and what executing them costs a model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from expertcast.checkpoints import files
 from expertcast.checkpoints.store import load_predictor
+from expertcast.commands.options import Count, Data, ModelOptions, Option
+from expertcast.commands.output import say
+from expertcast.data.discovery import find_moe_layers
+from expertcast.data.models import REFERENCE
+from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset, TraceSource
-from expertcast.predictors import (
-    ExpertcastError,
-    MoEView,
-    NextToken,
-    Predictor,
-    PredictorConfig,
-    names,
-    predictor_class,
-)
+from expertcast.predictors import ExpertcastError, NextToken, Predictor, PredictorConfig, names, predictor_class
 from expertcast.predictors.fields import parse_settings
-from expertcast.predictors.next_token_tracker import NextTokenTracker
-from expertcast.predictors.plain import Json
+from expertcast.predictors.plain import Json, aligned
+from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
+from expertcast.runtime.quality.policies import measure_policies
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit_many
 from expertcast.training.options import FitOptions
@@ -28,6 +29,10 @@ from expertcast.training.token_evaluation import evaluate_tokens, tokens_table
 
 EVAL_BATCH = 4096
 """Tokens per batch of an evaluation."""
+FORECAST_WINDOW = 256
+"""Tokens per window when forecasts are executed: a window is one forward."""
+POLICY_WINDOW = 128
+"""Tokens per window when policies are at work: they are decoded one after another."""
 
 
 def predictor_config(name: str, ahead: Sequence[int], settings: Sequence[str] = ()) -> PredictorConfig:
@@ -47,19 +52,19 @@ def evaluated_predictors(wanted: Sequence[str], traces: TraceDataset, ahead: int
     Raises:
         ExpertcastError: neither a checkpoint nor a name, or two predictors of one name.
     """
-    loaded = {given: load_predictor(given, traces.view) for given in wanted if is_checkpoint(given)}
-    to_fit = [given for given in wanted if given not in loaded]
+    found = {given: load_predictor(given, traces.view) for given in wanted if is_checkpoint(given)}
     known = names() + names("tokens")
-    for given in to_fit:
-        if given not in known:
+    for given in wanted:
+        if given not in found and given not in known:
             raise ExpertcastError(
                 f"{given!r} is neither a checkpoint folder nor a predictor name: names are {', '.join(known)}"
             )
-    configs = {name: predictor_config(name, [ahead]) for name in to_fit}
-    fitted = fit_many(to_fit, traces, configs, options=FitOptions(progress=True))
+    configs = {given: predictor_config(given, [ahead]) for given in wanted if given not in found}
+    fitted = fit_many(list(configs), traces, configs, options=FitOptions(progress=True))
+    found |= {name: result.predictor for name, result in fitted.items()}
     predictors: dict[str, Predictor] = {}
     for given in wanted:
-        predictor = loaded[given] if given in loaded else fitted[given].predictor
+        predictor = found[given]
         if predictor.name in predictors:
             raise ExpertcastError(f"two predictors named {predictor.name!r}: evaluate them one at a time")
         predictors[predictor.name] = predictor
@@ -81,18 +86,84 @@ def scores(predictor: Predictor, source: TraceSource, split: str) -> tuple[Json,
     return evaluation.as_dict(), recall_table(evaluation)
 
 
-def next_token_tracker(given: str | None, view: MoEView) -> NextTokenTracker | None:
-    """What forecasts the next tokens, if anything does.
+@dataclass(frozen=True, kw_only=True)
+class QualityOptions(ModelOptions):
+    """The model whose quality is measured, and the text."""
 
-    Raises:
-        ExpertcastError: a checkpoint of another kind of predictor.
+    model: Annotated[str | None, Option(metavar="MODEL")] = None
+    """Also measure what speculative execution costs this model."""
+    data: Data = ()
+    """Text for --model."""
+    quality_tokens: Count = 8192
+    """Tokens for --model."""
+
+    def check_text(self) -> None:
+        """
+        Raises:
+            ExpertcastError: a model without text; the bundled one brings its own.
+        """
+        if self.model and not self.data and self.model != REFERENCE:
+            raise ExpertcastError("--model needs text to run on: give --data")
+
+    def documents(self) -> list[Document]:
+        """The text that the model is run on."""
+        return load_documents(self.data or REFERENCE)
+
+
+def forecast_quality(options: QualityOptions, name: str, predictors: dict[str, Predictor], evaluation: Json) -> Json:
+    """What executing forecasts costs a model, per domain, as :func:`measure_quality` has it.
+
+    Each predictor is executed at all layers, and the best one also at the layers where it is right often (`hybrid`).
+
+    Args:
+        options: what text, and how much of it.
+        name: the model's.
+        predictors: that were evaluated, by name.
+        evaluation: the result of that.
     """
-    if given is None:
-        return None
-    predictor = load_predictor(given, view)
-    if not isinstance(predictor, NextToken):
-        raise ExpertcastError(
-            f"--next-token {given} is a {predictor.name}: give a checkpoint of `expertcast train --predictor "
-            "next_token`, and other predictors as --predictor"
-        )
-    return NextTokenTracker(predictor)
+    model, tokenizer = options.load(name)
+    texts: dict[str, list[str]] = {}
+    for document in sorted(options.documents(), key=lambda document: document.domain):
+        texts.setdefault(document.domain or "text", []).append(document.text)
+    count = max(1, options.quality_tokens // FORECAST_WINDOW // len(texts))
+    windows = {
+        domain: text_windows(tokenizer, its, length=FORECAST_WINDOW, count=count) for domain, its in texts.items()
+    }
+    ahead = int(evaluation["ahead"])
+    runs = {f"speculate {name}": QualityRun(predictor=p, ahead=ahead) for name, p in predictors.items()}
+    best = max(predictors, key=lambda name: evaluation["recall_at_k"][name]["mean"])
+    layers = confident_layers(evaluation, best)
+    runs[f"hybrid execution of {best}"] = QualityRun(predictor=predictors[best], layers=layers, ahead=ahead)
+    return measure_quality(model, find_moe_layers(model), windows, runs)
+
+
+def confident_layers(evaluation: Json, name: str, least: float = 0.9) -> list[int]:
+    """Target layers at which a predictor's recall@k is at least `least`: where hybrid mode executes its forecast."""
+    recall = evaluation["recall_at_k"][name]["per_layer"]
+    return [layer for layer, value in zip(evaluation["targets"], recall, strict=True) if value >= least]
+
+
+def policy_quality(options: QualityOptions, name: str, runs: Mapping[str, OffloadConfig]) -> dict[str, Json]:
+    """What lossy policies cost a model that decodes with them in the real runtime, and without any (`exact`)."""
+    say(f"measuring what {len(runs)} lossy sets of policies cost {name}")
+    model, tokenizer = options.load(name)
+    windows_NW = text_windows(
+        tokenizer,
+        (document.text for document in options.documents()),
+        length=min(POLICY_WINDOW, max(options.quality_tokens, 32)),
+        count=max(1, options.quality_tokens // POLICY_WINDOW),
+    )
+    found = measure_policies(model, windows_NW, runs)["runs"]
+    return {
+        run: {"perplexity": values["perplexity"], "agreement": values["top1_agreement"], "kl": values["kl"]}
+        for run, values in found.items()
+    }
+
+
+def quality_table(result: Json) -> str:
+    """A row per run of :func:`forecast_quality`."""
+    rows = [("run", "perplexity", "top-1 agreement", "KL", "executed recall")]
+    for name, run in result["runs"].items():
+        numbers = (run["perplexity"], run["top1_agreement"], run["kl"], run["executed_recall"]["mean"])
+        rows.append((name, *(f"{number:.4g}" for number in numbers)))
+    return aligned(rows)

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 from expertcast.checkpoints.provenance import provenance
-from expertcast.commands.options import Count, Fields, Option, positive_number
-from expertcast.commands.output import Outcome
-from expertcast.commands.predictors import evaluated_predictors, next_token_tracker
-from expertcast.commands.quality import QualityOptions, policy_quality
-from expertcast.commands.shared import SPLITS
+from expertcast.checkpoints.store import load_predictor
+from expertcast.commands.options import COUNT, Count, Fields, Option, positive_number
+from expertcast.commands.output import Outcome, folder, write_json
+from expertcast.commands.predictors import QualityOptions, evaluated_predictors, policy_quality
 from expertcast.commands.simulate_cases import Chosen, MachineOptions, PolicyOptions, swept_evictions
-from expertcast.commands.simulate_text import describe, write_results
 from expertcast.data.models import REFERENCE
+from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import ExpertcastError, Predictor
-from expertcast.predictors.plain import Json
+from expertcast.data.writer import write_atomically
+from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor
+from expertcast.predictors.next_token_tracker import NextTokenTracker
+from expertcast.predictors.plain import Json, aligned
 from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.simulation.figures import write_figures
 from expertcast.runtime.simulation.load import Texts, load_trace
 from expertcast.runtime.simulation.machine import Case
+from expertcast.runtime.simulation.summary import table
 from expertcast.runtime.simulation.sweep import CAPACITIES, Workload, refusal, slots_of, sweep, with_bounds
+from expertcast.runtime.storage.precision import FULL
 
 CAPACITY = 0.25
+TABLE, RESULT = "table.txt", "results.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +55,10 @@ class Options(QualityOptions):
     """The same as shares of all (default: 0.25)."""
     machine: Annotated[MachineOptions, Fields()]
     """Link and computation."""
-    split: Annotated[str, Option(choices=SPLITS)] = "test"
-    """Documents to run."""
+    texts: Annotated[Texts, Fields(split=Option(choices=(*SPLITS, ALL)), prefill=COUNT, batch=COUNT)]
+    """Which documents are run."""
     tokens: Count = 10_000
-    """Of the split."""
-    prefill: Count = 64
-    """Of each document."""
-    batch: Annotated[Count, Option(metavar="B")] = 1
-    """Documents decoded together."""
+    """Only the first so many tokens of the split."""
     model: Annotated[str | None, Option(metavar="MODEL")] = None
     """Measure what lossy policies cost this model (default: the bundled one, if the traces are its)."""
     no_quality: bool = False
@@ -66,7 +67,7 @@ class Options(QualityOptions):
     """Tokens for --model."""
     processes: Count | None = None
     """Simulations at a time (default: one per core)."""
-    out: Annotated[Path | None, Option(metavar="DIR")] = None
+    out: Annotated[Path | None, Option(metavar="DIR", read=folder)] = None
     """Write the results, a table and PNGs there."""
 
 
@@ -90,54 +91,50 @@ def run(options: Options) -> Outcome:
     reasons = [refusal(case, shape) for case in cases]
     if None not in reasons:
         raise ExpertcastError(f"nothing to simulate: {reasons[0]}")
-    follower = next_token_tracker(options.next_token, traces.view)
+    follower = _follower(options.next_token, traces.view)
     trace = load_trace(
         traces,
-        Texts(split=options.split, tokens=options.tokens, prefill=options.prefill, batch=options.batch),
+        replace(options.texts, tokens=options.tokens),
         predictors={predictor.name: predictor for predictor in predictors.values()},
         ahead=options.ahead,
         residuals=follower is not None,
     )
 
     def measured(wanted: Mapping[str, Case]) -> dict[str, Json]:
-        assert model is not None
-        return policy_quality(options, model, _runs(options, wanted, predictors))
+        return policy_quality(options, str(model), _runs(options, wanted, predictors))
 
     found = sweep(
         Workload.of(trace, follower),
         with_bounds(cases) if options.sweep else cases,
         processes=options.processes,
-        quality=None
-        if model is None
-        else lambda wanted: policy_quality(options, model, _runs(options, wanted, predictors)),
+        quality=None if model is None else measured,
         progress=True,
     )
     result: Json = {
         "traces": traces.info["id"],
         "model": traces.info["model"],
         "shape": shape.as_dict(),
-        "split": options.split,
-        "documents": sum(forward.fresh for forward in trace.forwards) * options.batch,
+        "split": options.texts.split,
+        "documents": sum(forward.fresh for forward in trace.forwards) * options.texts.batch,
         "steps": trace.steps,
-        "batch": options.batch,
-        "prefill": options.prefill,
+        "batch": options.texts.batch,
+        "prefill": options.texts.prefill,
         "ahead": options.ahead,
         "block_bytes": dict(machines[0].block_bytes),
         "layer_s": machines[0].times.compute_s,
         **found,
         **provenance(),
     }
-    text = describe(result)
+    text = _describe(result)
     if options.out is not None:
-        text += "\n\nwrote " + ", ".join(map(str, write_results(options.out, result, text)))
+        text += "\n\nwrote " + ", ".join(map(str, _write_results(options.out, result, text)))
     return result, text
 
 
 def _check(options: Options) -> None:
-    """Before anything is read.
-
+    """
     Raises:
-        ExpertcastError: options that rule each other out, or a folder that is missing.
+        ExpertcastError: options that rule each other out; before anything is read.
     """
     if options.slots and options.capacity:
         raise ExpertcastError("--slots and --capacity both say how much fits: give one of them")
@@ -177,6 +174,23 @@ def _predictors(options: Options, traces: TraceDataset, chosen: Sequence[Chosen]
     return dict(zip(wanted, found.values(), strict=True))
 
 
+def _follower(given: str | None, view: MoEView) -> NextTokenTracker | None:
+    """What forecasts the next tokens, if anything does.
+
+    Raises:
+        ExpertcastError: a checkpoint of another kind of predictor.
+    """
+    if given is None:
+        return None
+    predictor = load_predictor(given, view)
+    if not isinstance(predictor, NextToken):
+        raise ExpertcastError(
+            f"--next-token {given} is a {predictor.name}: give a checkpoint of `expertcast train --predictor "
+            "next_token`, and other predictors as --predictor"
+        )
+    return NextTokenTracker(predictor)
+
+
 def _runs(
     options: Options, wanted: Mapping[str, Case], predictors: Mapping[str, Predictor]
 ) -> dict[str, OffloadConfig]:
@@ -192,3 +206,25 @@ def _runs(
         )
         for name, case in wanted.items()
     }
+
+
+def _describe(result: Json) -> str:
+    """What was simulated, a table of the cases, and what was left out and why."""
+    shape = ", ".join(f"{key}={value}" for key, value in result["shape"].items())
+    rows = sorted(result["results"], key=lambda row: (row["slots"], row["bandwidth"]))  # bounds beside what they bound
+    lines = [
+        f"{result['model']} ({shape}), split {result['split']!r}: {result['documents']} documents, "
+        f"{result['steps']} decode steps of {result['batch']}; an expert is {result['block_bytes'][FULL]} bytes",
+        aligned(table(rows)),
+    ]
+    for reason, left in itertools.groupby(result["skipped"], key=lambda row: row["reason"]):
+        lines.append(f"left out {len(list(left))}: {reason}")
+    return "\n\n".join(lines[:2]) + "".join(f"\n{line}" for line in lines[2:])
+
+
+def _write_results(out: Path, result: Json, text: str) -> list[Path]:
+    """The result, the text and the figures, as files of a folder that is made; returns their paths."""
+    out.mkdir(exist_ok=True)
+    write_json(out / RESULT, result)
+    write_atomically(out / TABLE, (text + "\n").encode())
+    return [out / RESULT, out / TABLE, *write_figures(result["results"], out)]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from expertcast.commands.options import Option, bandwidth, not_negative, positive_number
+from expertcast.commands.options import BANDWIDTH, BANDWIDTHS, Option, not_negative, positive_number
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE
 from expertcast.runtime.policies import EVICTION, PRESETS, CacheShape, Policies
@@ -20,13 +20,9 @@ from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.packed import PackedLayout
 from expertcast.runtime.storage.precision import FULL
 
-BANDWIDTH = 25e9
-"""Bytes per second of PCIe 4 with 16 lanes, as it is reached in practice."""
 Chosen = tuple[Policies, str | None]
 """Policies, and whose forecasts they get."""
 _Named = Annotated[tuple[str, ...], Option(metavar="P")]
-_Speeds = Annotated[tuple[float, ...], Option(metavar="BYTES/S", read=bandwidth)]
-_Seconds = Annotated[float, Option(metavar="S", read=not_negative)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +60,16 @@ class PolicyOptions:
             yield PRESETS[name].policies, PRESETS[name].predictor
         if self.preset and not self.policy:
             return
-        prefetches = self.prefetch or ("top_k" if predictors else "none",)
-        for eviction, prefetch, miss, routing, pre_eviction, scope, predictor in itertools.product(
-            self.policy or otherwise,
-            prefetches,
-            self.miss,
-            self.routing,
-            self.pre_eviction,
-            self.scope,
-            predictors or (None,),
-        ):
-            policies = Policies(
-                eviction=eviction, prefetch=prefetch, miss=miss, routing=routing, pre_eviction=pre_eviction, scope=scope
-            )
-            yield policies, predictor
+        kinds = {
+            "eviction": self.policy or otherwise,
+            "prefetch": self.prefetch or ("top_k" if predictors else "none",),
+            "miss": self.miss,
+            "routing": self.routing,
+            "pre_eviction": self.pre_eviction,
+            "scope": self.scope,
+        }
+        for *words, predictor in itertools.product(*kinds.values(), predictors or (None,)):
+            yield Policies(**{kind: str(word) for kind, word in zip(kinds, words, strict=True)}), predictor
 
 
 def swept_evictions(next_token: bool) -> list[str]:
@@ -93,9 +85,9 @@ def swept_evictions(next_token: bool) -> list[str]:
 class MachineOptions:
     """Link and computation."""
 
-    bandwidth: _Speeds = ()
-    """Of the link: a number, or pcie3, pcie4, pcie5."""
-    latency: _Seconds = 0.0
+    bandwidth: Annotated[tuple[float, ...], BANDWIDTH] = ()
+    """Bytes per second of the link (default: pcie4)."""
+    latency: Annotated[float, Option(metavar="S", read=not_negative)] = 0.0
     """Of the link, per copy."""
     write_back: Annotated[float, Option(metavar="F", read=not_negative)] = 0.0
     """Share of a copy that an eviction takes on the link, for hosts that keep no weights (default: 0)."""
@@ -113,22 +105,17 @@ class MachineOptions:
             ExpertcastError: copies in a precision that these experts do not get smaller by.
         """
         shape, layout = view.shape, BlockLayout.of(view)
-        cache = CacheShape(
-            layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=shape.layers * shape.experts
-        )
+        slots = shape.layers * shape.experts
+        cache = CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=slots)
         lower = {name for each in policies for name in each.make(cache).miss.precisions}
         block_bytes = {FULL: layout.block_bytes}
         block_bytes |= {name: PackedLayout.of(layout, name).block_bytes for name in sorted(lower)}
-        bandwidths = self.bandwidth or (BANDWIDTH,)
+        bandwidths = self.bandwidth or (BANDWIDTHS["pcie4"],)
         copies_s = shape.top_k * (self.latency + layout.block_bytes / bandwidths[0])
         times = constant_times(shape.layers, self.layer_time or copies_s / COPY_OVER_COMPUTE)
         return [
             Machine(
-                times=times,
-                block_bytes=block_bytes,
-                bandwidth=speed,
-                latency=self.latency,
-                write_back=self.write_back,
+                times=times, block_bytes=block_bytes, bandwidth=speed, latency=self.latency, write_back=self.write_back
             )
             for speed in bandwidths
         ]

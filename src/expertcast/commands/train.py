@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 from expertcast.checkpoints.store import save_predictor
-from expertcast.commands.options import Count, Fields, Option, positive
-from expertcast.commands.output import Outcome
+from expertcast.commands.options import COUNT, Count, Data, Fields, ModelOptions, Option, Text
+from expertcast.commands.output import Outcome, folder
 from expertcast.commands.predictors import predictor_config, scores
-from expertcast.commands.shared import Data, ModelOptions, WindowOptions
 from expertcast.data.distributed import current_share
 from expertcast.data.layout import TRACE_FILE
-from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.online import OnlineTraces
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset, TraceSource
@@ -23,20 +21,18 @@ from expertcast.training.options import FitOptions
 from expertcast.training.report import log_figures
 from expertcast.training.resume import forget, resume_folder
 
-_FIT = Fields(
-    tokens=Option(metavar="N", read=positive), seed=Option(), log_folder=Option(flag="--log", metavar="DIR", read=Path)
-)
+_FIT = Fields(tokens=COUNT, seed=Option(), log_folder=Option(flag="--log", metavar="DIR", read=Path))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(WindowOptions, ModelOptions):
+class Options(ModelOptions):
     """What `expertcast train` takes."""
 
     source: Annotated[str, Option(positional=True, metavar="TRACES|MODEL")]
     """Traces folder, or a model to train on online (--data)."""
     predictor: Annotated[str, Option(metavar="NAME")]
     """Registry name of the predictor."""
-    out: Annotated[Path, Option(metavar="CKPT")]
+    out: Annotated[Path, Option(metavar="CKPT", read=folder)]
     """Checkpoint folder to write."""
     ahead: tuple[Count, ...] = (1,)
     """Layers ahead."""
@@ -44,6 +40,8 @@ class Options(WindowOptions, ModelOptions):
     """Fields of the predictor's config."""
     data: Data = ()
     """With MODEL only."""
+    text: Text
+    """In which portions the text is run, with MODEL."""
     fit: Annotated[FitOptions, _FIT]
     """How it is fitted."""
 
@@ -61,9 +59,8 @@ def run(options: Options) -> Outcome:
     test, table = scores(fitted.predictor, source, "test")
     metrics = {"split": "test", "traces": source.info.get("id"), **test, "validation": validation}
     if current_share().rank == 0:
-        save_predictor(
-            fitted.predictor, options.out, view=source.view, metrics=metrics, extra={"training": fitted.report}
-        )
+        extra = {"training": fitted.report}
+        save_predictor(fitted.predictor, options.out, view=source.view, metrics=metrics, extra=extra)
         forget(options.out)
         if options.fit.log_folder and "recall_at_k" in test:
             log_figures(options.fit.log_folder / "evaluation", test)
@@ -84,11 +81,5 @@ def training_source(options: Options) -> TraceSource:
     if not options.data:
         raise ExpertcastError(f"{options.source} is no traces folder: give --data to train online on that model")
     documents = load_documents(options.data)
-    return OnlineTraces(
-        load_model(options.source, dtype=options.dtype, device=options.device_name),
-        load_tokenizer(options.source),
-        documents,
-        window=options.window,
-        batch_size=options.batch_size,
-        seed=options.fit.seed,
-    )
+    model, tokenizer = options.load(options.source)
+    return OnlineTraces(model, tokenizer, documents, options.text, seed=options.fit.seed)
