@@ -120,13 +120,12 @@ class LayerFlow:
             weights_TK: what it would be weighted with.
             routed: the router chose `ids_TK`; a forecast's experts are not chosen again.
         """
-        books = self.residency.books
-        held = books.held(layer)
+        held = self.residency.held(layer)
         changed: tuple[Tensor, Tensor] | None = None
         if self._reroutes and routed:
             cached_E = torch.zeros(self._experts, dtype=torch.bool)
             cached_E[list(held)] = True
-            free = books.free(layer)
+            free = self.residency.free(layer)
             cached_E = cached_E.to(logits_TE.device)
             assert self._view is not None, "policies that route need the model's own routers"
             changed = self.policies.routing.route(
@@ -171,7 +170,7 @@ class LayerFlow:
                 weights=weights,
                 probabilities=lambda: logits_TE.float().softmax(dim=-1).tolist(),
                 held=held,
-                free=self.residency.books.free(layer),
+                free=self.residency.free(layer),
             )
         )
 
@@ -180,7 +179,7 @@ class LayerFlow:
 
         The caller requests chunk i + 1 before it waits for chunk i.
         """
-        limit = self.residency.books.limit(layer)
+        limit = self.residency.limit(layer)
         if layer < self._carry:
             self._carried[layer] = keys if len(keys) <= limit // 2 else []
         self.residency.observer.needed(layer, keys)
@@ -195,7 +194,7 @@ class LayerFlow:
 
     def _chunks(self, keys: list[int], limit: int) -> list[list[int]]:
         """Half the slots at a time, so that one chunk loads while another computes; what is held goes last."""
-        keys = sorted(keys, key=lambda key: (not self.residency.books.holds(key), key))
+        keys = sorted(keys, key=lambda key: (not self.residency.holds(key), key))
         size = max(1, limit // 2)
         return [keys[start : start + size] for start in range(0, len(keys), size)]
 
@@ -214,7 +213,7 @@ class LayerFlow:
     def _pre_evict(self, wanted: Wanted) -> None:
         first = wanted.layer * self._experts
         predicted = {expert for row in wanted.ids for expert in row}
-        resident = sum(self.residency.books.holds(first + expert) for expert in predicted)
+        resident = sum(self.residency.holds(first + expert) for expert in predicted)
         probability_E = wanted.probability_TE.mean(dim=0).tolist()
         target = self.policies.pre_eviction.release_target(probability_E, predicted, resident)
         self.residency.free_up(wanted.layer, target, {first + expert for expert in predicted})

@@ -304,13 +304,13 @@ class ResidencyMachine(RuleBasedStateMachine):
         """As the engine does."""
         if len(keys) <= self.slots:
             return [keys]
-        keys = sorted(keys, key=lambda key: (not self.residency.books.holds(key), key))
+        keys = sorted(keys, key=lambda key: (not self.residency.holds(key), key))
         size = max(1, self.slots // 2)
         return [keys[start : start + size] for start in range(0, len(keys), size)]
 
     def request(self, keys: Sequence[int]) -> None:
         misses = self.stats.total.misses
-        missing = [key for key in keys if not self.residency.books.holds(key)]
+        missing = [key for key in keys if not self.residency.holds(key)]
         before = len(self.log.copies)
         self.residency.request(keys)
         assert [copy.key for copy in self.log.copies[before:]] == missing, "each missing expert once, no other"
