@@ -21,9 +21,10 @@ from expertcast.predictors import ExpertcastError, MoEView, NextToken
 from expertcast.predictors.next_token_tracker import NextTokenTracker
 from expertcast.runtime.arguments import device_decides
 from expertcast.runtime.engine.base import EXPERTS_NAME, Engine, EngineParts
-from expertcast.runtime.engine.choice import engine_for
+from expertcast.runtime.engine.device import DeviceEngine
 from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.engine.guards import ForwardGuard, in_use, weights_guarded
+from expertcast.runtime.engine.host import HostEngine
 from expertcast.runtime.engine.kernels import SlotKernel
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.engine.speculation import Speculator
@@ -103,7 +104,8 @@ class OffloadedModel:
             dropped = weakref.finalize(model, link.close)  # whose thread would keep the store of a dropped model
             dropped.atexit = False
             undo.callback(dropped.detach)
-            self._engine = engine = engine_for(
+            made = DeviceEngine if link.decides_on_device else HostEngine
+            self._engine = engine = made(
                 EngineParts(
                     link=link,
                     pool=self.pool,

@@ -12,7 +12,7 @@ from expertcast.runtime.policies.scope import Eviction
 from expertcast.runtime.recording.observer import Observer, Observers, heard
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.precision import FULL
-from expertcast.runtime.storage.slots import SlotPool, SlotState
+from expertcast.runtime.storage.slots import SlotPool
 
 
 class Books:
@@ -177,7 +177,7 @@ class Books:
         del self.copies[key]
         if copy.precision != FULL:
             self.link.expand(copy)
-        self.pool.mark((key,), SlotState.READY)
+        self.pool.arrived(key)
 
     def _drop(self, key: int) -> bool:
         """Take a queued copy back, if there is one that has not begun."""

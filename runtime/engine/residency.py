@@ -158,9 +158,7 @@ class Residency(Books):
 
     def abandon(self) -> None:
         """A forward was cut short: nothing is running or forecast any more."""
-        self.pool.mark(
-            [key for key in self.running if key in self._slots and key not in self.copies], SlotState.READY
-        )
+        self.pool.mark([key for key in self.running if key in self._slots and key not in self.copies], SlotState.READY)
         self.running.clear()
         self._just_used.clear()
         for key in list(self._wanted):
@@ -197,6 +195,7 @@ class Residency(Books):
     def _give_up(self, key: int) -> None:
         """Lose an expert for another one's sake."""
         self._given_up.add(key)
-        self._stats.layers[key // self.experts].evicted += 1  # no event: five calls more per layer on average
-        self.link.given_up()
+        self._stats.layers[key // self.experts].evicted += 1
+        if self.link.write_back_s:
+            self.link.write_back()
         self._lose(key)

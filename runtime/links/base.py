@@ -44,6 +44,8 @@ class Link(ABC):
     """Whether tables on the device say what is copied, which no host reads: that takes an engine of its own."""
     latency: float = 0.0
     """Seconds that a copy takes whatever its size, as far as the link knows."""
+    write_back_s: float = 0.0
+    """Seconds of the link that an evicted expert takes: a store keeps all weights, and nothing is copied back."""
 
     def __init__(self) -> None:
         self.bytes_moved = 0
@@ -93,8 +95,8 @@ class Link(ABC):
         """
         raise ExpertcastError(f"link {self.name!r} cannot be measured: use 'emulated', 'instant' or a CUDA device")
 
-    def given_up(self) -> None:
-        """An expert lost its slot to another one. The store keeps all weights: there is nothing to copy back."""
+    def write_back(self) -> None:
+        """An expert lost its slot to another one; called where it takes time."""
 
     @abstractmethod
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:

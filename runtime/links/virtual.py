@@ -48,7 +48,7 @@ class VirtualLink(QueuedLink):
         self.now = 0.0
         self._lower = dict(lower or {})
         self._seconds = {FULL: copy_s, **{name: seconds for name, (_, seconds) in self._lower.items()}}
-        self._window, self._blocking, self._expand_s, self._write_back_s = window, blocking, expand_s, write_back_s
+        self._window, self._blocking, self._expand_s, self.write_back_s = window, blocking, expand_s, write_back_s
         self._free_at = 0.0
         """When the last issued copy arrives."""
         self._issued: deque[VirtualCopy] = deque()
@@ -115,10 +115,9 @@ class VirtualLink(QueuedLink):
         """There is nothing to unpack, it only takes its time."""
         self.spend(self._expand_s)
 
-    def given_up(self) -> None:
-        """An evicted expert goes back over the link, unless nothing has to (row D2, trap 7)."""
-        if self._write_back_s:
-            self._free_at = max(self._free_at, self.now) + self._write_back_s
+    def write_back(self) -> None:
+        """An evicted expert goes back over the link (row D2, trap 7)."""
+        self._free_at = max(self._free_at, self.now) + self.write_back_s
 
     def restart(self) -> None:
         self._issued.clear()

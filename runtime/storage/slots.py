@@ -97,8 +97,12 @@ class SlotPool:
         self._state[slot] = SlotState.LOADING
         return slot
 
+    def arrived(self, key: int) -> None:
+        """An expert's copy has come (loading -> ready)."""
+        self._state[self.slots[key]] = SlotState.READY
+
     def mark(self, keys: Iterable[int], state: SlotState) -> None:
-        """Move the slots of some keys to another state (loading -> ready -> in use -> ready)."""
+        """Move the slots of some keys to another state (ready -> in use -> ready)."""
         slots, states = self.slots, self._state
         for key in keys:
             states[slots[key]] = state
