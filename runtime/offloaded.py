@@ -29,8 +29,8 @@ from expertcast.runtime.engine.kernels import SlotKernel
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.links.base import Link
-from expertcast.runtime.links.choice import fastest_link
 from expertcast.runtime.links.cuda import CudaLink
+from expertcast.runtime.links.speed import fastest_link
 from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.recording.observer import Observer, Observers
 from expertcast.runtime.storage.slots import SlotPool

@@ -18,8 +18,7 @@ from expertcast.runtime.engine.base import Engine, EngineParts
 from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.engine.kernels import row_order
 from expertcast.runtime.engine.residency import Residency
-from expertcast.runtime.links.readback import Pending, Readback
-from expertcast.runtime.links.upload import Upload
+from expertcast.runtime.links.exchange import Pending, Readback, Upload
 from expertcast.runtime.recording.statistics import RunStatistics
 
 _FEW_IDS = 512

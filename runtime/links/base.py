@@ -1,4 +1,4 @@
-"""What moves experts from the store into slots: the base of all links.
+"""What moves experts from the store into slots: the base of all links, and the simplest one.
 
 Order of copies, for every link: urgent ones (this layer's misses) first, then forecasts in the order in
 which they were asked for. A forecast's copy that has not started can be promoted or cancelled.
@@ -165,6 +165,32 @@ class Link(ABC):
         self.copies += 1
         self.busy_s += end - start
         self.observer.copied(copy.key, copy.key // self._store.experts, start, end, copy.urgent)
+
+
+class InstantLink(Link):
+    """Copies when asked, in the caller's thread: the simplest link, and the reference for the others."""
+
+    name = "instant"
+
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+        start = time.perf_counter()
+        if precision == FULL:
+            self._pool.block(slot).copy_(self._store.block(key))
+        else:
+            packed = self._store.copies(precision).block(key)
+            self._pool.block(slot)[: packed.numel()] = packed
+        copy = Copy(key, slot, urgent, started=True, done=True, precision=precision)
+        self._count(copy, start, time.perf_counter())
+        return copy
+
+    def twin(self) -> Link:
+        return InstantLink()
+
+    def wait(self, copy: Copy) -> None:
+        assert copy.done
+
+    def restart(self) -> None:
+        """Nothing is ever queued."""
 
 
 class QueuedLink(Link):
