@@ -107,15 +107,11 @@ class OffloadedModel:
             made = DeviceEngine if link.decides_on_device else HostEngine
             self._engine = engine = made(
                 EngineParts(
-                    link=link,
-                    pool=self.pool,
-                    speculator=speculator,
-                    policies=policies,
-                    kernel=parts.kernel,
+                    link=link, pool=self.pool, speculator=speculator, policies=policies, kernel=parts.kernel,
                     tokens_ahead=None if parts.next_token is None else NextTokenTracker(parts.next_token),
                     keep=parts.cache,
                 )
-            )
+            )  # fmt: skip
             self.stats = engine.stats
             for layer in view:
                 undo.callback(Engine.detach, layer)

@@ -114,9 +114,7 @@ class Engine(ABC):
 
         Args:
             layer: which is attached.
-            hidden_TD: what the experts get.
-            ids_TK: which of them, per token.
-            weights_TK: what their outputs are weighted with.
+            hidden_TD, ids_TK, weights_TK: what transformers gives an experts function.
 
         Raises:
             ExpertcastError: the layer's parameters are not the slots any more.

@@ -59,15 +59,9 @@ class LayerFlow:
     """
 
     def __init__(
-        self,
-        residency: Residency,
-        policies: PolicySet,
-        shape: ModelShape,
-        *,
-        view: MoEView | None = None,
-        carry: int = 0,
-        tokens_ahead: TokenForecasts | None = None,
-    ) -> None:
+        self, residency: Residency, policies: PolicySet, shape: ModelShape, *, view: MoEView | None = None,
+        carry: int = 0, tokens_ahead: TokenForecasts | None = None,
+    ) -> None:  # fmt: skip
         self.residency, self.policies = residency, policies
         self._view = view
         self._experts = shape.experts
@@ -95,9 +89,8 @@ class LayerFlow:
         """A router has run: its scores and what follows from them for the next tokens, to those who read them.
 
         Args:
-            layer: whose router ran.
+            layer, logits_TE: whose router ran, and its scores.
             residual_TD: the residual stream before the layer.
-            logits_TE: the router's scores.
             sequences: B.
         """
         eviction = self.policies.eviction
@@ -114,10 +107,8 @@ class LayerFlow:
         """Routing and miss policies at work; None: the layer executes what was given, in full.
 
         Args:
-            layer: whose router ran.
-            logits_TE: the router's scores.
-            ids_TK: what would be executed.
-            weights_TK: what it would be weighted with.
+            layer, logits_TE: whose router ran, and its scores.
+            ids_TK, weights_TK: what would be executed.
             routed: the router chose `ids_TK`; a forecast's experts are not chosen again.
         """
         held = self.residency.held(layer)
@@ -154,25 +145,16 @@ class LayerFlow:
         )
 
     def _verdict(
-        self,
-        layer: int,
-        logits_TE: Tensor,
-        ids: list[list[int]],
-        weights: list[list[float]],
-        held: Mapping[int, str],
+        self, layer: int, logits_TE: Tensor, ids: list[list[int]], weights: list[list[float]], held: Mapping[int, str]
     ) -> Verdict | None:
         if not self.policies.miss.lossy or all(held.get(expert) == FULL for row in ids for expert in row):
             return None
         return self.policies.miss.decide(
             Lookup(
-                layer=layer,
-                ids=ids,
-                weights=weights,
+                layer=layer, ids=ids, weights=weights, held=held, free=self.residency.free(layer),
                 probabilities=lambda: logits_TE.float().softmax(dim=-1).tolist(),
-                held=held,
-                free=self.residency.free(layer),
             )
-        )
+        )  # fmt: skip
 
     def begin(self, layer: int, keys: list[int], precision: Mapping[int, str] | None = None) -> list[list[int]]:
         """Request what a layer executes (distinct keys); returns it in chunks that fit the slots, the first requested.

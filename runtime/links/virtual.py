@@ -35,15 +35,9 @@ class VirtualLink(QueuedLink):
     name = "virtual"
 
     def __init__(
-        self,
-        copy_s: float,
-        *,
-        lower: Mapping[str, tuple[int, float]] | None = None,
-        window: int = 1,
-        blocking: bool = False,
-        expand_s: float = 0.0,
-        write_back_s: float = 0.0,
-    ) -> None:
+        self, copy_s: float, *, lower: Mapping[str, tuple[int, float]] | None = None, window: int = 1,
+        blocking: bool = False, expand_s: float = 0.0, write_back_s: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.now = 0.0
         self._lower = dict(lower or {})
@@ -64,7 +58,6 @@ class VirtualLink(QueuedLink):
             block_bytes: of one expert, by precision; the full one is among them.
             bandwidth: bytes per second.
             latency: seconds per copy.
-            expand_s: seconds that unpacking a copy in lower precision takes of the model's thread.
             write_back: share of an expert's copy that its eviction takes.
             expand_s, window, blocking: as for the class.
 

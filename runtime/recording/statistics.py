@@ -102,8 +102,4 @@ class RunStatistics(Observer):
 
     def as_dict(self) -> Json:
         """Totals and `hit_rate`, with `per_layer` beside them."""
-        return {
-            **asdict(self.total),
-            "hit_rate": self.hit_rate,
-            "per_layer": [asdict(layer) for layer in self.layers],
-        }
+        return {**asdict(self.total), "hit_rate": self.hit_rate, "per_layer": [asdict(layer) for layer in self.layers]}
