@@ -13,6 +13,7 @@ T tokens, B sequences, D hidden size, E routed experts per layer, K experts per 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import ModelShape, MoEView
-from expertcast.runtime.engine.decisions import Decision, named, rewritten
 from expertcast.runtime.engine.pace import Pace
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.policies.miss import Lookup, Verdict
@@ -28,6 +28,16 @@ from expertcast.runtime.policies.prefetch import Wanted
 from expertcast.runtime.policies.routing import Routed, Standard
 from expertcast.runtime.policies.settings import PolicySet
 from expertcast.runtime.storage.precision import FULL
+
+
+@dataclass(slots=True)
+class Decision:
+    """What a layer executes in place of its router's choice."""
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    precision: dict[int, str]
+    """By key; experts that are not named come in full."""
 
 
 class TokenForecasts(Protocol):
@@ -128,13 +138,13 @@ class LayerFlow:
         chosen_TK, combine_TK = (ids_TK, weights_TK) if changed is None else changed
         ids, weights = chosen_TK.tolist(), combine_TK.tolist()
         if changed is not None:
-            ids = named(ids, weights)
+            ids = _named(ids, weights)
         verdict = self._verdict(layer, logits_TE, ids, weights, held)
         if changed is None and verdict is None:
             return None
         before = {expert for row in ids_TK.tolist() for expert in row}
         if verdict is not None and (verdict.dropped or verdict.substitute):
-            ids, weights = rewritten(ids, weights, verdict)
+            ids, weights = _rewritten(ids, weights, verdict)
         left_out = before.difference(expert for row in ids for expert in row)
         self.residency.observer.skipped(layer, len(left_out))
         first = layer * self._experts
@@ -216,3 +226,24 @@ class LayerFlow:
             lost = 0.0 if victim is None else by_layer[victim // self._experts].worth(victim) or 0.0
             if worth > lost:
                 residency.load_idle(key)
+
+
+def _named(ids: list[list[int]], weights: list[list[float]]) -> list[list[int]]:
+    """Places with weight 0 name the row's heaviest expert: what is not executed is not asked for."""
+    named = []
+    for row, values in zip(ids, weights, strict=True):
+        heaviest = row[max(range(len(row)), key=values.__getitem__)]
+        named.append([expert if weight else heaviest for expert, weight in zip(row, values, strict=True)])
+    return named
+
+
+def _rewritten(
+    ids: list[list[int]], weights: list[list[float]], verdict: Verdict
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Ids and weights with dropped experts at weight 0 and missing ones replaced by their substitutes."""
+    new_weights = [
+        [0.0 if expert in verdict.dropped else weight for expert, weight in zip(row, values, strict=True)]
+        for row, values in zip(ids, weights, strict=True)
+    ]
+    new_ids = [[verdict.substitute.get(expert, expert) for expert in row] for row in ids]
+    return _named(new_ids, new_weights), new_weights

@@ -55,11 +55,6 @@ class SlotPool:
         """Bytes of all slots."""
         return self._buffer.numel()
 
-    @property
-    def free_count(self) -> int:
-        """Slots that hold no expert."""
-        return len(self.free_slots)
-
     def free(self) -> None:
         """Give the memory back, as far as nobody else holds a view of it."""
         self.views.clear()

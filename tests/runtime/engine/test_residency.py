@@ -135,7 +135,7 @@ def test_without_cache_slots_are_given_back() -> None:
     assert residency.pool.resident() == [], "8 was never used, 9 and 10 were"
     _run(residency, 1, [1, 2])
     assert residency.stats.layers[1].misses == 2
-    assert residency.pool.free_count == 6
+    assert len(residency.pool.free_slots) == 6
 
 
 def test_a_failed_copy_gives_its_slot_back() -> None:
@@ -149,7 +149,7 @@ def test_a_failed_copy_gives_its_slot_back() -> None:
     link.queue[0].error = OSError("lost again")
     with pytest.raises(OSError, match="lost again"):
         residency.wait([8])
-    assert residency.pool.free_count == 4
+    assert len(residency.pool.free_slots) == 4
     _run(residency, 1, [0])
 
 

@@ -55,7 +55,7 @@ def test_per_layer_shares(reference_model: PreTrainedModel, one: dict[str, Tenso
         greedy(offloaded, one)
         held = [len(offloaded.residency.held(layer)) for layer in range(12)]
         assert held == [6] * 3 + [5] * 9
-        assert offloaded.pool.free_count == 0
+        assert len(offloaded.pool.free_slots) == 0
 
 
 def test_lossy_runs_say_so(reference_model: PreTrainedModel) -> None:
