@@ -4,10 +4,9 @@ from expertcast.runtime.benchmarking.bench import benchmark
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.engine.speculation import speculate
 from expertcast.runtime.graph import GraphDecoder
-from expertcast.runtime.links.base import Link
+from expertcast.runtime.links.base import InstantLink, Link
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.emulated import EmulatedLink
-from expertcast.runtime.links.instant import InstantLink
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.offloaded import OffloadedModel

@@ -10,10 +10,9 @@ import torch
 from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor
 from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor, names, predictor_class
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.links.base import Link
+from expertcast.runtime.links.base import InstantLink, Link
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.emulated import EmulatedLink
-from expertcast.runtime.links.instant import InstantLink
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.option_values import size_bytes
 from expertcast.runtime.policies import LRU, Fetch, Policies, Standard, TopK

@@ -21,15 +21,16 @@ from expertcast.predictors import ExpertcastError, MoEView, NextToken
 from expertcast.predictors.next_token_tracker import NextTokenTracker
 from expertcast.runtime.arguments import device_decides
 from expertcast.runtime.engine.base import EXPERTS_NAME, Engine, EngineParts
-from expertcast.runtime.engine.choice import engine_for
+from expertcast.runtime.engine.device import DeviceEngine
 from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.engine.guards import ForwardGuard, in_use, weights_guarded
+from expertcast.runtime.engine.host import HostEngine
 from expertcast.runtime.engine.kernels import SlotKernel
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.links.base import Link
-from expertcast.runtime.links.choice import fastest_link
 from expertcast.runtime.links.cuda import CudaLink
+from expertcast.runtime.links.speed import fastest_link
 from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.recording.observer import Observer, Observers
 from expertcast.runtime.storage.slots import SlotPool
@@ -103,17 +104,14 @@ class OffloadedModel:
             dropped = weakref.finalize(model, link.close)  # whose thread would keep the store of a dropped model
             dropped.atexit = False
             undo.callback(dropped.detach)
-            self._engine = engine = engine_for(
+            made = DeviceEngine if link.decides_on_device else HostEngine
+            self._engine = engine = made(
                 EngineParts(
-                    link=link,
-                    pool=self.pool,
-                    speculator=speculator,
-                    policies=policies,
-                    kernel=parts.kernel,
+                    link=link, pool=self.pool, speculator=speculator, policies=policies, kernel=parts.kernel,
                     tokens_ahead=None if parts.next_token is None else NextTokenTracker(parts.next_token),
                     keep=parts.cache,
                 )
-            )
+            )  # fmt: skip
             self.stats = engine.stats
             for layer in view:
                 undo.callback(Engine.detach, layer)

@@ -29,10 +29,9 @@ from expertcast.data.discovery import find_moe_layers
 from expertcast.data.taps import RouterCall
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.engine.flow import LayerFlow
+from expertcast.runtime.engine.base import EngineParts
 from expertcast.runtime.engine.host import HostEngine
 from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
-from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.links.base import Copy, Link
 from expertcast.runtime.policies import CacheShape, Policies
@@ -169,15 +168,18 @@ def build() -> tuple[HostEngine, MoEView, ListedForecasts, RunStatistics]:
     view = find_moe_layers(model)
     store = ExpertStore(view)
     pool = SlotPool(store.layout, SLOTS, torch.device("cpu"))
-    link, stats = NoLink(), RunStatistics(LAYERS)
+    link = NoLink()
     link.attach(store, pool)
     speculator = ListedForecasts(view, None)
     policies = Policies().make(CacheShape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, slots=SLOTS))
-    flow = LayerFlow(Residency(pool, link, policies.eviction, stats, experts=EXPERTS), policies, view.shape)
-    engine = HostEngine(flow, speculator, NoKernel(kernel_of(model), SLOTS))
+    engine = HostEngine(
+        EngineParts(
+            link=link, pool=pool, speculator=speculator, policies=policies, kernel=NoKernel(kernel_of(model), SLOTS)
+        )
+    )
     for layer in view:
         engine.attach(layer)
-    return engine, view, speculator, stats
+    return engine, view, speculator, engine.stats
 
 
 def _moved_on(ids: list[int], share: float, rng: random.Random) -> list[int]:

@@ -36,8 +36,8 @@ from expertcast.runtime.benchmarking.hardware import hardware
 from expertcast.runtime.benchmarking.shapes import build_shape
 from expertcast.runtime.engine.kernels import kernel_name
 from expertcast.runtime.graph import GraphDecoder
-from expertcast.runtime.links.choice import misses_s
 from expertcast.runtime.links.kernel import KernelLink
+from expertcast.runtime.links.speed import misses_s
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 

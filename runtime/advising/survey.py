@@ -20,8 +20,8 @@ from expertcast.runtime.arguments import recall_per_layer, resolve_predictor
 from expertcast.runtime.benchmarking.bench import BenchSettings
 from expertcast.runtime.benchmarking.decoding import decode_greedily
 from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.links.cuda import CudaLink
-from expertcast.runtime.links.instant import InstantLink
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.links.speed import LinkSpeed, link_speed
 from expertcast.runtime.offloading import offload

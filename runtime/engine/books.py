@@ -7,100 +7,200 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from expertcast.runtime.links.base import Copy
+from expertcast.runtime.links.base import Copy, Link
 from expertcast.runtime.policies.scope import Eviction
+from expertcast.runtime.recording.observer import Observer, Observers, heard
+from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
 
 
 class Books:
-    """Sets of keys, and the two events that change who has a slot: :meth:`take` and :meth:`lose`.
+    """Sets of keys, with the copies that begin, arrive, fail or are taken back.
 
     Args:
         pool: the slots.
+        link: what fills them.
         eviction: is told who gets and loses a slot; says how many slots a layer may use.
+        stats: counts what happens; another one may take its place between two forwards.
         experts: E.
+        keep: False frees an expert's slot as soon as its layer has run (every step loads all it needs).
     """
 
-    def __init__(self, pool: SlotPool, eviction: Eviction, experts: int) -> None:
-        self.pool, self.eviction, self.experts = pool, eviction, experts
-        self.slots = pool.slots
+    def __init__(
+        self, pool: SlotPool, link: Link, eviction: Eviction, stats: RunStatistics, *, experts: int, keep: bool = True
+    ) -> None:
+        self.pool, self.link, self.eviction, self.experts, self.keep = pool, link, eviction, experts, keep
+        self._slots = pool.slots
         """Slot of each expert that has one, arrived or not."""
-        self.policies = eviction.by_layer
-        self.shares = eviction.shares
+        self._policies = eviction.by_layer
+        self._shares = eviction.shares
         """Slots of each layer; None: all slots are everybody's."""
         self._held_by = [0] * len(eviction.by_layer)
         """Slots that each layer's experts have; kept only where layers have shares."""
+        self._block_bytes = pool.layout.block_bytes
         self.copies: dict[int, Copy] = {}
         """Copies not known to have arrived."""
-        self.packed: dict[int, str] = {}
+        self._packed: dict[int, str] = {}
         """Precision of the experts that are held, or on their way, in less than the full one."""
         self.running: set[int] = set()
         """Requested by the running layer, which has not computed with them so far."""
-        self.wanted: set[int] = set()
+        self._wanted: set[int] = set()
         """Asked for by an outstanding forecast, and with a slot."""
-        self.asked: dict[int, list[int]] = {}
+        self._asked: dict[int, list[int]] = {}
         """The same by layer, in the order they were asked for; may name keys that lost their slot since."""
-        self.unused: set[int] = set()
+        self._unused: set[int] = set()
         """Prefetched, not requested so far."""
-        self.just_used: set[int] = set()
+        self._just_used: set[int] = set()
         """Prefetched, requested by the running layer for the first time."""
-        self.given_up: set[int] = set()
+        self._given_up: set[int] = set()
         """Evicted for another expert's sake in this pass."""
-        self.needed = Union(self.running, self.wanted, self.copies)
+        self._needed = Union(self.running, self._wanted, self.copies)
         """What a forecast's expert may not push out."""
-        self.needed_now = Union(self.running, self.copies)
+        self._needed_now = Union(self.running, self.copies)
         """What a running layer's expert pushes out last."""
+        self._listeners = [link.observer]
+        self.stats = stats
+
+    @property
+    def stats(self) -> RunStatistics:
+        """Counts what happens."""
+        return self._stats
+
+    @stats.setter
+    def stats(self, stats: RunStatistics) -> None:
+        self._stats = stats
+        self._listen()
+
+    def tell(self, observer: Observer) -> None:
+        """Tell one more observer what happens from now on."""
+        self._listeners.append(observer)
+        self._listen()
+
+    def _listen(self) -> None:
+        self.observer = Observers([self._stats, *self._listeners])
+        self._loading = heard(self.observer, "loading")
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is on its way."""
+        self._sweep()
+        return not self.copies
 
     def holds(self, key: int) -> bool:
         """Whether the expert has a slot, arrived or not."""
-        return key in self.slots
+        return key in self._slots
 
     def held(self, layer: int) -> dict[int, str]:
         """The layer's experts (0..E-1) that have a slot, with the precision of what is or will be in it."""
-        first, slots, packed = layer * self.experts, self.slots, self.packed
+        first, slots, packed = layer * self.experts, self._slots, self._packed
         return {expert: packed.get(first + expert, FULL) for expert in range(self.experts) if first + expert in slots}
 
     def limit(self, layer: int) -> int:
         """Most experts of a layer that can have a slot at once."""
-        return self.pool.count if self.shares is None else self.shares[layer]
+        return self.pool.count if self._shares is None else self._shares[layer]
 
     def free(self, layer: int) -> int:
         """Free slots that the layer's experts may take."""
-        return len(self.pool.free_slots) if self.shares is None else self.shares[layer] - self._held_by[layer]
+        return len(self.pool.free_slots) if self._shares is None else self._shares[layer] - self._held_by[layer]
 
-    def take(self, key: int, precision: str) -> int:
-        """Give the expert a free slot, which is returned, for a copy in this precision."""
-        slot = self.pool.take(key)
-        layer = key // self.experts
-        if self.shares is not None:
-            self._held_by[layer] += 1
-        full = precision == FULL
-        if not full:
-            self.packed[key] = precision
-        self.policies[layer].insert(key, full)
-        return slot
-
-    def lose(self, key: int) -> None:
-        """The expert's slot is free, for whatever reason; no copy of it may be under way."""
-        layer = key // self.experts
-        self.policies[layer].remove(key)
-        if self.shares is not None:
-            self._held_by[layer] -= 1
-        self.pool.release(key)
-        self.packed.pop(key, None)
-        self.unused.discard(key)
-        self.wanted.discard(key)
-
-    def clear(self) -> None:
-        """No expert has a slot, and none is needed."""
+    def reset(self) -> None:
+        """Forget every expert: something cut one of our calls short, and books and copies may not agree."""
+        self.link.restart()
         self.pool.clear()
         self.eviction.clear()
         self._held_by = [0] * len(self._held_by)
         for held in (
-            self.copies, self.packed, self.running, self.wanted, self.asked, self.unused, self.just_used, self.given_up
+            self.copies, self._packed, self.running, self._wanted, self._asked, self._unused, self._just_used,
+            self._given_up,
         ):  # fmt: skip
             held.clear()
+
+    def _sweep(self, needed: Container[int] = ()) -> None:
+        """Notice copies that have arrived by themselves, so that their slots can be given up; not the needed ones'."""
+        copies, running = self.copies, self.running
+        if not copies:
+            return
+        self.link.progress()
+        for key, copy in [entry for entry in copies.items() if entry[1].done and entry[0] not in running]:
+            if copy.error is not None:
+                del copies[key]
+                self._lose(key)  # the layer's own request tries again
+                continue
+            self._arrived(key, copy)
+            if not self.keep and key not in self._wanted and key not in needed:
+                self._lose(key)
+
+    def _load(self, key: int, urgent: bool, precision: str = FULL) -> None:
+        """Give the link a copy into a free slot; not `urgent`: no layer has asked for it.
+
+        Statistics are counted here, and `loading` is told only to those who listen: as an event it costs 3 to 5 calls
+        per layer and token.
+        """
+        slot = self.pool.take(key)
+        layer = key // self.experts
+        if self._shares is not None:
+            self._held_by[layer] += 1
+        full = precision == FULL
+        self._policies[layer].insert(key, full)
+        try:
+            if full:  # a link that moves no others need not know of precisions
+                self.copies[key] = self.link.submit(key, slot, urgent=urgent)
+                nbytes = self._block_bytes
+            else:
+                self._packed[key] = precision
+                self.copies[key] = self.link.submit(key, slot, urgent=urgent, precision=precision)
+                nbytes = self.link.block_bytes(precision)
+        except BaseException:
+            self._lose(key)
+            raise
+        count = self._stats.layers[layer]
+        count.bytes_moved += nbytes
+        if not urgent:
+            self._unused.add(key)
+            count.prefetched += 1
+        if self._loading is not None:
+            self._loading(layer, nbytes, urgent)
+
+    def _arrive(self, key: int, copy: Copy) -> None:
+        """Wait for a copy; the expert of one that failed loses its slot before the error goes on."""
+        try:
+            self.link.wait(copy)
+        except Exception:
+            self.running.discard(key)
+            del self.copies[key]
+            self._lose(key)
+            raise
+        self._arrived(key, copy)
+
+    def _arrived(self, key: int, copy: Copy) -> None:
+        del self.copies[key]
+        if copy.precision != FULL:
+            self.link.expand(copy)
+        self.pool.arrived(key)
+
+    def _drop(self, key: int) -> bool:
+        """Take a queued copy back, if there is one that has not begun."""
+        copy = self.copies.get(key)
+        if copy is None or not self.link.cancel(copy):
+            return False
+        # not unused: requested, and that was withdrawn
+        nbytes = self._block_bytes if copy.precision == FULL else self.link.block_bytes(copy.precision)
+        self.observer.dropped(key // self.experts, nbytes, key in self._unused)
+        del self.copies[key]
+        self._lose(key)
+        return True
+
+    def _lose(self, key: int) -> None:
+        """The expert's slot is free, for whatever reason; no copy of it may be under way."""
+        layer = key // self.experts
+        self._policies[layer].remove(key)
+        if self._shares is not None:
+            self._held_by[layer] -= 1
+        self.pool.release(key)
+        self._packed.pop(key, None)
+        self._unused.discard(key)
+        self._wanted.discard(key)
 
 
 class Union:
@@ -109,11 +209,7 @@ class Union:
     __slots__ = ("_first", "_fourth", "_second", "_third")
 
     def __init__(
-        self,
-        first: Container[int],
-        second: Container[int],
-        third: Container[int] = (),
-        fourth: Container[int] = (),
+        self, first: Container[int], second: Container[int], third: Container[int] = (), fourth: Container[int] = ()
     ) -> None:
         self._first, self._second, self._third, self._fourth = first, second, third, fourth
 

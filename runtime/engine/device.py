@@ -9,7 +9,7 @@ T tokens, D hidden size, E routed experts per layer, K experts per token, P toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -18,49 +18,30 @@ from expertcast.data.taps import RouterCall, capturing
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import MoELayer
 from expertcast.runtime.engine.base import Engine, EngineParts
-from expertcast.runtime.engine.kernels import SlotKernel, row_order
-from expertcast.runtime.engine.speculation import Speculator
+from expertcast.runtime.engine.kernels import row_order
 from expertcast.runtime.links.kernel import DeviceStatistics, KernelLink
-from expertcast.runtime.policies.prefetch import PrefetchPolicy
-from expertcast.runtime.recording.observer import Observer, State
-from expertcast.runtime.storage.slots import SlotPool
+from expertcast.runtime.recording.observer import State
 
 
 class DeviceEngine(Engine):
-    """Drives a kernel's link: its tables decide on the device, by the rules of the host's books with LRU.
+    """Drives a kernel's link: its tables decide on the device, by the rules of the host's books with LRU."""
 
-    Args:
-        link: with the tables.
-        pool: the slots.
-        speculator: makes forecasts and says which of them are executed.
-        prefetch: which of a forecast's experts are asked for.
-        kernel: computes with slots in place of experts.
-        keep: False gives a layer's slots back as soon as it has run.
-    """
-
-    def __init__(
-        self, link: KernelLink, pool: SlotPool, speculator: Speculator, prefetch: PrefetchPolicy, kernel: SlotKernel,
-        *, keep: bool = True,
-    ) -> None:  # fmt: skip
-        super().__init__(speculator, kernel, pool, link.observer)
-        self._enter = _outside_graphs(link.observer)
-        self.stats = DeviceStatistics(link, pool.layout.block_bytes)
-        self._link = link
-        self._tables = link.residency
-        self._prefetch_policy = prefetch
-        self._keep = keep
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        link = parts.link
+        assert isinstance(link, KernelLink), f"link {link.name!r} has no tables on the device"
+        self.stats = DeviceStatistics(link, parts.pool.layout.block_bytes)
+        self._link, self._tables = link, link.residency
+        self._prefetch_policy, self._keep = parts.policies.prefetch, parts.keep
         self._ids_TK: Tensor | None = None
         """What the running layer was prepared for."""
         self._layer = -1
         self._ticket = 0
         """Calls of the link that the running layer waits for."""
 
-    @classmethod
-    def of(cls, parts: EngineParts) -> DeviceEngine:
-        """The engine for parts whose link decides on the device."""
-        link = parts.link
-        assert isinstance(link, KernelLink), f"link {link.name!r} has no tables on the device"
-        return cls(link, parts.pool, parts.speculator, parts.policies.prefetch, parts.kernel, keep=parts.keep)
+    def _enter(self, state: State, layer: int) -> None:
+        if not capturing():  # nothing runs while a graph is captured
+            super()._enter(state, layer)
 
     def on_start(self, fresh: bool) -> None:
         self._link.follow()
@@ -156,13 +137,3 @@ class DeviceEngine(Engine):
         none_E = torch.zeros(self._experts, dtype=torch.bool, device=ids_P.device)
         size = max(1, self._pool.count // 2)
         return [none_E.scatter(0, experts[start : start + size], True) for start in range(0, len(experts), size)]
-
-
-def _outside_graphs(observer: Observer) -> Callable[[State, int], None]:
-    """`observer.enter`, but not while a graph is captured: nothing runs then."""
-
-    def enter(state: State, layer: int) -> None:
-        if not capturing():
-            observer.enter(state, layer)
-
-    return enter

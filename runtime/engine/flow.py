@@ -13,6 +13,7 @@ T tokens, B sequences, D hidden size, E routed experts per layer, K experts per 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import ModelShape, MoEView
-from expertcast.runtime.engine.decisions import Decision, named, rewritten
 from expertcast.runtime.engine.pace import Pace
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.policies.miss import Lookup, Verdict
@@ -28,6 +28,16 @@ from expertcast.runtime.policies.prefetch import Wanted
 from expertcast.runtime.policies.routing import Routed, Standard
 from expertcast.runtime.policies.settings import PolicySet
 from expertcast.runtime.storage.precision import FULL
+
+
+@dataclass(slots=True)
+class Decision:
+    """What a layer executes in place of its router's choice."""
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    precision: dict[int, str]
+    """By key; experts that are not named come in full."""
 
 
 class TokenForecasts(Protocol):
@@ -59,15 +69,9 @@ class LayerFlow:
     """
 
     def __init__(
-        self,
-        residency: Residency,
-        policies: PolicySet,
-        shape: ModelShape,
-        *,
-        view: MoEView | None = None,
-        carry: int = 0,
-        tokens_ahead: TokenForecasts | None = None,
-    ) -> None:
+        self, residency: Residency, policies: PolicySet, shape: ModelShape, *, view: MoEView | None = None,
+        carry: int = 0, tokens_ahead: TokenForecasts | None = None,
+    ) -> None:  # fmt: skip
         self.residency, self.policies = residency, policies
         self._view = view
         self._experts = shape.experts
@@ -95,9 +99,8 @@ class LayerFlow:
         """A router has run: its scores and what follows from them for the next tokens, to those who read them.
 
         Args:
-            layer: whose router ran.
+            layer, logits_TE: whose router ran, and its scores.
             residual_TD: the residual stream before the layer.
-            logits_TE: the router's scores.
             sequences: B.
         """
         eviction = self.policies.eviction
@@ -114,19 +117,16 @@ class LayerFlow:
         """Routing and miss policies at work; None: the layer executes what was given, in full.
 
         Args:
-            layer: whose router ran.
-            logits_TE: the router's scores.
-            ids_TK: what would be executed.
-            weights_TK: what it would be weighted with.
+            layer, logits_TE: whose router ran, and its scores.
+            ids_TK, weights_TK: what would be executed.
             routed: the router chose `ids_TK`; a forecast's experts are not chosen again.
         """
-        books = self.residency.books
-        held = books.held(layer)
+        held = self.residency.held(layer)
         changed: tuple[Tensor, Tensor] | None = None
         if self._reroutes and routed:
             cached_E = torch.zeros(self._experts, dtype=torch.bool)
             cached_E[list(held)] = True
-            free = books.free(layer)
+            free = self.residency.free(layer)
             cached_E = cached_E.to(logits_TE.device)
             assert self._view is not None, "policies that route need the model's own routers"
             changed = self.policies.routing.route(
@@ -138,13 +138,13 @@ class LayerFlow:
         chosen_TK, combine_TK = (ids_TK, weights_TK) if changed is None else changed
         ids, weights = chosen_TK.tolist(), combine_TK.tolist()
         if changed is not None:
-            ids = named(ids, weights)
+            ids = _named(ids, weights)
         verdict = self._verdict(layer, logits_TE, ids, weights, held)
         if changed is None and verdict is None:
             return None
         before = {expert for row in ids_TK.tolist() for expert in row}
         if verdict is not None and (verdict.dropped or verdict.substitute):
-            ids, weights = rewritten(ids, weights, verdict)
+            ids, weights = _rewritten(ids, weights, verdict)
         left_out = before.difference(expert for row in ids for expert in row)
         self.residency.observer.skipped(layer, len(left_out))
         first = layer * self._experts
@@ -155,32 +155,23 @@ class LayerFlow:
         )
 
     def _verdict(
-        self,
-        layer: int,
-        logits_TE: Tensor,
-        ids: list[list[int]],
-        weights: list[list[float]],
-        held: Mapping[int, str],
+        self, layer: int, logits_TE: Tensor, ids: list[list[int]], weights: list[list[float]], held: Mapping[int, str]
     ) -> Verdict | None:
         if not self.policies.miss.lossy or all(held.get(expert) == FULL for row in ids for expert in row):
             return None
         return self.policies.miss.decide(
             Lookup(
-                layer=layer,
-                ids=ids,
-                weights=weights,
+                layer=layer, ids=ids, weights=weights, held=held, free=self.residency.free(layer),
                 probabilities=lambda: logits_TE.float().softmax(dim=-1).tolist(),
-                held=held,
-                free=self.residency.books.free(layer),
             )
-        )
+        )  # fmt: skip
 
     def begin(self, layer: int, keys: list[int], precision: Mapping[int, str] | None = None) -> list[list[int]]:
         """Request what a layer executes (distinct keys); returns it in chunks that fit the slots, the first requested.
 
         The caller requests chunk i + 1 before it waits for chunk i.
         """
-        limit = self.residency.books.limit(layer)
+        limit = self.residency.limit(layer)
         if layer < self._carry:
             self._carried[layer] = keys if len(keys) <= limit // 2 else []
         self.residency.observer.needed(layer, keys)
@@ -195,7 +186,7 @@ class LayerFlow:
 
     def _chunks(self, keys: list[int], limit: int) -> list[list[int]]:
         """Half the slots at a time, so that one chunk loads while another computes; what is held goes last."""
-        keys = sorted(keys, key=lambda key: (not self.residency.books.holds(key), key))
+        keys = sorted(keys, key=lambda key: (not self.residency.holds(key), key))
         size = max(1, limit // 2)
         return [keys[start : start + size] for start in range(0, len(keys), size)]
 
@@ -214,7 +205,7 @@ class LayerFlow:
     def _pre_evict(self, wanted: Wanted) -> None:
         first = wanted.layer * self._experts
         predicted = {expert for row in wanted.ids for expert in row}
-        resident = sum(self.residency.books.holds(first + expert) for expert in predicted)
+        resident = sum(self.residency.holds(first + expert) for expert in predicted)
         probability_E = wanted.probability_TE.mean(dim=0).tolist()
         target = self.policies.pre_eviction.release_target(probability_E, predicted, resident)
         self.residency.free_up(wanted.layer, target, {first + expert for expert in predicted})
@@ -235,3 +226,24 @@ class LayerFlow:
             lost = 0.0 if victim is None else by_layer[victim // self._experts].worth(victim) or 0.0
             if worth > lost:
                 residency.load_idle(key)
+
+
+def _named(ids: list[list[int]], weights: list[list[float]]) -> list[list[int]]:
+    """Places with weight 0 name the row's heaviest expert: what is not executed is not asked for."""
+    named = []
+    for row, values in zip(ids, weights, strict=True):
+        heaviest = row[max(range(len(row)), key=values.__getitem__)]
+        named.append([expert if weight else heaviest for expert, weight in zip(row, values, strict=True)])
+    return named
+
+
+def _rewritten(
+    ids: list[list[int]], weights: list[list[float]], verdict: Verdict
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Ids and weights with dropped experts at weight 0 and missing ones replaced by their substitutes."""
+    new_weights = [
+        [0.0 if expert in verdict.dropped else weight for expert, weight in zip(row, values, strict=True)]
+        for row, values in zip(ids, weights, strict=True)
+    ]
+    new_ids = [[verdict.substitute.get(expert, expert) for expert in row] for row in ids]
+    return _named(new_ids, new_weights), new_weights

@@ -16,11 +16,9 @@ from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import MoELayer
 from expertcast.runtime.engine.base import Engine, EngineParts
 from expertcast.runtime.engine.flow import LayerFlow
-from expertcast.runtime.engine.kernels import SlotKernel, row_order
+from expertcast.runtime.engine.kernels import row_order
 from expertcast.runtime.engine.residency import Residency
-from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.links.readback import Pending, Readback
-from expertcast.runtime.links.upload import Upload
+from expertcast.runtime.links.exchange import Pending, Readback, Upload
 from expertcast.runtime.recording.statistics import RunStatistics
 
 _FEW_IDS = 512
@@ -42,19 +40,21 @@ class _Plan:
 
 
 class HostEngine(Engine):
-    """Drives flow and kernel from the host, which reads every layer's routing back.
+    """Drives flow and kernel from the host, which reads every layer's routing back."""
 
-    Args:
-        flow: policies and books.
-        speculator: makes forecasts and says which of them are executed.
-        kernel: computes with slots in place of experts.
-    """
-
-    def __init__(self, flow: LayerFlow, speculator: Speculator, kernel: SlotKernel) -> None:
-        residency = flow.residency
-        super().__init__(speculator, kernel, residency.pool, residency.observer)
-        self._flow, self._residency, self.stats = flow, residency, residency.stats
-        self._last = len(speculator.view) - 1
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        speculator, policies, shape = parts.speculator, parts.policies, parts.speculator.view.shape
+        self.stats = stats = RunStatistics(shape.layers)
+        self._residency = residency = Residency(
+            parts.pool, parts.link, policies.eviction, stats, experts=shape.experts, keep=parts.keep
+        )
+        carry = 0 if speculator.predictor is None else speculator.ahead
+        self._flow = LayerFlow(
+            residency, policies, shape, view=speculator.view, carry=carry, tokens_ahead=parts.tokens_ahead
+        )
+        self._observer = residency.observer
+        self._last = shape.layers - 1
         self._readback = Readback(self._pool.device)
         self._upload = Upload(self._pool.device)
         self._prefetch_late = self._pool.device.type != "cpu"
@@ -66,23 +66,6 @@ class HostEngine(Engine):
         """Ids (flat) of forecasts by target layer, as far as the host has them."""
         self._complete = False
         """The last forward ran to its last layer."""
-
-    @classmethod
-    def of(cls, parts: EngineParts) -> HostEngine:
-        """Books and flow for the parts, and the engine that drives them."""
-        speculator = parts.speculator
-        view, policies = speculator.view, parts.policies
-        residency = Residency(
-            parts.pool,
-            parts.link,
-            policies.eviction,
-            RunStatistics(len(view)),
-            experts=view.shape.experts,
-            keep=parts.keep,
-        )
-        carry = 0 if speculator.predictor is None else speculator.ahead
-        flow = LayerFlow(residency, policies, view.shape, view=view, carry=carry, tokens_ahead=parts.tokens_ahead)
-        return cls(flow, speculator, parts.kernel)
 
     @property
     def flow(self) -> LayerFlow:
@@ -105,7 +88,8 @@ class HostEngine(Engine):
 
     def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
         self._halfway = True
-        self._enter("policy", call.layer)
+        if self._told is not None:
+            self._told("policy", call.layer)
         executed = forecast_executed = self._speculator.executed(call)
         precision = None
         self._observer.routed(call.layer, call.residual_TD, call.logits_TE)
@@ -115,15 +99,18 @@ class HostEngine(Engine):
             executed, precision = self._decide(call, executed)
         ids_TK = call.ids_TK if executed is None else executed[0]
         self._begin(call.layer, ids_TK, executed is not None and executed is forecast_executed, precision)
-        self._enter("forecast", call.layer)
+        if self._told is not None:
+            self._told("forecast", call.layer)
         forecast = self._speculator.forecast(call, executed)
-        self._enter("policy", call.layer)
+        if self._told is not None:
+            self._told("policy", call.layer)
         if forecast is not None:
             start = self._readback.start
             self._forecast = forecast, start(forecast.topk_ids_TK), start(forecast.topk_weights_TK)
         if not self._prefetch_late:
             self._prefetch(call.layer)
-        self._enter("compute", call.layer)
+        if self._told is not None:
+            self._told("compute", call.layer)
         self._halfway = False
         return executed
 
@@ -148,10 +135,11 @@ class HostEngine(Engine):
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self._halfway = True
-        self._enter("policy", layer.index)
+        if self._told is not None:
+            self._told("policy", layer.index)
         self._check_untouched(layer)
         plan = self._plan
-        if plan is None or plan.layer != layer.index or not _same(plan.ids_TK, ids_TK):
+        if plan is None or plan.layer != layer.index or not (plan.ids_TK is ids_TK or torch.equal(plan.ids_TK, ids_TK)):
             plan = self._begin(layer.index, ids_TK, False)
         self._plan = None
         self._observer.ran(layer.index, len(plan.chunks))
@@ -162,7 +150,8 @@ class HostEngine(Engine):
         if self._prefetch_late:
             self._prefetch(layer.index)
         self._complete = layer.index == self._last
-        self._enter("compute", layer.index + 1)
+        if self._told is not None:
+            self._told("compute", layer.index + 1)
         self._halfway = False
         return output_TD
 
@@ -193,7 +182,8 @@ class HostEngine(Engine):
             slots_TK = self._upload.send(slots).view(ids_TK.shape)
         self._wait(layer.index, keys)
         output_TD = self._kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK, ids_TK, slots)
-        self._enter("policy", layer.index)
+        if self._told is not None:
+            self._told("policy", layer.index)
         self._residency.release(keys)
         return output_TD
 
@@ -210,9 +200,11 @@ class HostEngine(Engine):
             self._residency.release(keys)
 
     def _wait(self, layer: int, keys: list[int]) -> None:
-        self._enter("wait", layer)
+        if self._told is not None:
+            self._told("wait", layer)
         self._residency.wait(keys)
-        self._enter("compute", layer)
+        if self._told is not None:
+            self._told("compute", layer)
 
     def _slot_table(self, layer: int, keys: list[int]) -> Tensor:
         """[E] slot of each expert, -1 where it has none in this chunk."""
@@ -221,7 +213,3 @@ class HostEngine(Engine):
         for key in keys:
             table[key - first] = self._pool.slots[key]
         return self._upload.send(table)
-
-
-def _same(ids_TK: Tensor, other_TK: Tensor) -> bool:
-    return ids_TK is other_TK or torch.equal(ids_TK, other_TK)

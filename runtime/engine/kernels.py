@@ -23,10 +23,8 @@ from expertcast.predictors.plain import Json
 ExpertsForward = Callable[..., Tensor]
 
 _KERNELS: dict[str, ExpertsForward] = {
-    "grouped_mm": grouped_mm_experts_forward,
-    "batched_mm": batched_mm_experts_forward,
-}
-
+    "grouped_mm": grouped_mm_experts_forward, "batched_mm": batched_mm_experts_forward
+}  # fmt: skip
 
 _GROUPED_MM = tuple(
     function
@@ -34,7 +32,6 @@ _GROUPED_MM = tuple(
     if function is not None
 )
 """What transformers calls, and what torch's wrapper of it calls."""
-
 
 _MANY_GROUPS = 32
 """Empty groups cost about 1 us each on the CPU; telling them apart costs about as much as these."""
@@ -63,10 +60,7 @@ class SlotKernel:
         """The experts' output [T, D] with slot ids in place of expert ids; the bits of the resident model.
 
         Args:
-            experts: the module, with slot views as its parameters.
-            hidden_TD: what the experts get.
-            slots_TK: in which slots each token's experts lie.
-            weights_TK: what their outputs are weighted with.
+            experts, hidden_TD, slots_TK, weights_TK: what transformers' kernel takes, with slots in place of experts.
             ids_TK: the experts that lie in these slots: they, not the slots, say in which order rows are computed.
             slots: `slots_TK` (flat) on the host, if it is known there: spares a CUDA device from being asked.
         """
@@ -128,19 +122,22 @@ def combine(output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor
 
 def kernel_name(model: PreTrainedModel) -> str:
     """Name of the kernel that the model's experts run with while offloaded: its own where slots can stand in."""
-    name = next((value for value in model.get_experts_implementation().values() if value), "grouped_mm")
-    return name if name in _KERNELS else "grouped_mm"
+    now = _own_kernel(model)
+    return now if now in _KERNELS else "grouped_mm"
 
 
 def kernel_of(model: PreTrainedModel) -> ExpertsForward:
     """That kernel; warns where it is not the one the model runs now."""
-    now = next((value for value in model.get_experts_implementation().values() if value), "grouped_mm")
-    name = kernel_name(model)
+    now, name = _own_kernel(model), kernel_name(model)
     if now != name:
         warnings.warn(
             f"experts implementation {now!r} cannot read slots: the offloaded model uses {name!r}", stacklevel=3
         )
     return _KERNELS[name]
+
+
+def _own_kernel(model: PreTrainedModel) -> str:
+    return next((value for value in model.get_experts_implementation().values() if value), "grouped_mm")
 
 
 class _ExpertOrder(TorchFunctionMode):

@@ -21,8 +21,8 @@ class Pace(Observer):
     """
 
     def __init__(self, residency: Residency, layers: int) -> None:
-        self._link, self._books, self._victim = residency.link, residency.books, residency.victim
-        self._experts = experts = residency.books.experts
+        self._link, self._residency = residency.link, residency
+        self._experts = experts = residency.experts
         self._block_bytes = residency.pool.layout.block_bytes
         self._busy_until_s = 0.0
         """When the link will have done what it has been given, by what copies take on average."""
@@ -62,20 +62,20 @@ class Pace(Observer):
 
     def transfer(self, target: int) -> Transfer:
         """What a selection for a later layer may count with."""
-        books, first, now = self._books, target * self._experts, self._link.clock()
+        residency, first, now = self._residency, target * self._experts, self._link.clock()
         copy_s = self._link.copy_s
         intervals = self._interval_s[self._layer + 1 : target + 1]
         left_s = copy_s if None in intervals else sum(value for value in intervals if value is not None)
-        backlog_s = min(len(books.copies) * copy_s, max(0.0, self._busy_until_s - now))
+        backlog_s = min(len(residency.copies) * copy_s, max(0.0, self._busy_until_s - now))
         # the layer at work waits for its copies too, and so does what follows
-        awaited_s = 0.0 if books.running.isdisjoint(books.copies) else backlog_s
+        awaited_s = 0.0 if residency.running.isdisjoint(residency.copies) else backlog_s
         return Transfer(
             copy_s=copy_s,
             backlog_s=backlog_s,
             left_s=max(0.0, left_s - (now - self._reached_s)) + awaited_s,
-            free=books.free(target),
-            resident=lambda expert: books.holds(first + expert),
-            victim_worth=lambda: self._worth(self._victim(target)),
+            free=residency.free(target),
+            resident=lambda expert: residency.holds(first + expert),
+            victim_worth=lambda: self._worth(residency.victim(target)),
         )
 
     def _seconds(self, nbytes: int) -> float:
@@ -85,5 +85,5 @@ class Pace(Observer):
         if victim is None:
             return 0.0
         layer, expert = divmod(victim, self._experts)
-        known = self._books.policies[layer].worth(victim)
+        known = self._residency.eviction.by_layer[layer].worth(victim)
         return float(self._rate_LE[layer, expert]) if known is None else known

@@ -94,14 +94,10 @@ class Speculator:
         ids_TK, weights_TK = (call.ids_TK, call.weights_TK) if executed is None else executed
         chained = own is not None and executed is not None and not self.true_weights
         state = RouterState(
-            layer=call.layer,
-            residual_TD=call.residual_TD,
-            router_input_TD=call.router_input_TD,
+            layer=call.layer, residual_TD=call.residual_TD, router_input_TD=call.router_input_TD,
             logits_TE=own.logits_TE if chained and own is not None else call.logits_TE,
-            topk_ids_TK=ids_TK,
-            topk_weights_TK=weights_TK,
-            previous_logits_TLE=self._previous(call),
-        )
+            topk_ids_TK=ids_TK, topk_weights_TK=weights_TK, previous_logits_TLE=self._previous(call),
+        )  # fmt: skip
         made = (self._traced if call.tokens == 1 else self.predictor).forecast(state, self.ahead)
         self._forecasts[made.layer] = made
         return made
@@ -152,12 +148,9 @@ def speculate(
 
     Args:
         model: whose layers `view` holds.
-        view: its MoE layers.
-        predictor: bound to `view`.
+        view, predictor, true_weights, ahead: as for :class:`Speculator`.
         layers: layers that execute their forecast; None for all that have one.
-        true_weights: the forecast's ids with the true router's weights over them.
         prefill: speculate in steps of more than one token per sequence too (teacher-forced evaluation).
-        ahead: how many layers ahead forecasts are made.
         observe: called after each router with the call and the ids [T, K] that the layer executes.
 
     Raises:

@@ -127,11 +127,7 @@ def _random_state(view: MoEView, layer: int, previous: bool, generator: torch.Ge
     router_input_1D = own.router_input(residual_1D)
     logits_1E, weights_1K, ids_1K = own.router(router_input_1D)
     return RouterState(
-        layer=layer,
-        residual_TD=residual_1D,
-        router_input_TD=router_input_1D,
-        logits_TE=logits_1E,
-        topk_ids_TK=ids_1K,
-        topk_weights_TK=weights_1K,
+        layer=layer, residual_TD=residual_1D, router_input_TD=router_input_1D, logits_TE=logits_1E,
+        topk_ids_TK=ids_1K, topk_weights_TK=weights_1K,
         previous_logits_TLE=logits_1E.expand(shape.layers, -1, -1).transpose(0, 1) if previous else None,
-    )
+    )  # fmt: skip

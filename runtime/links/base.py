@@ -1,4 +1,4 @@
-"""What moves experts from the store into slots: the base of all links.
+"""What moves experts from the store into slots: the base of all links, and the simplest one.
 
 Order of copies, for every link: urgent ones (this layer's misses) first, then forecasts in the order in
 which they were asked for. A forecast's copy that has not started can be promoted or cancelled.
@@ -44,6 +44,8 @@ class Link(ABC):
     """Whether tables on the device say what is copied, which no host reads: that takes an engine of its own."""
     latency: float = 0.0
     """Seconds that a copy takes whatever its size, as far as the link knows."""
+    write_back_s: float = 0.0
+    """Seconds of the link that an evicted expert takes: a store keeps all weights, and nothing is copied back."""
 
     def __init__(self) -> None:
         self.bytes_moved = 0
@@ -93,8 +95,8 @@ class Link(ABC):
         """
         raise ExpertcastError(f"link {self.name!r} cannot be measured: use 'emulated', 'instant' or a CUDA device")
 
-    def given_up(self) -> None:
-        """An expert lost its slot to another one. The store keeps all weights: there is nothing to copy back."""
+    def write_back(self) -> None:
+        """An expert lost its slot to another one; called where it takes time."""
 
     @abstractmethod
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
@@ -163,6 +165,32 @@ class Link(ABC):
         self.copies += 1
         self.busy_s += end - start
         self.observer.copied(copy.key, copy.key // self._store.experts, start, end, copy.urgent)
+
+
+class InstantLink(Link):
+    """Copies when asked, in the caller's thread: the simplest link, and the reference for the others."""
+
+    name = "instant"
+
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+        start = time.perf_counter()
+        if precision == FULL:
+            self._pool.block(slot).copy_(self._store.block(key))
+        else:
+            packed = self._store.copies(precision).block(key)
+            self._pool.block(slot)[: packed.numel()] = packed
+        copy = Copy(key, slot, urgent, started=True, done=True, precision=precision)
+        self._count(copy, start, time.perf_counter())
+        return copy
+
+    def twin(self) -> Link:
+        return InstantLink()
+
+    def wait(self, copy: Copy) -> None:
+        assert copy.done
+
+    def restart(self) -> None:
+        """Nothing is ever queued."""
 
 
 class QueuedLink(Link):

@@ -35,20 +35,14 @@ class VirtualLink(QueuedLink):
     name = "virtual"
 
     def __init__(
-        self,
-        copy_s: float,
-        *,
-        lower: Mapping[str, tuple[int, float]] | None = None,
-        window: int = 1,
-        blocking: bool = False,
-        expand_s: float = 0.0,
-        write_back_s: float = 0.0,
-    ) -> None:
+        self, copy_s: float, *, lower: Mapping[str, tuple[int, float]] | None = None, window: int = 1,
+        blocking: bool = False, expand_s: float = 0.0, write_back_s: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.now = 0.0
         self._lower = dict(lower or {})
         self._seconds = {FULL: copy_s, **{name: seconds for name, (_, seconds) in self._lower.items()}}
-        self._window, self._blocking, self._expand_s, self._write_back_s = window, blocking, expand_s, write_back_s
+        self._window, self._blocking, self._expand_s, self.write_back_s = window, blocking, expand_s, write_back_s
         self._free_at = 0.0
         """When the last issued copy arrives."""
         self._issued: deque[VirtualCopy] = deque()
@@ -64,7 +58,6 @@ class VirtualLink(QueuedLink):
             block_bytes: of one expert, by precision; the full one is among them.
             bandwidth: bytes per second.
             latency: seconds per copy.
-            expand_s: seconds that unpacking a copy in lower precision takes of the model's thread.
             write_back: share of an expert's copy that its eviction takes.
             expand_s, window, blocking: as for the class.
 
@@ -115,10 +108,9 @@ class VirtualLink(QueuedLink):
         """There is nothing to unpack, it only takes its time."""
         self.spend(self._expand_s)
 
-    def given_up(self) -> None:
-        """An evicted expert goes back over the link, unless nothing has to (row D2, trap 7)."""
-        if self._write_back_s:
-            self._free_at = max(self._free_at, self.now) + self._write_back_s
+    def write_back(self) -> None:
+        """An evicted expert goes back over the link (row D2, trap 7)."""
+        self._free_at = max(self._free_at, self.now) + self.write_back_s
 
     def restart(self) -> None:
         self._issued.clear()

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.plain import Json
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.links.instant import InstantLink
+from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.quality.forecasts import Pass, RunScores

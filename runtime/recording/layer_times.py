@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.recording.recorder import Recorder, Span
@@ -54,7 +55,7 @@ def layer_times(recorder: Recorder) -> LayerTimes:
     """
     samples: dict[tuple[str, int], list[float]] = defaultdict(list)
     steps: dict[int, float] = defaultdict(float)
-    for step, layer, spans in _visits(recorder.spans()):
+    for (step, layer), spans in groupby(recorder.spans(), key=lambda span: (span.step, span.layer)):
         for part, seconds in _parts(spans).items():
             samples[part, layer].append(seconds)
             steps[step] += seconds
@@ -70,17 +71,7 @@ def layer_times(recorder: Recorder) -> LayerTimes:
     return LayerTimes(**columns, tail_s=stretch * typical["before", layers], late_s=0.0)
 
 
-def _visits(spans: Sequence[Span]) -> list[tuple[int, int, list[Span]]]:
-    """(step, layer, its spans in order)."""
-    visits: list[tuple[int, int, list[Span]]] = []
-    for span in spans:
-        if not visits or visits[-1][:2] != (span.step, span.layer):
-            visits.append((span.step, span.layer, []))
-        visits[-1][2].append(span)
-    return visits
-
-
-def _parts(spans: Sequence[Span]) -> dict[str, float]:
+def _parts(spans: Iterable[Span]) -> dict[str, float]:
     """Seconds of each of a layer's times, by the order of states that the engine goes through."""
     part, parts = "before", dict[str, float]()
     for span in spans:

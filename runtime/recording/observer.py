@@ -100,16 +100,21 @@ class Observers(Observer):
     def __init__(self, observers: Iterable[Observer]) -> None:
         self._observers = tuple(observers)
         for event in _EVENTS:
-            heard = [getattr(observer, event) for observer in self._observers]
-            heard = [hears for hears in heard if getattr(hears, "__func__", hears) is not getattr(Observer, event)]
-            if heard:
-                self.__dict__[event] = heard[0] if len(heard) == 1 else _each(heard)
+            hear = [hears for observer in self._observers if (hears := heard(observer, event)) is not None]
+            if hear:
+                self.__dict__[event] = hear[0] if len(hear) == 1 else _each(hear)
 
     def device_time(self, event: torch.cuda.Event) -> float:
         return max((observer.device_time(event) for observer in self._observers), default=0.0)
 
 
 _EVENTS = [name for name, value in vars(Observer).items() if isfunction(value) and name != "device_time"]
+
+
+def heard(observer: Observer, event: str) -> Callable[..., None] | None:
+    """What is called for an event; None where nobody listens, so that a hot path need call nothing."""
+    hears: Callable[..., None] = getattr(observer, event)
+    return None if getattr(hears, "__func__", hears) is getattr(Observer, event) else hears
 
 
 def _each(heard: Sequence[Callable[..., None]]) -> Callable[..., None]:

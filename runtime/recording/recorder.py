@@ -112,11 +112,9 @@ class Recorder(Observer):
         return list(bounds.values())
 
     def _mark(self, state: str, layer: int) -> None:
-        if not self._cuda:
-            self._marks.append((state, layer, self._step, time.perf_counter()))
-            return
-        self._base()
-        self._marks.append((state, layer, self._step, self._event_now()))
+        if self._cuda:
+            self._base()
+        self._marks.append((state, layer, self._step, self._event_now() if self._cuda else time.perf_counter()))
 
     def _base(self) -> torch.cuda.Event:
         if self._origin is None:

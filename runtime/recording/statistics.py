@@ -45,6 +45,9 @@ class LayerStatistics:
 class RunStatistics(Observer):
     """Counts what it is told: `layers[l]` of layer l, `as_dict` with totals.
 
+    What happens to each expert (`evicted`, `prefetched`, `bytes_moved`) the residency counts in `layers` itself: no
+    events are told for it.
+
     Args:
         layers: MoE layers of the model.
     """
@@ -62,12 +65,6 @@ class RunStatistics(Observer):
         count.hits += len(keys) - misses
         count.collisions += again
         count.prefetched_used += forecast
-
-    def loading(self, layer: int, nbytes: int, urgent: bool) -> None:
-        count = self.layers[layer]
-        count.bytes_moved += nbytes
-        if not urgent:
-            count.prefetched += 1
 
     def dropped(self, layer: int, nbytes: int, forecast: bool) -> None:
         count = self.layers[layer]
@@ -105,8 +102,4 @@ class RunStatistics(Observer):
 
     def as_dict(self) -> Json:
         """Totals and `hit_rate`, with `per_layer` beside them."""
-        return {
-            **asdict(self.total),
-            "hit_rate": self.hit_rate,
-            "per_layer": [asdict(layer) for layer in self.layers],
-        }
+        return {**asdict(self.total), "hit_rate": self.hit_rate, "per_layer": [asdict(layer) for layer in self.layers]}

@@ -10,6 +10,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,12 +38,12 @@ def chrome_trace(recorders: Mapping[str, Recorder]) -> Json:
     """
     events: list[Json] = []
     for process, (name, recorder) in enumerate(recorders.items(), start=1):
-        spans, copies = list(recorder.spans()), list(recorder.copies())
+        spans, copies = recorder.spans(), sorted(recorder.copies(), key=attrgetter("start"))
         origin = min((span.start for span in (*spans, *copies)), default=0.0)
         events += _labels(process, name)
         labelled = zip(_span_labels(spans), spans, strict=True)
         events += [_event(label, span, process, COMPUTE, origin) for label, span in labelled]
-        events += [_event(_copy_label(copy), copy, process, LINK, origin) for copy in sorted(copies, key=_start)]
+        events += [_event(_copy_label(copy), copy, process, LINK, origin) for copy in copies]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -94,21 +95,11 @@ def _labels(process: int, name: str) -> list[Json]:
 
 
 def _event(label: str, span: Span, process: int, thread: int, origin: float) -> Json:
-    args: Json = {"layer": span.layer}
-    if span.state == "copy":
-        args |= {"expert": span.expert, "urgent": span.urgent}
-    else:
-        args["step"] = span.step
+    own = {"expert": span.expert, "urgent": span.urgent} if span.state == "copy" else {"step": span.step}
     return {
-        "ph": "X",
-        "name": label,
-        "cat": span.state,
-        "pid": process,
-        "tid": thread,
-        "ts": 1e6 * (span.start - origin),
-        "dur": 1e6 * span.seconds,
-        "args": args,
-    }
+        "ph": "X", "name": label, "cat": span.state, "pid": process, "tid": thread,
+        "ts": 1e6 * (span.start - origin), "dur": 1e6 * span.seconds, "args": {"layer": span.layer, **own},
+    }  # fmt: skip
 
 
 def _span_labels(spans: Sequence[Span]) -> list[str]:
@@ -134,10 +125,6 @@ def _span_labels(spans: Sequence[Span]) -> list[str]:
 
 def _copy_label(copy: Span) -> str:
     return f"L{copy.layer} E{copy.expert} {'miss' if copy.urgent else 'forecast'}"
-
-
-def _start(span: Span) -> float:
-    return span.start
 
 
 def _window(name: str, recorder: Recorder, steps: int) -> tuple[list[Span], list[Span], float]:
@@ -177,20 +164,14 @@ def _bars(
     axis: Axes, spans: Sequence[Span], row: int, colour: ColorType, *, edge: str = "black", hatch: str = ""
 ) -> None:
     if spans:
-        axis.broken_barh(
-            [(1e3 * span.start, 1e3 * span.seconds) for span in spans],
-            (row - 0.4, 0.8),
-            facecolor=colour,
-            edgecolor=edge,
-            linewidth=0.3,
-            hatch=hatch,
-        )
+        times = [(1e3 * span.start, 1e3 * span.seconds) for span in spans]
+        axis.broken_barh(times, (row - 0.4, 0.8), facecolor=colour, edgecolor=edge, linewidth=0.3, hatch=hatch)
 
 
 def _name_layers(axis: Axes, spans: Sequence[Span], row: int, length_s: float) -> None:
     """A layer's number on its spans, where there is room; copies of one layer in a row count as one."""
     joined: list[Span] = []
-    for span in sorted(spans, key=_start):
+    for span in sorted(spans, key=attrgetter("start")):
         if joined and joined[-1].layer == span.layer and span.start - joined[-1].end < 0.002 * length_s:
             joined[-1] = replace(joined[-1], end=span.end)
         else:

@@ -55,11 +55,6 @@ class SlotPool:
         """Bytes of all slots."""
         return self._buffer.numel()
 
-    @property
-    def free_count(self) -> int:
-        """Slots that hold no expert."""
-        return len(self.free_slots)
-
     def free(self) -> None:
         """Give the memory back, as far as nobody else holds a view of it."""
         self.views.clear()
@@ -97,8 +92,12 @@ class SlotPool:
         self._state[slot] = SlotState.LOADING
         return slot
 
+    def arrived(self, key: int) -> None:
+        """An expert's copy has come (loading -> ready)."""
+        self._state[self.slots[key]] = SlotState.READY
+
     def mark(self, keys: Iterable[int], state: SlotState) -> None:
-        """Move the slots of some keys to another state (loading -> ready -> in use -> ready)."""
+        """Move the slots of some keys to another state (ready -> in use -> ready)."""
         slots, states = self.slots, self._state
         for key in keys:
             states[slots[key]] = state

@@ -232,7 +232,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             key = self.pool.key_of(slot)
             assert (key is None) == (self.pool.state(slot) is SlotState.FREE)
             assert key is None or slots[key] == slot
-        assert self.pool.free_count == self.slots - len(slots)
+        assert len(self.pool.free_slots) == self.slots - len(slots)
 
     @invariant()
     @precondition(lambda self: hasattr(self, "pool"))
@@ -304,13 +304,13 @@ class ResidencyMachine(RuleBasedStateMachine):
         """As the engine does."""
         if len(keys) <= self.slots:
             return [keys]
-        keys = sorted(keys, key=lambda key: (not self.residency.books.holds(key), key))
+        keys = sorted(keys, key=lambda key: (not self.residency.holds(key), key))
         size = max(1, self.slots // 2)
         return [keys[start : start + size] for start in range(0, len(keys), size)]
 
     def request(self, keys: Sequence[int]) -> None:
         misses = self.stats.total.misses
-        missing = [key for key in keys if not self.residency.books.holds(key)]
+        missing = [key for key in keys if not self.residency.holds(key)]
         before = len(self.log.copies)
         self.residency.request(keys)
         assert [copy.key for copy in self.log.copies[before:]] == missing, "each missing expert once, no other"

@@ -64,7 +64,7 @@ def test_hand_worked_trace() -> None:
         residency.prefetch(forecast)
         if forecast == [8, 9]:
             link.arrive(1)
-    assert not residency.books.holds(9)
+    assert not residency.holds(9)
     _run(residency, 0, [4, 5])
     assert sorted(residency.pool.resident()) == [0, 2, 4, 5, 10, 11]
     waited = [layer.waited_s for layer in residency.stats.layers]
@@ -107,7 +107,7 @@ def test_nothing_needed_is_given_up() -> None:
     residency.prefetch([10])
     residency.prefetch([11])
     assert residency.pool.state(residency.pool.slots.get(0) or 0) is SlotState.IN_USE
-    assert not residency.books.holds(11), "no room for a further forecast"
+    assert not residency.holds(11), "no room for a further forecast"
     residency.request([1])
     assert sorted(residency.pool.resident()) == [0, 1, 9], "the queued prefetch goes first"
     residency.wait([1])
@@ -135,7 +135,7 @@ def test_without_cache_slots_are_given_back() -> None:
     assert residency.pool.resident() == [], "8 was never used, 9 and 10 were"
     _run(residency, 1, [1, 2])
     assert residency.stats.layers[1].misses == 2
-    assert residency.pool.free_count == 6
+    assert len(residency.pool.free_slots) == 6
 
 
 def test_a_failed_copy_gives_its_slot_back() -> None:
@@ -149,7 +149,7 @@ def test_a_failed_copy_gives_its_slot_back() -> None:
     link.queue[0].error = OSError("lost again")
     with pytest.raises(OSError, match="lost again"):
         residency.wait([8])
-    assert residency.pool.free_count == 4
+    assert len(residency.pool.free_slots) == 4
     _run(residency, 1, [0])
 
 
@@ -160,7 +160,7 @@ def test_abandon_unpins() -> None:
     residency.prefetch([8])
     residency.abandon()
     assert residency.pool.state(residency.pool.slots.get(0) or 0) is SlotState.READY
-    assert not residency.books.holds(8)
+    assert not residency.holds(8)
     _run(residency, 2, [1, 2, 3, 4])
 
 

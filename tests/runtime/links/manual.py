@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from expertcast.runtime.links.base import Copy, Link
-from expertcast.runtime.links.mover import HostMover
+from expertcast.runtime.links.emulated import HostMover
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore

@@ -11,10 +11,10 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime import InstantLink
 from expertcast.runtime.arguments import make_link
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.links import choice as device_choice
+from expertcast.runtime.links import speed as device_choice
 from expertcast.runtime.links.base import Copy, Link
-from expertcast.runtime.links.choice import choose, fastest_link, misses_s
 from expertcast.runtime.links.kernel import KernelLink
+from expertcast.runtime.links.speed import choose, fastest_link, misses_s
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool

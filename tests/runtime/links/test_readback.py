@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from expertcast.runtime.links.driver import CudaDevice
-from expertcast.runtime.links.readback import Pending, Readback
-from expertcast.runtime.links.upload import Upload
+from expertcast.runtime.links.exchange import Pending, Readback, Upload
 from tests.runtime.links.simulated_device import SimulatedDevice
 
 

@@ -44,7 +44,7 @@ def test_slots_hold_what_the_books_say(family: str, miss: str, cache: bool) -> N
         for step in range(8):
             model.generate(torch.tensor([[7 * step + 1, 3 * step + 2]]), max_new_tokens=4, do_sample=False)
             for layer in range(offloaded.store.layers):
-                for expert, precision in residency.books.held(layer).items():
+                for expert, precision in residency.held(layer).items():
                     key = layer * offloaded.store.experts + expert
                     slot = pool.slots[key]
                     if pool.state(slot) is SlotState.LOADING:

@@ -1,11 +1,12 @@
-"""Small tensors from the device to the host, without holding up the stream that makes them.
+"""Small tensors between host and device, without holding up the host or the stream that makes them.
 
-On CUDA a copy runs on a stream of its own, which waits for the tensor's stream by an event, into page-locked memory;
-whoever asks for the values waits for that copy only. On the CPU nothing is copied.
+On CUDA a copy to the host runs on a stream of its own, which waits for the tensor's stream by an event, into
+page-locked memory; whoever asks for the values waits for that copy only. On the CPU nothing is copied.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -104,6 +105,41 @@ class _Entry:
             host = self._buffer[: source.nbytes].view(source.dtype).view(source.shape)
             self._shaped[key] = host
         return host
+
+
+class Upload:
+    """Small integers to the device; on CUDA through a ring of page-locked buffers.
+
+    Args:
+        capacity: buffers in the ring; the host waits only when it is so many uploads ahead of the device.
+    """
+
+    def __init__(self, device: torch.device, capacity: int = 64) -> None:
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self._ring: list[tuple[Tensor, torch.cuda.Event] | None] = [None] * capacity
+        self._next = 0
+
+    def send(self, values: Sequence[int]) -> Tensor:
+        """The values as int64 [n] on the device; ready for what is launched on the current stream from now on."""
+        if not self._cuda:
+            return torch.tensor(values, device=self._device)
+        index = self._next
+        self._next = (index + 1) % len(self._ring)
+        entry = self._ring[index]
+        if entry is None or entry[0].numel() < len(values):
+            with torch.inference_mode(False):  # a buffer made in one could not be written to outside of it
+                buffer = torch.empty(len(values), dtype=torch.int64, pin_memory=torch.cuda.is_available())
+            entry = buffer, torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._ring[index] = entry
+        else:
+            entry[1].synchronize()  # type: ignore[no-untyped-call]
+        buffer, sent = entry
+        host = buffer[: len(values)]
+        host.copy_(torch.tensor(values))
+        on_device = host.to(self._device, non_blocking=True)
+        sent.record(torch.cuda.current_stream(self._device))
+        return on_device
 
 
 def _page_locked(size: int) -> Tensor:
