@@ -13,8 +13,9 @@ from functools import partial
 from expertcast.data.distributed import current_share, sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, PredictorConfig, predictor_class
-from expertcast.predictors.frequency import Frequency, PreviousToken
+from expertcast.predictors.frequency import Frequency
 from expertcast.predictors.hybrid import Hybrid, HybridConfig
+from expertcast.predictors.previous_token import PreviousToken
 from expertcast.predictors.quasi_hidden import QuasiHidden
 from expertcast.training.fit_estimator import fit_estimator
 from expertcast.training.fit_linear import fit_linear

@@ -21,7 +21,7 @@ from expertcast import cli
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import PredictorConfig, names, registry
-from expertcast.predictors.through_router import RouterInput
+from expertcast.predictors.router_input import RouterInput
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.policies import EVICTION, Policies
 from expertcast.training import evaluation

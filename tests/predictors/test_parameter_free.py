@@ -7,9 +7,11 @@ import torch
 
 from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors import DefaultVectors, ExpertcastError, Forecast, MoEView, PredictorConfig, RouterState
-from expertcast.predictors.frequency import Frequency, PreviousToken
+from expertcast.predictors.frequency import Frequency
+from expertcast.predictors.next_norm import NextNorm
+from expertcast.predictors.previous_token import PreviousToken
 from expertcast.predictors.quasi_hidden import QuasiHidden
-from expertcast.predictors.through_router import NextNorm, RouterInput
+from expertcast.predictors.router_input import RouterInput
 from tests.families.models import tiny_model
 from tests.training.synthetic import random_batch, tiny_view
 

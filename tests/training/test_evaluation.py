@@ -17,7 +17,7 @@ from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors.base import PredictorConfig, RouterState
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.quasi_hidden import QuasiHidden
-from expertcast.predictors.through_router import RouterInput
+from expertcast.predictors.router_input import RouterInput
 from expertcast.predictors.view import MoEView
 from expertcast.training import evaluation as module
 from expertcast.training.evaluation import evaluate

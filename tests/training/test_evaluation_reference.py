@@ -13,7 +13,7 @@ from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.base import PredictorConfig
 from expertcast.predictors.quasi_hidden import QuasiHidden
-from expertcast.predictors.through_router import RouterInput
+from expertcast.predictors.router_input import RouterInput
 from expertcast.training.evaluation import evaluate
 
 TOP_K = 4

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from expertcast.predictors.base import PredictorConfig
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.through_router import RouterInput
+from expertcast.predictors.router_input import RouterInput
 from expertcast.training import figures
 from expertcast.training.drawing import STYLES, floor, run_colour, short, spread, style
 from expertcast.training.evaluation import evaluate

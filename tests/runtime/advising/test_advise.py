@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from expertcast.checkpoints.store import save_predictor
 from expertcast.predictors import ExpertcastError, MoEView, predictor_class
-from expertcast.predictors.through_router import NextNorm
+from expertcast.predictors.next_norm import NextNorm
 from expertcast.runtime.advising.advise import WORTH, advice_errors, advice_from, advise, expected_tpot, most_to_gain
 from expertcast.runtime.advising.observation import Watcher, executed, measured_recall, with_recall
 from expertcast.runtime.advising.survey import survey

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.frequency import PreviousToken
+from expertcast.predictors.previous_token import PreviousToken
 from expertcast.runtime import offload
 from expertcast.runtime.engine.device import DeviceEngine
 from expertcast.runtime.graph import GraphDecoder

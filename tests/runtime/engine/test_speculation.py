@@ -15,8 +15,8 @@ from expertcast.data.discovery import find_moe_layers
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import Forecast, MoEView, Predictor, PredictorConfig, RouterState, predictor_class
 from expertcast.predictors.quasi_hidden import QuasiHidden
+from expertcast.predictors.router_input import RouterInput
 from expertcast.predictors.routing_rule import weights_over
-from expertcast.predictors.through_router import RouterInput
 from expertcast.runtime import offload, speculate
 from tests.families.models import CONFIGS, tiny_model
 from tests.runtime.conftest import assert_same, greedy
