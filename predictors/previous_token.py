@@ -1,4 +1,4 @@
-"""What the previous token used: a floor that other predictors are held against. T tokens, E routed experts per layer."""
+"""What the previous token used: a floor for other predictors. T tokens, E routed experts per layer."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-
+"""Fitting, scoring and reporting predictors."""

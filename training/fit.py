@@ -30,7 +30,8 @@ Fitter = Callable[[TraceSource, PredictorConfig, FitOptions], Fitted]
 def fit_hybrid(
     source: TraceSource, config: PredictorConfig, options: FitOptions, known: Mapping[str, Fitted] | None = None
 ) -> Fitted:
-    """Fit every candidate that is not known yet, then choose per layer (:func:`select_hybrid`)."""
+    """Fit every candidate of the `config` that is not `known` yet on the `source`, with the same `options`, then choose
+    per layer (:func:`select_hybrid`)."""
     assert isinstance(config, HybridConfig)
     fitted = dict(known or {})
     for name in config.candidates:
@@ -131,7 +132,14 @@ def fit_many(
     *,
     options: FitOptions | None = None,
 ) -> dict[str, Fitted]:
-    """Fit several predictors, each once: `hybrid` chooses among those fitted here, and fits what it lacks."""
+    """Fit several predictors, each once: `hybrid` chooses among those fitted here, and fits what it lacks.
+
+    Args:
+        names: of the predictors.
+        source: what they learn from.
+        configs: by name, of those that have other than the default one.
+        options: as for :func:`fit`.
+    """
     fitted: dict[str, Fitted] = {}
     for name in sorted(names, key=lambda name: name == "hybrid"):
         fitted[name] = fit(name, source, config=configs.get(name), options=options, known=fitted)

@@ -156,7 +156,10 @@ class KeepState(Callback):  # type: ignore[misc]
     def on_train_batch_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: object, batch_idx: int
     ) -> None:
-        """Save, where it is time to."""
+        """Save, where it is time to.
+
+        Of Lightning's arguments only `trainer` is looked at, not `pl_module`, `batch` and `batch_idx`.
+        """
         if trainer.global_step and trainer.global_step % self._every == 0:
             trainer.save_checkpoint(self._path)
 

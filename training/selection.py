@@ -28,6 +28,9 @@ def select_hybrid(
 
     Args:
         members: the candidates, fitted for every distance in `config.ahead` and bound to the source's model.
+        source: its validation split chooses.
+        config: which candidates, and how much better a costlier one must be.
+        options: how much of the validation split.
 
     Raises:
         ExpertcastError: a candidate is missing or does not look as far as the hybrid is to.
@@ -55,7 +58,14 @@ def select_hybrid(
 def forecast_flops(
     members: Mapping[str, Predictor], source: TraceSource, ahead: int, options: FitOptions
 ) -> dict[str, int]:
-    """Floating-point operations in matrix products of one forecast for one token, counted while it runs."""
+    """Floating-point operations in matrix products of one forecast for one token, counted while it runs.
+
+    Args:
+        members: predictors by name.
+        source: where the token comes from.
+        ahead: how far the forecast looks.
+        options: of its validation split.
+    """
     state = states_of(source.view, validation_batch(source, options)[:1])[0]
     flops = {}
     for name, member in members.items():

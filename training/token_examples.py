@@ -155,7 +155,14 @@ class TokenChunk:
 def token_chunks(
     predictor: NextToken, source: TraceSource, split: str, *, max_tokens: int | None = None
 ) -> Iterator[TokenChunk]:
-    """A split as chunks in order; of the train split this rank's documents."""
+    """A split as chunks in order; of the train split this rank's documents.
+
+    Args:
+        predictor: for whose view and memories.
+        source: where tokens come from.
+        split: its name.
+        max_tokens: at most so many.
+    """
     share = training_share() if split == "train" else None
     shape, config = predictor.shape, predictor.config
     size = max(LEAST_CHUNK, CHUNK_BYTES // (2 * shape.layers * shape.experts * len(config.memories)))

@@ -190,7 +190,14 @@ def decode_resident(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int)
 
 
 def layer_seconds(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, store: ExpertStore) -> float:
-    """Seconds that one layer computes in a decode step when its experts are there; the last norm and head left out."""
+    """Seconds that one layer computes in a decode step when its experts are there; the last norm and head left out.
+
+    Args:
+        model: as it is, not offloaded.
+        prompt_ids: [1, T]; its first 64 tokens are read.
+        new_tokens: decoded behind them.
+        store: of the model's experts.
+    """
     layers, recorder = len(find_moe_layers(model)), Recorder(prompt_ids.device)
     with offload(model, cache=False, link="instant", store=store, observers=[recorder]) as offloaded:
         decode_greedily(model, prompt_ids[:, :64], new_tokens, offloaded=offloaded, recorder=recorder)

@@ -64,7 +64,7 @@ class Books:
 
     @property
     def stats(self) -> RunStatistics:
-        """Counts what happens."""
+        """Counts what happens; another one may take its place between two forwards."""
         return self._stats
 
     @stats.setter

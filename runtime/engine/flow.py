@@ -47,7 +47,7 @@ class TokenForecasts(Protocol):
         """A forward starts; `fresh`: with new texts."""
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> Tensor | None:
-        """A router has run; arguments as for :meth:`LayerFlow.see`.
+        """A router has run: `residual_TD`, `logits_TE` and `sequences` as for :meth:`LayerFlow.see`.
 
         Returns:
             New probabilities [H, L, E] when this layer triggers a forecast: of this token's coming layers and of all

@@ -26,6 +26,12 @@ def simulate_bypass(trace: Trace, slots: int, machine: Machine, scope: str = "gl
     """The fewest misses of any policy that loads on demand and need not keep what it has just used.
 
     Times are of a layer that asks for its misses, waits for them all and computes.
+
+    Args:
+        trace: what the routers say.
+        slots: experts that fit on the device.
+        machine: what computes and what copies.
+        scope: who shares the slots, as in :class:`expertcast.runtime.policies.Policies`.
     """
     layers = trace.shape.layers
     misses = _misses(trace, slots, scope)

@@ -61,6 +61,6 @@ class ReplayedTokens:
         self._forward += 1
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> Tensor | None:
-        """The forecast that this layer triggers; None: it triggers none."""
+        """The forecast that this layer triggers, whatever `residual_TD`, `logits_TE` and `sequences` are; or None."""
         row = self._table.due[self._forward].get(layer)
         return None if row is None else self._table.probability_NHLE[row].float()
