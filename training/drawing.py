@@ -95,7 +95,8 @@ def short(number: float) -> str:
 def spread(heights: Mapping[str, float], gap: float, low: float, high: float) -> dict[str, float]:
     """Move heights as little as possible (in squares) so that none is closer to the next than `gap`.
 
-    They stay between `low` and `high`. Without the gaps this is isotonic regression: neighbours that would swap are pooled at their mean.
+    They stay between `low` and `high`. Without the gaps this is isotonic regression: neighbours that would swap are
+    pooled at their mean.
     """
     names = sorted(heights, key=lambda name: heights[name])
     pools: list[tuple[float, int]] = []

@@ -68,7 +68,7 @@ class CudaDevice:
         self._check(self._driver.cuMemcpyHtoDAsync_v2(target, source, size, stream.cuda_stream))
 
     def to_host(self, target: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
-        """Queue a copy of `size` bytes device -> host on a `stream`, from the address `source` to the host's `target`."""
+        """Queue a copy of `size` bytes device -> host on a `stream`, from address `source` to the host's `target`."""
         self._check(self._driver.cuMemcpyDtoHAsync_v2(target, source, size, stream.cuda_stream))
 
     def address_of(self, host: int) -> int | None:

@@ -44,7 +44,12 @@ def place(  # type: ignore[no-untyped-def]
     """One call of `DeviceResidency.bring` (or `.expect`, with FORECAST) in one program: what some forty kernels do.
 
     Args:
+        ids: int64 [N], the experts that are asked for.
+        slot_of, key_of, used_at, unused, tick, counts: the tables of `DeviceResidency`.
+        keys_out, slots_out, moved_out: [N], the moves to make.
+        layer: whose experts they are, E of them.
         room: misses and hits that a forecast may hold at most.
+        N, PADDED_N, S, PADDED_S: ids and slots, and the powers of two that hold them; COLUMNS: of `counts`.
     """
     lane = tl.arange(0, PADDED_N)
     ids_N = tl.load(ids + lane, mask=lane < N, other=-1)
