@@ -116,7 +116,9 @@ class OffloadConfig:
         try:
             values = json.loads(Path(path).read_bytes())
         except OSError as error:
-            raise ExpertcastError(f"cannot read {path}: {error.strerror}; OffloadConfig.save writes one") from error
+            raise ExpertcastError(
+                f"cannot read {path}: {error.strerror}; `expertcast advise --save` writes one"
+            ) from error
         except (ValueError, RecursionError) as error:
             raise ExpertcastError(f"{path} is no JSON: OffloadConfig.save writes such a file") from error
         if not isinstance(values, dict):
