@@ -137,9 +137,9 @@ def forecast_quality(options: QualityOptions, name: str, predictors: dict[str, P
     return measure_quality(model, find_moe_layers(model), windows, runs)
 
 
-def confident_layers(evaluation: Json, name: str, least: float = 0.9) -> list[int]:
-    """Target layers at which a predictor's recall@k is at least `least`: where hybrid mode executes its forecast."""
-    recall = evaluation["recall_at_k"][name]["per_layer"]
+def confident_layers(evaluation: Json, name: str) -> list[int]:
+    """Target layers at which a predictor's recall@k is enough for hybrid mode to execute its forecast."""
+    recall, least = evaluation["recall_at_k"][name]["per_layer"], OffloadConfig.min_recall
     return [layer for layer, value in zip(evaluation["targets"], recall, strict=True) if value >= least]
 
 
