@@ -3,12 +3,11 @@
     python scripts/measure_structure.py            # the working tree
     python scripts/measure_structure.py 670e318 .  # a revision beside it
 
-`package` is what is installed (predictors, data, training, runtime, checkpoints, src); `all` adds scripts and
-benchmarks. A function's lines are those from `def` to its end, its parameters are counted without `self`.
-A docstring is owed by every public module, class, function and method (no underscore in front, none nested in a
-function, no override of a documented method); one of a function with four parameters or more names them all. An upward
-import is one of the fewest that would have to go for the rooms of the runtime (its folders, and each module beside
-them) to have an order.
+`package` is what is installed. A function's lines are those from `def` to its end, its parameters are counted without
+`self`. A docstring is owed by every public module, class, function and method (no underscore in front, none nested in
+a function, no override of a documented method); one of a function with four parameters or more names them all. An
+upward import is one of the fewest that would have to go for the rooms of the runtime (its folders, and each module
+beside them) to have an order.
 """
 
 from __future__ import annotations
@@ -28,20 +27,19 @@ PACKAGE = ("predictors", "data", "training", "runtime", "checkpoints", "src")
 BESIDE = ("scripts", "benchmarks")
 LONG_FILE = 250
 MANY_PARAMETERS = 8
-NAMED_FROM = 4
-"""Parameters from which a docstring names each."""
+NAMED_FROM = 4  # parameters
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(slots=True)
 class Source:
-    """One Python file."""
+    """One Python file, its path relative to the root of the tree."""
 
     path: str
-    """Relative to the root of the tree."""
     lines: int
     tree: ast.Module
+    text: str
 
     @property
     def folder(self) -> str:
@@ -61,9 +59,8 @@ def main() -> None:
     print(" " * width, *(f"{tree:>10}" for tree in found))
     for name in names:
         print(f"{name:<{width}}", *(f"{column['figures'].get(name, 0):>10}" for column in found.values()))
-    if args.list:
-        for tree, column in found.items():
-            print(f"\n{tree}", *(f"  {line}" for line in column["named"]), sep="\n")
+    for tree, column in found.items() if args.list else ():
+        print(f"\n{tree}", *(f"  {line}" for line in column["named"]), sep="\n")
 
 
 def read(root: Path, tree: str) -> list[Source]:
@@ -85,15 +82,12 @@ def _sources(root: Path, paths: list[str]) -> Iterator[Source]:
         through_link = any((root / parent).is_symlink() for parent in Path(path).parents)  # src/expertcast/NAME
         if path.split("/")[0] in PACKAGE + BESIDE and file.is_file() and not through_link:
             text = file.read_text()
-            yield Source(path, text.count("\n"), ast.parse(text))
+            yield Source(path, text.count("\n"), ast.parse(text), text)
 
 
 def figures(sources: list[Source]) -> dict[str, dict[str, float] | list[str]]:
     """`figures` by name, and `named`: what is behind the counts."""
     package = [source for source in sources if source.folder in PACKAGE]
-    by_folder: dict[str, int] = defaultdict(int)
-    for source in sources:
-        by_folder[source.folder] += source.lines
     lengths = sorted((node.end_lineno or 0) - node.lineno + 1 for s in sources for node in functions(s.tree))
     long_files = [f"{s.lines:>4} {s.path}" for s in sources if s.lines > LONG_FILE]
     wide = [
@@ -104,17 +98,18 @@ def figures(sources: list[Source]) -> dict[str, dict[str, float] | list[str]]:
     ]
     upward = upward_imports(package)
     owing = dict(owing_docstrings(sources))
-    bare = [name for name, node in owing.items() if not _text(node)]
+    bare = [name for name, node in owing.items() if not ast.get_docstring(node)]
     many = {
         name: unnamed_parameters(node)
         for name, node in owing.items()
-        if isinstance(node, Function) and _text(node) and len(parameters(node)) >= NAMED_FROM
+        if isinstance(node, Function) and ast.get_docstring(node) and len(parameters(node)) >= NAMED_FROM
     }
     silent = [f"{name} does not name {', '.join(missing)}" for name, missing in many.items() if missing]
-    column: dict[str, float] = {f"lines: {folder}": by_folder[folder] for folder in (*PACKAGE, *BESIDE)}
+    folders = {folder: [source for source in sources if source.folder == folder] for folder in (*PACKAGE, *BESIDE)}
+    column: dict[str, float] = {f"lines: {name}": sum(own.lines for own in held) for name, held in folders.items()}
     column |= {
         "lines: package": sum(source.lines for source in package),
-        "lines: all": sum(source.lines for source in sources),
+        "lines: package, of them code": sum(code_lines(source) for source in package),
         "files: runtime": sum(source.folder == "runtime" for source in sources),
         "function lines, median": statistics.median(lengths),
         "function lines, p90": lengths[int(0.9 * len(lengths))],
@@ -122,11 +117,24 @@ def figures(sources: list[Source]) -> dict[str, dict[str, float] | list[str]]:
         f"with {NAMED_FROM} parameters or more, naming all, %": round(100 * (1 - len(silent) / len(many)), 1),
         f"files over {LONG_FILE} lines": len(long_files),
         f"functions of {MANY_PARAMETERS} parameters or more": len(wide),
-        "uses of Any": sum(uses_of_any(source.tree) for source in package),
+        "uses of Any": sum(
+            isinstance(node, ast.Name) and node.id == "Any" for s in package for node in ast.walk(s.tree)
+        ),
         "upward imports in runtime": len(upward),
     }
     named = [*long_files, *wide, *(f"   ^ {line}" for line in upward), *(f"     {name}" for name in (*bare, *silent))]
     return {"figures": column, "named": named}
+
+
+def code_lines(source: Source) -> int:
+    """Lines that are neither blank, comments, imports nor texts that stand for themselves, as docstrings do."""
+    lines = enumerate(map(str.strip, source.text.splitlines()), 1)
+    left = {number for number, line in lines if line and not line.startswith("#")}
+    for node in ast.walk(source.tree):
+        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if text or isinstance(node, ast.Import | ast.ImportFrom):
+            left.difference_update(range(node.lineno, (node.end_lineno or 0) + 1))
+    return len(left)
 
 
 def functions(tree: ast.AST) -> list[Function]:
@@ -142,15 +150,12 @@ def parameters(node: Function) -> list[str]:
     return [name for name in names if name not in ("self", "cls")]
 
 
-def uses_of_any(tree: ast.AST) -> int:
-    """Annotations and other expressions that say `Any`; its imports are none."""
-    return sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree))
-
-
 def owing_docstrings(sources: list[Source]) -> Iterator[tuple[str, ast.Module | ast.ClassDef | Function]]:
     """Everything public by name; overrides of methods that some class documents need not say it again."""
     classes = [node for source in sources for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)]
-    documented = {each.name for node in classes for each in node.body if isinstance(each, Function) and _text(each)}
+    documented = {
+        each.name for node in classes for each in node.body if isinstance(each, Function) and ast.get_docstring(each)
+    }
     for source in sources:
         yield source.path, source.tree
         for node in source.tree.body:
@@ -163,17 +168,13 @@ def owing_docstrings(sources: list[Source]) -> Iterator[tuple[str, ast.Module | 
 def _public(node: ast.stmt, where: str, inherited: Set[str]) -> Iterator[tuple[str, ast.ClassDef | Function]]:
     if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
         return
-    if _text(node) or node.name not in inherited:
+    if ast.get_docstring(node) or node.name not in inherited:
         yield f"{where}: {node.name}", node
-
-
-def _text(node: ast.Module | ast.ClassDef | Function) -> str:
-    return ast.get_docstring(node) or ""
 
 
 def unnamed_parameters(node: Function) -> list[str]:
     """Parameters that the docstring does not mention."""
-    words = set(re.findall(r"\w+", _text(node)))
+    words = set(re.findall(r"\w+", ast.get_docstring(node) or ""))
     return [name for name in parameters(node) if name not in words]
 
 
