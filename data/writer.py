@@ -24,6 +24,7 @@ from torch import Tensor
 from expertcast.data import layout
 from expertcast.data.batch import TraceBatch
 from expertcast.data.means import MeanOutputs
+from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import ModelShape
 
 SHARD_BYTES = 128 * 2**20
@@ -117,6 +118,18 @@ def write_atomically(path: Path, content: bytes) -> None:
     """The file is the old one or the new one, never a part."""
     with _replacing(path) as file:
         file.write(content)
+
+
+def write_where_told(path: Path, content: bytes) -> None:
+    """:func:`write_atomically` at a path that a user gave.
+
+    Raises:
+        ExpertcastError: its folder does not exist or cannot be written.
+    """
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise ExpertcastError(f"cannot write {path}: {error.strerror}; give a path in a folder that exists") from error
 
 
 @contextmanager

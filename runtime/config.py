@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from expertcast.data.writer import write_atomically
+from expertcast.data.writer import write_where_told
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.plain import Json
 from expertcast.runtime.links.base import Link
@@ -143,13 +143,7 @@ class OffloadConfig:
         Raises:
             ExpertcastError: as :meth:`as_dict`; or the folder is missing or cannot be written.
         """
-        content = json.dumps(self.as_dict(), indent=2) + "\n"
-        try:
-            write_atomically(Path(path), content.encode())
-        except OSError as error:
-            raise ExpertcastError(
-                f"cannot write {path}: {error.strerror}; give a path in a folder that exists"
-            ) from error
+        write_where_told(Path(path), (json.dumps(self.as_dict(), indent=2) + "\n").encode())
 
     @property
     def on_demand(self) -> bool:

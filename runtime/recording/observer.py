@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 State = Literal["compute", "forecast", "wait", "policy"]
-STATES: tuple[State, ...] = ("compute", "forecast", "wait", "policy")
 
 
 class Observer:
@@ -117,9 +116,9 @@ def heard(observer: Observer, event: str) -> Callable[..., None] | None:
     return None if getattr(hears, "__func__", hears) is getattr(Observer, event) else hears
 
 
-def _each(heard: Sequence[Callable[..., None]]) -> Callable[..., None]:
+def _each(listening: Sequence[Callable[..., None]]) -> Callable[..., None]:
     def tell(*args: object) -> None:
-        for hears in heard:
+        for hears in listening:
             hears(*args)
 
     return tell

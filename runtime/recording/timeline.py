@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expertcast.data.writer import write_atomically
+from expertcast.data.writer import write_where_told
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.runtime.recording.recorder import Recorder, Span
@@ -53,7 +53,7 @@ def write_timeline(path: str | Path, recorders: Mapping[str, Recorder]) -> None:
     Raises:
         ExpertcastError: the folder does not exist or cannot be written.
     """
-    _write(Path(path), json.dumps(chrome_trace(recorders), allow_nan=False).encode())
+    write_where_told(Path(path), json.dumps(chrome_trace(recorders), allow_nan=False).encode())
 
 
 def draw_steps(recorders: Mapping[str, Recorder], png_path: str | Path, *, steps: int = 2) -> None:
@@ -83,7 +83,7 @@ def draw_steps(recorders: Mapping[str, Recorder], png_path: str | Path, *, steps
     _legend(figure, layers)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=130)
-    _write(Path(png_path), picture.getvalue())
+    write_where_told(Path(png_path), picture.getvalue())
 
 
 def _labels(process: int, name: str) -> list[Json]:
@@ -208,10 +208,3 @@ def _legend(figure: Figure, layers: int) -> None:
         Patch(facecolor=middle, edgecolor="black", label="copy of a forecast"),
     ]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        write_atomically(path, content)
-    except OSError as error:
-        raise ExpertcastError(f"cannot write {path}: {error.strerror}; give a path in a folder that exists") from error

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from expertcast.data.traces import TraceDataset
-from expertcast.data.writer import write_atomically
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.data.writer import write_where_told
 from expertcast.predictors.plain import Json, aligned
 
 Outcome = tuple[Json, str]
@@ -48,11 +47,7 @@ def write_json(path: Path, result: Json) -> None:
     Raises:
         ExpertcastError: its folder does not exist or cannot be written.
     """
-    content = (json.dumps(result, indent=2, allow_nan=False) + "\n").encode()
-    try:
-        write_atomically(path, content)
-    except OSError as error:
-        raise ExpertcastError(f"cannot write {path}: {error.strerror}; give a path in a folder that exists") from error
+    write_where_told(path, (json.dumps(result, indent=2, allow_nan=False) + "\n").encode())
 
 
 def describe_traces(traces: TraceDataset) -> str:
