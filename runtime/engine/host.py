@@ -55,9 +55,9 @@ class HostEngine(Engine):
         )
         self._observer = residency.observer
         self._last = shape.layers - 1
-        self._readback = Readback(self._pool.device)
-        self._upload = Upload(self._pool.device)
-        self._prefetch_late = self._pool.device.type != "cpu"
+        self._readback = Readback(parts.link.driver)
+        self._upload = Upload(self._pool.device, parts.link.driver)
+        self._prefetch_late = parts.link.driver is not None
         """Whether kernels run beside the host: then a forecast is read back after the layer's kernels are launched."""
         self._plan: _Plan | None = None
         self._forecast: tuple[Forecast, Pending, Pending] | None = None

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
@@ -53,11 +54,18 @@ class Link(ABC):
         self.busy_s = 0.0
         """Seconds in which a copy was under way."""
         self.observer = Observer()
+        self.driver: CudaDevice | None = None
+        """Through which everything about this link is asked of a CUDA device; known once attached."""
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         """Called once, before the first copy."""
         self._store = store
         self._pool = pool
+        self.driver = self._device_of(pool)
+
+    def _device_of(self, pool: SlotPool) -> CudaDevice | None:
+        """The CUDA device of the slots; None on the CPU."""
+        return CudaDevice(pool.device) if pool.device.type == "cuda" else None
 
     def clock(self) -> float:
         """Seconds, from any start."""

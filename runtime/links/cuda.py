@@ -35,6 +35,11 @@ _READS = 64
 """Reads whose events may be outstanding before their end is looked for: runs that miss nothing never ask."""
 
 
+def window_of(block_bytes: int) -> int:
+    """Copies of so many bytes each that a window holds."""
+    return -(-_WINDOW_BYTES // block_bytes)
+
+
 @dataclass(slots=True, eq=False)
 class _DeviceCopy(Copy):
     begun: torch.cuda.Event | None = None
@@ -63,18 +68,16 @@ class CudaLink(QueuedLink):
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         super().attach(store, pool)
         self._size = store.layout.block_bytes
-        self._window = self._window_given or -(-_WINDOW_BYTES // self._size)
+        self._window = self._window_given or window_of(self._size)
         self._target = pool.block(0).data_ptr()
         self._sources: dict[int, int] = {}
-        self._open(self._device_of(pool), pool.count)
+        assert self.driver is not None, "this link is for slots on a CUDA device"
+        self._open(self.driver, pool.count)
 
     @property
     def window(self) -> int:
         """Copies under way below which a forecast is issued; known once attached."""
         return self._window
-
-    def _device_of(self, pool: SlotPool) -> CudaDevice:
-        return CudaDevice(pool.device)
 
     def _open(self, device: CudaDevice, slots: int) -> None:
         self._device = device

@@ -43,14 +43,16 @@ class Readback:
     """Starts such copies, for one device; all calls come from one thread.
 
     A tensor must not be written to (by later kernels of its stream) before its values have been read.
+
+    Args:
+        driver: of the CUDA device that holds the tensors; None on the CPU.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
-        self._device = torch.device(device)
+    def __init__(self, driver: CudaDevice | None) -> None:
         self._ring: list[_Entry] = []
         self._next = 0
-        if self._device.type == "cuda":
-            self._open(CudaDevice(self._device))
+        if driver is not None:
+            self._open(driver)
 
     def start(self, tensor: Tensor) -> Pending:
         """Queue the copy behind what the current stream has been given so far."""
@@ -108,37 +110,41 @@ class _Entry:
 
 
 class Upload:
-    """Small integers to the device; on CUDA through a ring of page-locked buffers.
+    """Small integers to the device; on CUDA through a ring of page-locked buffers, on the current stream.
 
     Args:
+        device: where they go.
+        driver: of a CUDA device; None on the CPU.
         capacity: buffers in the ring; the host waits only when it is so many uploads ahead of the device.
     """
 
-    def __init__(self, device: torch.device, capacity: int = 64) -> None:
-        self._device = device
-        self._cuda = device.type == "cuda"
+    def __init__(self, device: torch.device, driver: CudaDevice | None, capacity: int = 64) -> None:
+        self._device, self._driver = device, driver
         self._ring: list[tuple[Tensor, torch.cuda.Event] | None] = [None] * capacity
         self._next = 0
 
     def send(self, values: Sequence[int]) -> Tensor:
         """The values as int64 [n] on the device; ready for what is launched on the current stream from now on."""
-        if not self._cuda:
+        driver = self._driver
+        if driver is None:
             return torch.tensor(values, device=self._device)
         index = self._next
         self._next = (index + 1) % len(self._ring)
         entry = self._ring[index]
         if entry is None or entry[0].numel() < len(values):
             with torch.inference_mode(False):  # a buffer made in one could not be written to outside of it
-                buffer = torch.empty(len(values), dtype=torch.int64, pin_memory=torch.cuda.is_available())
-            entry = buffer, torch.cuda.Event()  # type: ignore[no-untyped-call]
+                buffer = _page_locked(len(values) * 8).view(torch.int64)
+            entry = buffer, driver.new_event()
             self._ring[index] = entry
         else:
             entry[1].synchronize()  # type: ignore[no-untyped-call]
         buffer, sent = entry
         host = buffer[: len(values)]
         host.copy_(torch.tensor(values))
-        on_device = host.to(self._device, non_blocking=True)
-        sent.record(torch.cuda.current_stream(self._device))
+        on_device = torch.empty(len(values), dtype=torch.int64, device=self._device)
+        stream = driver.current_stream()
+        driver.to_device(on_device.data_ptr(), host.data_ptr(), host.nbytes, stream)
+        sent.record(stream)
         return on_device
 
 

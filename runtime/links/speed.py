@@ -147,7 +147,7 @@ def misses_s(link: Link, store: ExpertStore, pool: SlotPool) -> float:
         RuntimeError: a block arrived with other bytes than it has.
     """
     count = min(_EXPERTS, pool.count, store.experts)
-    readback = Readback(pool.device)
+    readback = Readback(link.driver)
     best = float("inf")
     for turn in range(_ROUNDS + 2):
         first = (turn * count) % (store.experts - count + 1)

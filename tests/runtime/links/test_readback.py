@@ -15,7 +15,7 @@ from tests.runtime.links.simulated_device import SimulatedDevice
 
 
 def _simulated(seed: int = 0) -> tuple[Readback, SimulatedDevice]:
-    readback, device = Readback("cpu"), SimulatedDevice(seed)
+    readback, device = Readback(None), SimulatedDevice(seed)
     readback._open(cast(CudaDevice, device))
     return readback, device
 
@@ -29,7 +29,7 @@ def _produced(device: SimulatedDevice, values: Tensor) -> Tensor:
 
 def test_on_the_cpu_values_come_at_once() -> None:
     ids_TK = torch.tensor([[3, 1], [0, 2]])
-    assert Readback("cpu").start(ids_TK).tolist() == [[3, 1], [0, 2]]
+    assert Readback(None).start(ids_TK).tolist() == [[3, 1], [0, 2]]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32])
@@ -73,17 +73,20 @@ def test_more_than_an_entry_holds_and_strided_values() -> None:
     assert readback.start(large[:3, ::2]).tolist() == large[:3, ::2].tolist()
 
 
-def test_an_uploads_buffer_outlives_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_uploads_buffer_outlives_inference_mode() -> None:
     """The first forward may run in inference_mode and the next, as `generate` does, in no_grad."""
     device = SimulatedDevice()
-    monkeypatch.setattr(torch.cuda, "Event", device.new_event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: device.compute)
-    upload = Upload(torch.device("cpu"), capacity=1)
-    upload._cuda = True
+    upload = Upload(torch.device("cpu"), cast(CudaDevice, device), capacity=1)
+
+    def sent(values: list[int]) -> list[int]:
+        on_device = upload.send(values)
+        device.synchronize()
+        return cast(list[int], on_device.tolist())
+
     with torch.inference_mode():
-        assert upload.send([3, 4]).tolist() == [3, 4]
+        assert sent([3, 4]) == [3, 4]
     with torch.no_grad():
-        assert upload.send([5]).tolist() == [5]
+        assert sent([5]) == [5]
     assert device.events == 1
 
 
