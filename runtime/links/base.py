@@ -12,8 +12,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.links.driver import CudaDevice
+from expertcast.runtime.links.exchange import Sent
 from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
@@ -140,6 +143,16 @@ class Link(ABC):
     def poll(self, copy: Copy) -> bool:
         """Whether the copy has arrived."""
         return copy.done
+
+    def send(self, values: Sequence[int]) -> Sent:
+        """Small integers to where the slots are, behind the copies that have been asked for so far.
+
+        What the call before gave must have been read by kernels that are launched.
+
+        Args:
+            values: they arrive as int64 [n].
+        """
+        return Sent(torch.tensor(values, device=self._pool.device))
 
     def read_ahead(self, keys: Sequence[int]) -> None:
         """Copies of these will be asked for: a store on disk reads them into memory meanwhile."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 
@@ -55,6 +56,12 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Wait on the host for everything that was launched on the device."""
         torch.cuda.synchronize(self.device)
+
+    def wait(self, event: torch.cuda.Event, meanwhile: Callable[[], None]) -> None:
+        """Hold the host until an event has been reached, and call `meanwhile` again and again until then."""
+        meanwhile()
+        while not event.query():  # type: ignore[no-untyped-call]
+            meanwhile()
 
     def to_device(self, target: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
         """Queue a copy host -> device. From pageable memory the driver stages it, and the call takes as long.
