@@ -175,7 +175,7 @@ class CudaLink(QueuedLink):
         try:
             self._wait_for_reader(copy.slot)
             copy.begun = self._begun(copy)
-            self._device.to_device(target, *self._source(copy), self._stream)
+            self._transfer(target, *self._source(copy))
             arrived.record(self._stream)
         except Exception as error:  # whoever waits for this copy gets it, and nobody else
             copy.error, copy.done = error, True
@@ -184,6 +184,10 @@ class CudaLink(QueuedLink):
         copy.forecast = not copy.urgent
         self._forecasts += copy.forecast
         self._issued.append(copy)
+
+    def _transfer(self, target: int, source: int, size: int) -> None:
+        """Queue `size` bytes from an address of the host to one of the device."""
+        self._device.to_device(target, source, size, self._stream)
 
     def _begun(self, copy: _DeviceCopy) -> torch.cuda.Event:
         """The event at which a copy begins. Behind another one it needs none of its own, which takes time of the link."""

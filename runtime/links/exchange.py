@@ -118,7 +118,9 @@ class Sent:
 
     __slots__ = ("_arrived", "_driver", "_values")
 
-    def __init__(self, values: Tensor, driver: CudaDevice | None = None, arrived: torch.cuda.Event | None = None) -> None:
+    def __init__(
+        self, values: Tensor, driver: CudaDevice | None = None, arrived: torch.cuda.Event | None = None
+    ) -> None:
         self._values, self._driver, self._arrived = values, driver, arrived
 
     def take(self) -> Tensor:

@@ -124,8 +124,6 @@ class TimedDevice:
     Args:
         bandwidth: bytes per second of each copy engine.
         costs: of the driver's calls.
-        stands_for: bytes that a copy of some size stands for (a tiny model in the place of a large one); others stand
-            for themselves.
         sticky: whether a copy engine stays with a stream that has another copy for it, as one does that changes to
             another channel only when the present one has nothing to do.
     """
@@ -136,7 +134,8 @@ class TimedDevice:
     ) -> None:  # fmt: skip
         self.device = torch.device("cpu")
         self.bandwidth, self.costs = bandwidth, costs or DriverCosts()
-        self.stands_for, self.sticky = dict(stands_for or {}), sticky
+        self.sticky = sticky
+        self._scaled: list[tuple[range, float]] = []
         self.now = 0.0
         """The host's clock, in seconds."""
         self.host_busy_s = 0.0
@@ -216,9 +215,14 @@ class TimedDevice:
         self._note(work)
         self.push(stream or self._current, work)
 
-    def seconds_of(self, size: int) -> float:
+    def scale(self, addresses: range, factor: float) -> None:
+        """Copies to these addresses count for so many times their bytes: a tiny model in the place of a large one."""
+        self._scaled.append((addresses, factor))
+
+    def seconds_of(self, target: int, size: int) -> float:
         """Of a copy of `size` bytes, on the engine."""
-        return self.stands_for.get(size, size) / self.bandwidth
+        factor = next((factor for addresses, factor in self._scaled if target in addresses), 1.0)
+        return size * factor / self.bandwidth
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
         """The host sleeps until the device has come so far."""
@@ -250,7 +254,7 @@ class TimedDevice:
     def _copy(self, target: int, source: int, size: int, stream: TimedStream, way: Direction) -> None:
         ctypes.memmove(target, source, size)
         self.spend(self.costs.copy_call_s)
-        seconds = self.costs.copy_setup_s + self.seconds_of(size)
+        seconds = self.costs.copy_setup_s + self.seconds_of(target, size)
         work = _Work(0.0, seconds, engine=way, name=way)
         if way == "to_device":
             work.writes = (target,)

@@ -30,7 +30,8 @@ class TimedCudaLink(CudaLink):
         self.timed, self._stands_for = timed, block_bytes
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
-        self.timed.stands_for[store.layout.block_bytes] = self._stands_for
+        start, size = pool.block(0).data_ptr(), store.layout.block_bytes
+        self.timed.scale(range(start, start + pool.count * size), self._stands_for / size)
         super().attach(store, pool)
 
     def _device_of(self, pool: SlotPool) -> CudaDevice:

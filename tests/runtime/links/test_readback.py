@@ -111,7 +111,9 @@ class TestUpload:
             for seed in range(20):
                 device, read = SimulatedDevice(seed), list[list[int]]()
                 copies = device.new_stream()
-                monkeypatch.setattr({"compute": device.compute, "copies": copies}[stream], "wait_event", lambda _e: None)
+                monkeypatch.setattr(
+                    {"compute": device.compute, "copies": copies}[stream], "wait_event", lambda _e: None
+                )
                 upload = Upload(cast(CudaDevice, device), cast(torch.cuda.Stream, copies), 1)
                 for step in range(10):
                     self._read(device, upload.send([step]), read)
