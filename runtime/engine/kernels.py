@@ -49,13 +49,24 @@ class SlotKernel:
         """
         return self._run(experts, hidden_TD, slots_TK, weights_TK, lambda: row_order(ids_TK), slots)
 
-    def run_pairs(self, experts: nn.Module, hidden_PD: Tensor, slots_P: Tensor) -> Tensor:
-        """Each pair's own expert output [P, D], not weighted: parts of a step that is done in chunks.
+    def run_pairs(self, experts: nn.Module, hidden_TD: Tensor, top_k: int, pairs: Tensor, slots: Tensor) -> Tensor:
+        """Some pairs' own expert output [pairs, D], not weighted: a part of a step that is done in chunks.
 
-        Pairs come in :func:`row_order`, restricted to the chunk.
+        Args:
+            experts, hidden_TD, top_k: of the whole step, whose P = T x K pairs are numbered token by token.
+            pairs: which of them, in :func:`row_order`.
+            slots: where the pairs' experts lie.
         """
-        ones_P1 = hidden_PD.new_ones(hidden_PD.shape[0], 1)
-        return self._run(experts, hidden_PD, slots_P.unsqueeze(-1), ones_P1, lambda: torch.arange(len(slots_P)))
+        if self._grouped:
+            rows, of_rows = hidden_TD[pairs // top_k], slots
+        else:
+            # cuBLAS chooses its kernel by the number of pairs too: all of the step's, in their places, those of other
+            # chunks with one of these slots. A copy of an expert per pair: the resident model takes the same memory
+            rows = hidden_TD.repeat_interleave(top_k, dim=0)
+            of_rows = slots[:1].expand(len(rows)).index_put((pairs,), slots)
+        ones = rows.new_ones(len(rows), 1)
+        output = self._run(experts, rows, of_rows.unsqueeze(-1), ones, lambda: torch.arange(len(rows)))
+        return output if self._grouped else output[pairs]
 
     def _run(
         self,
