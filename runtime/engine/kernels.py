@@ -6,8 +6,8 @@ T tokens, D hidden size, E routed experts per layer, K experts per token, S slot
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,17 @@ _KERNELS: dict[str, ExpertsForward] = {
     "grouped_mm": grouped_mm_experts_forward, "batched_mm": batched_mm_experts_forward
 }  # fmt: skip
 
+_SWITCH = "_optimize_model_for_decode"
+"""Method by which transformers' `generate` runs its decode steps with another kernel, on some devices."""
+
 
 class SlotKernel:
     """Runs an experts module whose parameters are slot views [S, ...]."""
 
     def __init__(self, forward: ExpertsForward, slots: int) -> None:
-        self._forward = forward
+        self.forward = forward
+        """transformers' kernel that runs from now on."""
         self._slots = slots
-        self._grouped = forward is grouped_mm_experts_forward
 
     def run(
         self,
@@ -68,6 +71,10 @@ class SlotKernel:
         output = self._run(experts, rows, of_rows.unsqueeze(-1), ones, lambda: torch.arange(len(rows)))
         return output if self._grouped else output[pairs]
 
+    @property
+    def _grouped(self) -> bool:
+        return self.forward is grouped_mm_experts_forward
+
     def _run(
         self,
         experts: nn.Module,
@@ -85,7 +92,7 @@ class SlotKernel:
             if self._grouped:
                 between = over_slots(experts, self._slots, slots_TK, order, slots)
             with between:
-                return self._forward(experts, hidden_TD, slots_TK, weights_TK)
+                return self.forward(experts, hidden_TD, slots_TK, weights_TK)
         finally:
             own["num_experts"] = before
 
@@ -104,8 +111,7 @@ def combine(output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor
 
 def kernel_name(model: PreTrainedModel) -> str:
     """Name of the kernel that the model's experts run with while offloaded: its own where slots can stand in."""
-    now = _own_kernel(model)
-    return now if now in _KERNELS else "grouped_mm"
+    return _in_slots(_own_kernel(model))
 
 
 def kernel_of(model: PreTrainedModel) -> ExpertsForward:
@@ -119,4 +125,54 @@ def kernel_of(model: PreTrainedModel) -> ExpertsForward:
 
 
 def _own_kernel(model: PreTrainedModel) -> str:
-    return next((value for value in model.get_experts_implementation().values() if value), "grouped_mm")
+    return model.get_experts_implementation()[_part(model)] or "grouped_mm"
+
+
+def _part(model: PreTrainedModel) -> str:
+    """Which entry of the model's experts implementations its experts go by: "", or the name of a sub-config."""
+    of_experts = next((module.config for module in model.modules() if hasattr(module, "_is_expert_parallel")), None)
+    parts = (name for name in model.config.sub_configs if getattr(model.config, name, None) is of_experts)
+    return next(parts, "") if of_experts is not None else ""
+
+
+def _in_slots(name: str) -> str:
+    return name if name in _KERNELS else "grouped_mm"
+
+
+@contextmanager
+def decode_kernel_followed(model: PreTrainedModel, kernel: SlotKernel) -> Iterator[None]:
+    """`generate` switches the slots' kernel wherever it would switch the resident model's.
+
+    To be entered before the model is given our experts function, whose name tells transformers nothing.
+    """
+    original = getattr(type(model), _SWITCH, None)
+    if original is None:  # no model that generates
+        yield
+        return
+    resident = _Resident(model, kernel)
+    model.__dict__[_SWITCH] = lambda: original(resident)
+    try:
+        yield
+    finally:
+        model.__dict__.pop(_SWITCH, None)
+
+
+class _Resident:
+    """The model as transformers would find it if it were not offloaded."""
+
+    def __init__(self, model: PreTrainedModel, kernel: SlotKernel) -> None:
+        self._model, self._kernel = model, kernel
+        self._part = _part(model)
+        self._implementations: dict[str, str | None] = model.get_experts_implementation()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._model, name)
+
+    def get_experts_implementation(self) -> dict[str, str | None]:
+        return dict(self._implementations)
+
+    def set_experts_implementation(self, implementation: str | Mapping[str, str | None]) -> None:
+        if isinstance(implementation, str):
+            implementation = dict.fromkeys(self._implementations, implementation)
+        self._implementations.update(implementation)
+        self._kernel.forward = _KERNELS[_in_slots(self._implementations[self._part] or "grouped_mm")]
