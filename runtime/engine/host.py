@@ -96,7 +96,7 @@ class HostEngine(Engine):
         if self._flow.decides:
             executed, precision = self._decide(call, executed)
         ids_TK = call.ids_TK if executed is None else executed[0]
-        self._begin(call.layer, ids_TK, executed is not None and executed is forecast_executed, precision)
+        plan = self._begin(call.layer, ids_TK, executed is not None and executed is forecast_executed, precision)
         if self._told is not None:
             self._told("forecast", call.layer)
         forecast = self._speculator.forecast(call, executed)
@@ -105,6 +105,8 @@ class HostEngine(Engine):
         if forecast is not None:
             self._hint(forecast)
         self._flow.finish(call.layer)
+        if len(plan.chunks) == 1:
+            self._flow.stream(call.layer)
         if self._told is not None:
             self._told("compute", call.layer)
         self._halfway = False
@@ -193,7 +195,9 @@ class HostEngine(Engine):
         order_P = row_order(ids_P)
         for keys, following in zip(plan.chunks, [*plan.chunks[1:], None], strict=True):
             sent = self._send_table(plan.layer, keys)  # before the next copies, for which it would have to wait
-            if following is not None:
+            if following is None:
+                self._flow.stream(plan.layer)
+            else:
                 self._residency.request(following, plan.precision)
             slots_P = sent.take()[ids_P]
             pairs = order_P[slots_P[order_P] >= 0]

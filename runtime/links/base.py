@@ -46,6 +46,8 @@ class Link(ABC):
     name: str
     decides_on_device: bool = False
     """Whether tables on the device say what is copied, which no host reads: that takes an engine of its own."""
+    overlaps: bool = True
+    """Whether copies are made beside the model's thread: else asking early gains nothing."""
     latency: float = 0.0
     """Seconds that a copy takes whatever its size, as far as the link knows."""
     write_back_s: float = 0.0
@@ -192,6 +194,7 @@ class InstantLink(Link):
     """Copies when asked, in the caller's thread: the simplest link, and the reference for the others."""
 
     name = "instant"
+    overlaps = False
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
         start = time.perf_counter()

@@ -190,7 +190,7 @@ class CudaLink(QueuedLink):
         self._device.to_device(target, source, size, self._stream)
 
     def _begun(self, copy: _DeviceCopy) -> torch.cuda.Event:
-        """The event at which a copy begins. Behind another one it needs none of its own, which takes time of the link."""
+        """The event at which a copy begins; behind another one it needs none of its own, which takes link time."""
         last = self._issued[-1].arrived if self._issued else None
         if last is not None and not last.query():  # type: ignore[no-untyped-call]
             copy.chained = True

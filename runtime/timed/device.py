@@ -1,7 +1,7 @@
 """A CUDA device in virtual time: streams, events and one copy engine per direction, and the host's clock beside them.
 
-It answers who waits for whom. What the links and the engine call in the driver is the same; only how long things take is
-made up, by :class:`DriverCosts`. Bytes are moved when they are asked for: a call can only depend on earlier ones, so
+It answers who waits for whom. What the links and the engine call in the driver is the same; only how long things take
+is made up, by :class:`DriverCosts`. Bytes are moved when they are asked for: a call can depend only on earlier ones, so
 that values are right whatever the time; whether they would have been is said by `races`.
 
     host      | call | call | ...            | waits for an event |
@@ -14,108 +14,13 @@ from __future__ import annotations
 import ctypes
 import heapq
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
 from expertcast.runtime.timed.costs import DriverCosts
-
-Direction = Literal["to_device", "to_host"]
-
-
-@dataclass(slots=True, eq=False)
-class _Record:
-    """One record of an event."""
-
-    time: float | None = None
-    """None: the stream has not come to it."""
-    waiting: list[TimedStream] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class _Work:
-    """One entry of a stream."""
-
-    visible_at: float
-    seconds: float = 0.0
-    record: _Record | None = None
-    waits_for: _Record | None = None
-    engine: Direction | None = None
-    reads: tuple[int, ...] = ()
-    writes: tuple[int, ...] = ()
-    after: tuple[_Work, ...] = ()
-    """What read or wrote the same memory before: over by the time that this begins, or it is a race."""
-    name: str = ""
-    begun: float | None = None
-    ended: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """What ran on the device, in seconds of its clock."""
-
-    name: str
-    stream: int
-    start: float
-    end: float
-    size: int
-    """Bytes of a copy; 0 for kernels."""
-
-
-class TimedStream:
-    """Stands for `torch.cuda.Stream`."""
-
-    def __init__(self, device: TimedDevice, number: int) -> None:
-        self.device, self.number = device, number
-        self.cuda_stream = self
-        self.queue: deque[_Work] = deque()
-        self.busy = False
-
-    def wait_event(self, event: TimedEvent) -> None:
-        self.device.spend(self.device.costs.wait_s)
-        if event.made is not None:
-            self.device.push(self, _Work(0.0, waits_for=event.made))
-
-    def wait_stream(self, other: TimedStream) -> None:
-        event = TimedEvent(self.device)
-        event.record(other)
-        self.wait_event(event)
-
-    def synchronize(self) -> None:
-        self.device.wait_until(lambda: not self.queue)
-
-
-class TimedEvent:
-    """Stands for `torch.cuda.Event`: a record made again means the newer one to those who ask later."""
-
-    def __init__(self, device: TimedDevice) -> None:
-        self.device = device
-        self.made: _Record | None = None
-
-    def record(self, stream: TimedStream | None = None) -> None:
-        self.device.spend(self.device.costs.record_s)
-        self.made = _Record()
-        self.device.push(stream or self.device.current_stream(), _Work(0.0, record=self.made))
-
-    def query(self) -> bool:
-        self.device.spend(self.device.costs.query_s)
-        return self.made is None or self.made.time is not None
-
-    def synchronize(self) -> None:
-        made = self.made
-        self.device.wait_until(lambda: made is None or made.time is not None)
-
-    def elapsed_time(self, later: TimedEvent) -> float:
-        """Milliseconds, as torch has it."""
-        assert self.made is not None, "the event was not recorded"
-        assert later.made is not None, "the event was not recorded"
-        assert self.made.time is not None, "the event has not been reached"
-        assert later.made.time is not None, "the event has not been reached"
-        return (later.made.time - self.made.time) * 1e3
+from expertcast.runtime.timed.streams import CopyEngine, Direction, Span, TimedEvent, TimedStream, Work
 
 
 class TimedDevice:
@@ -128,10 +33,7 @@ class TimedDevice:
             another channel only when the present one has nothing to do.
     """
 
-    def __init__(
-        self, bandwidth: float, costs: DriverCosts | None = None, *, stands_for: Mapping[int, int] | None = None,
-        sticky: bool = True,
-    ) -> None:  # fmt: skip
+    def __init__(self, bandwidth: float, costs: DriverCosts | None = None, *, sticky: bool = True) -> None:
         self.device = torch.device("cpu")
         self.bandwidth, self.costs = bandwidth, costs or DriverCosts()
         self.sticky = sticky
@@ -143,14 +45,14 @@ class TimedDevice:
         self.spans: list[Span] = []
         self.races: list[str] = []
         """What would have read or overwritten memory too early."""
-        self._at = 0.0
+        self.at = 0.0
         """The device's clock: everything before has happened."""
         self._coming: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._streams: list[TimedStream] = []
-        self._engines: dict[Direction, _Engine] = {way: _Engine(self, way) for way in ("to_device", "to_host")}
-        self._readers: dict[int, list[_Work]] = {}
-        self._writer: dict[int, _Work] = {}
+        self._engines: dict[Direction, CopyEngine] = {way: CopyEngine(self, way) for way in ("to_device", "to_host")}
+        self._readers: dict[int, list[Work]] = {}
+        self._writer: dict[int, Work] = {}
         self.compute = self._current = self.new_stream()
 
     # what links, readback and upload call
@@ -211,7 +113,7 @@ class TimedDevice:
             name: for `spans`.
             stream: None: the current one.
         """
-        work = _Work(0.0, seconds, reads=tuple(reads), writes=tuple(writes), name=name)
+        work = Work(0.0, seconds, reads=tuple(reads), writes=tuple(writes), name=name)
         self._note(work)
         self.push(stream or self._current, work)
 
@@ -233,7 +135,7 @@ class TimedDevice:
         while not reached():
             assert self._coming, "deadlock: the host waits for work that cannot run"
             self._run_to(self._coming[0][0])
-        self.now = max(self.now, self._at) + self.costs.wake_s
+        self.now = max(self.now, self.at) + self.costs.wake_s
         self._run_to(self.now)
 
     def wait(self, event: TimedEvent, meanwhile: Callable[[], None]) -> None:
@@ -245,23 +147,23 @@ class TimedDevice:
             self._run_to(self.now)
             meanwhile()
 
-    def push(self, stream: TimedStream, work: _Work) -> None:
+    def push(self, stream: TimedStream, work: Work) -> None:
         """Hand the device one entry of a stream."""
         work.visible_at = self.now + self.costs.launch_s
         stream.queue.append(work)
-        self._at_time(work.visible_at, lambda: self._advance(stream))
+        self.at_time(work.visible_at, lambda: self._advance(stream))
 
     def _copy(self, target: int, source: int, size: int, stream: TimedStream, way: Direction) -> None:
         ctypes.memmove(target, source, size)
         self.spend(self.costs.copy_call_s)
         seconds = self.costs.copy_setup_s + self.seconds_of(target, size)
-        work = _Work(0.0, seconds, engine=way, name=way)
+        work = Work(0.0, seconds, engine=way, name=way)
         if way == "to_device":
             work.writes = (target,)
         self._note(work)
         self.push(stream, work)
 
-    def _note(self, work: _Work) -> None:
+    def _note(self, work: Work) -> None:
         """What it must come after, by the order of calls."""
         after = [self._writer[address] for address in (*work.reads, *work.writes) if address in self._writer]
         for address in work.writes:
@@ -271,20 +173,21 @@ class TimedDevice:
             self._readers.setdefault(address, []).append(work)
         work.after = tuple(after)
 
-    def _at_time(self, time: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._coming, (max(time, self._at), next(self._order), what))
+    def at_time(self, time: float, what: Callable[[], None]) -> None:
+        """Something happens on the device at some time, not before now."""
+        heapq.heappush(self._coming, (max(time, self.at), next(self._order), what))
 
     def _run_to(self, time: float) -> None:
         while self._coming and self._coming[0][0] <= time:
-            self._at, _, what = heapq.heappop(self._coming)
+            self.at, _, what = heapq.heappop(self._coming)
             what()
-        self._at = max(self._at, time)
+        self.at = max(self.at, time)
 
     def _advance(self, stream: TimedStream) -> None:
         """Take up what is at the head of a stream, as far as it can be."""
         while stream.queue and not stream.busy:
             work = stream.queue[0]
-            if work.visible_at > self._at:
+            if work.visible_at > self.at:
                 return  # its own entry in the clock comes back here
             if work.waits_for is not None:
                 if work.waits_for.time is None:
@@ -298,74 +201,31 @@ class TimedDevice:
                 stream.busy = True
                 self._engines[work.engine].offer(stream, work)
             else:
-                self._begin(work)
+                self.begin(work)
                 self._occupy(stream, work, work.seconds)
 
-    def _occupy(self, stream: TimedStream, work: _Work, seconds: float) -> None:
+    def _occupy(self, stream: TimedStream, work: Work, seconds: float) -> None:
         stream.busy = True
-        self._at_time(self._at + seconds, lambda: self.finished(stream, work))
+        self.at_time(self.at + seconds, lambda: self.finished(stream, work))
 
-    def _begin(self, work: _Work) -> None:
-        work.begun = self._at
+    def begin(self, work: Work) -> None:
+        """A kernel or a copy begins now."""
+        work.begun = self.at
         for other in work.after:
-            if other.ended is None or other.ended > self._at:
-                self.races.append(f"{work.name} at {self._at * 1e6:.1f} us before {other.name} was over")
+            if other.ended is None or other.ended > self.at:
+                self.races.append(f"{work.name} at {self.at * 1e6:.1f} us before {other.name} was over")
         work.after = ()
 
-    def finished(self, stream: TimedStream, work: _Work) -> None:
+    def finished(self, stream: TimedStream, work: Work) -> None:
         """An entry of a stream is over."""
         stream.busy = False
         stream.queue.popleft()
-        work.ended = self._at
+        work.ended = self.at
         if work.begun is not None and work.name:
             size = round((work.seconds - self.costs.copy_setup_s) * self.bandwidth) if work.engine else 0
-            self.spans.append(Span(name=work.name, stream=stream.number, start=work.begun, end=self._at, size=size))
+            self.spans.append(Span(name=work.name, stream=stream.number, start=work.begun, end=self.at, size=size))
         if work.record is not None:
-            work.record.time = self._at
+            work.record.time = self.at
             for waiting in work.record.waiting:
-                self._at_time(self._at, lambda waiting=waiting: self._advance(waiting))  # type: ignore[misc]
+                self.at_time(self.at, lambda waiting=waiting: self._advance(waiting))  # type: ignore[misc]
         self._advance(stream)
-
-
-class _Engine:
-    """Copies of one direction."""
-
-    def __init__(self, device: TimedDevice, way: Direction) -> None:
-        self._device, self._way = device, way
-        self._ready: deque[tuple[TimedStream, _Work]] = deque()
-        self._last: TimedStream | None = None
-        self._busy = False
-
-    def offer(self, stream: TimedStream, work: _Work) -> None:
-        """A copy is ready to run."""
-        self._ready.append((stream, work))
-        self._next()
-
-    def _next(self) -> None:
-        if self._busy or not self._ready:
-            return
-        held = self._device.sticky and self._last is not None and self._comes(self._last)
-        chosen = next((entry for entry in self._ready if not held or entry[0] is self._last), None)
-        if chosen is None:
-            return
-        self._ready.remove(chosen)
-        stream, work = chosen
-        self._busy, self._last = True, stream
-        self._device._begin(work)
-        self._device._at_time(self._device._at + work.seconds, lambda: self._done(stream, work))
-
-    def _comes(self, stream: TimedStream) -> bool:
-        """Whether the stream's next copy for this engine comes without waiting for anything else."""
-        for work in stream.queue:
-            if work.visible_at > self._device._at or work.ended is not None:
-                return False
-            if work.engine is not None or work.record is None and work.waits_for is None:
-                return work.engine == self._way
-            if work.waits_for is not None and work.waits_for.time is None:
-                return False
-        return False
-
-    def _done(self, stream: TimedStream, work: _Work) -> None:
-        self._busy = False
-        self._device.finished(stream, work)  # which may offer the stream's next copy at once
-        self._next()

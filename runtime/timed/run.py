@@ -29,6 +29,7 @@ from expertcast.runtime.timed.clockwork import Clockwork
 from expertcast.runtime.timed.costs import DriverCosts, StepCosts
 from expertcast.runtime.timed.device import TimedDevice
 from expertcast.runtime.timed.links import TimedCudaLink, TimedKernelLink
+from expertcast.runtime.timed.streams import Span
 
 _TINY = {
     "hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8, "num_attention_heads": 1,
@@ -73,6 +74,8 @@ class TimedRun:
     block_bytes: int
     races: tuple[str, ...]
     """What would have read a slot too early, or overwritten it."""
+    spans: tuple[Span, ...]
+    """What ran on the device in the tokens that count."""
 
 
 def block_bytes(shape: Shape) -> int:
@@ -123,6 +126,7 @@ def decode_timed(case: TimedCase) -> TimedRun:
     return TimedRun(
         tpot_s=statistics.median(seconds), host_s=statistics.median(host), misses=total.misses / case.steps,
         copies=(total.misses + total.prefetched) / case.steps, block_bytes=size, races=tuple(device.races),
+        spans=tuple(device.spans),
     )  # fmt: skip
 
 
@@ -144,6 +148,7 @@ def _decode(
     for step in range(case.warm_up + case.steps + 1):
         if step == case.warm_up + 1:
             offloaded.reset_stats()
+            device.spans.clear()
         start, busy = device.now, device.host_busy_s
         logits_V = offloaded(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
         clockwork.work(costs.token_after_host_s, costs.token_device_s, name="head")
