@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertcast.data.models import with_index
 from expertcast.runtime.links.driver import CudaDevice
 
 _ENTRIES = 32
@@ -46,7 +47,7 @@ class Readback:
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        self._device = torch.device(device)
+        self._device = with_index(device)
         self._ring: list[_Entry] = []
         self._next = 0
         if self._device.type == "cuda":
@@ -115,7 +116,7 @@ class Upload:
     """
 
     def __init__(self, device: torch.device, capacity: int = 64) -> None:
-        self._device = device
+        self._device = with_index(device)
         self._cuda = device.type == "cuda"
         self._ring: list[tuple[Tensor, torch.cuda.Event] | None] = [None] * capacity
         self._next = 0
