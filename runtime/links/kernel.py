@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.links.base import Copy, Link
+from expertcast.runtime.links.carve_out import CarveOut
 from expertcast.runtime.links.copy import BlockCopier, block_copier
 from expertcast.runtime.links.driver import CudaDevice, EventPool, ForwardOrder
 from expertcast.runtime.links.tables import COUNTS, DeviceResidency, KernelResidency, Moves
@@ -73,6 +75,8 @@ class KernelLink(Link):
         """Calls that compute has not waited for."""
         self._timed: deque[_Call] = deque()
         """Calls whose times are not counted, in the same order."""
+        self.carve_out = CarveOut(self._copier.programs)
+        """Entered where experts run beside copies: their grouped matmul leaves the copies' multiprocessors alone."""
 
     def _device_of(self, pool: SlotPool) -> CudaDevice | None:
         return CudaDevice(pool.device) if pool.device.type == "cuda" else None
@@ -120,6 +124,10 @@ class KernelLink(Link):
             return
         self._cuda.current_stream().wait_event(self._under_way[ticket - 1].arrived)
         self._joined(ticket)
+
+    def beside_copies(self) -> AbstractContextManager[object]:
+        """To run kernels in that read slots: :attr:`carve_out` while calls are under way, else nothing."""
+        return self.carve_out if self._under_way else nullcontext()
 
     def follow(self) -> None:
         if self._cuda is not None:
