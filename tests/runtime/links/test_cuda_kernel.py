@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -10,8 +12,10 @@ from expertcast.runtime import offload
 from expertcast.runtime.graph import GraphDecoder
 from expertcast.runtime.links.carve_out import CarveOut, has_persistent_grouped_mm
 from expertcast.runtime.links.copy import has_triton
+from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.links.kernel import KernelLink
+from expertcast.runtime.links.speed import choose
 from expertcast.runtime.links.tables import DeviceResidency, KernelResidency, Moves
 from tests.runtime.links import kernel_script
 from tests.runtime.links.cuda_helpers import LONG, MARKS, attached, cuda_model, holds, prompt
@@ -99,9 +103,18 @@ def test_what_is_left_to_copies_changes_no_bit(rows: int) -> None:
         pytest.skip("grouped_mm is not one persistent kernel here")
     hidden = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
     ends = (torch.arange(1, 9, dtype=torch.int32, device="cuda") * rows) // 8
-    plain = torch._grouped_mm(hidden, weight, offs=ends.int())
+    plain = torch._grouped_mm(hidden, weight, offs=ends)
     with CarveOut(16):
-        assert torch.equal(torch._grouped_mm(hidden, weight, offs=ends.int()), plain)
+        assert torch.equal(torch._grouped_mm(hidden, weight, offs=ends), plain)
+
+
+def test_both_links_are_measured_beside_matmuls() -> None:
+    link = KernelLink()
+    store, pool = attached(link)
+    link.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # one says that a link was left out
+        assert choose(store, pool, (CudaLink, KernelLink)) in (CudaLink, KernelLink)
 
 
 def test_a_thousand_calls_make_few_events(monkeypatch: pytest.MonkeyPatch) -> None:
