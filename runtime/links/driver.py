@@ -15,10 +15,15 @@ from functools import cache
 
 import torch
 
+from expertcast.data.models import with_index
 from expertcast.predictors.errors import ExpertcastError
 
+_MEMORY_TYPE, _HOST = 2, 1
+"""CU_POINTER_ATTRIBUTE_MEMORY_TYPE and CU_MEMORYTYPE_HOST; an error for memory that the driver neither allocated nor
+registered (CUDA driver API, cuPointerGetAttribute)."""
 _DEVICE_POINTER = 3
-"""CU_POINTER_ATTRIBUTE_DEVICE_POINTER: unlike the host's, it is right on systems that map memory elsewhere."""
+"""CU_POINTER_ATTRIBUTE_DEVICE_POINTER: unlike the host's, it is right on systems that map memory elsewhere. Where
+kernels may read pageable memory (HMM, Grace), that has one too (seen on GH200: github.com/NVIDIA/raft/pull/2480)."""
 
 
 class CudaDevice:
@@ -30,7 +35,7 @@ class CudaDevice:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = with_index(device)
         self._driver = _driver()
 
     def new_stream(self, priority: int = 0) -> torch.cuda.Stream:
@@ -80,9 +85,12 @@ class CudaDevice:
 
     def address_of(self, host: int) -> int | None:
         """Where kernels find a host address: None in memory that is not page-locked."""
-        address = ctypes.c_uint64()
+        kind, address = ctypes.c_uint(), ctypes.c_uint64()
         with torch.cuda.device(self.device):
             torch.cuda.current_stream().query()  # type: ignore[no-untyped-call]  # the context is current from here on
+            unknown = self._driver.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, host)
+            if unknown or kind.value != _HOST:
+                return None
             status = self._driver.cuPointerGetAttribute(ctypes.byref(address), _DEVICE_POINTER, host)
         return None if status else address.value or None
 

@@ -163,7 +163,7 @@ class Upload:
             place = self._ring[index] = _Place(driver, len(values))
         else:
             place.arrived.synchronize()  # type: ignore[no-untyped-call]
-            self._stream.wait_event(place.read)
+        self._stream.wait_event(place.read)
         host, on_device = place.host[: len(values)], place.on_device[: len(values)]
         host.copy_(torch.tensor(values))
         driver.to_device(on_device.data_ptr(), host.data_ptr(), host.nbytes, self._stream)
