@@ -224,7 +224,7 @@ class LayerFlow:
         self.residency.free_up(wanted.layer, target, {first + expert for expert in predicted})
 
     def stream(self, layer: int) -> None:
-        """The last of a layer's chunks has been asked for. Where it runs most of its experts, as a prefill does, so does
+        """The last of a layer's chunks has been asked for. Where it runs most of its experts, as prefills do, so does
         the next layer: as many of that one's as make a chunk come while this one computes."""
         following = layer + 1
         if not self._streams or self._executed < _MOST * self._experts or layer == self._last:

@@ -8,6 +8,7 @@ E routed experts per layer, K experts per token.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
@@ -135,13 +136,15 @@ LAUNCHES = {
 
 
 def step_costs(
-    shape: str, *, host: str = "fast", memory_bandwidth: float = MEMORY_BANDWIDTH, kernel_s: float = KERNEL_S
-) -> StepCosts:
+    shape: str, *, host: str = "fast", captured: Collection[str] = (), memory_bandwidth: float = MEMORY_BANDWIDTH,
+    kernel_s: float = KERNEL_S,
+) -> StepCosts:  # fmt: skip
     """A decode step of one text with a short context, in bf16: the cache of keys and values is not read.
 
     Args:
         shape: one of `SHAPES` of a family in `LAUNCHES`.
         host: one of `HOSTS`; the runtime's own Python is as much slower as its launches are.
+        captured: parts of a layer (`attention`, `experts`, `forecast`) that are one CUDA graph each: one launch.
         memory_bandwidth: bytes per second at which kernels read weights.
         kernel_s: seconds of a kernel beside what it reads.
 
@@ -159,13 +162,16 @@ def step_costs(
     def device_s(kernels: int, size: int = 0) -> float:
         return kernels * kernel_s + size / memory_bandwidth
 
+    def host_s(part: str, kernels: float) -> float:
+        return launch_s if part in captured else kernels * launch_s
+
     return StepCosts(
-        attention_host_s=launches.attention * launch_s,
+        attention_host_s=host_s("attention", launches.attention),
         attention_device_s=device_s(launches.attention, weights.attention),
         policy_host_s=_POLICY_S * slower,
-        forecast_host_s=_FORECAST_S * slower + launches.forecast * launch_s * _TRACED,
+        forecast_host_s=_FORECAST_S * slower + host_s("forecast", launches.forecast * _TRACED),
         forecast_device_s=device_s(launches.forecast, weights.forecast),
-        experts_host_s=launches.experts * launch_s,
+        experts_host_s=host_s("experts", launches.experts),
         experts_device_s=device_s(launches.experts, _EXPERTS_READ * weights.experts),
         token_before_host_s=launches.before * launch_s,
         token_after_host_s=launches.after * launch_s,

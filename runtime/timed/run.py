@@ -72,6 +72,7 @@ class TimedRun:
     copies: float
     """Experts per token that were copied, forecasts included."""
     block_bytes: int
+    layers: int
     races: tuple[str, ...]
     """What would have read a slot too early, or overwritten it."""
     spans: tuple[Span, ...]
@@ -124,10 +125,15 @@ def decode_timed(case: TimedCase) -> TimedRun:
             total = offloaded.stats.total
     clockwork.close()
     return TimedRun(
-        tpot_s=statistics.median(seconds), host_s=statistics.median(host), misses=total.misses / case.steps,
-        copies=(total.misses + total.prefetched) / case.steps, block_bytes=size, races=tuple(device.races),
+        tpot_s=statistics.median(seconds),
+        host_s=statistics.median(host),
+        misses=total.misses / case.steps,
+        copies=(total.misses + total.prefetched) / case.steps,
+        block_bytes=size,
+        layers=view.shape.layers,
+        races=tuple(device.races),
         spans=tuple(device.spans),
-    )  # fmt: skip
+    )
 
 
 def _decode(
