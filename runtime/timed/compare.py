@@ -47,7 +47,7 @@ class Comparison:
 
     @property
     def efficiency(self) -> float | None:
-        """Of what could be hidden, hidden; above 1 where forecasts spare the host's waits too. None: nothing to hide."""
+        """Of what can be hidden, hidden; above 1 where the host waits less, too. None: nothing to hide."""
         return (self.on_demand.tpot_s - self.run.tpot_s) / self.hideable_s if self.hideable_s else None
 
     def as_dict(self) -> Json:

@@ -85,8 +85,8 @@ class TargetOptions(ModelOptions):
         paced = self.device_name != "cpu" and config.link in ("auto", "cuda") and self.copy_over_compute is None
         if speed_given and not self.emulated and not paced:
             raise ExpertcastError(
-                "a link's speed is set with --link auto or emulated on the CPU, and with auto or cuda on CUDA (by "
-                f"--bandwidth and --latency only), not with {config.link!r} on {self.device_name}"
+                "the speed of a link is set for an emulated link (--link auto or emulated, on the CPU), or on CUDA by "
+                f"--bandwidth and --latency for --link auto or cuda, not for {config.link!r} on {self.device_name}"
             )
         if self.replay is not None:
             TraceDataset.open(self.replay)

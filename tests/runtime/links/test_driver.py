@@ -13,9 +13,8 @@ import torch
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import torch_device, with_index
 from expertcast.runtime.benchmarking.lent_store import without_experts_to
-from expertcast.runtime.links import driver, exchange
+from expertcast.runtime.links import driver
 from expertcast.runtime.links.driver import CudaDevice
-from expertcast.runtime.links.exchange import Readback
 from expertcast.runtime.recording.recorder import Recorder
 from expertcast.runtime.storage import slots
 from expertcast.runtime.storage.layout import BlockLayout, Field
@@ -96,12 +95,9 @@ def test_whatever_keeps_a_device_keeps_its_number(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         slots, "_allocate", lambda layout, count, _device: torch.zeros(count * layout.block_bytes).byte()
     )
-    monkeypatch.setattr(exchange.Readback, "_open", lambda _self, _cuda: None)
     named = torch.device("cuda")
     assert CudaDevice(named).device == torch.device("cuda:1")
     assert SlotPool(LAYOUT, 2, named).device == torch.device("cuda:1")
-    assert Readback("cuda")._device == torch.device("cuda:1")
-    assert exchange.Upload(named)._device == torch.device("cuda:1")
     assert Recorder("cuda")._device == torch.device("cuda:1")
     model = tiny_model("qwen3_moe")
     view = find_moe_layers(model)
