@@ -8,7 +8,7 @@
     2 tests      4 min    the tests marked `gpu`, each with a time limit, a line per test as it ends
     3 bits       2 min    the same tokens and logits over both links, with and without cache, and as a CUDA graph
     4 first-rows 7 min    Qwen3-30B-A3B's shape without a cache: on demand, and forecasts right always and 9 in 10 times
-    5 rest       8 min    longer prompts, a cache, speculation, accelerate as peer, training an estimator
+    5 rest       8 min    longer prompts, a cache, speculation, the other link, accelerate, training an estimator
 
 Each step is a process with a time limit and keeps what it finds in a file of its own from the start
 (`gpu_steps/day.py` draws the folder). A call begins no step that its `--minutes` do not cover; the next call goes on

@@ -18,7 +18,7 @@ from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.links.tables import Moves
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from gpu_steps.copies import attached, links
+from gpu_steps.copies import attached
 from gpu_steps.timing import event, synchronize
 
 D, F = 2048, 1536
@@ -37,23 +37,19 @@ _Span = tuple[Any, Any]
 """Begin and end of something: events of a device, or seconds of the host."""
 
 
-def beside(store: ExpertStore, pool: SlotPool) -> dict[str, Any]:
-    """Microseconds of one product and bytes per second of the copies, each alone and both together."""
+def beside(kind: Callable[[], Link], store: ExpertStore, pool: SlotPool) -> dict[str, Any]:
+    """Microseconds of one product and bytes per second of a link's copies, each alone and both together."""
     device = pool.device
     product = grouped_product(device)
     for _ in range(3):
         product()
     found: dict[str, Any] = {"grouped_mm_alone_us": _median_us([_timed(product, device) for _ in range(ALONE)])}
-    for kind in links(device):
-        with attached(kind(), store, pool) as link:
-            _copies(link, pool, device)[1]()
-            synchronize(device)
-            found[link.name] = {
-                "copies_alone_bytes_per_s": together(link, pool, None)["copies_bytes_per_s"],
-                **together(link, pool, product),
-            }
-            if isinstance(link, KernelLink):
-                found[link.name]["by_sm_carveout"] = by_carve_out(link, pool, product)
+    with attached(kind(), store, pool) as link:
+        together(link, pool, None)  # compiles what there is to compile
+        found["copies_alone_bytes_per_s"] = together(link, pool, None)["copies_bytes_per_s"]
+        found |= together(link, pool, product)
+        if isinstance(link, KernelLink):
+            found["by_sm_carveout"] = by_carve_out(link, pool, product)
     return found
 
 

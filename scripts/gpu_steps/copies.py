@@ -82,21 +82,17 @@ def rates(store: ExpertStore, pool: SlotPool) -> dict[str, float]:
     return found | {"h2d_pageable_bytes_per_s": LARGE / seconds}
 
 
-def misses(store: ExpertStore, pool: SlotPool) -> dict[str, dict[str, float]]:
-    """From a layer's ids to its experts in slots, over each link; checks the bytes that arrive.
+def misses(kind: Callable[[], Link], store: ExpertStore, pool: SlotPool) -> dict[str, float]:
+    """From a layer's ids to its experts in slots, over a link; checks the bytes that arrive.
 
     Raises:
         RuntimeError: they are others.
     """
-    found = {}
-    for kind in links(pool.device):
-        with attached(kind(), store, pool) as link:
-            found[link.name] = {"misses_us": misses_s(link, store, pool) * 1e6}
-            if not isinstance(link, KernelLink):
-                found[link.name]["submit_host_us"] = host_us(
-                    lambda link=link: link.submit(0, 0, urgent=True), pool.device, 32
-                )
-    return found
+    with attached(kind(), store, pool) as link:
+        found = {"misses_us": misses_s(link, store, pool) * 1e6}
+        if not isinstance(link, KernelLink):
+            found["submit_host_us"] = host_us(lambda: link.submit(0, 0, urgent=True), pool.device, 32)
+        return found
 
 
 def behind_copies(store: ExpertStore, pool: SlotPool) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,7 +39,7 @@ class Step:
     """Its function `run(day: Day) -> bool` says whether all checks passed."""
     seconds: float
     """After these it is stopped; it is not begun when less time is left."""
-    small_seconds: float = 90
+    small_seconds: float = 150
     """The same in the small form."""
 
     def file(self, out: Path) -> Path:
@@ -87,6 +88,21 @@ class Day:
         """Keep what was found so far, on disk too."""
         self.result |= found
         self._write()
+
+    def attempt(self, what: str, call: Callable[[], bool]) -> bool:
+        """Run a part of the step: what it says, or False if it fails, whose error is kept; the other parts go on.
+
+        Args:
+            what: its name.
+            call: says whether its checks passed.
+        """
+        try:
+            return call()
+        except Exception:
+            lines = traceback.format_exc().strip().splitlines()
+            print(*lines, sep="\n", flush=True)
+            self.save(errors={**self.result.get("errors", {}), what: lines[-LINES:]})
+            return False
 
     def finish(self, status: str, *, passed: bool = False, error: list[str] | None = None) -> None:
         """The step is over.

@@ -22,7 +22,7 @@ def run(day: Day) -> bool:
     words = (*WORDS, *(SMALL if day.small else FULL))
     options = options_of(day, found.layers, *words)
     target, built = build(options)
-    day.save(bench=" ".join(words), fewer_layers_because=found.because, **built, shape=target.view.shape.as_dict())
+    day.save(bench=" ".join(words), fewer_layers_because=found.because, **built)
     link, rows = None, dict[str, Any]()
     for accuracy in ACCURACIES:
         chosen = replace(options, process=Given({"accuracy": accuracy}))

@@ -18,7 +18,7 @@ from gpu_steps.day import ROOT, TESTS_FILE, Day
 from gpu_steps.lines_plugin import LIMIT_OPTION, LINES_OPTION
 
 SMALL_TESTS = "tests/runtime/links/test_readback.py"
-TEST_S = 30
+TEST_S = 45
 """Limit of one test; compiling its kernels is in it."""
 RESERVE_S = 5
 """Kept back for the end of the step."""

@@ -57,6 +57,7 @@ def build(options: Options) -> tuple[Target, dict[str, Any]]:
     store = LentStore(view, device)
     found = {
         "layers": options.layers,
+        "shape": view.shape.as_dict(),
         "expert_bytes": store.nbytes,
         "page_locked": all(store.pinned_layers),
         "build_s": built - start,
