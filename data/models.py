@@ -149,7 +149,7 @@ def torch_dtype(name: str) -> torch.dtype | None:
 
 
 def torch_device(device: str | torch.device | None) -> torch.device:
-    """The device of that name, with its number; None is the first CUDA device where there is one, else the CPU.
+    """The device of that name, with its number; None is the current CUDA device where there is one, else the CPU.
 
     Raises:
         ExpertcastError: an unknown device, or one that is not there.
@@ -162,7 +162,15 @@ def torch_device(device: str | torch.device | None) -> torch.device:
         raise ExpertcastError(f"device {str(chosen)!r} is not available here: use 'cpu'")
     if chosen.type not in ("cpu", "cuda"):
         raise ExpertcastError(f"device {str(chosen)!r} is not supported: use 'cpu' or 'cuda'")
-    return torch.device("cuda", chosen.index or 0) if chosen.type == "cuda" else chosen
+    return with_index(chosen)
+
+
+def with_index(device: str | torch.device) -> torch.device:
+    """`cuda` as the CUDA device that is current now, any other as it is: torch takes `cuda` and `cuda:0` for two."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def first_line(error: Exception) -> str:

@@ -14,6 +14,7 @@ from expertcast.runtime.links.base import InstantLink, Link
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.links.kernel import KernelLink
+from expertcast.runtime.links.paced import PacedCudaLink
 from expertcast.runtime.option_values import size_bytes
 from expertcast.runtime.policies import LRU, Fetch, Policies, Standard, TopK
 from expertcast.runtime.storage.disk_store import DiskStore
@@ -169,10 +170,12 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
         if device != "cpu":
             raise ExpertcastError(f"the emulated link is for models on the CPU, this one is on {device}: use 'cuda'")
         return EmulatedLink(float("inf") if bandwidth is None else bandwidth, latency)
-    if bandwidth is not None or latency:
-        raise ExpertcastError(f"bandwidth and latency belong to the emulated link, not to {link!r}: leave them out")
     if link == "cuda" and device != "cuda":
         raise ExpertcastError(f"link 'cuda' needs a model on CUDA, this one is on {device}: use 'emulated'")
+    if bandwidth is not None or latency:
+        if link not in ("auto", "cuda"):
+            raise ExpertcastError(f"bandwidth and latency belong to the links emulated and cuda, not to {link!r}")
+        return PacedCudaLink(bandwidth, latency)
     kinds: dict[str, type[Link]] = {"cuda": CudaLink, "instant": InstantLink, "kernel": KernelLink}
     return None if link == "auto" else kinds[link]()
 

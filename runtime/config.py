@@ -45,9 +45,9 @@ class OffloadConfig:
     cache: bool = True
     """Keep experts until their slot is needed; false gives slots back as soon as a layer has run."""
     bandwidth: float | None = None
-    """Bytes per second of the emulated link (CPU only)."""
+    """Bytes per second of the link: emulated on the CPU; on CUDA copies are padded to take as long."""
     latency: float = 0.0
-    """Seconds per copy of the emulated link."""
+    """Seconds that each copy takes whatever its size, emulated likewise."""
     link: str | Link = "auto"
     """auto, instant, emulated, cuda, or kernel (copies decided and made on the device); auto on CUDA measures both."""
     policies: Policies | str | None = None

@@ -25,7 +25,7 @@ from expertcast.runtime.engine.device import DeviceEngine
 from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.engine.guards import ForwardGuard, in_use, weights_guarded
 from expertcast.runtime.engine.host import HostEngine
-from expertcast.runtime.engine.kernels import SlotKernel
+from expertcast.runtime.engine.kernels import SlotKernel, decode_kernel_followed
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.links.base import Link
@@ -122,6 +122,7 @@ class OffloadedModel:
             undo.callback(self._guard.close)
             taps = RouterTaps(model, view, engine.on_router, engine.on_start)
             undo.callback(taps.close)
+            undo.enter_context(decode_kernel_followed(model, parts.kernel))
             undo.enter_context(experts_implementation(model, EXPERTS_NAME))
             model.__dict__["_expertcast"] = self  # a model whose offload nobody holds stays offloaded
             undo.callback(model.__dict__.pop, "_expertcast")

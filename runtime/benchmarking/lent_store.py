@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertcast.data.discovery import find_moe_layers
+from expertcast.data.models import with_index
 from expertcast.predictors import MoEView
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -83,7 +84,7 @@ class LentStore(ExpertStore):
 
 def without_experts_to(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """Move a model to a device and leave its experts where they are; a model that is there stays as it is."""
-    if next(model.parameters()).device == device:
+    if next(model.parameters()).device == with_index(device):
         return model
     kept = [(layer.experts._parameters, dict(layer.experts._parameters)) for layer in find_moe_layers(model)]
     for parameters, _ in kept:

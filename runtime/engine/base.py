@@ -133,7 +133,7 @@ class Engine(ABC):
         tokens, top_k = weights_TK.shape
         output_PD = hidden_TD.new_empty(tokens * top_k, hidden_TD.shape[1])
         for pairs, slots in chunks:
-            output_PD[pairs] = self._kernel.run_pairs(layer.experts, hidden_TD[pairs // top_k], slots)
+            output_PD[pairs] = self._kernel.run_pairs(layer.experts, hidden_TD, top_k, pairs, slots)
             self._enter("policy", layer.index)
         return combine(output_PD, weights_TK, hidden_TD.dtype)
 

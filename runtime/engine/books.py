@@ -91,6 +91,10 @@ class Books:
         """Whether the expert has a slot, arrived or not."""
         return key in self._slots
 
+    def is_asked(self, layer: int) -> bool:
+        """Whether experts of a layer have been asked for before it runs."""
+        return layer in self._asked
+
     def held(self, layer: int) -> dict[int, str]:
         """The layer's experts (0..E-1) that have a slot, with the precision of what is or will be in it."""
         first, slots, packed = layer * self.experts, self._slots, self._packed

@@ -68,13 +68,16 @@ class DeviceEngine(Engine):
         self._enter("policy", layer.index)
         self._check_untouched(layer)
         if not self._fits(ids_TK):
-            output_TD = self._run_chunks(layer, hidden_TD, weights_TK, self._chunks(layer.index, ids_TK.reshape(-1)))
+            with self._link.carve_out:  # the next chunk comes over while one is computed
+                chunks = self._chunks(layer.index, ids_TK.reshape(-1))
+                output_TD = self._run_chunks(layer, hidden_TD, weights_TK, chunks)
         else:
             if ids_TK is not self._ids_TK or layer.index != self._layer:  # another hook changed the routing after ours
                 self._prepare(layer.index, ids_TK)
             slots_TK = self._tables.slots_for(layer.index, ids_TK)
             self._join(layer.index, self._ticket)
-            output_TD = self._kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK, ids_TK)
+            with self._link.beside_copies():
+                output_TD = self._kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK, ids_TK)
         self._enter("policy", layer.index)
         self._tables.finish(layer.index, keep=self._keep)
         self._ids_TK = None

@@ -5,6 +5,7 @@
                 begin       the layer's experts are requested, misses before anything else
                 foresee     forecasts for the next tokens reach the eviction policy
                 hint        a forecast: pre-eviction, then the selection's prefetches
+                stream: a layer that runs most experts foretells that the next one does
                 wait, release (chunk by chunk)
 
 T tokens, B sequences, D hidden size, E routed experts per layer, K experts per token. A key is layer * E + expert.
@@ -23,11 +24,17 @@ from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import ModelShape, MoEView
 from expertcast.runtime.engine.pace import Pace
 from expertcast.runtime.engine.residency import Residency
+from expertcast.runtime.engine.rewriting import named, rewritten
 from expertcast.runtime.policies.miss import Lookup, Verdict
 from expertcast.runtime.policies.prefetch import Wanted
+from expertcast.runtime.policies.prefetch.none import NoPrefetch
 from expertcast.runtime.policies.routing import Routed, Standard
 from expertcast.runtime.policies.settings import PolicySet
 from expertcast.runtime.storage.precision import FULL
+
+_MOST = 0.75
+"""Share of its experts that a layer must run for the next one's to be loaded before they are known: a useless copy is
+dropped, or costs at most the link's window."""
 
 
 @dataclass(slots=True)
@@ -84,6 +91,9 @@ class LayerFlow:
         """Whether :meth:`decide` may change anything: then it must be called, with host copies of the routing."""
         self.reads_logits = policies.eviction.reads_scores or tokens_ahead is not None
         """Whether :meth:`see` must be called."""
+        self._streams = residency.link.overlaps and not isinstance(policies.prefetch, NoPrefetch)
+        self._executed = 0
+        """Experts of the running layer."""
         reads = policies.prefetch.reads_transfer
         self._pace = Pace(residency, shape.layers) if reads else None
 
@@ -138,13 +148,13 @@ class LayerFlow:
         chosen_TK, combine_TK = (ids_TK, weights_TK) if changed is None else changed
         ids, weights = chosen_TK.tolist(), combine_TK.tolist()
         if changed is not None:
-            ids = _named(ids, weights)
+            ids = named(ids, weights)
         verdict = self._verdict(layer, logits_TE, ids, weights, held)
         if changed is None and verdict is None:
             return None
         before = {expert for row in ids_TK.tolist() for expert in row}
         if verdict is not None and (verdict.dropped or verdict.substitute):
-            ids, weights = _rewritten(ids, weights, verdict)
+            ids, weights = rewritten(ids, weights, verdict)
         left_out = before.difference(expert for row in ids for expert in row)
         self.residency.observer.skipped(layer, len(left_out))
         first = layer * self._experts
@@ -180,12 +190,15 @@ class LayerFlow:
             experts = [key % self._experts for key in keys]
             self._pace.reached(layer, experts)
             self.policies.prefetch.see_routing(layer, experts)
-        chunks = [keys] if len(keys) <= limit else self._chunks(keys, limit)
+        self._executed = len(keys)
+        chunks = self._chunked(keys, limit)
         self.residency.request(chunks[0], precision)
         return chunks
 
-    def _chunks(self, keys: list[int], limit: int) -> list[list[int]]:
-        """Half the slots at a time, so that one chunk loads while another computes; what is held goes last."""
+    def _chunked(self, keys: list[int], limit: int) -> list[list[int]]:
+        """Half the slots at a time, so that one chunk loads while another computes; what is held goes first."""
+        if len(keys) <= limit:
+            return [keys]
         keys = sorted(keys, key=lambda key: (not self.residency.holds(key), key))
         size = max(1, limit // 2)
         return [keys[start : start + size] for start in range(0, len(keys), size)]
@@ -210,8 +223,20 @@ class LayerFlow:
         target = self.policies.pre_eviction.release_target(probability_E, predicted, resident)
         self.residency.free_up(wanted.layer, target, {first + expert for expert in predicted})
 
+    def stream(self, layer: int) -> None:
+        """The last of a layer's chunks has been asked for. Where it runs most of its experts, as a prefill does, so does
+        the next layer: as many of that one's as make a chunk come while this one computes."""
+        following = layer + 1
+        if not self._streams or self._executed < _MOST * self._experts or layer == self._last:
+            return
+        if self.residency.is_asked(following):  # a forecast knows better
+            return
+        first = following * self._experts
+        chunks = self._chunked(list(range(first, first + self._experts)), self.residency.limit(following))
+        self.residency.prefetch(chunks[0])
+
     def finish(self, layer: int) -> None:
-        """All that a layer asks for is asked: what comes early for others goes behind it."""
+        """All forecasts of a layer have been asked for: what comes early without one goes behind them."""
         if layer == self._last:
             for keys in self._carried.values():
                 self.residency.prefetch(keys)
@@ -226,24 +251,3 @@ class LayerFlow:
             lost = 0.0 if victim is None else by_layer[victim // self._experts].worth(victim) or 0.0
             if worth > lost:
                 residency.load_idle(key)
-
-
-def _named(ids: list[list[int]], weights: list[list[float]]) -> list[list[int]]:
-    """Places with weight 0 name the row's heaviest expert: what is not executed is not asked for."""
-    named = []
-    for row, values in zip(ids, weights, strict=True):
-        heaviest = row[max(range(len(row)), key=values.__getitem__)]
-        named.append([expert if weight else heaviest for expert, weight in zip(row, values, strict=True)])
-    return named
-
-
-def _rewritten(
-    ids: list[list[int]], weights: list[list[float]], verdict: Verdict
-) -> tuple[list[list[int]], list[list[float]]]:
-    """Ids and weights with dropped experts at weight 0 and missing ones replaced by their substitutes."""
-    new_weights = [
-        [0.0 if expert in verdict.dropped else weight for expert, weight in zip(row, values, strict=True)]
-        for row, values in zip(ids, weights, strict=True)
-    ]
-    new_ids = [[verdict.substitute.get(expert, expert) for expert in row] for row in ids]
-    return _named(new_ids, new_weights), new_weights

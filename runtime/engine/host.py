@@ -18,7 +18,7 @@ from expertcast.runtime.engine.base import Engine, EngineParts
 from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.engine.kernels import row_order
 from expertcast.runtime.engine.residency import Residency
-from expertcast.runtime.links.exchange import Pending, Readback, Upload
+from expertcast.runtime.links.exchange import Readback, Sent
 from expertcast.runtime.recording.statistics import RunStatistics
 
 _FEW_IDS = 512
@@ -37,6 +37,10 @@ class _Plan:
     """Distinct keys, chunk by chunk; one chunk when all fit the slots."""
     precision: dict[int, str] | None
     """Of the keys that need not come in full."""
+    slots: list[int] | None = None
+    """Slot of each of the T x K ids, when they are few and one chunk."""
+    sent: Sent | None = None
+    """On its way to the device: slots of the T x K ids, or of all experts when the ids are many; for one chunk."""
 
 
 class HostEngine(Engine):
@@ -55,13 +59,8 @@ class HostEngine(Engine):
         )
         self._observer = residency.observer
         self._last = shape.layers - 1
-        self._readback = Readback(self._pool.device)
-        self._upload = Upload(self._pool.device)
-        self._prefetch_late = self._pool.device.type != "cpu"
-        """Whether kernels run beside the host: then a forecast is read back after the layer's kernels are launched."""
+        self._readback = Readback(parts.link.driver, parts.link.progress)
         self._plan: _Plan | None = None
-        self._forecast: tuple[Forecast, Pending, Pending] | None = None
-        """The forecast made at this layer, whose ids and weights are on their way to the host."""
         self._known_ids: dict[int, list[int]] = {}
         """Ids (flat) of forecasts by target layer, as far as the host has them."""
         self._complete = False
@@ -74,7 +73,6 @@ class HostEngine(Engine):
     def on_start(self, fresh: bool) -> None:
         self._residency.link.follow()
         self._plan = None
-        self._forecast = None
         self._known_ids.clear()
         halfway, self._halfway = self._halfway, True
         complete, self._complete = self._complete, False
@@ -98,17 +96,17 @@ class HostEngine(Engine):
         if self._flow.decides:
             executed, precision = self._decide(call, executed)
         ids_TK = call.ids_TK if executed is None else executed[0]
-        self._begin(call.layer, ids_TK, executed is not None and executed is forecast_executed, precision)
+        plan = self._begin(call.layer, ids_TK, executed is not None and executed is forecast_executed, precision)
         if self._told is not None:
             self._told("forecast", call.layer)
         forecast = self._speculator.forecast(call, executed)
         if self._told is not None:
             self._told("policy", call.layer)
         if forecast is not None:
-            start = self._readback.start
-            self._forecast = forecast, start(forecast.topk_ids_TK), start(forecast.topk_weights_TK)
-        if not self._prefetch_late:
-            self._prefetch(call.layer)
+            self._hint(forecast)
+        self._flow.finish(call.layer)
+        if len(plan.chunks) == 1:
+            self._flow.stream(call.layer)
         if self._told is not None:
             self._told("compute", call.layer)
         self._halfway = False
@@ -124,14 +122,13 @@ class HostEngine(Engine):
             return executed, None
         return (decision.ids_TK, decision.weights_TK), decision.precision
 
-    def _prefetch(self, layer: int) -> None:
-        if self._forecast is not None:
-            forecast, ids, weights = self._forecast
-            self._forecast = None
-            ids_T = ids.tolist()
-            self._known_ids[forecast.layer] = [expert for row in ids_T for expert in row]
-            self._flow.hint(forecast, ids_T, weights.tolist())
-        self._flow.finish(layer)
+    def _hint(self, forecast: Forecast) -> None:
+        """Ask for a forecast's experts. On CUDA the host waits for it here: the layer's kernels need their own copies
+        first, and the link must know what comes next before it has made them."""
+        ids, weights = self._readback.start(forecast.topk_ids_TK), self._readback.start(forecast.topk_weights_TK)
+        ids_T = ids.tolist()
+        self._known_ids[forecast.layer] = [expert for row in ids_T for expert in row]
+        self._flow.hint(forecast, ids_T, weights.tolist())
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self._halfway = True
@@ -147,8 +144,6 @@ class HostEngine(Engine):
             output_TD = self._run_whole(layer, plan, hidden_TD, ids_TK, weights_TK)
         else:
             output_TD = self._run_chunks(layer, hidden_TD, weights_TK, self._chunks(plan, ids_TK.reshape(-1)))
-        if self._prefetch_late:
-            self._prefetch(layer.index)
         self._complete = layer.index == self._last
         if self._told is not None:
             self._told("compute", layer.index + 1)
@@ -168,20 +163,28 @@ class HostEngine(Engine):
         else:
             all_keys = None
             distinct = [first + expert for expert in torch.unique(ids_TK).tolist()]
-        self._plan = _Plan(layer, ids_TK, all_keys, self._flow.begin(layer, distinct, precision), precision)
-        return self._plan
+        chunks = self._flow.begin(layer, distinct, precision)
+        plan = self._plan = _Plan(layer, ids_TK, all_keys, chunks, precision)
+        if len(chunks) == 1:
+            self._send_slots(plan)
+        return plan
+
+    def _send_slots(self, plan: _Plan) -> None:
+        """Before the copies of forecasts are issued: they would have to wait for those."""
+        if plan.keys is None:
+            plan.sent = self._send_table(plan.layer, plan.chunks[0])
+        else:
+            slot_of = self._pool.slots
+            plan.slots = [slot_of[key] for key in plan.keys]
+            plan.sent = self._residency.link.send(plan.slots)
 
     def _run_whole(self, layer: MoELayer, plan: _Plan, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         (keys,) = plan.chunks
-        slots = None
-        if plan.keys is None:
-            slots_TK = self._slot_table(layer.index, keys)[ids_TK]
-        else:
-            slot_of = self._pool.slots
-            slots = [slot_of[key] for key in plan.keys]
-            slots_TK = self._upload.send(slots).view(ids_TK.shape)
+        assert plan.sent is not None
         self._wait(layer.index, keys)
-        output_TD = self._kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK, ids_TK, slots)
+        sent = plan.sent.take()
+        slots_TK = sent[ids_TK] if plan.slots is None else sent.view(ids_TK.shape)
+        output_TD = self._kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK, ids_TK, plan.slots)
         if self._told is not None:
             self._told("policy", layer.index)
         self._residency.release(keys)
@@ -191,9 +194,12 @@ class HostEngine(Engine):
         """A chunk's pairs with their slots, once its copies are waited for; the next one loads meanwhile."""
         order_P = row_order(ids_P)
         for keys, following in zip(plan.chunks, [*plan.chunks[1:], None], strict=True):
-            if following is not None:
+            sent = self._send_table(plan.layer, keys)  # before the next copies, for which it would have to wait
+            if following is None:
+                self._flow.stream(plan.layer)
+            else:
                 self._residency.request(following, plan.precision)
-            slots_P = self._slot_table(plan.layer, keys)[ids_P]
+            slots_P = sent.take()[ids_P]
             pairs = order_P[slots_P[order_P] >= 0]
             self._wait(plan.layer, keys)
             yield pairs, slots_P[pairs]
@@ -206,10 +212,10 @@ class HostEngine(Engine):
         if self._told is not None:
             self._told("compute", layer)
 
-    def _slot_table(self, layer: int, keys: list[int]) -> Tensor:
+    def _send_table(self, layer: int, keys: list[int]) -> Sent:
         """[E] slot of each expert, -1 where it has none in this chunk."""
         table = [-1] * self._experts
         first = layer * self._experts
         for key in keys:
             table[key - first] = self._pool.slots[key]
-        return self._upload.send(table)
+        return self._residency.link.send(table)

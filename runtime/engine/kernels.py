@@ -6,19 +6,15 @@ T tokens, D hidden size, E routed experts per layer, K experts per token, S slot
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from itertools import groupby
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
-from expertcast.predictors.plain import Json
+from expertcast.runtime.engine.grouped import over_slots
 
 ExpertsForward = Callable[..., Tensor]
 
@@ -26,27 +22,17 @@ _KERNELS: dict[str, ExpertsForward] = {
     "grouped_mm": grouped_mm_experts_forward, "batched_mm": batched_mm_experts_forward
 }  # fmt: skip
 
-_GROUPED_MM = tuple(
-    function
-    for function in (getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
-    if function is not None
-)
-"""What transformers calls, and what torch's wrapper of it calls."""
-
-_MANY_GROUPS = 32
-"""Empty groups cost about 1 us each on the CPU; telling them apart costs about as much as these."""
-
-_MOST_GROUPS = 1023
-"""torch's CUDA kernel of `grouped_mm` takes no more."""
+_SWITCH = "_optimize_model_for_decode"
+"""Method by which transformers' `generate` runs its decode steps with another kernel, on some devices."""
 
 
 class SlotKernel:
     """Runs an experts module whose parameters are slot views [S, ...]."""
 
     def __init__(self, forward: ExpertsForward, slots: int) -> None:
-        self._forward = forward
+        self.forward = forward
+        """transformers' kernel that runs from now on."""
         self._slots = slots
-        self._grouped = forward is grouped_mm_experts_forward
 
     def run(
         self,
@@ -66,13 +52,28 @@ class SlotKernel:
         """
         return self._run(experts, hidden_TD, slots_TK, weights_TK, lambda: row_order(ids_TK), slots)
 
-    def run_pairs(self, experts: nn.Module, hidden_PD: Tensor, slots_P: Tensor) -> Tensor:
-        """Each pair's own expert output [P, D], not weighted: parts of a step that is done in chunks.
+    def run_pairs(self, experts: nn.Module, hidden_TD: Tensor, top_k: int, pairs: Tensor, slots: Tensor) -> Tensor:
+        """Some pairs' own expert output [pairs, D], not weighted: a part of a step that is done in chunks.
 
-        Pairs come in :func:`row_order`, restricted to the chunk.
+        Args:
+            experts, hidden_TD, top_k: of the whole step, whose P = T x K pairs are numbered token by token.
+            pairs: which of them, in :func:`row_order`.
+            slots: where the pairs' experts lie.
         """
-        ones_P1 = hidden_PD.new_ones(hidden_PD.shape[0], 1)
-        return self._run(experts, hidden_PD, slots_P.unsqueeze(-1), ones_P1, lambda: torch.arange(len(slots_P)))
+        if self._grouped:
+            rows, of_rows = hidden_TD[pairs // top_k], slots
+        else:
+            # cuBLAS chooses its kernel by the number of pairs too: all of the step's, in their places, those of other
+            # chunks with one of these slots. A copy of an expert per pair: the resident model takes the same memory
+            rows = hidden_TD.repeat_interleave(top_k, dim=0)
+            of_rows = slots[:1].expand(len(rows)).index_put((pairs,), slots)
+        ones = rows.new_ones(len(rows), 1)
+        output = self._run(experts, rows, of_rows.unsqueeze(-1), ones, lambda: torch.arange(len(rows)))
+        return output if self._grouped else output[pairs]
+
+    @property
+    def _grouped(self) -> bool:
+        return self.forward is grouped_mm_experts_forward
 
     def _run(
         self,
@@ -87,25 +88,13 @@ class SlotKernel:
         before = own["num_experts"]
         own["num_experts"] = self._slots
         try:
-            with self._groups(experts, slots_TK, order, slots):
-                return self._forward(experts, hidden_TD, slots_TK, weights_TK)
+            between: AbstractContextManager[object] = nullcontext()
+            if self._grouped:
+                between = over_slots(experts, self._slots, slots_TK, order, slots)
+            with between:
+                return self.forward(experts, hidden_TD, slots_TK, weights_TK)
         finally:
             own["num_experts"] = before
-
-    def _groups(
-        self, experts: nn.Module, slots_TK: Tensor, order: Callable[[], Tensor], slots: Sequence[int] | None
-    ) -> AbstractContextManager[object]:
-        """What stands between the kernel and `grouped_mm` over so many slots on such a device; often nothing."""
-        if not self._grouped:
-            return nullcontext()
-        if slots_TK.device.type == "cpu":
-            if len(slots_TK) > 1 or self._slots > _MANY_GROUPS:
-                return _ExpertOrder(slots_TK.reshape(-1), order())
-            return nullcontext()
-        native = _is_native(next(experts.parameters(recurse=False)))
-        if slots_TK.device.type != "cuda" or (native and self._slots <= _MOST_GROUPS):
-            return nullcontext()
-        return _SlotRanges(slots_TK.reshape(-1).tolist() if slots is None else slots, native)
 
 
 def row_order(ids_TK: Tensor) -> Tensor:
@@ -122,8 +111,7 @@ def combine(output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor
 
 def kernel_name(model: PreTrainedModel) -> str:
     """Name of the kernel that the model's experts run with while offloaded: its own where slots can stand in."""
-    now = _own_kernel(model)
-    return now if now in _KERNELS else "grouped_mm"
+    return _in_slots(_own_kernel(model))
 
 
 def kernel_of(model: PreTrainedModel) -> ExpertsForward:
@@ -137,77 +125,54 @@ def kernel_of(model: PreTrainedModel) -> ExpertsForward:
 
 
 def _own_kernel(model: PreTrainedModel) -> str:
-    return next((value for value in model.get_experts_implementation().values() if value), "grouped_mm")
+    return model.get_experts_implementation()[_part(model)] or "grouped_mm"
 
 
-class _ExpertOrder(TorchFunctionMode):
-    """On the CPU, makes `grouped_mm` over slots the very products that it makes over experts.
+def _part(model: PreTrainedModel) -> str:
+    """Which entry of the model's experts implementations its experts go by: "", or the name of a sub-config."""
+    of_experts = next((module.config for module in model.modules() if hasattr(module, "_is_expert_parallel")), None)
+    parts = (name for name in model.config.sub_configs if getattr(model.config, name, None) is of_experts)
+    return next(parts, "") if of_experts is not None else ""
 
-    Rows are sorted by expert, as in the resident model: torch's CPU sort need not be stable, and where several
-    tokens share an expert its `mm` may round a row otherwise at another place in the group. Empty groups, which
-    cost time on the CPU, are skipped.
+
+def _in_slots(name: str) -> str:
+    return name if name in _KERNELS else "grouped_mm"
+
+
+@contextmanager
+def decode_kernel_followed(model: PreTrainedModel, kernel: SlotKernel) -> Iterator[None]:
+    """`generate` switches the slots' kernel wherever it would switch the resident model's.
+
+    To be entered before the model is given our experts function, whose name tells transformers nothing.
     """
-
-    def __init__(self, slots_P: Tensor, order_P: Tensor) -> None:
-        super().__init__()
-        self._slots_P = slots_P
-        self._order_P = order_P
-        self._groups: list[tuple[int, int]] = []
-        """(slot, rows), in the order of the rows."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Json | None = None
-    ) -> object:
-        if func is torch.sort and args[0].shape == self._order_P.shape:
-            sorted_P = self._slots_P[self._order_P]
-            self._groups = [(slot, len(list(rows))) for slot, rows in groupby(sorted_P.tolist())]
-            return torch.return_types.sort((sorted_P, self._order_P))
-        if func not in _GROUPED_MM:
-            return func(*args, **(kwargs or {}))
-        rows, weight = args[:2]
-        return _products(rows, weight, self._groups)
+    original = getattr(type(model), _SWITCH, None)
+    if original is None:  # no model that generates
+        yield
+        return
+    resident = _Resident(model, kernel)
+    model.__dict__[_SWITCH] = lambda: original(resident)
+    try:
+        yield
+    finally:
+        model.__dict__.pop(_SWITCH, None)
 
 
-class _SlotRanges(TorchFunctionMode):
-    """On CUDA, `grouped_mm` over more groups than its kernel takes, or on a device that has no kernel of it.
+class _Resident:
+    """The model as transformers would find it if it were not offloaded."""
 
-    There torch asks the device for the groups and multiplies slot by slot, empty ones too; the host knows which are
-    not. Rows are sorted by slot.
-    """
+    def __init__(self, model: PreTrainedModel, kernel: SlotKernel) -> None:
+        self._model, self._kernel = model, kernel
+        self._part = _part(model)
+        self._implementations: dict[str, str | None] = model.get_experts_implementation()
 
-    def __init__(self, slots: Sequence[int], native: bool) -> None:
-        super().__init__()
-        self._native = native
-        self._groups = sorted(Counter(slots).items())
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._model, name)
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Json | None = None
-    ) -> object:
-        if func not in _GROUPED_MM:
-            return func(*args, **(kwargs or {}))
-        rows, weight = args[:2]
-        if not self._native:
-            return _products(rows, weight, self._groups)
-        offsets = args[2] if len(args) > 2 else (kwargs or {})["offs"]
-        parts, start = [], 0
-        for index, groups in groupby(self._groups, key=lambda group: group[0] // _MOST_GROUPS):
-            end = start + sum(count for _, count in groups)
-            within = slice(index * _MOST_GROUPS, (index + 1) * _MOST_GROUPS)
-            parts.append(func(rows[start:end], weight[within], offs=offsets[within] - start))
-            start = end
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def get_experts_implementation(self) -> dict[str, str | None]:
+        return dict(self._implementations)
 
-
-def _products(rows: Tensor, weight: Tensor, groups: Sequence[tuple[int, int]]) -> Tensor:
-    """One product per group (slot, rows), the groups' rows one after another."""
-    output = rows.new_empty(rows.shape[0], weight.shape[-1])
-    start = 0
-    for slot, count in groups:
-        torch.mm(rows[start : start + count], weight[slot], out=output[start : start + count])
-        start += count
-    return output
-
-
-def _is_native(weight: Tensor) -> bool:
-    """Whether torch has a kernel of `grouped_mm` for this device and dtype."""
-    return weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
+    def set_experts_implementation(self, implementation: str | Mapping[str, str | None]) -> None:
+        if isinstance(implementation, str):
+            implementation = dict.fromkeys(self._implementations, implementation)
+        self._implementations.update(implementation)
+        self._kernel.forward = _KERNELS[_in_slots(self._implementations[self._part] or "grouped_mm")]

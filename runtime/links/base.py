@@ -12,7 +12,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.links.driver import CudaDevice
+from expertcast.runtime.links.exchange import Sent
 from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
@@ -42,6 +46,8 @@ class Link(ABC):
     name: str
     decides_on_device: bool = False
     """Whether tables on the device say what is copied, which no host reads: that takes an engine of its own."""
+    overlaps: bool = True
+    """Whether copies are made beside the model's thread: else asking early gains nothing."""
     latency: float = 0.0
     """Seconds that a copy takes whatever its size, as far as the link knows."""
     write_back_s: float = 0.0
@@ -53,11 +59,18 @@ class Link(ABC):
         self.busy_s = 0.0
         """Seconds in which a copy was under way."""
         self.observer = Observer()
+        self.driver: CudaDevice | None = None
+        """Through which everything about this link is asked of a CUDA device; known once attached."""
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         """Called once, before the first copy."""
         self._store = store
         self._pool = pool
+        self.driver = self._device_of(pool)
+
+    def _device_of(self, pool: SlotPool) -> CudaDevice | None:
+        """The CUDA device of the slots; None on the CPU."""
+        return CudaDevice(pool.device) if pool.device.type == "cuda" else None
 
     def clock(self) -> float:
         """Seconds, from any start."""
@@ -133,6 +146,16 @@ class Link(ABC):
         """Whether the copy has arrived."""
         return copy.done
 
+    def send(self, values: Sequence[int]) -> Sent:
+        """Small integers to where the slots are, behind the copies that have been asked for so far.
+
+        What the call before gave must have been read by kernels that are launched.
+
+        Args:
+            values: they arrive as int64 [n].
+        """
+        return Sent(torch.tensor(values, device=self._pool.device))
+
     def read_ahead(self, keys: Sequence[int]) -> None:
         """Copies of these will be asked for: a store on disk reads them into memory meanwhile."""
         self._store.read_ahead(keys)
@@ -171,6 +194,7 @@ class InstantLink(Link):
     """Copies when asked, in the caller's thread: the simplest link, and the reference for the others."""
 
     name = "instant"
+    overlaps = False
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
         start = time.perf_counter()

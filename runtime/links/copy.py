@@ -18,13 +18,24 @@ from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
 _WORD = 8
-_WIDTH = 1024
-_PROGRAMS = 64
-"""Half a megabyte on its way: more than any host link needs, and most of the device is left to compute."""
+_WIDTH = 2048
+_WARPS = 8
+_PROGRAMS = 16
+"""A quarter of a megabyte on its way, 16 x 2,048 words, as 64 bytes (four loads of 16) a thread.
+
+By Little's law a link needs its rate times its latency: PCIe 5 (55 GB/s) 55 to 110 kB at the 1 to 2 us of a read over
+PCIe (EMOGI, PVLDB 14(2), section 3.3: 1.0 to 1.6 us), so that it stays full while programs store what has come. Few
+programs, for each keeps a persistent matmul off a multiprocessor; see :mod:`expertcast.runtime.links.carve_out`.
+"""
+_SHARE = 4
+"""A device gives up one multiprocessor in so many at most."""
 
 
 class BlockCopier(ABC):
     """Copies the blocks of some moves from the store into their slots."""
+
+    programs = 0
+    """Multiprocessors that it takes from the kernels that compute meanwhile."""
 
     @abstractmethod
     def copy(self, moves: Moves) -> None:
@@ -48,9 +59,10 @@ class KernelCopier(BlockCopier):
 
     Args:
         addresses: int64 [L * E], the device's address of each block.
+        programs: of the kernel at most.
     """
 
-    def __init__(self, addresses: Tensor, pool: SlotPool) -> None:
+    def __init__(self, addresses: Tensor, pool: SlotPool, programs: int = _PROGRAMS) -> None:
         from expertcast.runtime.links.triton_kernels import copy_blocks
 
         self._kernel = copy_blocks
@@ -58,13 +70,13 @@ class KernelCopier(BlockCopier):
         self._pool_words = pool.block(0).view(torch.int64)
         self._words = pool.layout.block_bytes // _WORD
         chunks = -(-self._words // _WIDTH)
-        self._programs = min(_PROGRAMS, chunks)
-        self._turns = -(-chunks // self._programs)
+        self.programs = min(programs, chunks)
+        self._turns = -(-chunks // self.programs)
 
     def copy(self, moves: Moves) -> None:
-        self._kernel[(self._programs,)](
+        self._kernel[(self.programs,)](
             self._addresses, *moves, self._pool_words,
-            N=moves.keys_N.shape[0], WORDS=self._words, WIDTH=_WIDTH, TURNS=self._turns,
+            N=moves.keys_N.shape[0], WORDS=self._words, WIDTH=_WIDTH, TURNS=self._turns, num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -93,4 +105,6 @@ def block_copier(store: ExpertStore, pool: SlotPool) -> BlockCopier:
                 "'cuda', or free memory for the page lock"
             )
         addresses.append(address)
-    return KernelCopier(torch.tensor(addresses, device=pool.device), pool)
+    multiprocessors = torch.cuda.get_device_properties(pool.device).multi_processor_count
+    programs = max(1, min(_PROGRAMS, multiprocessors // _SHARE))
+    return KernelCopier(torch.tensor(addresses, device=pool.device), pool, programs)

@@ -18,6 +18,7 @@ A packed copy is expanded by kernels of compute's stream, after it has waited fo
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,7 @@ import torch
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.links.base import Copy, QueuedLink
 from expertcast.runtime.links.driver import CudaDevice, EventPool, ForwardOrder
+from expertcast.runtime.links.exchange import Sent, Upload
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -35,18 +37,28 @@ _READS = 64
 """Reads whose events may be outstanding before their end is looked for: runs that miss nothing never ask."""
 
 
+def window_of(block_bytes: int) -> int:
+    """Copies of so many bytes each that a window holds."""
+    return -(-_WINDOW_BYTES // block_bytes)
+
+
 @dataclass(slots=True, eq=False)
 class _DeviceCopy(Copy):
     begun: torch.cuda.Event | None = None
+    """When it began; the arrival of the copy before it, if that was under way when this one was issued."""
     arrived: torch.cuda.Event | None = None
+    chained: bool = False
+    """Whether `begun` is another copy's arrival."""
+    forecast: bool = False
+    """Whether it counts for the window."""
 
 
 class CudaLink(QueuedLink):
     """Copies over PCIe or NVLink.
 
     Args:
-        window: forecasts are issued while fewer copies than this are under way. A miss waits for these at most; too
-            few leave the link idle between two calls from the model's thread. None: 16 MiB worth of blocks.
+        window: forecasts are issued while fewer of their copies than this are under way. A miss waits for these at
+            most; too few leave the link idle between two calls from the model's thread. None: 16 MiB worth of blocks.
 
     `busy_s` is the time between events around each copy, and is complete after :meth:`synchronize`.
     """
@@ -63,18 +75,16 @@ class CudaLink(QueuedLink):
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         super().attach(store, pool)
         self._size = store.layout.block_bytes
-        self._window = self._window_given or -(-_WINDOW_BYTES // self._size)
+        self._window = self._window_given or window_of(self._size)
         self._target = pool.block(0).data_ptr()
         self._sources: dict[int, int] = {}
-        self._open(self._device_of(pool), pool.count)
+        assert self.driver is not None, "this link is for slots on a CUDA device"
+        self._open(self.driver, pool.count)
 
     @property
     def window(self) -> int:
-        """Copies under way below which a forecast is issued; known once attached."""
+        """Forecasts' copies under way below which another is issued; known once attached."""
         return self._window
-
-    def _device_of(self, pool: SlotPool) -> CudaDevice:
-        return CudaDevice(pool.device)
 
     def _open(self, device: CudaDevice, slots: int) -> None:
         self._device = device
@@ -82,7 +92,10 @@ class CudaLink(QueuedLink):
         # the pool was zeroed on the stream that is current now: no copy may come before that
         self._stream.wait_stream(device.current_stream())
         self._order = ForwardOrder(device)
+        self._upload = Upload(device, self._stream)
         self._timed, self._untimed = EventPool(device, timing=True), EventPool(device)
+        self._forecasts = 0
+        """Copies under way that no layer had asked for when they were issued."""
         self._tick = 0
         self._last_read = [0] * slots
         """Tick of the last kernels that read a slot."""
@@ -100,6 +113,9 @@ class CudaLink(QueuedLink):
             self._queued.append(copy)
             self._pump()
         return copy
+
+    def send(self, values: Sequence[int]) -> Sent:
+        return self._upload.send(values)
 
     def wait(self, copy: Copy) -> None:
         """Make the current stream wait; the host goes on."""
@@ -148,24 +164,40 @@ class CudaLink(QueuedLink):
 
     def _pump(self) -> None:
         self._collect()
-        while self._queued and len(self._issued) < self._window:
+        while self._queued and self._forecasts < self._window:
             self._issue(self._queued.popleft())
 
     def _issue(self, copy: Copy) -> None:
         assert isinstance(copy, _DeviceCopy)
         copy.started = True
-        begun, arrived = self._timed.take(), self._timed.take()
+        arrived = self._timed.take()
         target = self._target + copy.slot * self._size
         try:
             self._wait_for_reader(copy.slot)
-            begun.record(self._stream)
-            self._device.to_device(target, *self._source(copy), self._stream)
+            copy.begun = self._begun(copy)
+            self._transfer(target, *self._source(copy))
             arrived.record(self._stream)
         except Exception as error:  # whoever waits for this copy gets it, and nobody else
             copy.error, copy.done = error, True
             return
-        copy.begun, copy.arrived = begun, arrived
+        copy.arrived = arrived
+        copy.forecast = not copy.urgent
+        self._forecasts += copy.forecast
         self._issued.append(copy)
+
+    def _transfer(self, target: int, source: int, size: int) -> None:
+        """Queue `size` bytes from an address of the host to one of the device."""
+        self._device.to_device(target, source, size, self._stream)
+
+    def _begun(self, copy: _DeviceCopy) -> torch.cuda.Event:
+        """The event at which a copy begins; behind another one it needs none of its own, which takes link time."""
+        last = self._issued[-1].arrived if self._issued else None
+        if last is not None and not last.query():  # type: ignore[no-untyped-call]
+            copy.chained = True
+            return last
+        begun = self._timed.take()
+        begun.record(self._stream)
+        return begun
 
     def _source(self, copy: _DeviceCopy) -> tuple[int, int]:
         """Address and bytes of what is copied. Blocks do not move while the link is open: it is asked for once."""
@@ -207,9 +239,11 @@ class CudaLink(QueuedLink):
         assert begun is not None
         assert arrived is not None
         copy.done = True
+        self._forecasts -= copy.forecast
         # the clock's numbers are single precision: a short time is exact only between two events close together
         start = self.observer.device_time(begun)
         self._count(copy, start, start + begun.elapsed_time(arrived) / 1e3)
         copy.begun = copy.arrived = None
         self._timed.give(begun)
-        self._timed.give(arrived)
+        if not (self._issued and self._issued[0].chained):
+            self._timed.give(arrived)

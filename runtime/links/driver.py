@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 
 import torch
 
+from expertcast.data.models import with_index
 from expertcast.predictors.errors import ExpertcastError
 
+_MEMORY_TYPE, _HOST = 2, 1
+"""CU_POINTER_ATTRIBUTE_MEMORY_TYPE and CU_MEMORYTYPE_HOST; an error for memory that the driver neither allocated nor
+registered (CUDA driver API, cuPointerGetAttribute)."""
 _DEVICE_POINTER = 3
-"""CU_POINTER_ATTRIBUTE_DEVICE_POINTER: unlike the host's, it is right on systems that map memory elsewhere."""
+"""CU_POINTER_ATTRIBUTE_DEVICE_POINTER: unlike the host's, it is right on systems that map memory elsewhere. Where
+kernels may read pageable memory (HMM, Grace), that has one too (seen on GH200: github.com/NVIDIA/raft/pull/2480)."""
 
 
 class CudaDevice:
@@ -29,7 +35,7 @@ class CudaDevice:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = with_index(device)
         self._driver = _driver()
 
     def new_stream(self, priority: int = 0) -> torch.cuda.Stream:
@@ -56,6 +62,12 @@ class CudaDevice:
         """Wait on the host for everything that was launched on the device."""
         torch.cuda.synchronize(self.device)
 
+    def wait(self, event: torch.cuda.Event, meanwhile: Callable[[], None]) -> None:
+        """Hold the host until an event has been reached, and call `meanwhile` again and again until then."""
+        meanwhile()
+        while not event.query():  # type: ignore[no-untyped-call]
+            meanwhile()
+
     def to_device(self, target: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
         """Queue a copy host -> device. From pageable memory the driver stages it, and the call takes as long.
 
@@ -73,9 +85,12 @@ class CudaDevice:
 
     def address_of(self, host: int) -> int | None:
         """Where kernels find a host address: None in memory that is not page-locked."""
-        address = ctypes.c_uint64()
+        kind, address = ctypes.c_uint(), ctypes.c_uint64()
         with torch.cuda.device(self.device):
             torch.cuda.current_stream().query()  # type: ignore[no-untyped-call]  # the context is current from here on
+            unknown = self._driver.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, host)
+            if unknown or kind.value != _HOST:
+                return None
             status = self._driver.cuPointerGetAttribute(ctypes.byref(address), _DEVICE_POINTER, host)
         return None if status else address.value or None
 
@@ -126,6 +141,30 @@ class ForwardOrder:
         if stream != self._last:
             stream.wait_stream(self._last)
             self._last = stream
+
+
+def copy_seconds(driver: CudaDevice, size: int, *, rounds: int = 5, count: int = 8) -> float:
+    """Seconds of one page-locked copy to the device among several back to back, of the round disturbed least.
+
+    Args:
+        driver: of the device.
+        size: bytes of each copy.
+        rounds: how often it is measured.
+        count: copies in a round.
+    """
+    host = torch.zeros(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    target = torch.empty(size, dtype=torch.uint8, device=driver.device)
+    stream, seconds = driver.new_stream(), []
+    stream.wait_stream(driver.current_stream())
+    for _ in range(rounds + 1):
+        begun, end = driver.new_event(timing=True), driver.new_event(timing=True)
+        begun.record(stream)
+        for _ in range(count):
+            driver.to_device(target.data_ptr(), host.data_ptr(), size, stream)
+        end.record(stream)
+        end.synchronize()  # type: ignore[no-untyped-call]
+        seconds.append(float(begun.elapsed_time(end)) / 1e3 / count)
+    return min(seconds[1:])  # the first round pays for what is set up once
 
 
 @cache

@@ -6,7 +6,7 @@ page-locked memory; whoever asks for the values waits for that copy only. On the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,14 +43,18 @@ class Readback:
     """Starts such copies, for one device; all calls come from one thread.
 
     A tensor must not be written to (by later kernels of its stream) before its values have been read.
+
+    Args:
+        driver: of the CUDA device that holds the tensors; None on the CPU.
+        meanwhile: called again and again while values are waited for.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
-        self._device = torch.device(device)
+    def __init__(self, driver: CudaDevice | None, meanwhile: Callable[[], None] = lambda: None) -> None:
+        self._meanwhile = meanwhile
         self._ring: list[_Entry] = []
         self._next = 0
-        if self._device.type == "cuda":
-            self._open(CudaDevice(self._device))
+        if driver is not None:
+            self._open(driver)
 
     def start(self, tensor: Tensor) -> Pending:
         """Queue the copy behind what the current stream has been given so far."""
@@ -63,14 +67,16 @@ class Readback:
     def _open(self, cuda: CudaDevice) -> None:
         stream = cuda.new_stream(priority=-1)
         memory = _page_locked(_ENTRIES * _ENTRY_BYTES).view(_ENTRIES, _ENTRY_BYTES)
-        self._ring = [_Entry(cuda, stream, buffer) for buffer in memory]
+        self._ring = [_Entry(cuda, stream, buffer, self._meanwhile) for buffer in memory]
 
 
 class _Entry:
     """One place of the ring: a buffer and two events, used again and again."""
 
-    def __init__(self, cuda: CudaDevice, stream: torch.cuda.Stream, buffer: Tensor) -> None:
-        self._cuda = cuda
+    def __init__(
+        self, cuda: CudaDevice, stream: torch.cuda.Stream, buffer: Tensor, meanwhile: Callable[[], None]
+    ) -> None:
+        self._cuda, self._meanwhile = cuda, meanwhile
         self._stream = stream
         self._buffer = buffer
         self._ready, self._arrived = cuda.new_event(), cuda.new_event()
@@ -92,7 +98,7 @@ class _Entry:
         return self._pending
 
     def finish(self) -> None:
-        self._arrived.synchronize()  # type: ignore[no-untyped-call]
+        self._cuda.wait(self._arrived, self._meanwhile)
         self._source = self._pending = None
 
     def _host(self, source: Tensor) -> Tensor:
@@ -107,39 +113,73 @@ class _Entry:
         return host
 
 
+class Sent:
+    """Values on their way to the device."""
+
+    __slots__ = ("_arrived", "_driver", "_values")
+
+    def __init__(
+        self, values: Tensor, driver: CudaDevice | None = None, arrived: torch.cuda.Event | None = None
+    ) -> None:
+        self._values, self._driver, self._arrived = values, driver, arrived
+
+    def take(self) -> Tensor:
+        """The values, for what is launched on the current stream from now on."""
+        if self._arrived is not None:
+            assert self._driver is not None
+            self._driver.current_stream().wait_event(self._arrived)
+            self._arrived = None
+        return self._values
+
+
 class Upload:
-    """Small integers to the device; on CUDA through a ring of page-locked buffers.
+    """Small integers to a CUDA device, on a stream that copies experts: whoever reads them needs those copies too, and
+    nothing else waits behind these.
+
+    What :meth:`send` gave must have been read, by kernels that are launched, before the next call.
 
     Args:
-        capacity: buffers in the ring; the host waits only when it is so many uploads ahead of the device.
+        driver: of the device.
+        stream: in whose order they travel.
+        capacity: uploads that may be under way, or wait for their readers.
     """
 
-    def __init__(self, device: torch.device, capacity: int = 64) -> None:
-        self._device = device
-        self._cuda = device.type == "cuda"
-        self._ring: list[tuple[Tensor, torch.cuda.Event] | None] = [None] * capacity
+    def __init__(self, driver: CudaDevice, stream: torch.cuda.Stream, capacity: int = 64) -> None:
+        self._driver, self._stream = driver, stream
+        self._ring: list[_Place | None] = [None] * capacity
         self._next = 0
 
-    def send(self, values: Sequence[int]) -> Tensor:
-        """The values as int64 [n] on the device; ready for what is launched on the current stream from now on."""
-        if not self._cuda:
-            return torch.tensor(values, device=self._device)
-        index = self._next
+    def send(self, values: Sequence[int]) -> Sent:
+        """The values as int64 [n] on the device."""
+        driver, index = self._driver, self._next
+        before = self._ring[index - 1]
+        if before is not None:
+            before.read.record(driver.current_stream())
         self._next = (index + 1) % len(self._ring)
-        entry = self._ring[index]
-        if entry is None or entry[0].numel() < len(values):
-            with torch.inference_mode(False):  # a buffer made in one could not be written to outside of it
-                buffer = torch.empty(len(values), dtype=torch.int64, pin_memory=torch.cuda.is_available())
-            entry = buffer, torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._ring[index] = entry
+        place = self._ring[index]
+        if place is None or place.host.numel() < len(values):
+            if place is not None:
+                place.read.synchronize()  # type: ignore[no-untyped-call]  # its memory is given back
+            place = self._ring[index] = _Place(driver, len(values))
         else:
-            entry[1].synchronize()  # type: ignore[no-untyped-call]
-        buffer, sent = entry
-        host = buffer[: len(values)]
+            place.arrived.synchronize()  # type: ignore[no-untyped-call]
+        self._stream.wait_event(place.read)
+        host, on_device = place.host[: len(values)], place.on_device[: len(values)]
         host.copy_(torch.tensor(values))
-        on_device = host.to(self._device, non_blocking=True)
-        sent.record(torch.cuda.current_stream(self._device))
-        return on_device
+        driver.to_device(on_device.data_ptr(), host.data_ptr(), host.nbytes, self._stream)
+        place.arrived.record(self._stream)
+        return Sent(on_device, driver, place.arrived)
+
+
+class _Place:
+    """One place of the ring: a page-locked buffer, one on the device, and when they may be used again."""
+
+    def __init__(self, driver: CudaDevice, count: int) -> None:
+        with torch.inference_mode(False):  # a buffer made in one could not be written to outside of it
+            self.host = _page_locked(count * 8).view(torch.int64)
+            self.on_device = torch.empty(count, dtype=torch.int64, device=driver.device)
+        self.arrived, self.read = driver.new_event(), driver.new_event()
+        self.read.record(driver.current_stream())  # whoever had the memory before has read it by then
 
 
 def _page_locked(size: int) -> Tensor:

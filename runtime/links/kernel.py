@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.links.base import Copy, Link
+from expertcast.runtime.links.carve_out import CarveOut
 from expertcast.runtime.links.copy import BlockCopier, block_copier
-from expertcast.runtime.links.driver import CudaDevice, ForwardOrder
+from expertcast.runtime.links.driver import EventPool, ForwardOrder
 from expertcast.runtime.links.tables import COUNTS, DeviceResidency, KernelResidency, Moves
 from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
 from expertcast.runtime.storage.precision import FULL
@@ -28,11 +30,15 @@ _TIMED = 256
 _COPIED = [COUNTS.index("misses"), COUNTS.index("prefetched")]
 
 
-class _Timed(NamedTuple):
-    begun: torch.cuda.Event
+@dataclass(slots=True, eq=False)
+class _Call:
     arrived: torch.cuda.Event
+    moves: Moves | None
+    """The call's tables until compute has waited for it: freed before, they could be written over."""
     layer: int
     urgent: bool
+    begun: torch.cuda.Event | None
+    """None in a graph's call, which is not timed and whose events are the graph's."""
 
 
 class KernelLink(Link):
@@ -60,15 +66,17 @@ class KernelLink(Link):
         tables = KernelResidency if pool.device.type == "cuda" else DeviceResidency
         self.residency = tables(layers=store.layers, experts=store.experts, slots=pool.count, device=pool.device)
         self._counts = self.residency.counts
-        self._cuda = self._device_of(pool)
+        self._cuda = self.driver
         self._stream = None if self._cuda is None else self._cuda.new_stream()
-        self._order = None if self._cuda is None else ForwardOrder(self._cuda)
-        self._under_way: list[tuple[torch.cuda.Event, Moves]] = []
-        """(event, tables) of calls that compute has not waited for: a table that was freed could be written over."""
-        self._timed: deque[_Timed] = deque()
-
-    def _device_of(self, pool: SlotPool) -> CudaDevice | None:
-        return CudaDevice(pool.device) if pool.device.type == "cuda" else None
+        if self._cuda is not None:
+            self._order = ForwardOrder(self._cuda)
+            self._forks, self._events = EventPool(self._cuda), EventPool(self._cuda, timing=True)
+        self._under_way: list[_Call] = []
+        """Calls that compute has not waited for."""
+        self._timed: deque[_Call] = deque()
+        """Calls whose times are not counted, in the same order."""
+        self.carve_out = CarveOut(self._copier.programs)
+        """Entered where experts run beside copies: their grouped matmul leaves the copies' multiprocessors alone."""
 
     def move(self, moves: Moves, layer: int = -1, *, urgent: bool = True) -> None:
         """Queue the copies behind everything the current stream has been given so far.
@@ -84,17 +92,22 @@ class KernelLink(Link):
             self._took(layer, start, time.perf_counter(), urgent)
             return
         assert self._cuda is not None
-        self._stream.wait_stream(self._cuda.current_stream())
-        timing = not self._cuda.capturing()
-        begun, arrived = self._cuda.new_event(timing=timing), self._cuda.new_event(timing=timing)
+        begun = None
+        if self._cuda.capturing():
+            self._stream.wait_stream(self._cuda.current_stream())
+            arrived = self._cuda.new_event()
+        else:
+            self._fork(self._cuda.current_stream())
+            begun, arrived = self._events.take(), self._events.take()
         with self._cuda.use(self._stream):
-            if timing:
+            if begun is not None:
                 begun.record(self._stream)
             self._copier.copy(moves)
             arrived.record(self._stream)
-        self._under_way.append((arrived, moves))
-        if timing:
-            self._timed.append(_Timed(begun, arrived, layer, urgent))
+        call = _Call(arrived, moves, layer, urgent, begun)
+        self._under_way.append(call)
+        if begun is not None:
+            self._timed.append(call)
             if len(self._timed) > _TIMED:
                 self._collect()
 
@@ -106,12 +119,15 @@ class KernelLink(Link):
         """Make the current stream wait for the first `ticket` calls under way."""
         if self._cuda is None or not ticket:
             return
-        event, _ = self._under_way[ticket - 1]
-        self._cuda.current_stream().wait_event(event)
-        del self._under_way[:ticket]
+        self._cuda.current_stream().wait_event(self._under_way[ticket - 1].arrived)
+        self._joined(ticket)
+
+    def beside_copies(self) -> AbstractContextManager[object]:
+        """To run kernels in that read slots: :attr:`carve_out` while calls are under way, else nothing."""
+        return self.carve_out if self._under_way else nullcontext()
 
     def follow(self) -> None:
-        if self._order is not None:
+        if self._cuda is not None:
             self._order.enter()
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
@@ -131,7 +147,7 @@ class KernelLink(Link):
         """Wait on the host until everything that was launched has run."""
         if self._cuda is not None:
             self._cuda.synchronize()
-            self._under_way.clear()
+            self._joined(len(self._under_way))
             self._collect()
 
     @property
@@ -160,12 +176,29 @@ class KernelLink(Link):
         self.synchronize()
         self.__dict__.pop("_copier", None)  # it may hold the slots' memory, which the experts need to be put back
 
+    def _fork(self, stream: torch.cuda.Stream) -> None:
+        """Copies come after what a stream has been given; its `wait_stream` would make an event of its own."""
+        event = self._forks.take()
+        event.record(stream)
+        assert self._stream is not None
+        self._stream.wait_event(event)
+        self._forks.give(event)
+
+    def _joined(self, count: int) -> None:
+        """Compute comes after the first `count` calls under way."""
+        for call in self._under_way[:count]:
+            call.moves = None
+        del self._under_way[:count]
+
     def _collect(self) -> None:
-        """Count the times of calls that are over."""
-        while self._timed and self._timed[0].arrived.query():  # type: ignore[no-untyped-call]
-            timed = self._timed.popleft()
-            start = self.observer.device_time(timed.begun)
-            self._took(timed.layer, start, start + timed.begun.elapsed_time(timed.arrived) / 1e3, timed.urgent)
+        """Count the times of calls that are over and waited for: nobody asks their events anything from then on."""
+        while self._timed and self._timed[0].moves is None and self._timed[0].arrived.query():  # type: ignore[no-untyped-call]
+            call = self._timed.popleft()
+            assert call.begun is not None
+            start = self.observer.device_time(call.begun)
+            self._took(call.layer, start, start + call.begun.elapsed_time(call.arrived) / 1e3, call.urgent)
+            self._events.give(call.begun)
+            self._events.give(call.arrived)
 
     def _took(self, layer: int, start: float, end: float, urgent: bool) -> None:
         self.busy_s += end - start

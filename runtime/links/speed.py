@@ -1,8 +1,8 @@
 """How fast a link is when nothing disturbs it, and which one a CUDA device is better off with.
 
-The choice is measured on the real store, once per process: a layer's misses from routing to arrival, from ids that are
-on the device to experts that are there. The link with the copy engine reads the ids back first; the kernel's link does
-not, but its copies take multiprocessors and may be slower.
+The choice is measured on the real store, once per process: from a layer's ids, which are on the device, to its experts
+in slots, with a layer's matmuls running beside the copies. The link with the copy engine reads the ids back first; the
+kernel's link does not, but its copies take multiprocessors, may be slower, and may hold the matmuls up.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.links.base import Link
+from expertcast.runtime.links.carve_out import has_persistent_grouped_mm
 from expertcast.runtime.links.cuda import CudaLink
+from expertcast.runtime.links.driver import CudaDevice, copy_seconds
 from expertcast.runtime.links.exchange import Readback
 from expertcast.runtime.links.kernel import KernelLink
+from expertcast.runtime.links.paced import PacedCudaLink
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -48,15 +53,16 @@ class LinkSpeed:
 def link_speed(link: Link, store: ExpertStore) -> LinkSpeed:
     """Measure a link that is attached to a store, with memory of its own: no slot of a run is touched.
 
-    CUDA: page-locked copies between events, a large one for the rate and a small one for the latency. Emulated: copies
+    CUDA: page-locked copies between events, a large one for the rate and a small one for the latency, and what the link
+    was told to add to them. Emulated: copies
     of blocks, back to back through a second link of the same numbers, in a thread of its own. Instant: memory copies.
     To be called between forwards.
 
     Raises:
         ExpertcastError: a link of another kind on the CPU, whose speed nothing is known about.
     """
-    if store.device.type == "cuda":
-        return _cuda_speed(store)
+    if link.driver is not None:
+        return _cuda_speed(link, link.driver, store)
     block_bytes = store.layout.block_bytes
     copy_s = _block_seconds(store, link.twin())
     return LinkSpeed(rate=block_bytes / copy_s, copy_s=copy_s, latency_s=link.latency)
@@ -80,36 +86,17 @@ def _block_seconds(store: ExpertStore, link: Link) -> float:
     return min(seconds)
 
 
-def _cuda_speed(store: ExpertStore) -> LinkSpeed:
+def _cuda_speed(link: Link, driver: CudaDevice, store: ExpertStore) -> LinkSpeed:
     block_bytes = store.layout.block_bytes
     large = min(_LARGE, max(store.nbytes, block_bytes))
-    device = store.device
-    host = torch.zeros(large, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(large, dtype=torch.uint8, device=device)
-    seconds_of = {
-        size: _cuda_seconds(host[:size], target[:size], device) for size in {large, block_bytes, min(_SMALL, large)}
-    }
+    small = min(_SMALL, large)
+    seconds_of = {size: copy_seconds(driver, size) for size in {large, block_bytes, small}}
     rate = large / seconds_of[large]
-    latency = max(0.0, seconds_of[min(_SMALL, large)] - _SMALL / rate)
-    return LinkSpeed(rate=rate, copy_s=seconds_of[block_bytes], latency_s=latency)
-
-
-def _cuda_seconds(host: Tensor, target: Tensor, device: torch.device) -> float:
-    """Seconds of one copy among several back to back, by events; of the round that was disturbed least."""
-    count, seconds = 8, []
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        target.copy_(host, non_blocking=True)  # the first one pays for what is set up once
-        for _ in range(_REPEATS):
-            begun, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begun.record(stream)
-            for _ in range(count):
-                target.copy_(host, non_blocking=True)
-            end.record(stream)
-            end.synchronize()
-            seconds.append(float(begun.elapsed_time(end)) / 1e3 / count)
-    return min(seconds)
+    latency_s, copy_s = max(0.0, seconds_of[small] - small / rate), seconds_of[block_bytes]
+    if isinstance(link, PacedCudaLink):
+        rate, latency_s = link.bandwidth or rate, latency_s + link.latency
+        copy_s = link.latency + block_bytes / rate
+    return LinkSpeed(rate=rate, copy_s=copy_s, latency_s=latency_s)
 
 
 def fastest_link(store: ExpertStore, pool: SlotPool) -> Link:
@@ -122,14 +109,19 @@ def fastest_link(store: ExpertStore, pool: SlotPool) -> Link:
 
 
 def choose(store: ExpertStore, pool: SlotPool, kinds: tuple[Callable[[], Link], ...]) -> type[Link]:
-    """The fastest kind; the first is the one to fall back on where another cannot be used or copies wrongly."""
+    """The kind by which a layer's copies and matmuls, started together, are both done first.
+
+    That is a layer's time without a cache and with right forecasts, plus what a layer without one waits for its ids.
+    The first kind is the one to fall back on where another cannot be used or copies wrongly.
+    """
     seconds: dict[type[Link], float] = {}
+    beside = matmuls(store, pool)
     for kind in kinds:
         link = kind()
         try:
             link.attach(store, pool)
             try:
-                seconds[type(link)] = misses_s(link, store, pool)
+                seconds[type(link)] = misses_s(link, store, pool, beside)
             finally:
                 link.close()
         except Exception as error:
@@ -140,14 +132,43 @@ def choose(store: ExpertStore, pool: SlotPool, kinds: tuple[Callable[[], Link], 
     return min(seconds, key=seconds.__getitem__)
 
 
-def misses_s(link: Link, store: ExpertStore, pool: SlotPool) -> float:
+def matmuls(store: ExpertStore, pool: SlotPool) -> Callable[[], list[Tensor]]:
+    """Launches the matmuls of a layer's decode step: ones [experts, 1, K] times the first slots' [experts, K, N].
+
+    By the `grouped_mm` that copies can hold up, or by a batched matmul where torch has no such kernel for the device,
+    the type or the shape (it takes rows of whole 16 bytes).
+    """
+    count = _count(store, pool)
+    ends = torch.arange(1, count + 1, dtype=torch.int32, device=pool.device)
+    grouped_mm = getattr(functional, "grouped_mm", None) or torch._grouped_mm
+    calls: list[Callable[[], Tensor]] = []
+    for view in pool.views.values():
+        if view.dim() != 3:  # a bias
+            continue
+        weight = view[:count].transpose(1, 2)
+        rows = weight.new_ones(count, weight.shape[1])
+        whole = all(side * weight.element_size() % 16 == 0 for side in weight.shape[1:])
+        if whole and has_persistent_grouped_mm(weight):
+            calls.append(partial(grouped_mm, rows, weight, offs=ends))
+        else:
+            calls.append(partial(torch.bmm, rows.unsqueeze(1), weight))
+    return lambda: [call() for call in calls]
+
+
+def misses_s(link: Link, store: ExpertStore, pool: SlotPool, beside: Callable[[], object] = lambda: None) -> float:
     """Seconds from a layer's ids to its experts in slots, all of them missing; the best of a few rounds.
+
+    Args:
+        link: attached to both.
+        store: where the experts are.
+        pool: whose slots they get.
+        beside: called when the copies have been started; what it launches on the current stream is waited for too.
 
     Raises:
         RuntimeError: a block arrived with other bytes than it has.
     """
-    count = min(_EXPERTS, pool.count, store.experts)
-    readback = Readback(pool.device)
+    count = _count(store, pool)
+    readback = Readback(link.driver)
     best = float("inf")
     for turn in range(_ROUNDS + 2):
         first = (turn * count) % (store.experts - count + 1)
@@ -158,12 +179,15 @@ def misses_s(link: Link, store: ExpertStore, pool: SlotPool) -> float:
         start = time.perf_counter()
         if isinstance(link, KernelLink):
             link.move(link.residency.bring(0, ids_TK))
+            with link.beside_copies():
+                beside()
             link.join(link.ticket())
             slots = link.residency.slots_for(0, ids_TK)
         else:
             copies = [
                 link.submit(key, slot, urgent=True) for slot, key in enumerate(readback.start(ids_TK).tolist()[0])
             ]
+            beside()
             for copy in copies:
                 link.wait(copy)
             slots = torch.arange(count)
@@ -174,6 +198,11 @@ def misses_s(link: Link, store: ExpertStore, pool: SlotPool) -> float:
             if not torch.equal(pool.block(slot).cpu(), store.block(key)):
                 raise RuntimeError(f"expert {key} arrived with other bytes")
     return best
+
+
+def _count(store: ExpertStore, pool: SlotPool) -> int:
+    """Experts of a layer that are copied at once."""
+    return min(_EXPERTS, pool.count, store.experts)
 
 
 def _synchronize(pool: SlotPool) -> None:

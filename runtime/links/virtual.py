@@ -42,7 +42,7 @@ class VirtualLink(QueuedLink):
         self.now = 0.0
         self._lower = dict(lower or {})
         self._seconds = {FULL: copy_s, **{name: seconds for name, (_, seconds) in self._lower.items()}}
-        self._window, self._blocking, self._expand_s, self.write_back_s = window, blocking, expand_s, write_back_s
+        self._window, self.overlaps, self._expand_s, self.write_back_s = window, not blocking, expand_s, write_back_s
         self._free_at = 0.0
         """When the last issued copy arrives."""
         self._issued: deque[VirtualCopy] = deque()
@@ -89,7 +89,7 @@ class VirtualLink(QueuedLink):
             self._issue(copy)
         else:
             self._queued.append(copy)
-        if self._blocking:
+        if not self.overlaps:
             self.wait(copy)
         return copy
 

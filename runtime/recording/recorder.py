@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from expertcast.data.models import with_index
 from expertcast.runtime.recording.observer import Observer, State
 
 
@@ -53,7 +54,7 @@ class Recorder(Observer):
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._experts = 1
-        self._device = torch.device(device)
+        self._device = with_index(device)
         self._cuda = self._device.type == "cuda"
         self._marks: list[tuple[str, int, int, float | torch.cuda.Event]] = []
         self._copies: list[Span] = []

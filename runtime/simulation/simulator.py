@@ -83,16 +83,30 @@ class VirtualRuntime:
             if self._forecasts is not None and not forward.fresh:
                 self._ask(self._forecasts, layer, forward, ask_s[layer])
             flow.finish(layer)
+            if len(chunks) == 1:
+                flow.stream(layer)
             link.spend(launch_s[layer])
-            self._compute(expert_s[layer], chunks, precision)
+            self._compute(layer, expert_s[layer], chunks, precision)
         link.spend(end_s)
         return link.now - start + self._late_s
 
-    def _compute(self, expert_s: float, chunks: list[list[int]], precision: Mapping[int, str] | None) -> None:
+    def _compute(
+        self, layer: int, expert_s: float, chunks: list[list[int]], precision: Mapping[int, str] | None
+    ) -> None:
+        """A layer's experts run.
+
+        Args:
+            layer: whose they are.
+            expert_s: seconds of one expert.
+            chunks: keys, of which the first have been requested.
+            precision: of those that need not come in full.
+        """
         residency, last = self.residency, len(chunks) - 1
         for index, chunk in enumerate(chunks):
             if index < last:
                 residency.request(chunks[index + 1], precision)
+            elif last:
+                self.flow.stream(layer)
             residency.wait(chunk)
             self.link.spend(expert_s * len(chunk))
             residency.release(chunk)

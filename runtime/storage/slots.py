@@ -11,6 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from expertcast.data.models import with_index
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.storage.layout import ALIGNMENT, BlockLayout
 from expertcast.runtime.storage.packed import PackedExperts
@@ -35,8 +36,8 @@ class SlotPool:
     def __init__(self, layout: BlockLayout, count: int, device: torch.device) -> None:
         self.layout = layout
         self.count = count
-        self.device = device
-        self._buffer = _allocate(layout, count, device)
+        self.device = with_index(device)
+        self._buffer = _allocate(layout, count, self.device)
         self.views = layout.views(self._buffer)
         """Each parameter [S, ...] in the shape transformers' kernels take."""
         self.slots: dict[int, int] = {}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from expertcast.data.models import with_index
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.storage.host_memory import HostMemory, PageLock, give_back_freed
@@ -61,7 +62,7 @@ class ExpertStore:
         self.layers = len(view)
         self.experts = view.shape.experts
         self.layout = BlockLayout.of(view)
-        self.device = self.device_of(view) if device is None else device
+        self.device = self.device_of(view) if device is None else with_index(device)
         self._lock = PageLock() if lock is None and pinned else lock
         self._memory: list[HostMemory | None] = [None] * self.layers
         self._layer_bytes: list[Tensor | None] = [None] * self.layers

@@ -167,7 +167,7 @@ def test_experts_function_outside_an_offload() -> None:
         ({"predictor": "next_norm", "overfetch": 0.5}, "overfetch=0.5: give 1.0 or more"),
         ({"link": "telepathy"}, "unknown link 'telepathy'"),
         ({"link": "cuda"}, "link 'cuda' needs a model on CUDA"),
-        ({"link": "instant", "bandwidth": 1e9}, "belong to the emulated link"),
+        ({"link": "instant", "bandwidth": 1e9}, "belong to the links emulated and cuda"),
         ({"bandwidth": 0.0}, "bandwidth=0.0: give bytes per second above 0"),
     ],
 )

@@ -82,8 +82,12 @@ class TargetOptions(ModelOptions):
         if config.bandwidth is not None and self.copy_over_compute is not None:
             raise ExpertcastError("--bandwidth and --copy-over-compute both set the link's speed: give one of them")
         speed_given = config.bandwidth is not None or self.copy_over_compute is not None or config.latency
-        if speed_given and not self.emulated:
-            raise ExpertcastError(f"the emulated link is for the CPU and --link auto or emulated, not {config.link!r}")
+        paced = self.device_name != "cpu" and config.link in ("auto", "cuda") and self.copy_over_compute is None
+        if speed_given and not self.emulated and not paced:
+            raise ExpertcastError(
+                "a link's speed is set with --link auto or emulated on the CPU, and with auto or cuda on CUDA (by "
+                f"--bandwidth and --latency only), not with {config.link!r} on {self.device_name}"
+            )
         if self.replay is not None:
             TraceDataset.open(self.replay)
         if self.routing is not None and self.predictor is not None:
@@ -206,7 +210,8 @@ class Target:
         """
         ratio, config = self.options.copy_over_compute, self.options.offload
         if not self.options.emulated:
-            return LinkSetting(link="cuda" if config.link == "auto" else str(config.link))
+            link = "cuda" if config.link == "auto" else str(config.link)
+            return LinkSetting(link=link, latency=config.latency or None, bandwidth=config.bandwidth)
         if config.bandwidth is not None:
             return LinkSetting(link="emulated", latency=config.latency, bandwidth=config.bandwidth)
         ratio = COPY_OVER_COMPUTE if ratio is None else ratio

@@ -1,62 +1,177 @@
-"""Answers to `grouped_mm` over slots: the same products as torch's own, however the groups are told apart."""
+"""The experts' kernels over slots: which one runs when, and what it multiplies."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers import GenerationMixin, PreTrainedModel, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+from transformers.integrations.moe import (
+    ALL_EXPERTS_FUNCTIONS,
+    batched_mm_experts_forward,
+    grouped_mm_experts_forward,
+)
 
+from expertcast.runtime import offload
 from expertcast.runtime.engine import kernels
-from expertcast.runtime.engine.kernels import _ExpertOrder, _SlotRanges
+from expertcast.runtime.engine.kernels import kernel_name
+from tests.families.models import CONFIGS, tiny_model
+from tests.runtime.conftest import assert_same, greedy
+
+SWITCH = "_optimize_model_for_decode"
+CONFIGURATIONS: list[dict[str, Any]] = [
+    {"slots": 40},
+    {"slots": 40, "predictor": "next_norm", "link": "kernel"},
+    {"slots": 16, "cache": False, "predictor": "next_norm"},
+    {"slots": 3, "cache": False},
+    {"slots": 3, "link": "kernel"},
+]
+PROMPTS = {
+    "input_ids": torch.tensor([[0, 0, 3, 4, 5, 6], [7, 8, 9, 3, 2, 1]]),
+    "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]]),
+}
 
 
-def _groups(slots: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sorted slot ids, their rows, weights [S, D, F], and offsets as transformers' kernel computes them."""
-    generator = torch.Generator().manual_seed(rows)
-    slots_P = torch.randint(0, slots, (rows,), generator=generator).sort(stable=True).values
-    hidden_PD = torch.randn(rows, 32, generator=generator).bfloat16()
-    weight_SDF = torch.randn(slots, 16, 32, generator=generator).bfloat16().transpose(1, 2)
-    offsets = torch.bincount(slots_P, minlength=slots).cumsum(0).int()
-    return slots_P, hidden_PD, weight_SDF, offsets
+def _model(family: str) -> PreTrainedModel:
+    """A tiny model; "qwen3_vl_moe" is one whose experts belong to a sub-model with a config of its own."""
+    if family in CONFIGS:
+        return tiny_model(family)
+    torch.manual_seed(0)
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+        "num_key_value_heads", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "initializer_range",
+        "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
+    )  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    config = Qwen3VLMoeConfig(
+        text_config={**{name: getattr(CONFIGS["qwen3_moe"], name) for name in names}, "rope_parameters": rope},
+        vision_config={
+            "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
+            "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+        },
+    )  # fmt: skip
+    return Qwen3VLMoeForConditionalGeneration(config).bfloat16().eval()
 
 
-@pytest.mark.parametrize("rows", [1, 8, 100])
-@pytest.mark.parametrize("native", [True, False])
-def test_ranges_of_groups(rows: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots in several calls of at most 7 groups each, some calls empty, against one call over all 40."""
-    monkeypatch.setattr(kernels, "_MOST_GROUPS", 7)
-    slots_P, hidden_PD, weight_SDF, offsets = _groups(40, rows)
-    expected = functional.grouped_mm(hidden_PD, weight_SDF, offs=offsets)
-    shuffled = slots_P[torch.randperm(rows)].tolist()
-    seen: list[int] = []
+class _OnGpu:
+    """A model as transformers' switch sees it on a device that is not the CPU."""
 
-    def counting(rows_PD: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
-        seen.append(len(weight))
-        return functional.grouped_mm(rows_PD, weight, offs=offs)
+    device = torch.device("cuda")
 
-    ranges = _SlotRanges(shuffled, native)
-    with ranges:
-        got = functional.grouped_mm(hidden_PD, weight_SDF, offs=offsets)
-    assert torch.equal(got, expected)
-    monkeypatch.setattr(kernels, "_GROUPED_MM", (counting,))
-    again = ranges.__torch_function__(counting, (), (hidden_PD, weight_SDF), {"offs": offsets})
-    assert torch.equal(again, expected)
-    assert len(seen) == (len({slot // 7 for slot in shuffled}) if native else 0)
-    assert all(groups <= 7 for groups in seen)
+    def __init__(self, model: object) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._model, name)
 
 
-def test_rows_in_the_experts_order() -> None:
-    """Slots in another order than their experts: rows come as the experts' sort has them."""
-    ids_P = torch.tensor([5, 2, 5, 9, 2, 2])
-    slot_of = torch.tensor([0, 0, 30, 0, 0, 4, 0, 0, 0, 11])
-    weight_SDF = torch.randn(40, 8, 6)
-    hidden_PD = torch.randn(6, 8)
-    order_P = torch.sort(ids_P).indices
-    with _ExpertOrder(slot_of[ids_P], order_P):
-        sorted_slots, perm = torch.sort(slot_of[ids_P])
-        got = functional.grouped_mm(hidden_PD[perm], weight_SDF, offs=torch.zeros(40, dtype=torch.int32))
-    assert torch.equal(perm, order_P)
-    assert sorted_slots.tolist() == [30, 30, 30, 4, 4, 11]
-    for row, pair in enumerate(perm.tolist()):
-        torch.testing.assert_close(got[row], hidden_PD[pair] @ weight_SDF[slot_of[ids_P[pair]]])
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kernels that run, the resident model's and the slots', while `generate` switches as on a GPU."""
+    calls: list[str] = []
+
+    def spy(name: str, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def spied(*args: Any) -> Tensor:
+            calls.append(name)
+            return forward(*args)
+
+        return spied
+
+    for name, forward in (("grouped_mm", grouped_mm_experts_forward), ("batched_mm", batched_mm_experts_forward)):
+        spied = spy(name, forward)
+        monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, name, spied)
+        monkeypatch.setattr(kernels, f"{name}_experts_forward", spied)
+        monkeypatch.setitem(kernels._KERNELS, name, spied)
+    original = getattr(GenerationMixin, SWITCH)
+    monkeypatch.setattr(GenerationMixin, SWITCH, lambda model: original(_OnGpu(model)))
+    return calls
+
+
+def _taken(calls: list[str]) -> list[str]:
+    taken = calls.copy()
+    calls.clear()
+    return taken
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v2", "qwen3_vl_moe"])
+def test_generate_switches_as_for_the_resident_model(family: str, ran: list[str]) -> None:
+    model = _model(family)
+    expected = greedy(model, PROMPTS, 6)
+    resident = _taken(ran)
+    assert [kernel for kernel, _ in groupby(resident)] == ["grouped_mm", "batched_mm"]
+    for configuration in CONFIGURATIONS:
+        with offload(model, **configuration) as offloaded:
+            assert_same(greedy(offloaded, PROMPTS, 6), expected)
+            in_slots = _taken(ran)
+            with torch.no_grad():
+                offloaded(**PROMPTS)
+            assert set(_taken(ran)) == {"grouped_mm"}, "outside of generate nothing is switched"
+        if configuration.get("slots") == 3:
+            assert len(in_slots) > len(resident), "steps in chunks"
+            assert [kernel for kernel, _ in groupby(in_slots)] == ["grouped_mm", "batched_mm"]
+        else:
+            assert in_slots == resident
+        assert SWITCH not in model.__dict__
+    assert_same(greedy(model, PROMPTS, 6), expected)
+    assert _taken(ran) == resident
+
+
+def test_an_interrupted_generate_switches_back(ran: list[str]) -> None:
+    model = _model("qwen3_moe")
+
+    def interrupt(*_args: object, **_kwargs: object) -> bool:
+        raise KeyboardInterrupt
+
+    with offload(model, slots=40) as offloaded:
+        with pytest.raises(KeyboardInterrupt):
+            offloaded.generate(**PROMPTS, max_new_tokens=6, stopping_criteria=[interrupt])
+        ran.clear()
+        offloaded(**PROMPTS)
+        assert set(ran) == {"grouped_mm"}
+
+
+@pytest.mark.parametrize(("own", "other"), [("batched_mm", "grouped_mm"), ("grouped_mm", "batched_mm")])
+def test_the_kernel_of_the_part_that_has_experts(own: str, other: str, ran: list[str]) -> None:
+    model = _model("qwen3_vl_moe")
+    model.set_experts_implementation({"": other, "vision_config": other, "text_config": own})
+    expected = greedy(model, PROMPTS, 3)
+    resident = _taken(ran)
+    assert kernel_name(model) == own
+    with offload(model, slots=40) as offloaded:
+        assert_same(greedy(offloaded, PROMPTS, 3), expected)
+        assert _taken(ran) == resident
+
+
+class _Batches(TorchFunctionMode):
+    """Shapes of the factors of each `bmm`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[torch.Size, ...]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.bmm:
+            self.shapes.append(tuple(factor.shape for factor in args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("link", ["instant", "kernel"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@torch.no_grad()
+def test_chunks_multiply_batches_of_the_resident_models_shape(family: str, link: str) -> None:
+    """The library may choose its kernel by the number of products."""
+    model = _model(family)
+    model.set_experts_implementation("batched_mm")
+    with _Batches() as resident:
+        expected = model(**PROMPTS).logits
+    with offload(model, slots=3, link=link) as offloaded, _Batches() as chunked:
+        assert torch.equal(offloaded(**PROMPTS).logits, expected)
+    assert len(chunked.shapes) > 2 * len(resident.shapes)
+    assert set(chunked.shapes) == set(resident.shapes)

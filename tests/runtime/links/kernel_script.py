@@ -60,6 +60,7 @@ def compare_tables(seed: int, *, slots: int, device: str = "cpu") -> None:
 if __name__ == "__main__":
     for slots in (4, 6, 9, 24):
         compare_tables(slots, slots=slots)
-    for size in (256, 8192 - 256, 8192, 64 * 8192 + 512, 3 * 64 * 8192 - 256):
+    turn = 2048 * 8  # bytes that one of 16 programs moves at a time
+    for size in (256, turn - 256, turn, 16 * turn + 512, 3 * 16 * turn - 256):
         compare(size, size)
     print("same")

@@ -101,6 +101,11 @@ class SimulatedDevice:
     def synchronize(self) -> None:
         self.run_until(lambda: not any(stream.queue for stream in self.streams))
 
+    def wait(self, event: SimulatedEvent, meanwhile: Callable[[], None]) -> None:
+        meanwhile()
+        while not event.query():
+            meanwhile()
+
     def to_device(self, target: int, source: int, size: int, stream: SimulatedStream) -> None:
         """Two halves, so that a reader between them finds a torn block."""
         if self.fail_next_copy:

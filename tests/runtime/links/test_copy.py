@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.links import copy as device_copy
-from expertcast.runtime.links.copy import HostCopier, has_triton
+from expertcast.runtime.links.copy import HostCopier, KernelCopier, has_triton
 from expertcast.runtime.links.tables import Moves
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
@@ -50,6 +52,66 @@ class _NoDriver:
 
     def address_of(self, _host: int) -> None:
         return None
+
+
+class _Launches:
+    """Stands for the Triton kernel: notes how it is launched."""
+
+    def __init__(self) -> None:
+        self.grid: tuple[int, ...] = ()
+        self.given: dict[str, int] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        self.grid = grid
+        return lambda *_tensors, **given: self.given.update(given)
+
+
+class _Driver:
+    """All memory is page-locked."""
+
+    def __init__(self, _device: torch.device) -> None: ...
+
+    def address_of(self, host: int) -> int:
+        return host
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "megabytes", "programs"), [(132, 9, 16), (132, 300, 16), (40, 9, 10), (16, 9, 4), (2, 9, 1)]
+)
+def test_few_programs_and_wide_ones(
+    multiprocessors: int, megabytes: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more than a quarter of the device; each block whole, and enough on its way for 55 GB/s at 2 us."""
+    launches, size = _Launches(), megabytes * 2**20 + 256
+    made = SimpleNamespace(copy_blocks=launches)
+    monkeypatch.setitem(sys.modules, "expertcast.runtime.links.triton_kernels", made)
+    monkeypatch.setattr(device_copy, "has_triton", lambda: True)
+    monkeypatch.setattr(device_copy, "CudaDevice", _Driver)
+    found = SimpleNamespace(multi_processor_count=multiprocessors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: found)
+    layout = BlockLayout(fields=(Field(name="w", shape=(size,), dtype=torch.uint8, offset=0),), block_bytes=size)
+    pool = SlotPool(layout, 1, torch.device("cpu"))
+    to_tensor = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda values, **_on_cuda: to_tensor(values))
+    pool.device = torch.device("cuda", 0)
+    copier = device_copy.block_copier(Blocks(LAYOUT, 2, torch.Generator()), pool)
+    copier.copy(Moves(torch.arange(1), torch.arange(1), torch.ones(1).bool()))
+    assert launches.grid == (copier.programs,) == (programs,)
+    given = launches.given
+    assert given["WORDS"] * 8 == size
+    assert programs * given["WIDTH"] * given["TURNS"] >= given["WORDS"]
+    assert programs * given["WIDTH"] * (given["TURNS"] - 1) < given["WORDS"]
+    if programs == 16:
+        assert programs * given["WIDTH"] * 8 >= 55e9 * 2e-6
+    assert given["WIDTH"] * 8 % (given["num_warps"] * 32 * 16) == 0, "whole loads of 16 bytes for each thread"
+
+
+def test_small_blocks_take_no_more_programs_than_they_fill() -> None:
+    pool = SlotPool(LAYOUT, 2, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "expertcast.runtime.links.triton_kernels", SimpleNamespace(copy_blocks=None))
+        assert KernelCopier(torch.zeros(1), pool).programs == 1
+    assert HostCopier(Blocks(LAYOUT, 1, torch.Generator()), pool).programs == 0
 
 
 def test_memory_that_is_not_page_locked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

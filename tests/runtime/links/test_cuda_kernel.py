@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import offload
 from expertcast.runtime.graph import GraphDecoder
+from expertcast.runtime.links.carve_out import CarveOut, has_persistent_grouped_mm
 from expertcast.runtime.links.copy import has_triton
+from expertcast.runtime.links.cuda import CudaLink
+from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.links.kernel import KernelLink
+from expertcast.runtime.links.speed import choose
 from expertcast.runtime.links.tables import DeviceResidency, KernelResidency, Moves
 from tests.runtime.links import kernel_script
 from tests.runtime.links.cuda_helpers import LONG, MARKS, attached, cuda_model, holds, prompt
@@ -87,6 +93,50 @@ def test_compute_waits_for_the_copy(joined: bool) -> None:
     read = pool.block(0).clone()
     assert torch.equal(read.cpu(), store.block(5) if joined else torch.zeros_like(store.block(5)))
     link.close()
+
+
+@pytest.mark.parametrize("rows", [8, 2000])
+def test_what_is_left_to_copies_changes_no_bit(rows: int) -> None:
+    """Rows of 8 experts: a decode step's, and a prefill's with the large tile."""
+    weight = torch.randn(8, 512, 1024, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    if not has_persistent_grouped_mm(weight):
+        pytest.skip("grouped_mm is not one persistent kernel here")
+    hidden = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16)
+    ends = (torch.arange(1, 9, dtype=torch.int32, device="cuda") * rows) // 8
+    plain = torch._grouped_mm(hidden, weight, offs=ends)
+    with CarveOut(16):
+        assert torch.equal(torch._grouped_mm(hidden, weight, offs=ends), plain)
+
+
+def test_both_links_are_measured_beside_matmuls() -> None:
+    link = KernelLink()
+    store, pool = attached(link)
+    link.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # one says that a link was left out
+        assert choose(store, pool, (CudaLink, KernelLink)) in (CudaLink, KernelLink)
+
+
+def test_a_thousand_calls_make_few_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = KernelLink()
+    store, pool = attached(link)
+    made: list[bool] = []
+    new_event = CudaDevice.new_event
+
+    def count(self: CudaDevice, *, timing: bool = False) -> torch.cuda.Event:
+        made.append(timing)
+        return new_event(self, timing=timing)
+
+    monkeypatch.setattr(CudaDevice, "new_event", count)
+    for step in range(1000):
+        link.move(_moves((step % 24, step % 12)))
+        link.join(link.ticket())
+        if step % 100 == 99:
+            torch.cuda.synchronize()
+    assert len(made) < 800
+    assert all(holds(pool, store, step % 12, step % 24) for step in range(988, 1000))
+    link.close()
+    assert link.busy_s > 0
 
 
 @pytest.mark.parametrize("slots", [12, 40])

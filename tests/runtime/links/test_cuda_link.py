@@ -135,7 +135,7 @@ def test_copies_are_on_the_recorders_clock() -> None:
 
 class TestReadback:
     def test_values_of_a_late_kernel(self) -> None:
-        readback = Readback("cuda")
+        readback = Readback(CudaDevice(torch.device("cuda")))
         ids_TK = torch.zeros(2, 4, dtype=torch.int64, device="cuda")
         torch.cuda._sleep(LONG)
         ids_TK.copy_(torch.arange(8, device="cuda").view(2, 4))
@@ -147,7 +147,7 @@ class TestReadback:
         assert not running.query()
 
     def test_more_than_the_ring_holds(self) -> None:
-        readback = Readback("cuda")
+        readback = Readback(CudaDevice(torch.device("cuda")))
         pending = [readback.start(torch.full((1 + step % 5, 8), step, device="cuda")) for step in range(100)]
         large = torch.arange(9000, device="cuda").view(-1, 9)
         assert readback.start(large).tolist() == large.tolist()

@@ -10,6 +10,7 @@ from weakref import ref
 import pytest
 import torch
 
+from expertcast.runtime.links import kernel
 from expertcast.runtime.links.copy import BlockCopier
 from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.links.kernel import KernelLink
@@ -59,7 +60,7 @@ def _drive(seed: int, link: _SimulatedLink) -> tuple[int, int]:
     read: list[int] = []
     wrong: list[int] = []
 
-    def kernel(slots: list[int], keys: list[int]) -> None:
+    def compute(slots: list[int], keys: list[int]) -> None:
         for slot, key in zip(slots, keys, strict=True):
             read.append(key)
             if not torch.equal(pool.block(slot), store.block(key)):
@@ -76,13 +77,16 @@ def _drive(seed: int, link: _SimulatedLink) -> tuple[int, int]:
         slots = link.residency.slots_for(0, ids_TK)[0].tolist()
         link.join(ticket)
         for _ in range(2):
-            link.device.compute.push(partial(kernel, slots, ids))
+            link.device.compute.push(partial(compute, slots, ids))
         link.device.steps(order.randrange(30))
     link.synchronize()
     return len(read), len(wrong)
 
 
-def test_no_schedule_lets_a_kernel_see_another_block() -> None:
+@pytest.mark.parametrize("timed", [256, 0])
+def test_no_schedule_lets_a_kernel_see_another_block(timed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 0 times outstanding, events are used again from the first calls on."""
+    monkeypatch.setattr(kernel, "_TIMED", timed)
     for seed in range(30):
         assert _drive(seed, _SimulatedLink(seed)) == (160, 0)
 
@@ -102,7 +106,7 @@ def test_either_event_left_out_is_seen(missing: str, monkeypatch: pytest.MonkeyP
 
 
 def _without_fork(stream: Any) -> Any:
-    stream.wait_stream = lambda _other: None
+    stream.wait_event = lambda _event: None
     return stream
 
 
@@ -141,6 +145,61 @@ def test_closing_lets_go_of_the_slots() -> None:
     link.close()
     link.close()
     assert words() is None
+
+
+def _one_move(link: _SimulatedLink, expert: int) -> None:
+    link.move(link.residency.bring(0, torch.tensor([[expert % EXPERTS]])))
+
+
+def test_a_thousand_calls_make_few_events() -> None:
+    link = _SimulatedLink(0)
+    link.attach(Blocks(LAYOUT, EXPERTS, torch.Generator().manual_seed(1)), SlotPool(LAYOUT, SLOTS, torch.device("cpu")))
+    for step in range(1000):
+        _one_move(link, step)
+        link.join(link.ticket())
+        link.device.steps(10)
+    assert link.device.events <= 1 + 2 * (kernel._TIMED + 1), "a fork's, and two for each call whose times are awaited"
+
+
+def test_an_event_that_compute_has_not_waited_for_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else compute would wait for a later call than the one whose slots it reads."""
+    monkeypatch.setattr(kernel, "_TIMED", 0)
+    link = _SimulatedLink(0)
+    link.attach(Blocks(LAYOUT, EXPERTS, torch.Generator().manual_seed(1)), SlotPool(LAYOUT, SLOTS, torch.device("cpu")))
+    for step in range(20):
+        _one_move(link, step)
+        link.device.synchronize()  # every call is over
+    events = [event for call in link._under_way for event in (call.begun, call.arrived)]
+    assert len(events) == len(set(map(id, events))) == 40
+    link.join(link.ticket())
+    link.synchronize()
+    made = link.device.events
+    _one_move(link, 3)
+    assert link.device.events == made
+
+
+def test_a_graphs_events_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event that was recorded while a graph was captured stands for a node of it: nobody else may record it."""
+    link = _SimulatedLink(0)
+    link.attach(Blocks(LAYOUT, EXPERTS, torch.Generator().manual_seed(1)), SlotPool(LAYOUT, SLOTS, torch.device("cpu")))
+    outside = []
+    for captured in (False, True, False, True, False):
+        monkeypatch.setattr(link.device, "capturing", lambda now=captured: now)
+        made = link.device.events
+        calls = []
+        for step in range(10):
+            _one_move(link, step)
+            calls.append(link._under_way[-1])
+            link.join(link.ticket())
+        link.synchronize()
+        events = {id(event) for call in calls for event in (call.begun, call.arrived)}
+        if captured:
+            assert {call.begun for call in calls} == {None}
+            assert link.device.events == made + 10
+            assert not events & outside[-1]
+        else:
+            assert not outside or events <= outside[-1], "all of them taken from the pool"
+            outside.append(events)
 
 
 def test_calls_are_timed_and_counted() -> None:

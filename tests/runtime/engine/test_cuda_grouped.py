@@ -1,0 +1,84 @@
+"""torch's own `grouped_mm` on a CUDA device: the same bits over slots as over experts, with no value asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.integrations.moe import grouped_mm_experts_forward
+
+from expertcast.data.discovery import find_moe_layers
+from expertcast.runtime.engine.grouped import _MOST_GROUPS, _is_native, _ranges
+from expertcast.runtime.engine.kernels import SlotKernel
+from tests.runtime.links.cuda_helpers import MARKS, cuda_model
+
+EXPERTS = 8
+
+pytestmark = MARKS
+
+
+@pytest.fixture(autouse=True)
+def _native() -> None:
+    if not _is_native(torch.empty(0, dtype=torch.bfloat16, device="cuda")):
+        pytest.skip("torch has no kernel of grouped_mm for this device")
+
+
+def _factors(rows: int, inner: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [P, D] by expert, weights [E, D, F] and each row's expert [P]."""
+    torch.manual_seed(0)
+    rows_PD = torch.randn(rows, inner, device="cuda").bfloat16()
+    weight_EDF = torch.randn(EXPERTS, columns, inner, device="cuda").bfloat16().transpose(1, 2)
+    return rows_PD, weight_EDF, torch.randint(EXPERTS, (rows,), device="cuda").sort().values
+
+
+def _in_slots(weight_EDF: Tensor, expert_P: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """The experts in slots far apart, the first and the last among them, and where each slot's rows end."""
+    slot_of_E = torch.linspace(0, slots - 1, EXPERTS, device="cuda").long()
+    weight_SFD = weight_EDF.new_empty(slots, weight_EDF.shape[2], weight_EDF.shape[1])
+    weight_SFD[slot_of_E] = weight_EDF.transpose(1, 2)
+    return weight_SFD.transpose(1, 2), _ends(slot_of_E[expert_P], slots)
+
+
+def _ends(group_P: Tensor, groups: int) -> Tensor:
+    return torch.bincount(group_P, minlength=groups).cumsum(0).int()
+
+
+@pytest.mark.parametrize(("inner", "columns"), [(2048, 1536), (2880, 2880), (768, 2048)])
+def test_both_tiles_make_the_same_bits(inner: int, columns: int) -> None:
+    rows_PD, weight_EDF, expert_P = _factors(EXPERTS * 200, inner, columns)
+    expected = functional.grouped_mm(rows_PD, weight_EDF, offs=_ends(expert_P, EXPERTS))
+    weight_SDF, ends_S = _in_slots(weight_EDF, expert_P, 100)
+    assert len(rows_PD) // EXPERTS > 128 >= len(rows_PD) // 100
+    assert torch.equal(functional.grouped_mm(rows_PD, weight_SDF, offs=ends_S), expected)
+
+
+@pytest.mark.parametrize("rows", [8, 1600])
+def test_ranges(rows: int) -> None:
+    rows_PD, weight_EDF, expert_P = _factors(rows, 256, 256)
+    expected = functional.grouped_mm(rows_PD, weight_EDF, offs=_ends(expert_P, EXPERTS))
+    for slots in (_MOST_GROUPS, _MOST_GROUPS + 1, 3000):
+        weight_SDF, ends_S = _in_slots(weight_EDF, expert_P, slots)
+        assert torch.equal(_ranges(functional.grouped_mm, rows_PD, weight_SDF, ends_S), expected)
+
+
+@torch.no_grad()
+def test_many_slots_in_a_graph() -> None:
+    slots = 2500
+    experts = find_moe_layers(cuda_model())[0].experts
+    hidden_TD = torch.randn(2, 32, device="cuda").bfloat16()
+    ids_TK = torch.tensor([[3, 1], [7, 3]], device="cuda")
+    weights_TK = torch.rand(2, 2, device="cuda").bfloat16()
+    expected = grouped_mm_experts_forward(experts, hidden_TD, ids_TK, weights_TK)
+    slot_of_E = torch.linspace(0, slots - 1, EXPERTS, device="cuda").long()
+    for name, parameter in experts.named_parameters(recurse=False):
+        views = parameter.new_empty(slots, *parameter.shape[1:])
+        views[slot_of_E] = parameter
+        experts._parameters[name] = torch.nn.Parameter(views, requires_grad=False)
+    kernel, graph = SlotKernel(grouped_mm_experts_forward, slots), torch.cuda.CUDAGraph()
+    assert torch.equal(kernel.run(experts, hidden_TD, slot_of_E[ids_TK], weights_TK, ids_TK), expected)
+    slots_TK = slot_of_E[ids_TK]
+    with torch.cuda.graph(graph):
+        output_TD = kernel.run(experts, hidden_TD, slots_TK, weights_TK, ids_TK)
+    graph.replay()
+    assert torch.equal(output_TD, expected)
