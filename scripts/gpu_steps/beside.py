@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from expertcast.runtime import Link
+from expertcast.runtime.links.carve_out import CarveOut
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.links.tables import Moves
 from expertcast.runtime.storage.slots import SlotPool
@@ -30,7 +31,7 @@ MOST, ALONE = 1000, 100
 TOGETHER = 8
 """Blocks of one call of the kernel's link."""
 
-CARVE_OUTS = (0, 8, 16, 32, 64)
+CARVE_OUTS = (8, 16, 32, 64)
 """Multiprocessors."""
 
 _Span = tuple[Any, Any]
@@ -54,25 +55,18 @@ def beside(kind: Callable[[], Link], store: ExpertStore, pool: SlotPool) -> dict
 
 
 def by_carve_out(link: Link, pool: SlotPool, product: Callable[[], object]) -> dict[str, Any]:
-    """The same with products told to leave multiprocessors to the copies' kernel; empty where torch cannot be told.
+    """The same with products told to leave multiprocessors to the copies' kernel.
 
     Args:
         link: attached.
         pool: its slots.
         product: what is computed.
     """
-    # pytorch, aten/src/ATen/Context.h: _setSMCarveout_EXPERIMENTAL
-    if not hasattr(torch._C, "_set_sm_carveout_experimental"):
-        return {}
-    before = torch._C._get_sm_carveout_experimental()
-    try:
-        found = {}
-        for count in CARVE_OUTS:
-            torch._C._set_sm_carveout_experimental(count)
+    found = {}
+    for count in CARVE_OUTS:
+        with CarveOut(count):
             found[str(count)] = together(link, pool, product)
-        return found
-    finally:
-        torch._C._set_sm_carveout_experimental(before)
+    return found
 
 
 def grouped_product(device: torch.device) -> Callable[[], object]:

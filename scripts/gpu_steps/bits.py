@@ -10,16 +10,20 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.data.discovery import experts_implementation
+from expertcast.data.discovery import experts_implementation, find_moe_layers
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.runtime import GraphDecoder, OffloadConfig, benchmark, offload
 from expertcast.runtime.benchmarking.bench import BenchSettings
+from expertcast.runtime.benchmarking.decoding import decode_greedily
 from expertcast.runtime.engine.kernels import kernel_name
+from expertcast.runtime.timed.costs import LAUNCHES
 from gpu_steps.day import Day
 
 MODEL = "reference"
 PROMPT = "It is a truth universally acknowledged, that a single man in possession of a good fortune,"
 SLOTS = 192
+PACED = 5e9
+"""Bytes per second of a slower machine's link, which the device's stands for."""
 
 
 def run(day: Day) -> bool:
@@ -39,22 +43,44 @@ def run(day: Day) -> bool:
         day.save(graph=graph_steps(model, prompt_ids, new_tokens, slots=SLOTS, predictor="next_norm"))
         return bool(day.result["graph"].get("same_tokens", True))
 
-    links = ("emulated",) if day.small else ("cuda", "kernel")
+    def launches() -> bool:
+        day.save(host=host_per_launch(model, prompt_ids, new_tokens))
+        return True
+
+    links = ("emulated",) if day.small else ("cuda", "kernel", "paced")
     passed = [day.attempt(link, lambda link=link: decoded(link)) for link in links]
-    return all([*passed, day.attempt("graph", captured)])
+    return all([*passed, day.attempt("graph", captured), day.attempt("host", launches)])
 
 
 def ways(link: str) -> dict[str, OffloadConfig]:
     """On-demand loading, prefetching and speculation, with a predictor that needs no training."""
-    on_demand = OffloadConfig(slots=SLOTS, link=link)
+    moved = {"link": "cuda", "bandwidth": PACED} if link == "paced" else {"link": link}
+    on_demand = OffloadConfig(slots=SLOTS, **moved)
     exact = replace(on_demand, predictor="next_norm")
     return {
-        "on_demand_no_cache": OffloadConfig(cache=False, link=link),
-        "exact_no_cache": OffloadConfig(cache=False, predictor="next_norm", link=link),
+        "on_demand_no_cache": replace(on_demand, slots=None, cache=False),
+        "exact_no_cache": replace(exact, slots=None, cache=False),
         "on_demand": on_demand,
         "exact": exact,
         "speculate": replace(exact, mode="speculate"),
     }
+
+
+def host_per_launch(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int) -> dict[str, float]:
+    """Of the resident model's decode steps, which are so small that a GPU waits for the host: `HOSTS` of the timed
+    device.
+
+    Args:
+        model: the bundled one.
+        prompt_ids: [1, T] on its device.
+        new_tokens: how many are decoded.
+    """
+    layers, counted = len(find_moe_layers(model)), LAUNCHES[model.config.model_type]
+    launches = layers * (counted.attention + counted.experts) + counted.before + counted.after
+    with experts_implementation(model, "batched_mm"):
+        decode_greedily(model, prompt_ids, 3)
+        step_s = statistics.median(decode_greedily(model, prompt_ids, new_tokens).steps_s)
+    return {"step_us": step_s * 1e6, "launches": launches, "launch_us": step_s / launches * 1e6}
 
 
 def graph_steps(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, **options: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,18 +97,14 @@ def misses(kind: Callable[[], Link], store: ExpertStore, pool: SlotPool) -> dict
 
 
 def behind_copies(store: ExpertStore, pool: SlotPool) -> dict[str, Any]:
-    """Microseconds until a small upload or readback is through, by the number of expert copies queued before it."""
+    """Microseconds until a small upload (on a stream of its own) or readback is through, by the number of expert copies
+    queued before it."""
     device = pool.device
-    upload, readback = Upload(device), Readback(device)
     numbers, ids_TK = list(range(64)), torch.arange(8, device=device).unsqueeze(0)
-
-    def send() -> None:
-        upload.send(numbers)
-        if device.type == "cuda":
-            arrived = torch.cuda.Event()
-            arrived.record(torch.cuda.current_stream(device))
-            arrived.synchronize()
-
+    readback, send = Readback(None), partial(torch.tensor, numbers)
+    if device.type == "cuda":
+        cuda = CudaDevice(device)
+        readback, send = Readback(cuda), partial(_uploaded, cuda, Upload(cuda, cuda.new_stream()), numbers)
     found: dict[str, Any] = {"upload_us": {}, "readback_us": {}}
     with attached(links(device)[0](), store, pool) as link:
         for count in QUEUED:
@@ -119,3 +116,11 @@ def behind_copies(store: ExpertStore, pool: SlotPool) -> dict[str, Any]:
             for name, call in (("upload_us", send), ("readback_us", lambda: readback.start(ids_TK).tolist())):
                 found[name][str(count)] = once_us(call, queue, device)
     return found
+
+
+def _uploaded(cuda: CudaDevice, upload: Upload, numbers: list[int]) -> None:
+    """Send, and wait until what is launched on the current stream could read them."""
+    upload.send(numbers).take()
+    arrived = cuda.new_event()
+    arrived.record(cuda.current_stream())
+    arrived.synchronize()
