@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -29,6 +28,7 @@ def keys(batch: TraceBatch) -> list[tuple[int, int]]:
 
 
 def test_datasets_reads_the_same_rows(reference_traces: TraceDataset, reference_tokenizer: Any) -> None:
+    datasets = pytest.importorskip("datasets")
     table = datasets.load_from_disk(str(reference_traces.folder)).with_format("numpy")
     assert len(table) == reference_traces.token_count("all")
     rows = table[500:520]
