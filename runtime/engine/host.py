@@ -5,7 +5,8 @@ T tokens, D hidden size, E routed experts per layer, K experts per token. An exp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,8 @@ class _Plan:
     ids_TK: Tensor
     keys: list[int] | None
     """Key of each of the T x K ids, when they are few."""
+    pairs: Mapping[int, int]
+    """By key, how many of the T x K ids name it."""
     chunks: list[list[int]]
     """Distinct keys, chunk by chunk; one chunk when all fit the slots."""
     precision: dict[int, str] | None
@@ -159,12 +162,15 @@ class HostEngine(Engine):
             flat = self._readback.start(ids_TK.reshape(-1)).tolist() if few else None
         if flat is not None and len(flat) <= _FEW_IDS:
             all_keys = [first + expert for expert in flat]
-            distinct = list(dict.fromkeys(all_keys))
+            pairs: Mapping[int, int] = Counter(all_keys)
         else:
             all_keys = None
-            distinct = [first + expert for expert in torch.unique(ids_TK).tolist()]
-        chunks = self._flow.begin(layer, distinct, precision)
-        plan = self._plan = _Plan(layer, ids_TK, all_keys, chunks, precision)
+            ids_P = ids_TK.reshape(-1).long()
+            counts_E = ids_P.new_zeros(self._experts).scatter_add_(0, ids_P, torch.ones_like(ids_P))
+            counts = self._readback.start(counts_E).tolist()  # torch.unique would keep the host from the link
+            pairs = {first + expert: count for expert, count in enumerate(counts) if count}
+        chunks = self._flow.begin(layer, list(pairs), precision)
+        plan = self._plan = _Plan(layer, ids_TK, all_keys, pairs, chunks, precision)
         if len(chunks) == 1:
             self._send_slots(plan)
         return plan
@@ -192,18 +198,31 @@ class HostEngine(Engine):
 
     def _chunks(self, plan: _Plan, ids_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """A chunk's pairs with their slots, once its copies are waited for; the next one loads meanwhile."""
-        order_P = row_order(ids_P)
+        order_P = self._chunk_order(plan, ids_P)
+        start = 0
         for keys, following in zip(plan.chunks, [*plan.chunks[1:], None], strict=True):
             sent = self._send_table(plan.layer, keys)  # before the next copies, for which it would have to wait
             if following is None:
                 self._flow.stream(plan.layer)
             else:
                 self._residency.request(following, plan.precision)
-            slots_P = sent.take()[ids_P]
-            pairs = order_P[slots_P[order_P] >= 0]
+            end = start + sum(plan.pairs[key] for key in keys)
+            pairs = order_P[start:end]
+            slots = sent.take()[ids_P[pairs]]
             self._wait(plan.layer, keys)
-            yield pairs, slots_P[pairs]
+            yield pairs, slots
             self._residency.release(keys)
+            start = end
+
+    def _chunk_order(self, plan: _Plan, ids_P: Tensor) -> Tensor:
+        """All pairs, chunk by chunk, each chunk's in :func:`row_order`. Asks the device for nothing."""
+        first, number_E = plan.layer * self._experts, [0] * self._experts
+        for number, keys in enumerate(plan.chunks):
+            for key in keys:
+                number_E[key - first] = number
+        order_P = row_order(ids_P)
+        number_P = self._residency.link.send(number_E).take()[ids_P[order_P]]
+        return order_P[number_P.sort(stable=True).indices]
 
     def _wait(self, layer: int, keys: list[int]) -> None:
         if self._told is not None:

@@ -24,6 +24,7 @@ from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.links.exchange import Readback
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.offloading import offload
+from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.timed.clockwork import Clockwork
 from expertcast.runtime.timed.costs import DriverCosts, StepCosts
@@ -35,7 +36,6 @@ _TINY = {
     "hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8, "num_attention_heads": 1,
     "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 32, "max_position_embeddings": 512,
 }  # fmt: skip
-_PROMPT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,9 @@ class TimedCase:
     driver: DriverCosts = field(default_factory=DriverCosts)
     kernel_link: bool = False
     """Copies by a kernel and books on the device, in place of the copy engine's."""
+    policies: Policies = field(default_factory=Policies)
+    prompt: int = 8
+    """Tokens; their layers cost what a decode step's do: for the order of events, not for a time to first token."""
     warm_up: int = 16
     """Decode steps before those that count."""
     steps: int = 8
@@ -67,6 +70,8 @@ class TimedRun:
     tpot_s: float
     host_s: float
     """The host's own work."""
+    prefill_s: float
+    """Of the prompt."""
     misses: float
     """Experts per token that were not there when their layer asked."""
     copies: float
@@ -108,7 +113,7 @@ def decode_timed(case: TimedCase) -> TimedRun:
     model = tiny_model(shape, case.layers)
     view = find_moe_layers(model)
     options = RoutingOptions(accuracy=1.0 if case.accuracy is None else case.accuracy)
-    tables = drawn(view.shape, prompt=_PROMPT, new_tokens=case.warm_up + case.steps + 1, options=options)
+    tables = drawn(view.shape, prompt=case.prompt, new_tokens=case.warm_up + case.steps + 1, options=options)
     clockwork = Clockwork(device, case.step)
     clockwork.follow(model, view)
     link = TimedKernelLink(device, size) if case.kernel_link else TimedCudaLink(device, size)
@@ -116,6 +121,7 @@ def decode_timed(case: TimedCase) -> TimedRun:
         config = OffloadConfig(
             link=link,
             cache=bool(case.capacity),
+            policies=case.policies,
             slots=round(case.capacity * view.shape.layers * view.shape.experts) or None,
             predictor=None if case.accuracy is None else process.predictor(),
         )
@@ -125,8 +131,9 @@ def decode_timed(case: TimedCase) -> TimedRun:
             total = offloaded.stats.total
     clockwork.close()
     return TimedRun(
-        tpot_s=statistics.median(seconds),
-        host_s=statistics.median(host),
+        tpot_s=statistics.median(seconds[1:]),
+        host_s=statistics.median(host[1:]),
+        prefill_s=seconds[0],
         misses=total.misses / case.steps,
         copies=(total.misses + total.prefetched) / case.steps,
         block_bytes=size,
@@ -139,7 +146,7 @@ def decode_timed(case: TimedCase) -> TimedRun:
 def _decode(
     offloaded: OffloadedModel, clockwork: Clockwork, prompt: int, case: TimedCase
 ) -> tuple[list[float], list[float]]:
-    """Seconds per counted token, and those of them that the host worked.
+    """Seconds of the prompt and of each counted token, and those of them that the host worked.
 
     Args:
         offloaded: the model.
@@ -160,7 +167,7 @@ def _decode(
         clockwork.work(costs.token_after_host_s, costs.token_device_s, name="head")
         inputs = logits_V.argmax().view(1, 1)
         readback.start(inputs).tolist()
-        if step > case.warm_up:
+        if step == 0 or step > case.warm_up:
             seconds.append(device.now - start)
             host.append(device.host_busy_s - busy)
     return seconds, host

@@ -12,6 +12,7 @@ import torch
 
 from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.links.exchange import Readback
+from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -98,6 +99,17 @@ def test_experts_run_as_soon_as_their_last_copy_is_there() -> None:
     waited = [min(kernel.start - end for end in ends if end <= kernel.start) for kernel in first]
     assert first
     assert max(waited) < 20e-6
+
+
+@pytest.mark.parametrize("capacity", [0.5, 0.1])
+def test_a_prefill_loads_the_next_layer_while_this_one_computes(capacity: float) -> None:
+    """Where a layer's experts fit the slots, and where they come in chunks: what it computes hides as many copies."""
+    case = replace(CASE, prompt=200, capacity=capacity, warm_up=1, steps=1)
+    without = decode_timed(replace(case, policies=Policies(prefetch="none")))
+    streamed = decode_timed(case)
+    hidden_s = without.prefill_s - streamed.prefill_s
+    assert hidden_s > 0.6 * (LAYERS - 1) * case.step.layer_device_s
+    assert not streamed.races
 
 
 class TestLink:
