@@ -1,7 +1,8 @@
 """Forecasts of decode steps as traced programs: the same tensor operations without Python between them.
 
 A forecast of one token is some fifty operations on a few hundred numbers: two thirds of its time is Python's. The trace
-is taken from the predictor itself, once per layer and shape, and used only if it gives the predictor's own bits.
+is taken from the predictor itself, once per layer and shape, and used only if it gives the predictor's own bits. On
+CUDA, where the host takes longer to launch an operation than the device to compute it, the trace replays as a graph.
 T tokens, E routed experts per layer, K experts per token.
 """
 
@@ -16,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from expertcast.data.taps import capturing
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.view import MoEView
+from expertcast.runtime.engine.captured import Captures
 
 _CHECKED_CALLS = 3
 """Calls, the traced one included, on which a trace is compared with its predictor."""
@@ -35,16 +38,20 @@ class _Program:
     run: Callable[..., _Inputs] | None
     """None: the predictor itself runs."""
     checks_left: int = _CHECKED_CALLS
+    replay: Callable[..., _Inputs] | None = None
+    """The same as a graph."""
 
 
 class TracedForecasts:
-    """Forecasts by a predictor, bit for bit; faster from the second step of each shape on.
+    """Forecasts by a predictor, bit for bit; faster from the second step of each shape on. On CUDA a forecast's tensors
+    hold until the next forecast made at the same layer.
 
     Predictors that say `traceable = False`, and those whose trace differs on the first calls, run as they are.
     """
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
+        self._captures = Captures()
         self._programs: dict[tuple[int, int, int, bool], _Program] = {}
 
     @torch.no_grad()
@@ -69,9 +76,8 @@ class TracedForecasts:
             program = self._programs[key] = _Program(self._trace(state, ahead))
         if program.run is None:
             return self._predictor.forecast(state, ahead)
-        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined, no-untyped-call]
-            outputs = program.run(*_inputs(state))
-        logits_TE, ids_TK, weights_TK = outputs
+        replay = None if capturing() else program.replay  # a graph may not launch another
+        logits_TE, ids_TK, weights_TK = (replay or program.run)(*_inputs(state))
         made = Forecast(layer=state.layer + ahead, logits_TE=logits_TE, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK)
         return self._checked(program, made, state, ahead) if program.checks_left else made
 
@@ -80,6 +86,9 @@ class TracedForecasts:
         own = self._predictor.forecast(state, ahead)
         if own.layer != made.layer or not all(map(torch.equal, _outputs(own), _outputs(made))):
             program.run = None
+        elif not program.checks_left and not capturing():
+            assert program.run is not None
+            program.replay = self._captures.of(program.run, _inputs(state))
         return own
 
     def _trace(self, state: RouterState, ahead: int) -> Callable[..., _Inputs] | None:
@@ -94,7 +103,12 @@ class TracedForecasts:
                 traced: Callable[..., _Inputs] = torch.jit.trace(forecast, _inputs(state), check_trace=False)  # type: ignore[no-untyped-call]
             except (RuntimeError, TypeError, ValueError, AttributeError):  # not this predictor, or not this torch
                 return None
-        return traced
+
+        def run(*tensors: Tensor) -> _Inputs:
+            with torch.jit.optimized_execution(False):  # type: ignore[attr-defined, no-untyped-call]
+                return traced(*tensors)
+
+        return run
 
 
 @contextmanager

@@ -41,6 +41,8 @@ _POLICY_S, _FORECAST_S = 27e-6, 18e-6
 """The runtime's Python per layer on the host `fast`: on demand, and what prefetching adds. [measured: overhead.json]"""
 _TRACED = 0.87
 """Host time of a launch in a traced forecast over that of an eager one. [measured: 3.3 for 4.3 us of the `fast` 7.5]"""
+_GRAPH_LAUNCHES = {"attention": 3, "experts": 4, "forecast": 7}
+"""Of a part that is a CUDA graph: one, and a copy of each input into its place (a forecast's are six tensors)."""
 _EXPERTS_READ = 3
 """Times that `batched_mm` moves a selected expert: read and written to gather it, read to multiply."""
 
@@ -82,7 +84,7 @@ class StepCosts:
     policy_host_s: float = 27e-6
     """The runtime's own work on a layer, without the driver's calls: half of it before the misses go out, half after
     the experts."""
-    forecast_host_s: float = 233e-6
+    forecast_host_s: float = 70.5e-6
     forecast_device_s: float = 67e-6
     experts_host_s: float = 75e-6
     """The experts' products and what surrounds them."""
@@ -136,15 +138,16 @@ LAUNCHES = {
 
 
 def step_costs(
-    shape: str, *, host: str = "fast", captured: Collection[str] = (), memory_bandwidth: float = MEMORY_BANDWIDTH,
-    kernel_s: float = KERNEL_S,
+    shape: str, *, host: str = "fast", captured: Collection[str] = ("forecast",),
+    memory_bandwidth: float = MEMORY_BANDWIDTH, kernel_s: float = KERNEL_S,
 ) -> StepCosts:  # fmt: skip
     """A decode step of one text with a short context, in bf16: the cache of keys and values is not read.
 
     Args:
         shape: one of `SHAPES` of a family in `LAUNCHES`.
         host: one of `HOSTS`; the runtime's own Python is as much slower as its launches are.
-        captured: parts of a layer (`attention`, `experts`, `forecast`) that are one CUDA graph each: one launch.
+        captured: parts of a layer (`attention`, `experts`, `forecast`) that are one CUDA graph each; the runtime makes
+            one of forecasts.
         memory_bandwidth: bytes per second at which kernels read weights.
         kernel_s: seconds of a kernel beside what it reads.
 
@@ -163,7 +166,7 @@ def step_costs(
         return kernels * kernel_s + size / memory_bandwidth
 
     def host_s(part: str, kernels: float) -> float:
-        return launch_s if part in captured else kernels * launch_s
+        return (_GRAPH_LAUNCHES[part] if part in captured else kernels) * launch_s
 
     return StepCosts(
         attention_host_s=host_s("attention", launches.attention),
