@@ -1,0 +1,188 @@
+"""Reading what expertcast wrote: JSON files by their schema, and digests of the files beside them.
+
+A file of ours is right or it is refused in one line that names file, field, what was found and what is allowed. Each
+JSON file has one schema, a `typing_extensions.TypedDict` with `__pydantic_config__ = CLOSED`, in the module that writes
+the file, and one loader there, which all commands use.
+
+A sealed file has a member `digest` over its other members, and may name the digests of other files: so a bit that
+flips in any of them is noticed. What was written before there were digests is read with a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import Json
+
+T = TypeVar("T")
+
+CLOSED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+"""For schemas: no other members, no other types, finite numbers."""
+
+MOST_BYTES = 256 << 20
+"""Of a JSON file: the description of ten million documents."""
+MOST_NESTING = 32
+SEAL = "digest"
+
+_SHOWN = 60
+_CHUNK = 1 << 22
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
+
+
+def read_json(path: Path, schema: type[T], remedy: str) -> T:
+    """The object in a JSON file.
+
+    Args:
+        path: of the file.
+        schema: a TypedDict.
+        remedy: what to do where the file is not right, for messages.
+
+    Raises:
+        ExpertcastError: no such file, no JSON object by this schema, or one that was changed after it was sealed.
+    """
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ExpertcastError(f"{path} has {path.stat().st_size} bytes, at most {MOST_BYTES} are read; {remedy}")
+        data = path.read_bytes()
+    except OSError as error:
+        raise ExpertcastError(f"cannot read {path}: {error.strerror}; {remedy}") from error
+    return parse_json(data, schema, str(path), remedy)
+
+
+def parse_json(data: bytes | str, schema: type[T], what: str, remedy: str) -> T:
+    """The same of a text that lies elsewhere, such as in a header; messages call it `what`.
+
+    Raises:
+        ExpertcastError: as :func:`read_json`.
+    """
+    values = _object(data, what, remedy)
+    try:
+        made: T = _adapter(schema).validate_python(values)
+    except ValidationError as error:
+        raise ExpertcastError(f"{what}: {_first(error)}; {remedy}") from None
+    sealed = values.get(SEAL)
+    if sealed is not None and sealed != _seal_of(values):
+        raise ExpertcastError(f"{what} was changed after it was written; {remedy}")
+    return made
+
+
+def seal(values: Mapping[str, object]) -> Json:
+    """An object with the digest of its members, which must be JSON values."""
+    return {**values, SEAL: _seal_of(values)}
+
+
+def warn_unsealed(path: Path) -> None:
+    """Say that a file is from before there were digests."""
+    warnings.warn(f"{path} was written by an older expertcast: it names no digests to check its files by", stacklevel=3)
+
+
+def digest(data: bytes | memoryview) -> str:
+    """xxh3 of some bytes, as files name it."""
+    return "xxh3:" + xxhash.xxh3_128_hexdigest(data)
+
+
+def file_digest(path: Path) -> str:
+    """The same of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    state = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            state.update(chunk)
+    return "xxh3:" + state.hexdigest()
+
+
+def check_file(path: Path, expected: str, remedy: str) -> None:
+    """Compare a file with the digest that was taken when it was written.
+
+    Args:
+        path: of the file.
+        expected: as :func:`digest` gave it.
+        remedy: for the message.
+
+    Raises:
+        ExpertcastError: it is not there, cannot be read, or has other bytes.
+    """
+    try:
+        found = file_digest(path)
+    except OSError as error:
+        raise ExpertcastError(f"cannot read {path}: {error.strerror}; {remedy}") from error
+    if found != expected:
+        raise ExpertcastError(f"{path} was changed after it was written; {remedy}")
+
+
+def _object(data: bytes | str, what: str, remedy: str) -> Json:
+    try:
+        text = data if isinstance(data, str) else data.decode()
+        _check_nesting(text)
+        values = json.loads(text, object_pairs_hook=_members, parse_constant=_no_number)
+    except UnicodeDecodeError:
+        raise ExpertcastError(f"{what} is no text in UTF-8; {remedy}") from None
+    except ValueError as error:
+        raise ExpertcastError(f"{what} is no JSON ({error}); {remedy}") from None
+    if not isinstance(values, dict):
+        raise ExpertcastError(f"{what} holds no JSON object; {remedy}")
+    return values
+
+
+def _check_nesting(text: str) -> None:
+    """Brackets in texts count too: no file of ours comes near.
+
+    Raises:
+        ValueError: deeper than `MOST_NESTING`.
+    """
+    depth = 0
+    for character in text:
+        if character in "[{":
+            depth += 1
+            if depth > MOST_NESTING:
+                raise ValueError(f"nested more than {MOST_NESTING} deep")
+        elif character in "]}":
+            depth -= 1
+
+
+def _members(pairs: list[tuple[str, Any]]) -> Json:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
+    return values
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number")
+
+
+def _seal_of(values: Mapping[str, object]) -> str:
+    own = {name: value for name, value in values.items() if name != SEAL}
+    return digest(json.dumps(own, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
+
+
+def _adapter(schema: type[T]) -> TypeAdapter[T]:
+    """Made once: that takes milliseconds."""
+    if schema not in _ADAPTERS:
+        _ADAPTERS[schema] = TypeAdapter(schema)
+    return _ADAPTERS[schema]
+
+
+def _first(error: ValidationError) -> str:
+    """What is wrong, of the first thing that is."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"])) or "the object"
+    if first["type"] == "missing":
+        return f"{place} is missing"
+    if first["type"] == "extra_forbidden":
+        return f"{place} is no member that is known"
+    found = repr(first["input"])
+    found = found if len(found) <= _SHOWN else found[:_SHOWN] + "..."
+    return f"{place} is {found}: {first['msg'][:1].lower()}{first['msg'][1:]}"

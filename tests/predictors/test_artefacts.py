@@ -1,0 +1,106 @@
+"""JSON files by their schema, and digests: one line for whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, NotRequired
+
+import pytest
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from expertcast.predictors import ExpertcastError
+from expertcast.predictors.artefacts import CLOSED, check_file, digest, file_digest, read_json, seal
+
+
+class _Shape(TypedDict):
+    __pydantic_config__ = CLOSED  # type: ignore[misc]
+    layers: Annotated[int, Field(ge=1, le=10_000)]
+
+
+class _Made(TypedDict):
+    __pydantic_config__ = CLOSED  # type: ignore[misc]
+    name: str
+    share: float
+    shape: _Shape
+    others: NotRequired[list[str]]
+    digest: NotRequired[str]
+
+
+GOOD: dict[str, Any] = {"name": "n", "share": 0.5, "shape": {"layers": 3}, "others": ["a"]}
+
+
+def read(path: Path, content: bytes) -> _Made:
+    path.write_bytes(content)
+    return read_json(path, _Made, "make it again")
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "made.json"
+    assert read(path, json.dumps(GOOD).encode()) == GOOD
+    sealed = seal(GOOD)
+    assert read(path, json.dumps(sealed, indent=2).encode()) == sealed
+    assert read(path, json.dumps(seal(sealed)).encode()) == sealed
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"", "is no JSON"),
+        (b"\xff\xfe", "is no text in UTF-8"),
+        (b"[1]", "holds no JSON object"),
+        (b"{} {}", "is no JSON"),
+        (b'{"name": "n"', "is no JSON"),
+        (b"[" * 100_000, "nested more than 32 deep"),
+        (b'{"a":' * 1000 + b"1" + b"}" * 1000, "nested more than 32 deep"),
+        (json.dumps(GOOD | {"name": 3}).encode(), "name is 3: input should be a valid string"),
+        (json.dumps(GOOD | {"share": "0.5"}).encode(), "share is '0.5': input should be a valid number"),
+        (json.dumps(GOOD | {"share": float("nan")}).encode(), "NaN is no number"),
+        (json.dumps(GOOD).replace("0.5", "1e999").encode(), "share is inf: input should be a finite number"),
+        (json.dumps(GOOD | {"shape": {"layers": 0}}).encode(), "shape.layers is 0: input should be greater than or"),
+        (json.dumps(GOOD | {"shape": {"layers": 10**30}}).encode(), "shape.layers is 10000"),
+        (json.dumps(GOOD | {"shape": {}}).encode(), "shape.layers is missing"),
+        (json.dumps(GOOD | {"more": 1}).encode(), "more is no member that is known"),
+        (json.dumps(GOOD)[:-1].encode() + b', "name": "m"}', "'name' stands there twice"),
+        (json.dumps(seal(GOOD)).replace("0.5", "0.6").encode(), "was changed after it was written"),
+    ],
+)
+def test_what_is_wrong_is_one_line(content: bytes, line: str, tmp_path: Path) -> None:
+    with pytest.raises(ExpertcastError) as caught:
+        read(tmp_path / "made.json", content)
+    message = str(caught.value)
+    assert line in message
+    assert message.startswith(str(tmp_path / "made.json"))
+    assert message.endswith("; make it again")
+    assert "\n" not in message
+    assert len(message) < 400
+
+
+def test_every_bit_of_a_sealed_file_counts(tmp_path: Path) -> None:
+    """But for blanks, and the escapes of a text, which say the same."""
+    content = json.dumps(seal(GOOD)).encode()
+    silent = []
+    for place in range(len(content)):
+        for bit in range(8):
+            changed = bytearray(content)
+            changed[place] ^= 1 << bit
+            try:
+                silent.append(read(tmp_path / "made.json", bytes(changed)))
+            except ExpertcastError:
+                continue
+    assert all(made == seal(GOOD) for made in silent)
+
+
+def test_files_by_their_digests(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(b"x" * 10_000_000)
+    assert file_digest(path) == digest(b"x" * 10_000_000)
+    check_file(path, file_digest(path), "make it again")
+    path.write_bytes(b"x" * 9_999_999 + b"y")
+    with pytest.raises(ExpertcastError, match="was changed after it was written; make it again"):
+        check_file(path, digest(b"x" * 10_000_000), "make it again")
+    with pytest.raises(ExpertcastError, match=r"cannot read .*No such file"):
+        check_file(tmp_path / "none", "", "make it again")
+    with pytest.raises(ExpertcastError, match=r"cannot read .*No such file"):
+        read_json(tmp_path / "none", _Made, "make it again")
