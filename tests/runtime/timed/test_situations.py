@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 import torch
 
+from expertcast.runtime import offload
 from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.links.exchange import Readback
 from expertcast.runtime.policies import Policies
@@ -18,9 +19,10 @@ from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.timed.costs import StepCosts
 from expertcast.runtime.timed.device import TimedDevice
-from expertcast.runtime.timed.links import TimedCudaLink
+from expertcast.runtime.timed.links import TimedCudaLink, TimedKernelLink
 from expertcast.runtime.timed.run import TimedCase, TimedRun, decode_timed
 from expertcast.runtime.timed.streams import Span
+from tests.families.models import tiny_model
 
 COPY_S = 171e-6
 """9.4 MB at 55 GB/s."""
@@ -195,3 +197,17 @@ class _Store:
     def block(self, key: int) -> torch.Tensor:
         del key
         return self._block
+
+
+@pytest.mark.parametrize("options", [{"cache": False}, {"slots": 4}, {"slots": 16, "predictor": "next_norm"}])
+@pytest.mark.parametrize("kernel", [False, True])
+def test_bits_are_those_of_the_resident_model(options: dict[str, object], kernel: bool) -> None:
+    model = tiny_model("qwen3_moe")
+    prompt = torch.arange(1, 40).unsqueeze(0)
+    resident = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    device = TimedDevice(1e9)
+    link = TimedKernelLink(device, 1 << 20) if kernel else TimedCudaLink(device, 1 << 20)
+    with offload(model, link=link, **options):
+        assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), resident)
+    assert device.now > 0
+    assert not device.races
