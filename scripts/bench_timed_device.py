@@ -11,6 +11,7 @@ No GPU has been asked: docs/timed-device.md says where every constant comes from
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -80,7 +81,7 @@ def row(group: Group, accuracy: float, case: TimedCase) -> Json:
         "capacity": group.capacity,
         "host_us": group.host_us,
         "graph": case.kernel_link,
-        **found.as_dict(),
+        **{name: round(value, 4) if isinstance(value, float) else value for name, value in found.as_dict().items()},
     }
 
 
@@ -114,15 +115,21 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     parser.add_argument("--small", action="store_true", help="two layers of one shape")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    wanted = parser.add_mutually_exclusive_group(required=True)
+    wanted.add_argument("--out", type=Path, help="JSON file to write")
+    wanted.add_argument("--table", type=Path, metavar="JSON", help="print the table of such a file; nothing is run")
     args = parser.parse_args(argv)
-    wanted = list(groups(args.small))
+    if args.table is not None:
+        found = json.loads(args.table.read_text())
+        print(table(found["results"], found["pieces"]))
+        return 0
+    cases = list(groups(args.small))
     results: list[Json] = []
     with ProcessPoolExecutor(args.jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for number, made in enumerate(pool.map(rows, wanted), start=1):
+        for number, made in enumerate(pool.map(rows, cases), start=1):
             results += made
             if number % 20 == 0:
-                print(f"{number} of {len(wanted)}", file=sys.stderr, flush=True)
+                print(f"{number} of {len(cases)}", file=sys.stderr, flush=True)
         parts = pool.submit(pieces, 2 if args.small else None).result()
     try:
         write_json(args.out, {

@@ -12,7 +12,7 @@ from expertcast.runtime.links.driver import copy_seconds
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
-_LARGE = 256 << 20
+_LARGE = 64 << 20
 """Bytes of the copies that the device's own rate is measured with; the store's own size if that is less."""
 
 
