@@ -134,7 +134,7 @@ def advise_absent(
         slots / model.experts if config.cache else 0.0,
     )
     ways = [*_compared(case), *_compared(as_graph(case))]
-    chosen = _better(_better(*ways[:2]), _better(*ways[2:]))
+    chosen = _better(_best(case, *ways[:2]), _best(case, *ways[2:]))
     levers = {name: decode_timed(changed).tpot_s for name, changed in _changed(case, chosen, host).items()}
     return AbsentAdvice(
         chosen=chosen,
@@ -156,7 +156,7 @@ def _sized(case: TimedCase, capacity: float) -> TimedCase:
     """The same with room for a share of the experts, and as many tokens before as fill it."""
     if not capacity:
         return replace(case, capacity=0.0, prompt=8, warm_up=1, steps=2)
-    return replace(case, capacity=min(1.0, capacity), prompt=128, warm_up=4, steps=3)
+    return replace(case, capacity=min(1.0, capacity), prompt=384 if capacity >= 1 else 128, warm_up=4, steps=3)
 
 
 def _compared(case: TimedCase) -> tuple[Way, Way]:
@@ -179,6 +179,11 @@ def _compared(case: TimedCase) -> tuple[Way, Way]:
 
 def _better(simple: Way, other: Way) -> Way:
     return other if other.tpot_s < (1 - WORTH) * simple.tpot_s else simple
+
+
+def _best(case: TimedCase, on_demand: Way, prefetched: Way) -> Way:
+    """Over one link. Where all experts fit, those that are yet to be copied in these few tokens say nothing."""
+    return on_demand if case.capacity >= 1 else _better(on_demand, prefetched)
 
 
 def _changed(case: TimedCase, chosen: Way, host: str) -> dict[str, TimedCase]:
@@ -204,8 +209,8 @@ def _reasons(case: TimedCase, ways: Sequence[Way], chosen: Way, levers: Mapping[
     else:
         change = prefetched.tpot_s / on_demand.tpot_s - 1
         reasons.append(f"prefetching takes {prefetched.time}: {change:+.0%}")
-    graph = _better(*graphs)
-    change = graph.tpot_s / min(on_demand.tpot_s, prefetched.tpot_s) - 1
+    graph = _best(case, *graphs)
+    change = graph.tpot_s / _best(case, on_demand, prefetched).tpot_s - 1
     what = "prefetching" if graph.prefetch else "on demand"
     reasons.append(f"a step as one CUDA graph over the kernel link, {what}, takes {graph.time}: {change:+.0%}")
     lever = min(levers, key=lambda name: levers[name], default=None)
