@@ -112,7 +112,7 @@ def advise_absent(
 
     Args:
         model: whose experts are offloaded.
-        config: slots, memory and cache count; the rest is what the advice is about.
+        config: cache, and with one slots or memory, count; the rest is what the advice is about.
         bandwidth: of the link, bytes per second.
         routing: what experts the tokens take, and how often forecasts are right.
         host: one of `timed.costs.HOSTS`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors.base import PredictorConfig
 from expertcast.predictors.next_norm import NextNorm
 from expertcast.runtime import OffloadConfig
+from expertcast.runtime.advising import absent
 from expertcast.runtime.advising.absent import AbsentModel, advise_absent, known_recall
 from expertcast.runtime.advising.absent_advice import CAVEAT, AbsentAdvice
+from expertcast.runtime.advising.advise import WORTH
 from expertcast.runtime.benchmarking.routing_tables import RoutingOptions
 from expertcast.runtime.benchmarking.shapes import SHAPES
 from expertcast.runtime.timed.costs import LINKS
@@ -70,6 +73,15 @@ def test_where_all_experts_fit_there_is_nothing_to_prefetch(model: AbsentModel) 
     assert advice.ways[0].misses < 0.05 * model.view.shape.top_k * LAYERS  # what came before has filled the cache
     assert advice.levers == {}
     assert "nothing to prefetch" in advice.text()
+
+
+def test_experts_that_are_yet_to_be_copied_once_are_no_reason(
+    model: AbsentModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(absent, "_sized", lambda case, capacity: replace(case, capacity=capacity, warm_up=2, steps=3))
+    advice = advised(model, 1.0, link="pcie3")
+    assert advice.ways[3].tpot_s < (1 - WORTH) * advice.ways[2].tpot_s
+    assert not advice.chosen.prefetch
 
 
 def test_a_host_that_limits_asks_for_a_graph(model: AbsentModel) -> None:
