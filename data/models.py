@@ -73,6 +73,19 @@ def load_tokenizer(model_id: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def load_config(model_id: str) -> PretrainedConfig:
+    """A model's configuration, from a local folder or the hub; no weight is read.
+
+    Raises:
+        ExpertcastError: no config there.
+    """
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(resolve_model(model_id))
+    except (OSError, ValueError, KeyError) as error:
+        raise ExpertcastError(f"cannot load model {model_id!r}: {first_line(error)}") from error
+    return config
+
+
 def meta_model(model: str | PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """A model's modules without weights (meta device), from its config alone: that in a folder, of a hub id, or given.
 
@@ -81,8 +94,8 @@ def meta_model(model: str | PretrainedConfig, dtype: torch.dtype | None = None) 
     Raises:
         ExpertcastError: no config there.
     """
+    config = load_config(model) if isinstance(model, str) else model
     try:
-        config = AutoConfig.from_pretrained(resolve_model(model)) if isinstance(model, str) else model
         with torch.device("meta"):
             made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
     except (OSError, ValueError, KeyError) as error:

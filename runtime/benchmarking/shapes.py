@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +38,24 @@ class Shape:
     model_type: str
     dense_layers: int = 0
     """Decoder layers before the first MoE layer."""
-    values: Mapping[str, object] = field(default_factory=dict)
+    values: Mapping[str, object] = field(default_factory=dict, hash=False)
     """What is other than the model type's defaults."""
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Shape:
+        """What a config says of a forward: no ids of tokens, and no dtype."""
+        values = {
+            name: value
+            for name, value in config.to_dict().items()
+            if name not in ("model_type", "dtype", "quantization_config") and not name.endswith("_token_id")
+        }
+        return cls(hub_id=str(config._name_or_path), model_type=config.model_type, values=values)
 
     def config(self, layers: int | None = None) -> PretrainedConfig:
         """The config, cut to the first `layers` MoE layers (dense layers before them stay)."""
-        cut = {} if layers is None else {"num_hidden_layers": layers + self.dense_layers}
+        cut: Json = {} if layers is None else {"num_hidden_layers": layers + self.dense_layers}
+        if cut and "layer_types" in self.values:
+            cut["layer_types"] = list(cast(list[str], self.values["layer_types"]))[: cut["num_hidden_layers"]]
         return AutoConfig.for_model(self.model_type, **{**self.values, **cut})
 
     @property

@@ -18,7 +18,7 @@ from torch import nn
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import meta_model
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.benchmarking.shapes import SHAPES, weight_bytes
+from expertcast.runtime.benchmarking.shapes import SHAPES, Shape, weight_bytes
 
 LINKS = {"pcie3": 12e9, "pcie4": 25e9, "pcie5": 55e9, "grace": 375e9}
 """Bytes per second of large page-locked copies, host to device: PCIe x16, and NVLink-C2C of a Grace Hopper.
@@ -138,13 +138,13 @@ LAUNCHES = {
 
 
 def step_costs(
-    shape: str, *, host: str = "fast", captured: Collection[str] = ("forecast",),
+    shape: str | Shape, *, host: str = "fast", captured: Collection[str] = ("forecast",),
     memory_bandwidth: float = MEMORY_BANDWIDTH, kernel_s: float = KERNEL_S,
 ) -> StepCosts:  # fmt: skip
     """A decode step of one text with a short context, in bf16: the cache of keys and values is not read.
 
     Args:
-        shape: one of `SHAPES` of a family in `LAUNCHES`.
+        shape: one of `SHAPES`, or another; of a family in `LAUNCHES`.
         host: one of `HOSTS`; the runtime's own Python is as much slower as its launches are.
         captured: parts of a layer (`attention`, `experts`, `forecast`) that are one CUDA graph each; the runtime makes
             one of forecasts.
@@ -154,12 +154,19 @@ def step_costs(
     Raises:
         ExpertcastError: unknown shape or host, or a family whose launches are not counted.
     """
-    known = [name for name, each in SHAPES.items() if each.model_type in LAUNCHES]
-    if shape not in known:
-        raise ExpertcastError(f"no costs of shape {shape!r}: choose from {', '.join(known)}")
+    if isinstance(shape, str):
+        known = [name for name, each in SHAPES.items() if each.model_type in LAUNCHES]
+        if shape not in known:
+            raise ExpertcastError(f"no costs of shape {shape!r}: choose from {', '.join(known)}")
+        shape = SHAPES[shape]
+    if shape.model_type not in LAUNCHES:
+        raise ExpertcastError(
+            f"{shape.hub_id!r} is of the family {shape.model_type}, whose launches nobody counted: those of "
+            f"{', '.join(LAUNCHES)} are known"
+        )
     if host not in HOSTS:
         raise ExpertcastError(f"unknown host {host!r}: choose from {', '.join(HOSTS)}")
-    launches, weights = LAUNCHES[SHAPES[shape].model_type], _weights(shape)
+    launches, weights = LAUNCHES[shape.model_type], _weights(shape)
     launch_s, slower = HOSTS[host], HOSTS[host] / HOSTS["fast"]
 
     def device_s(kernels: int, size: int = 0) -> float:
@@ -197,8 +204,8 @@ class _Weights:
 
 
 @cache
-def _weights(name: str) -> _Weights:
-    model = meta_model(SHAPES[name].config(1), torch.bfloat16)
+def _weights(shape: Shape) -> _Weights:
+    model = meta_model(shape.config(1), torch.bfloat16)
     view = find_moe_layers(model)
     experts = weight_bytes(view[0].experts)
     layer, head = model.base_model.layers[-1], model.get_output_embeddings()

@@ -7,7 +7,7 @@ and slots is the runtime's own. A copy counts as that of the shape's expert.
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -42,7 +42,8 @@ _TINY = {
 class TimedCase:
     """What is decoded, and on what."""
 
-    shape: str = "qwen3-30b-a3b"
+    shape: str | Shape = "qwen3-30b-a3b"
+    """One of `SHAPES`, or another."""
     layers: int | None = None
     """None: all of the shape."""
     bandwidth: float = 55e9
@@ -56,8 +57,13 @@ class TimedCase:
     kernel_link: bool = False
     """Copies by a kernel and books on the device, in place of the copy engine's."""
     policies: Policies = field(default_factory=Policies)
+    routing: RoutingOptions = field(default_factory=RoutingOptions)
+    """What experts the tokens take; accuracy stands above."""
     prompt: int = 8
-    """Tokens; their layers cost what a decode step's do: for the order of events, not for a time to first token."""
+    """Tokens before the decode steps; with a cache they fill it. Their layers cost what a decode step's do: for the
+    order of events, not for a time to first token."""
+    piece: int = 32
+    """Tokens of the prompt that are read at once: few, so that the cache holds of every layer what came last."""
     warm_up: int = 16
     """Decode steps before those that count."""
     steps: int = 8
@@ -105,14 +111,14 @@ def decode_timed(case: TimedCase) -> TimedRun:
     Raises:
         ExpertcastError: unknown shape, or what :func:`expertcast.offload` refuses.
     """
-    if case.shape not in SHAPES:
+    if isinstance(case.shape, str) and case.shape not in SHAPES:
         raise ExpertcastError(f"unknown shape {case.shape!r}: choose from {', '.join(SHAPES)}")
-    shape = SHAPES[case.shape]
+    shape = SHAPES[case.shape] if isinstance(case.shape, str) else case.shape
     size = block_bytes(shape)
     device = TimedDevice(case.bandwidth, case.driver)
     model = tiny_model(shape, case.layers)
     view = find_moe_layers(model)
-    options = RoutingOptions(accuracy=1.0 if case.accuracy is None else case.accuracy)
+    options = replace(case.routing, accuracy=1.0 if case.accuracy is None else case.accuracy)
     tables = drawn(view.shape, prompt=case.prompt, new_tokens=case.warm_up + case.steps + 1, options=options)
     clockwork = Clockwork(device, case.step)
     clockwork.follow(model, view)
@@ -127,7 +133,7 @@ def decode_timed(case: TimedCase) -> TimedRun:
         )
         with offload(model, config, observers=[clockwork]) as offloaded:
             clockwork.offloaded(offloaded, config.ahead)
-            seconds, host = _decode(offloaded, clockwork, tables.prompt, case)
+            seconds, host = _decode(offloaded, clockwork, case)
             total = offloaded.stats.total
     clockwork.close()
     return TimedRun(
@@ -143,26 +149,27 @@ def decode_timed(case: TimedCase) -> TimedRun:
     )
 
 
-def _decode(
-    offloaded: OffloadedModel, clockwork: Clockwork, prompt: int, case: TimedCase
-) -> tuple[list[float], list[float]]:
+def _decode(offloaded: OffloadedModel, clockwork: Clockwork, case: TimedCase) -> tuple[list[float], list[float]]:
     """Seconds of the prompt and of each counted token, and those of them that the host worked.
 
     Args:
         offloaded: the model.
         clockwork: lets time pass.
-        prompt: tokens of the prompt.
         case: how many tokens, and what they cost.
     """
     device, costs, readback = clockwork.device, clockwork.costs, Readback(cast(CudaDevice, clockwork.device))
     cache = DynamicCache(config=offloaded.model.config)
-    inputs = torch.zeros(1, prompt, dtype=torch.int64)
+    *before, inputs = torch.split(torch.zeros(1, case.prompt, dtype=torch.int64), case.piece, dim=1)
+    start, busy = device.now, device.host_busy_s
+    for piece in before:
+        offloaded(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
     seconds, host = [], []
     for step in range(case.warm_up + case.steps + 1):
         if step == case.warm_up + 1:
             offloaded.reset_stats()
             device.spans.clear()
-        start, busy = device.now, device.host_busy_s
+        if step:
+            start, busy = device.now, device.host_busy_s
         logits_V = offloaded(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
         clockwork.work(costs.token_after_host_s, costs.token_device_s, name="head")
         inputs = logits_V.argmax().view(1, 1)

@@ -27,7 +27,7 @@ COMMANDS = {
     "inspect": set(),
     "bench": {*_TARGET, "--mode", "--cache", "--ahead", "--prompt-tokens", "--new-tokens", "--repetitions",
               "--no-advice", "--peer", "--minutes", "--timeline"},
-    "advise": {*_TARGET, "--prompt-tokens", "--new-tokens", "--save"},
+    "advise": {*_TARGET, "--prompt-tokens", "--new-tokens", "--save", "--gpu", "--capacity", "--host"},
     "simulate": {"--sweep", "--policy", "--prefetch", "--miss", "--routing", "--pre-eviction", "--scope", "--preset",
                  "--predictor", "--ahead", "--next-token", "--slots", "--capacity", "--bandwidth", "--latency",
                  "--write-back", "--layer-time", "--split", "--tokens", "--prefill", "--batch", "--model", "--data",

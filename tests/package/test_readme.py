@@ -44,6 +44,8 @@ def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     }  # fmt: skip
     for command in commands:
         short = command + {"bench": FEW_TOKENS, "advise": FEW_TOKENS[:4]}.get(command[0], [])
+        if "--gpu" in command:
+            short = command
         if command[0] == "train":
             short += [*SHORT, *SMALLER[command[command.index("--predictor") + 1]]]
         if command[0] == "simulate":

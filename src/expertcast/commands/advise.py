@@ -1,18 +1,34 @@
-"""`expertcast advise`: whether prefetching pays here, and the configuration that follows from it."""
+"""`expertcast advise`: whether prefetching pays here or on a GPU elsewhere, and the configuration that follows."""
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
+from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.bench_target import Target, TargetOptions
-from expertcast.commands.options import Count, Option
+from expertcast.commands.options import Count, Option, bandwidth_of
 from expertcast.commands.output import Outcome, new_file, say
 from expertcast.predictors import ExpertcastError
+from expertcast.runtime.advising.absent import AbsentModel, advise_absent, known_recall
 from expertcast.runtime.advising.advise import advise
 from expertcast.runtime.benchmarking.bench import BenchSettings
+from expertcast.runtime.benchmarking.routing_tables import RoutingOptions
+from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.timed.costs import HOSTS, LINKS
+
+_GPU = Option(
+    metavar="LINK",
+    read=bandwidth_of(LINKS),
+    help=f"the speed of its link, bytes per second or one of {', '.join(LINKS)}; forecasts as right as --accuracy or "
+    "the metrics of --predictor say",
+)
+_OF_A_RUN = ("dtype", "device", "copy_over_compute", "replay", "prompt_tokens", "new_tokens")
+"""Options that say how a model is run here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +36,8 @@ class Options(TargetOptions):
     """What `expertcast advise` takes.
 
     Raises:
-        ExpertcastError: as the class that it extends; too few tokens; a process, which has no predictor to save.
+        ExpertcastError: as the class that it extends; too few tokens; a process, which has no predictor to save;
+            options of a run here together with those of a GPU that is not.
     """
 
     prompt_tokens: Count = 64
@@ -29,16 +46,48 @@ class Options(TargetOptions):
     """Tokens decoded per run."""
     save: Annotated[Path | None, Option(metavar="FILE", read=new_file)] = None
     """Write what is advised there, for `expertcast generate --config`."""
+    gpu: Annotated[float | None, _GPU] = None
+    """Ask a model of a GPU that is not there, by the configuration alone."""
+    capacity: Annotated[float | None, Option(metavar="SHARE")] = None
+    """With --gpu, the share of all experts that fits, in place of --slots or --memory; 0: no cache."""
+    host: Annotated[str | None, Option(choices=tuple(HOSTS))] = None
+    """With --gpu, how fast the host launches kernels (default: fast)."""
 
     def __post_init__(self) -> None:
+        if self.gpu is not None:
+            self._check_gpu(self.gpu)
+            return
+        for name in ("capacity", "host"):
+            if getattr(self, name) is not None:
+                raise ExpertcastError(f"--{name} is for a GPU that is not there: give --gpu LINK too, or leave it out")
         super().__post_init__()
         BenchSettings(new_tokens=self.new_tokens)
         if self.save is not None and self.routing is not None:
             raise ExpertcastError("--save needs a model that routes by itself: a process has no predictor to deploy")
 
+    def _check_gpu(self, gpu: float) -> None:
+        if math.isinf(gpu):
+            raise ExpertcastError(f"--gpu {gpu}: give what a link brings, such as 25e9")
+        defaults = {field.name: field.default for field in fields(self)}
+        given = [name for name in _OF_A_RUN if getattr(self, name) != defaults[name]]
+        given += [
+            name
+            for name in ("link", "bandwidth", "latency")
+            if getattr(self.offload, name) != getattr(OffloadConfig(), name)
+        ]
+        if given:
+            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise ExpertcastError(f"{flags}: of a run on this machine, and --gpu asks about another: leave one out")
+        if self.capacity is not None and (self.offload.slots is not None or self.offload.memory is not None):
+            raise ExpertcastError("--capacity, --slots and --memory all say how many experts fit: give one of them")
+        if self.predictor is not None and "accuracy" in self.process:
+            raise ExpertcastError("--predictor brings its own recall: leave --accuracy out")
+
 
 def run(options: Options) -> Outcome:
     """Short runs on demand and with forecasts, and what they lead to."""
+    if options.gpu is not None:
+        return _run_absent(options, options.gpu)
     target = Target.load(options)
     prompt_ids = target.prompt(options.prompt_tokens)
     process = target.routing_process(options.prompt_tokens, options.new_tokens)
@@ -55,3 +104,24 @@ def run(options: Options) -> Outcome:
         chosen.save(options.save)
         text += f"\nwrote {options.save}"
     return result, text
+
+
+def _run_absent(options: Options, bandwidth: float) -> Outcome:
+    """The same in virtual time, from the configuration alone."""
+    routing = replace(RoutingOptions(seed=options.seed), **options.process)  # type: ignore[arg-type]
+    model = AbsentModel.of(options.target, options.layers)
+    if options.predictor is not None:
+        routing = replace(routing, accuracy=known_recall(options.predictor, model))
+    config = model.sized(options.offload, options.capacity)
+    say("a few tokens in virtual time, on demand and with forecasts")
+    advice = advise_absent(
+        model, config, bandwidth=bandwidth, routing=routing, host=options.host or "fast", predictor=options.predictor
+    )
+    heading = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **provenance(), "target": options.target}
+    text = f"{options.target}, on a GPU that is not there\n{advice.text()}"
+    if options.save is not None:
+        advice.config().save(options.save)
+        text += f"\nwrote {options.save}"
+        if advice.chosen.prefetch and options.predictor is None:
+            text += ", which names no predictor yet"
+    return {**heading, "shape": model.view.shape.as_dict(), **advice.as_dict()}, text

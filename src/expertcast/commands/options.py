@@ -187,11 +187,18 @@ BANDWIDTHS = {"pcie3": 12e9, "pcie4": 25e9, "pcie5": 50e9}
 positive = _reader(int, lambda value: value >= 1, "whole number of 1 or more")
 positive_number = _reader(float, lambda value: 0 < value < math.inf, "number above 0")
 not_negative = _reader(float, lambda value: 0 <= value < math.inf, "number of 0 or more")
-bandwidth = _reader(
-    lambda text: BANDWIDTHS[text] if text in BANDWIDTHS else float(text),
-    lambda value: value > 0,
-    f"bandwidth: give bytes per second such as 4e9, or {', '.join(BANDWIDTHS)}",
-)
+
+
+def bandwidth_of(names: Mapping[str, float]) -> Callable[[str], float]:
+    """Reads an option: bytes per second, or a name for them."""
+    return _reader(
+        lambda text: names[text] if text in names else float(text),
+        lambda value: value > 0,
+        f"bandwidth: give bytes per second such as 4e9, or {', '.join(names)}",
+    )
+
+
+bandwidth = bandwidth_of(BANDWIDTHS)
 BANDWIDTH = Option(metavar="BYTES/S", read=bandwidth, help="a number, or pcie3, pcie4, pcie5 (12, 25, 50 GB/s)")
 COUNT = Option(metavar="N", read=positive)
 MODEL_HELP = "local folder or hub id of a transformers model, or `reference` (the bundled model)"

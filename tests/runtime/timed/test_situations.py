@@ -106,7 +106,7 @@ def test_experts_run_as_soon_as_their_last_copy_is_there() -> None:
 @pytest.mark.parametrize("capacity", [0.5, 0.1])
 def test_a_prefill_loads_the_next_layer_while_this_one_computes(capacity: float) -> None:
     """Where a layer's experts fit the slots, and where they come in chunks: what it computes hides as many copies."""
-    case = replace(CASE, prompt=200, capacity=capacity, warm_up=1, steps=1)
+    case = replace(CASE, prompt=200, piece=200, capacity=capacity, warm_up=1, steps=1)
     without = decode_timed(replace(case, policies=Policies(prefetch="none")))
     streamed = decode_timed(case)
     hidden_s = without.prefill_s - streamed.prefill_s

@@ -1,0 +1,220 @@
+"""Advice for a GPU that is not there: the CUDA path in virtual time, from a model's configuration alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from expertcast.checkpoints.store import PredictorCheckpoint
+from expertcast.data.discovery import find_moe_layers
+from expertcast.data.models import load_config, meta_model
+from expertcast.predictors import ExpertcastError, MoEView
+from expertcast.runtime.advising.absent_advice import AbsentAdvice, Way
+from expertcast.runtime.advising.advice import milliseconds
+from expertcast.runtime.advising.advise import WORTH
+from expertcast.runtime.arguments import recall_per_layer, slot_count
+from expertcast.runtime.benchmarking.routing_tables import RoutingOptions
+from expertcast.runtime.benchmarking.shapes import SHAPES, Shape
+from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.storage.layout import BlockLayout
+from expertcast.runtime.timed.compare import as_graph, compare
+from expertcast.runtime.timed.costs import step_costs
+from expertcast.runtime.timed.run import TimedCase, TimedRun, decode_timed
+
+_QUARTER = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class AbsentModel:
+    """A model of which the configuration is known. Experts are in bf16."""
+
+    name: str
+    shape: Shape
+    view: MoEView
+    """Without weights."""
+
+    @classmethod
+    def of(cls, name: str, layers: int | None = None) -> AbsentModel:
+        """A name in `SHAPES`, a folder or a hub id, cut to its first `layers`.
+
+        Raises:
+            ExpertcastError: no config there, a family whose launches were not counted, layers without experts, or not
+                so many layers.
+        """
+        shape = SHAPES[name] if name in SHAPES and not Path(name).exists() else Shape.of(load_config(name))
+        step_costs(shape)  # which refuses a family
+        most = shape.layers
+        if layers is not None and not 1 <= layers <= most:
+            raise ExpertcastError(f"--layers {layers}: {name} has 1 to {most} MoE layers")
+        view = find_moe_layers(meta_model(shape.config(layers), torch.bfloat16))
+        if len(view) != (layers or most):
+            raise ExpertcastError(f"{name!r} has layers without experts, whose launches nobody counted: not supported")
+        return cls(name, shape, view)
+
+    @property
+    def experts(self) -> int:
+        """Of all layers together."""
+        return self.view.shape.layers * self.view.shape.experts
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one expert."""
+        return BlockLayout.of(self.view).block_bytes
+
+    def sized(self, config: OffloadConfig, capacity: float | None = None) -> OffloadConfig:
+        """A configuration in slots, of those that it says or of a share of all experts; 0: no cache.
+
+        Raises:
+            ExpertcastError: no share, or too few slots for a token.
+        """
+        if capacity is not None:
+            if not 0 <= capacity <= 1:
+                raise ExpertcastError(f"--capacity {capacity}: give the share of experts that fits, 0 (no cache) to 1")
+            slots = round(capacity * self.experts) if capacity else None
+            config = replace(config, cache=bool(capacity), slots=slots, memory=None)
+        return replace(config, slots=slot_count(config, self.view), memory=None)
+
+
+def known_recall(folder: str, model: AbsentModel) -> float:
+    """Mean recall@k of a checkpoint on validation, one layer ahead; its weights are not read.
+
+    Args:
+        folder: of the checkpoint.
+        model: that it must be of, as far as layers, experts and sizes say.
+
+    Raises:
+        ExpertcastError: no checkpoint there, one of another model or distance, or one that was not validated.
+    """
+    checkpoint = PredictorCheckpoint.open(folder)
+    found, wanted = checkpoint.config["shape"], model.view.shape.as_dict()
+    if found != wanted:
+        raise ExpertcastError(f"{folder} was trained for a model of {found}, {model.name} has {wanted}")
+    recall, ahead = recall_per_layer(checkpoint), checkpoint.metrics.get("ahead", 1)
+    if not recall or ahead != 1:
+        raise ExpertcastError(f"{folder} does not say its recall one layer ahead: give --accuracy instead")
+    return statistics.fmean(recall.values())
+
+
+def advise_absent(
+    model: AbsentModel,
+    config: OffloadConfig,
+    *,
+    bandwidth: float,
+    routing: RoutingOptions | None = None,
+    host: str = "fast",
+    predictor: str | None = None,
+) -> AbsentAdvice:
+    """Decode a few tokens in virtual time on demand and with forecasts, over the copy engine and as one CUDA graph.
+
+    Args:
+        model: whose experts are offloaded.
+        config: cache, and with one slots or memory, count; the rest is what the advice is about.
+        bandwidth: of the link, bytes per second.
+        routing: what experts the tokens take, and how often forecasts are right.
+        host: one of `timed.costs.HOSTS`.
+        predictor: the checkpoint that is so often right, where it is one's.
+
+    Raises:
+        ExpertcastError: too few slots for a token, or an unknown host.
+    """
+    routing, slots = routing or RoutingOptions(), slot_count(config, model.view)
+    case = _sized(
+        TimedCase(
+            shape=model.shape,
+            layers=len(model.view),
+            bandwidth=bandwidth,
+            accuracy=routing.accuracy,
+            step=step_costs(model.shape, host=host),
+            routing=routing,
+        ),
+        slots / model.experts if config.cache else 0.0,
+    )
+    ways = [*_compared(case), *_compared(as_graph(case))]
+    chosen = _better(_best(case, *ways[:2]), _best(case, *ways[2:]))
+    levers = {name: decode_timed(changed).tpot_s for name, changed in _changed(case, chosen, host).items()}
+    return AbsentAdvice(
+        chosen=chosen,
+        ways=ways,
+        levers=levers,
+        reasons=_reasons(case, ways, chosen, levers),
+        bandwidth=bandwidth,
+        host=host,
+        accuracy=routing.accuracy,
+        predictor=predictor,
+        cache=config.cache,
+        slots=slots,
+        experts=model.experts,
+        block_bytes=model.block_bytes,
+    )
+
+
+def _sized(case: TimedCase, capacity: float) -> TimedCase:
+    """The same with room for a share of the experts, and as many tokens before as fill it."""
+    if not capacity:
+        return replace(case, capacity=0.0, prompt=8, warm_up=1, steps=2)
+    return replace(case, capacity=min(1.0, capacity), prompt=384 if capacity >= 1 else 128, warm_up=4, steps=3)
+
+
+def _compared(case: TimedCase) -> tuple[Way, Way]:
+    """On demand, and with forecasts."""
+    found = compare(case)
+
+    def way(run: TimedRun) -> Way:
+        return Way(
+            link="kernel" if case.kernel_link else "cuda",
+            prefetch=run is found.run,
+            tpot_s=run.tpot_s,
+            bound_s=found.bound_s,
+            limit=found.limit,
+            misses=run.misses,
+            copies=run.copies,
+        )
+
+    return way(found.on_demand), way(found.run)
+
+
+def _better(simple: Way, other: Way) -> Way:
+    return other if other.tpot_s < (1 - WORTH) * simple.tpot_s else simple
+
+
+def _best(case: TimedCase, on_demand: Way, prefetched: Way) -> Way:
+    """Over one link. Where all experts fit, those that are yet to be copied in these few tokens say nothing."""
+    return on_demand if case.capacity >= 1 else _better(on_demand, prefetched)
+
+
+def _changed(case: TimedCase, chosen: Way, host: str) -> dict[str, TimedCase]:
+    """What is advised, with one thing different; nothing where all experts fit."""
+    if case.capacity >= 1:
+        return {}
+    own = replace(case, accuracy=case.accuracy if chosen.prefetch else None)
+    more = (
+        ("twice the slots", 2 * case.capacity) if case.capacity else ("a cache of a quarter of the experts", _QUARTER)
+    )
+    changed = {more[0]: _sized(own, more[1]), "a link of twice the speed": replace(own, bandwidth=2 * case.bandwidth)}
+    if chosen.link == "kernel":
+        return {name: as_graph(each) for name, each in changed.items()}
+    step = step_costs(case.shape, host=host, captured=("forecast", "attention"))
+    return {**changed, "attention as CUDA graphs (torch.compile)": replace(own, step=step)}
+
+
+def _reasons(case: TimedCase, ways: Sequence[Way], chosen: Way, levers: Mapping[str, float]) -> list[str]:
+    on_demand, prefetched, *graphs = ways
+    reasons = [f"on demand takes {on_demand.time}: the {on_demand.limit} is what limits"]
+    if case.capacity >= 1:
+        reasons.append("all experts fit the slots: each is copied once, then there is nothing to prefetch")
+    else:
+        change = prefetched.tpot_s / on_demand.tpot_s - 1
+        reasons.append(f"prefetching takes {prefetched.time}: {change:+.0%}")
+    graph = _best(case, *graphs)
+    change = graph.tpot_s / _best(case, on_demand, prefetched).tpot_s - 1
+    what = "prefetching" if graph.prefetch else "on demand"
+    reasons.append(f"a step as one CUDA graph over the kernel link, {what}, takes {graph.time}: {change:+.0%}")
+    lever = min(levers, key=lambda name: levers[name], default=None)
+    if lever is not None and levers[lever] < (1 - WORTH) * chosen.tpot_s:
+        gain = 1 - levers[lever] / chosen.tpot_s
+        reasons.append(f"{lever} would help most: {milliseconds(levers[lever])} per token, {gain:.0%} less")
+    return reasons
