@@ -35,7 +35,7 @@ RUNS = {"without": Policies(prefetch="none"), "with": Policies()}
 def main(argv: list[str] | None = None) -> int:
     """Run it; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=512, help="of the prompt (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=2048, help="of the prompt (default: %(default)s)")
     parser.add_argument("--share", type=float, default=0.15, help="of all experts that fit (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=7, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
