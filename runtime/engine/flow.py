@@ -33,8 +33,7 @@ from expertcast.runtime.policies.settings import PolicySet
 from expertcast.runtime.storage.precision import FULL
 
 _MOST = 0.75
-"""Share of its experts that a layer must run for the next one's to be loaded before they are known: a useless copy is
-dropped, or costs at most the link's window."""
+"""Share of its experts that a layer must run for the next one's to be loaded before they are known."""
 
 
 @dataclass(slots=True)
@@ -70,8 +69,7 @@ class LayerFlow:
         policies: all of one model.
         shape: of the model.
         view: the model whose routers route; needed by policies that have them route anew.
-        carry: without a cache, how many first layers of the next token get what they needed last, asked for at the
-            last layer: no layer comes early enough to forecast them.
+        carry: without a cache, how many first layers of the next token get what they needed last, at the last layer.
         tokens_ahead: forecasts the next tokens' routing for an eviction policy that takes it.
     """
 
@@ -229,11 +227,10 @@ class LayerFlow:
         following = layer + 1
         if not self._streams or self._executed < _MOST * self._experts or layer == self._last:
             return
-        if self.residency.is_asked(following):  # a forecast knows better
+        if self.residency.is_asked(following):
             return
-        first = following * self._experts
-        chunks = self._chunked(list(range(first, first + self._experts)), self.residency.limit(following))
-        self.residency.prefetch(chunks[0])
+        keys = list(range(following * self._experts, (following + 1) * self._experts))
+        self.residency.prefetch(self._chunked(keys, self.residency.limit(following))[0])
 
     def finish(self, layer: int) -> None:
         """All forecasts of a layer have been asked for: what comes early without one goes behind them."""

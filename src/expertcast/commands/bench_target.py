@@ -83,11 +83,9 @@ class TargetOptions(ModelOptions):
             raise ExpertcastError("--bandwidth and --copy-over-compute both set the link's speed: give one of them")
         speed_given = config.bandwidth is not None or self.copy_over_compute is not None or config.latency
         paced = self.device_name != "cpu" and config.link in ("auto", "cuda") and self.copy_over_compute is None
-        if speed_given and not self.emulated and not paced:
-            raise ExpertcastError(
-                "the speed of a link is set for an emulated link (--link auto or emulated, on the CPU), or on CUDA by "
-                f"--bandwidth and --latency for --link auto or cuda, not for {config.link!r} on {self.device_name}"
-            )
+        if speed_given and not (self.emulated or paced):
+            where = "for the CPU's emulated link (--link auto or emulated), on CUDA for auto or cuda"
+            raise ExpertcastError(f"a link's speed is set {where}, not for {config.link!r}")
         if self.replay is not None:
             TraceDataset.open(self.replay)
         if self.routing is not None and self.predictor is not None:
@@ -108,7 +106,7 @@ class TargetOptions(ModelOptions):
 
     @property
     def emulated(self) -> bool:
-        """Whether the link is emulated."""
+        """Whether the link is."""
         return self.device_name == "cpu" and self.offload.link in ("auto", "emulated")
 
     @property
@@ -193,9 +191,8 @@ class Target:
         options, shape, replay = self.options.routing, self.view.shape, self.options.replay
         if options is None:
             return None
-        if replay is None:
-            tables = drawn(shape, prompt=prompt, new_tokens=new_tokens, options=options)
-        else:
+        tables = drawn(shape, prompt=prompt, new_tokens=new_tokens, options=options)
+        if replay is not None:
             tables = replayed(replay, shape, prompt=prompt, new_tokens=new_tokens, options=options)
         return RoutingProcess(self.model, self.view, tables)
 
@@ -208,13 +205,13 @@ class Target:
 
         On CUDA `auto` is the copy engine's link here: it times every copy, which the kernel's link cannot.
         """
-        ratio, config = self.options.copy_over_compute, self.options.offload
+        config = self.options.offload
         if not self.options.emulated:
-            link = "cuda" if config.link == "auto" else str(config.link)
-            return LinkSetting(link=link, latency=config.latency or None, bandwidth=config.bandwidth)
+            name = "cuda" if config.link == "auto" else str(config.link)
+            return LinkSetting(link=name, latency=config.latency or None, bandwidth=config.bandwidth)
         if config.bandwidth is not None:
             return LinkSetting(link="emulated", latency=config.latency, bandwidth=config.bandwidth)
-        ratio = COPY_OVER_COMPUTE if ratio is None else ratio
+        ratio = self.options.copy_over_compute or COPY_OVER_COMPUTE
         say("measuring a layer's computation, for the link's speed")
         layer_s = layer_seconds(self.model, prompt_ids, new_tokens, self.store)
         return LinkSetting(
