@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -191,9 +192,8 @@ class Target:
         options, shape, replay = self.options.routing, self.view.shape, self.options.replay
         if options is None:
             return None
-        tables = drawn(shape, prompt=prompt, new_tokens=new_tokens, options=options)
-        if replay is not None:
-            tables = replayed(replay, shape, prompt=prompt, new_tokens=new_tokens, options=options)
+        make = drawn if replay is None else partial(replayed, replay)
+        tables = make(shape, prompt=prompt, new_tokens=new_tokens, options=options)
         return RoutingProcess(self.model, self.view, tables)
 
     def forecaster(self, process: RoutingProcess | None, ahead: int = 1) -> str | Predictor:
