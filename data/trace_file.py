@@ -207,6 +207,11 @@ def _contradiction(info: TraceInfo) -> str | None:
         counted[document["split"]] += document["tokens"]
     if sum(counted.values()) != info["tokens"] or counted != info["splits"]:
         return f"documents have {counted} tokens, tokens and splits say {info['tokens']} and {info['splits']}"
+    vectors = info.get("default_vectors")
+    if info["complete"] and vectors is None:
+        return "default_vectors is missing"
+    if vectors is not None and vectors["tokens"] != counted["train"]:
+        return f"default_vectors.tokens is {vectors['tokens']}, the train split has {counted['train']}"
     if "files" in info and not (info["complete"] and SEAL in info):
         return f"files are named, {'complete is false' if SEAL in info else 'digest is missing'}"
     return None
