@@ -33,6 +33,7 @@ MOST_NESTING = 32
 SEAL = "digest"
 
 _SHOWN = 60
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _CHUNK = 1 << 22
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}
 
@@ -142,13 +143,10 @@ def _check_nesting(text: str) -> None:
         ValueError: deeper than `MOST_NESTING`.
     """
     depth = 0
-    for character in text:
-        if character in "[{":
-            depth += 1
-            if depth > MOST_NESTING:
-                raise ValueError(f"nested more than {MOST_NESTING} deep")
-        elif character in "]}":
-            depth -= 1
+    for bracket in text.encode(errors="replace").translate(None, _NO_BRACKETS):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > MOST_NESTING:
+            raise ValueError(f"nested more than {MOST_NESTING} deep")
 
 
 def _members(pairs: list[tuple[str, Any]]) -> Json:
@@ -178,11 +176,19 @@ def _adapter(schema: type[T]) -> TypeAdapter[T]:
 def _first(error: ValidationError) -> str:
     """What is wrong, of the first thing that is."""
     first = error.errors(include_url=False)[0]
-    place = ".".join(map(str, first["loc"])) or "the object"
+    place = ".".join(map(_printable, first["loc"])) or "the object"
     if first["type"] == "missing":
         return f"{place} is missing"
     if first["type"] == "extra_forbidden":
         return f"{place} is no member that is known"
-    found = repr(first["input"])
-    found = found if len(found) <= _SHOWN else found[:_SHOWN] + "..."
-    return f"{place} is {found}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+    return f"{place} is {_cut(repr(first['input']))}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+
+
+def _printable(part: int | str) -> str:
+    """A part of a place, which may be any text that a file has for a name."""
+    text = str(part)
+    return _cut(text if text.isprintable() else repr(text))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
