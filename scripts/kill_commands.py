@@ -39,7 +39,7 @@ from mutate_artefacts import IMPORTS
 NOBODY = 65534
 LONGEST = (20_000, 40_000, 70_000)
 """Bytes of the longest file that can be written; what is printed is one, so that less would cut it off."""
-ROOM = (0, 4096, 16_384, 65_536)
+ROOM = (4096, 8192, 16_384, 65_536)
 """Bytes that a disk has left, in whole pages."""
 HELD = "as it must be"
 
@@ -204,7 +204,7 @@ class Trials:
         page = 4096
         there = sum(-(-path.stat().st_size // page) * page for path in self._fresh(trial, name).rglob("*"))
         self._clear()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={room + there + 2 * page}", "none", str(self.place)]
+        command = ["mount", "-t", "tmpfs", "-o", f"size={room + there}", "none", str(self.place)]
         mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
         try:
             yield self._fresh(trial, name) if mounted else None
