@@ -11,6 +11,8 @@ flips in any of them is noticed. What was written before there were digests is r
 from __future__ import annotations
 
 import json
+import math
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,6 +36,8 @@ SEAL = "digest"
 
 _SHOWN = 60
 _CHUNK = 1 << 22
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""Half of a character in two escapes; without its other half it is a text that can be neither printed nor written."""
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}
 
 
@@ -71,6 +75,19 @@ def parse_json(data: bytes | str, schema: type[T], what: str, remedy: str) -> T:
     sealed = values.get(SEAL)
     if sealed is not None and sealed != _seal_of(values):
         raise ExpertcastError(f"{what} was changed after it was written; {remedy}")
+    return made
+
+
+def check_values(values: Mapping[str, object], schema: type[T], what: str, remedy: str) -> T:
+    """The same of values that were read already, as part of a file; lists become the tuples that a schema asks for.
+
+    Raises:
+        ExpertcastError: the values are not by the schema.
+    """
+    try:
+        made: T = _adapter(schema).validate_json(json.dumps(values))
+    except ValidationError as error:
+        raise ExpertcastError(f"{what}: {_first(error)}; {remedy}") from None
     return made
 
 
@@ -125,7 +142,9 @@ def _object(data: bytes | str, what: str, remedy: str) -> Json:
     try:
         text = data if isinstance(data, str) else data.decode()
         _check_nesting(text)
-        values = json.loads(text, object_pairs_hook=_members, parse_constant=_no_number)
+        values = json.loads(text, object_pairs_hook=_members, parse_constant=_no_number, parse_float=_finite)
+        if _HALF.search(text):
+            json.dumps(values, ensure_ascii=False).encode()
     except UnicodeDecodeError:
         raise ExpertcastError(f"{what} is no text in UTF-8; {remedy}") from None
     except ValueError as error:
@@ -163,6 +182,13 @@ def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no number")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:_SHOWN]} is too large a number")
+    return value
+
+
 def _seal_of(values: Mapping[str, object]) -> str:
     own = {name: value for name, value in values.items() if name != SEAL}
     return digest(json.dumps(own, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
@@ -178,7 +204,7 @@ def _adapter(schema: type[T]) -> TypeAdapter[T]:
 def _first(error: ValidationError) -> str:
     """What is wrong, of the first thing that is."""
     first = error.errors(include_url=False)[0]
-    place = ".".join(map(str, first["loc"])) or "the object"
+    place = ".".join(map(_printable, first["loc"])) or "the object"
     if first["type"] == "missing":
         return f"{place} is missing"
     if first["type"] == "extra_forbidden":
@@ -186,3 +212,9 @@ def _first(error: ValidationError) -> str:
     found = repr(first["input"])
     found = found if len(found) <= _SHOWN else found[:_SHOWN] + "..."
     return f"{place} is {found}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+
+
+def _printable(name: str | int) -> str:
+    """A member's name in one line, however it was made."""
+    text = str(name)
+    return text if text.isprintable() and len(text) <= _SHOWN else repr(text[:_SHOWN])
