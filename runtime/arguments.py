@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor
+from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor, names, predictor_class
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink, Link
@@ -35,7 +35,8 @@ def resolve_predictor(
     if isinstance(given, Predictor):
         return given.bind(view), None
     if Path(given).exists():
-        return load_predictor(given, view), PredictorCheckpoint.open(given)
+        checkpoint = PredictorCheckpoint.open(given)
+        return checkpoint.load(view), checkpoint
     if str(given) not in names():
         raise ExpertcastError(
             f"predictor {str(given)!r} is neither a folder nor one of {', '.join(names())}: give a checkpoint's folder"

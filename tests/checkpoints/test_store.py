@@ -15,6 +15,7 @@ from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor, sa
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, names
 from expertcast.training.options import Fitted
+from tests.sealed import edit_json
 from tests.training.synthetic import tiny_view
 
 METRICS = {"recall_at_k": {"linear": {"mean": 0.5, "per_layer": [0.25, 0.75]}}}
@@ -123,16 +124,16 @@ def test_damage_gives_one_clear_line(linear: Path, name: str, what: str) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 99}, "format 99"),
+        ({"format": 99}, "format is 99.*upgrade expertcast"),
         ({"predictor": "oracle"}, "unknown predictor 'oracle'"),
-        ({"predictor_config": {"ahead": [1], "depth": 3}}, "does not fit this expertcast.*depth"),
-        ({"predictor_config": {"ahead": [2]}}, "does not hold the tensors"),
+        ({"predictor_config": {"ahead": [1], "strengths": [0.1], "depth": 3}}, "depth is no member that is known"),
+        ({"predictor_config": {"ahead": [1]}}, "strengths is missing"),
+        ({"predictor_config": {"ahead": [2], "strengths": [0.1]}}, "does not hold the tensors"),
         ({"shape": {"L": 12, "E": 64, "K": 4, "D": 96}}, "does not hold the tensors"),
     ],
 )
 def test_wrong_config_gives_one_clear_line(linear: Path, changes: dict[str, Any], message: str) -> None:
-    path = linear / files.CONFIG
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    edit_json(linear / files.CONFIG, lambda config: config.update(changes))
     with pytest.raises(ExpertcastError, match=message) as caught:
         load_predictor(linear)
     assert "\n" not in str(caught.value)

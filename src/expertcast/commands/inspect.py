@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from expertcast.checkpoints import files
-from expertcast.checkpoints.store import PredictorCheckpoint
+from expertcast.checkpoints.store import PredictorCheckpoint, holds_predictor
 from expertcast.commands.options import Option
 from expertcast.commands.output import Outcome, describe_traces, table
 from expertcast.data.inspection import inspect_model
@@ -30,11 +28,7 @@ def run(options: Options) -> Outcome:
     if (folder / TRACE_FILE).is_file():
         traces = TraceDataset.open(folder)
         return dict(traces.info), describe_traces(traces)
-    try:
-        config = json.loads((folder / files.CONFIG).read_bytes())
-    except (OSError, ValueError):  # no predictor's: whatever is wrong with a model's is said where that is read
-        config = None
-    if isinstance(config, dict) and "predictor" in config:
+    if holds_predictor(folder):
         checkpoint = PredictorCheckpoint.open(folder)
         recall = checkpoint.metrics.get("recall_at_k", {}).get(checkpoint.name)
         return checkpoint.config, table({**checkpoint.config, "recall_at_k": recall})
