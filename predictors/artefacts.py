@@ -35,6 +35,7 @@ MOST_NESTING = 32
 SEAL = "digest"
 
 _SHOWN = 60
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _CHUNK = 1 << 22
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Half of a character in two escapes; without its other half it is a text that can be neither printed nor written."""
@@ -161,13 +162,10 @@ def _check_nesting(text: str) -> None:
         ValueError: deeper than `MOST_NESTING`.
     """
     depth = 0
-    for character in text:
-        if character in "[{":
-            depth += 1
-            if depth > MOST_NESTING:
-                raise ValueError(f"nested more than {MOST_NESTING} deep")
-        elif character in "]}":
-            depth -= 1
+    for bracket in text.encode(errors="replace").translate(None, _NO_BRACKETS):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > MOST_NESTING:
+            raise ValueError(f"nested more than {MOST_NESTING} deep")
 
 
 def _members(pairs: list[tuple[str, Any]]) -> Json:
@@ -209,12 +207,14 @@ def _first(error: ValidationError) -> str:
         return f"{place} is missing"
     if first["type"] == "extra_forbidden":
         return f"{place} is no member that is known"
-    found = repr(first["input"])
-    found = found if len(found) <= _SHOWN else found[:_SHOWN] + "..."
-    return f"{place} is {found}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+    return f"{place} is {_cut(repr(first['input']))}: {first['msg'][:1].lower()}{first['msg'][1:]}"
 
 
-def _printable(name: str | int) -> str:
-    """A member's name in one line, however it was made."""
-    text = str(name)
-    return text if text.isprintable() and len(text) <= _SHOWN else repr(text[:_SHOWN])
+def _printable(part: int | str) -> str:
+    """A part of a place, which may be any text that a file has for a name."""
+    text = str(part)
+    return _cut(text if text.isprintable() else repr(text))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
