@@ -208,7 +208,7 @@ def test_a_damaged_state_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFi
             note = note_of(path, "x")
         if note is None:
             assert "this training starts over" in caplog.text
-            with pytest.raises(ExpertcastError, match="damaged|note"):
+            with pytest.raises(ExpertcastError, match=r"damaged|note"):
                 read_state(path)
         else:
             assert note["step"] == 3
