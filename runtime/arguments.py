@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def resolve_predictor(
         return None, None
     if isinstance(given, Predictor):
         return given.bind(view), None
-    if Path(given).exists():
+    if os.path.exists(given):  # no error for a text that can be no path
         checkpoint = PredictorCheckpoint.open(given)
         return checkpoint.load(view), checkpoint
     if str(given) not in names():
