@@ -19,12 +19,14 @@ from expertcast.data import layout
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.distributed import Share, current_share, documents_of, wait_for_all
 from expertcast.data.means import MeanOutputs
-from expertcast.data.models import save_skeleton
 from expertcast.data.plan import SPLITS, Plan, PlannedDocument, TextOptions, Window, make_plan
+from expertcast.data.skeleton import save_skeleton
 from expertcast.data.stream import ActivationStream, pad_windows
 from expertcast.data.text import Document
-from expertcast.data.traces import TraceDataset, read_info
-from expertcast.data.writer import SHARD_BYTES, ShardWriter, merged_progress, write_atomically
+from expertcast.data.trace_file import read_info, write_info
+from expertcast.data.traces import TraceDataset
+from expertcast.data.writer import REMEDY, SHARD_BYTES, ShardWriter, merged_progress, write_atomically
+from expertcast.predictors.artefacts import digest, file_digest
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 
@@ -76,7 +78,7 @@ def collect(
         _run(stream, plan, share, writer)
         wait_for_all(share)
         if share.rank == 0:
-            _finish(folder, info, stream, plan, logits, share)
+            _finish(folder, {**info}, stream, plan, logits, share)
         wait_for_all(share)
     return TraceDataset.open(folder)
 
@@ -86,8 +88,8 @@ def _run(stream: ActivationStream, plan: Plan, share: Share, writer: ShardWriter
     own = documents_of(plan.documents, share)
     total = sum(document.tokens for document in own)
     label = "collecting" if share.world == 1 else f"collecting, rank {share.rank}"
-    batches = islice(_batches(plan, own, stream.batch_size), writer.batches_done, None)
-    with tqdm(total=total, initial=writer.rows_done, unit="token", desc=label, unit_scale=True) as bar:
+    batches = islice(_batches(plan, own, stream.batch_size), writer.done.batches, None)
+    with tqdm(total=total, initial=writer.done.rows, unit="token", desc=label, unit_scale=True) as bar:
         for split, windows in batches:
             batch = pad_windows(windows)
             stream.means = writer.means if split == "train" else None  # nothing a predictor knows is from held-out text
@@ -143,10 +145,11 @@ def _claim(folder: Path, new: Json) -> None:
         if folder.exists() and any(path.name != layout.TRACE_FILE + layout.PARTIAL for path in folder.iterdir()):
             raise ExpertcastError(f"{folder} is not empty and holds no traces of ours: give a new or an empty folder")
         folder.mkdir(parents=True, exist_ok=True)
-        _write_info(folder, new)
+        write_info(folder, new)
         return
+    settings: Json = {**begun["settings"]}
     for key, value in new["settings"].items():
-        before = begun["settings"].get(key)
+        before = settings[key]
         if before != value:
             raise ExpertcastError(
                 f"{folder} was begun with {key}={before}, now it is {value}: give the settings it was begun with, or "
@@ -182,16 +185,19 @@ def _size(count: float) -> str:
 def _finish(folder: Path, info: Json, stream: ActivationStream, plan: Plan, logits: torch.dtype, share: Share) -> None:
     """Merge the ranks' work and mark the dataset complete; safe to repeat."""
     view = stream.view
-    shards, rows, means = merged_progress(folder, [MeanOutputs(view) for _ in range(share.world)])
-    assert rows == plan.token_count(), f"{rows} rows for {plan.token_count('all')} tokens"
-    defaults = means.default_vectors(view)
-    write_atomically(folder / layout.DEFAULTS_FILE, save(defaults.as_tensors()))
+    means = [MeanOutputs(view) for _ in range(share.world)]
+    done = merged_progress(folder, means)
+    if done.rows != plan.token_count():
+        raise ExpertcastError(f"{folder}: {done.rows} rows are written of {plan.token_count()} tokens; {REMEDY}")
+    defaults = means[0].default_vectors(view)
+    vectors = save(defaults.as_tensors())
+    write_atomically(folder / layout.DEFAULTS_FILE, vectors)
     save_skeleton(view, stream.model, folder / layout.SKELETON_FOLDER)
-    layout.write_dataset_files(folder, view.shape, logits, shards, info["id"])
-    vectors = {"split": "train", "tokens": defaults.token_count}
-    _write_info(folder, {**info, "default_vectors": vectors, "complete": True})
+    layout.write_dataset_files(folder, view.shape, logits, list(done.shards), info["id"])
+    small = [folder / layout.DATASET_STATE_FILE, folder / layout.DATASET_INFO_FILE]
+    small += sorted((folder / layout.SKELETON_FOLDER).iterdir())
+    files = {path.relative_to(folder).as_posix(): file_digest(path) for path in small}
+    files |= {layout.DEFAULTS_FILE: digest(vectors), **done.shards}
+    note = {"split": "train", "tokens": defaults.token_count}
+    write_info(folder, {**info, "default_vectors": note, "files": files, "complete": True})
     shutil.rmtree(folder / layout.PROGRESS_FOLDER)
-
-
-def _write_info(folder: Path, info: Json) -> None:
-    write_atomically(folder / layout.TRACE_FILE, (json.dumps(info, indent=1) + "\n").encode())

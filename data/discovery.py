@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from expertcast.data.named_layers import LayerPaths, layers_by_name
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.view import MoELayer, MoEView
+from expertcast.predictors.view import MoEView
 
 PROBE_EXPERTS = "expertcast_probe"
 
@@ -32,7 +33,7 @@ def find_moe_layers(model: PreTrainedModel) -> MoEView:
     """
     blocks = _moe_blocks(model)
     norms = _probe(model, [block for block, _, _ in blocks])
-    names = [
+    names: list[LayerPaths] = [
         {"block": block, "norm": norms[block], "router": f"{block}.{router}", "experts": f"{block}.{experts}"}
         for block, router, experts in blocks
     ]
@@ -43,37 +44,6 @@ def find_moe_layers(model: PreTrainedModel) -> MoEView:
             f"{type(model).__name__} mixes MoE layers of different shape (E, K, D): {sorted(shapes)}; not supported"
         )
     return view
-
-
-def layers_by_name(model: nn.Module, names: list[dict[str, str]], top_k: int | None, model_id: str) -> MoEView:
-    """The view of a model whose layers were found before (a saved skeleton): no probe.
-
-    `names` are module paths of each layer's `block`, `norm`, `router` and `experts` in the `model`, which needs no
-    weights and comes from `model_id`; with `top_k` None the routers are asked for it.
-    """
-    layers = [_layer(model, index, entry, top_k) for index, entry in enumerate(names)]
-    return MoEView(tuple(layers), model_id=model_id)
-
-
-def _layer(model: nn.Module, index: int, paths: dict[str, str], top_k: int | None) -> MoELayer:
-    block, router = model.get_submodule(paths["block"]), model.get_submodule(paths["router"])
-    experts = model.get_submodule(paths["experts"])
-    num_experts = _integer(experts, "num_experts")
-    return MoELayer(
-        index=index,
-        block_name=paths["block"],
-        norm_name=paths["norm"],
-        router_name=paths["router"],
-        experts_name=paths["experts"],
-        block=block,
-        norm=model.get_submodule(paths["norm"]),
-        router=router,
-        experts=experts,
-        num_experts=num_experts,
-        top_k=_integer(router, "top_k") if top_k is None else top_k,
-        hidden_size=_hidden_size(router, num_experts),
-        has_shared=_has_shared(block, router, experts),
-    )
 
 
 @contextmanager
@@ -137,28 +107,6 @@ def _router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
             if isinstance(target, type) and target not in classes:
                 classes.append(target)
     return tuple(classes)
-
-
-def _integer(module: nn.Module, attribute: str) -> int:
-    if getattr(module, attribute, None) is None:
-        raise ExpertcastError(f"{type(module).__name__} has no attribute {attribute}: not supported")
-    return int(getattr(module, attribute))
-
-
-def _hidden_size(router: nn.Module, experts: int) -> int:
-    for parameter in router.parameters():
-        if parameter.dim() == 2 and parameter.shape[0] == experts:
-            return int(parameter.shape[1])
-    raise ExpertcastError(
-        f"router {type(router).__name__} has no [experts, hidden] weight: expertcast cannot apply its routing rule"
-    )
-
-
-def _has_shared(block: nn.Module, router: nn.Module, experts: nn.Module) -> bool:
-    return any(
-        child is not router and child is not experts and any(True for _ in child.parameters())
-        for child in block.children()
-    )
 
 
 def _probe_experts(experts: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Names, columns and Arrow form of a trace dataset on disk.
 
     TRACES/
-        trace.json                    what it is: model, fingerprint, documents with their split and domain, versions
+        trace.json                    what it is: model, fingerprint, documents with their split and domain, versions,
+                                      and the digests of all other files
         data-00000-00000.arrow ...    one row per token; rank and number of the shard
         dataset_info.json state.json  what `datasets.load_from_disk` reads
         default_vectors.safetensors   means over the documents of the train split
@@ -31,8 +32,12 @@ DEFAULTS_FILE = "default_vectors.safetensors"
 SKELETON_FOLDER = "skeleton"
 PROGRESS_FOLDER = "progress"
 DATASET_STATE_FILE = "state.json"
+DATASET_INFO_FILE = "dataset_info.json"
 PARTIAL = ".partial"
 FORMAT = "expertcast-traces-1"
+
+SHARD_PATTERN = r"^data-[0-9]{5,}-[0-9]{5,}\.arrow$"
+"""Of the names that :func:`shard_file` gives."""
 
 RESIDUAL, LOGITS, DOCUMENT, POSITION, TOKEN = "residual", "router_logits", "document", "position", "token"
 
@@ -85,10 +90,10 @@ def columns_note(shape: ModelShape, logits: torch.dtype) -> Json:
     }
 
 
-def write_dataset_files(folder: Path, shape: ModelShape, logits: torch.dtype, shards: list[str], digest: str) -> None:
+def write_dataset_files(folder: Path, shape: ModelShape, logits: torch.dtype, shards: list[str], mark: str) -> None:
     """dataset_info.json and state.json, with which `datasets.load_from_disk` reads the files `shards` in this order.
 
-    The `shape` of the model and the dtype of the `logits` make the columns; `digest`, hexadecimal digits, tells the
+    The `shape` of the model and the dtype of the `logits` make the columns; `mark`, hexadecimal digits, tells the
     dataset in `folder` from others.
     """
     from datasets import DatasetInfo
@@ -96,7 +101,7 @@ def write_dataset_files(folder: Path, shape: ModelShape, logits: torch.dtype, sh
     DatasetInfo(features=features(shape, logits)).write_to_directory(str(folder))
     state: Json = {
         "_data_files": [{"filename": name} for name in shards],
-        "_fingerprint": digest[:16],
+        "_fingerprint": mark[:16],
         "_format_columns": None,
         "_format_kwargs": {},
         "_format_type": None,

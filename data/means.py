@@ -74,7 +74,7 @@ class MeanOutputs:
         return {name: tensor.cpu() for name, tensor in self._named()} | {"token_count": torch.tensor(self.token_count)}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what :meth:`as_tensors` gave."""
+        """Take over what :meth:`as_tensors` gave, with the same names and shapes."""
         self.token_count = int(tensors["token_count"])
         for name, tensor in self._named():
             tensor.copy_(tensors[name])

@@ -1,22 +1,11 @@
-"""Loading models, and the router skeleton: the norms and routers of a model without its experts.
-
-A skeleton is a folder that lets traces be scored and predictors be trained where the model itself is not:
-
-    skeleton/config.json          the model's configuration
-    skeleton/model.safetensors    weights of the norms before the routers, and of the routers
-    skeleton/layers.json          module paths per MoE layer, K, dtype, model id
-"""
+"""Loading models, and what may be said of dtypes and devices."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,12 +15,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from expertcast.data.discovery import layers_by_name
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.view import MoEView
 
-SKELETON_WEIGHTS = "model.safetensors"
-SKELETON_LAYERS = "layers.json"
 REFERENCE = "reference"
 
 
@@ -79,61 +64,17 @@ def meta_model(model: str | PretrainedConfig, dtype: torch.dtype | None = None) 
     Its parameters have the config's dtype where none is named.
 
     Raises:
-        ExpertcastError: no config there.
+        ExpertcastError: no config there, or none that makes a model.
     """
     try:
         config = AutoConfig.from_pretrained(resolve_model(model)) if isinstance(model, str) else model
         with torch.device("meta"):
             made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a config that is not right fails in whatever way its family's classes fail
         raise ExpertcastError(f"cannot load model {str(model)!r}: {first_line(error)}") from error
     if isinstance(model, str):
         made.config._name_or_path = model
     return made.eval()
-
-
-def save_skeleton(view: MoEView, model: PreTrainedModel, folder: Path) -> None:
-    """Write the router skeleton of `model` into `folder` (see the module's docstring)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model.config.save_pretrained(folder)
-    tensors = {}
-    for name, module in _kept(view):
-        for key, tensor in module.state_dict().items():
-            tensors[f"{name}.{key}"] = tensor.detach().cpu().contiguous()
-    save_file(tensors, folder / SKELETON_WEIGHTS)
-    names = [
-        {"block": x.block_name, "norm": x.norm_name, "router": x.router_name, "experts": x.experts_name} for x in view
-    ]
-    description = {"model_id": view.model_id, "top_k": view.shape.top_k, "layers": names}
-    (folder / SKELETON_LAYERS).write_text(json.dumps(description, indent=2))
-
-
-def load_skeleton(folder: Path) -> MoEView:
-    """The view of a saved skeleton: norms and routers are real, everything else stays on the meta device.
-
-    Raises:
-        ExpertcastError: the folder holds no skeleton.
-    """
-    try:
-        description = json.loads((folder / SKELETON_LAYERS).read_text())
-        tensors = load_file(folder / SKELETON_WEIGHTS)
-    except (OSError, json.JSONDecodeError, SafetensorError) as error:
-        raise ExpertcastError(f"{folder} holds no router skeleton: collect the traces again") from error
-    model = meta_model(str(folder))
-    view = layers_by_name(model, description["layers"], description["top_k"], description["model_id"])
-    for name, module in _kept(view):
-        own = {key.removeprefix(name + "."): t for key, t in tensors.items() if key.startswith(name + ".")}
-        module.load_state_dict(own, assign=True)
-        module.requires_grad_(False)
-        module.eval()
-    return view
-
-
-def _kept(view: MoEView) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a skeleton holds, with their paths in the model."""
-    for layer in view:
-        yield layer.norm_name, layer.norm
-        yield layer.router_name, layer.router
 
 
 def torch_dtype(name: str) -> torch.dtype | None:

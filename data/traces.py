@@ -6,26 +6,24 @@ T tokens, D hidden size, L MoE layers, E routed experts per layer. The folder is
 from __future__ import annotations
 
 import itertools
-import json
-import math
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from expertcast.data import layout
 from expertcast.data.batch import TraceBatch
 from expertcast.data.distributed import Share, documents_of, smallest_share
 from expertcast.data.layout import TRACE_FILE as TRACE_FILE
-from expertcast.data.models import load_skeleton
 from expertcast.data.plan import ALL as ALL
 from expertcast.data.plan import Documented, PlannedDocument
+from expertcast.data.shards import Shard
+from expertcast.data.skeleton import LAYERS, load_skeleton
+from expertcast.data.tensor_files import read_tensors
+from expertcast.data.trace_file import REMEDY, TraceInfo, documents_in, read_info, shape_in, shard_names
+from expertcast.predictors.artefacts import SEAL, check_file
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.predictors.quasi_hidden import DefaultVectors
@@ -93,24 +91,41 @@ class TraceSource(Documented):
 
 
 class TraceDataset(TraceSource):
-    """A complete trace dataset. Made by :func:`expertcast.data.collector.collect`, opened by :meth:`open`."""
+    """A complete trace dataset. Made by :func:`expertcast.data.collector.collect`, opened by :meth:`open`.
 
-    def __init__(self, folder: Path, info: Json) -> None:
+    The other files of the folder are compared with the digests in trace.json: small ones when they are read, a shard
+    before its first rows are given out.
+    """
+
+    def __init__(self, folder: Path, info: TraceInfo) -> None:
         self.folder = folder
-        self.info = info
-        self.documents = [PlannedDocument(**document) for document in info["documents"]]
-        names = json.loads((folder / layout.DATASET_STATE_FILE).read_text())["_data_files"]
-        shards = [_Shard(folder / entry["filename"], info) for entry in names]
-        begins = itertools.accumulate(map(len, shards), initial=0)
-        self._shards = list(zip(begins, shards, strict=False))
+        self.info = {name: value for name, value in info.items() if name != SEAL}
+        self.documents = documents_in(info)
+        self._shape = shape_in(info)
+        self._files = info.get("files")
+        for name in (layout.DATASET_STATE_FILE, layout.DATASET_INFO_FILE):
+            self._check(name)
+        shards = []
+        begin = 0
+        for name in shard_names(folder):
+            self._digest_of(name)
+            shard = Shard(folder / name, info, partial(self._places, begin))
+            shards.append((begin, shard))
+            begin += len(shard)
+        self._shards = shards
         """Each with the number of its first row."""
+        if begin != info["tokens"]:
+            raise ExpertcastError(
+                f"{folder}: {begin} rows in the {len(shards)} shards of {layout.DATASET_STATE_FILE}, {TRACE_FILE} has "
+                f"{info['tokens']} tokens; {REMEDY}"
+            )
 
     @classmethod
     def open(cls, folder: Path | str) -> TraceDataset:
         """The traces in a folder.
 
         Raises:
-            ExpertcastError: no traces there, or their collection was not finished.
+            ExpertcastError: no traces there, a file that is not right, or their collection was not finished.
         """
         folder = Path(folder)
         info = read_info(folder)
@@ -120,15 +135,71 @@ class TraceDataset(TraceSource):
             raise ExpertcastError(f"the collection in {folder} is not finished: run the same collect command again")
         return cls(folder, info)
 
+    def verify(self) -> None:
+        """Check every file that was not read since the traces were opened.
+
+        Raises:
+            ExpertcastError: one is missing, was changed, or holds what cannot be.
+        """
+        for name in self._files or ():
+            if not name.endswith(".arrow"):
+                self._check(name)
+        for _, shard in self._shards:
+            shard.check()
+        _ = self.view, self.defaults
+
     @cached_property
     def view(self) -> MoEView:  # type: ignore[override]
-        """The model's norms and routers, from the skeleton in the folder."""
-        return load_skeleton(self.folder / layout.SKELETON_FOLDER)
+        """The model's norms and routers, from the skeleton in the folder.
+
+        Raises:
+            ExpertcastError: a file of it is not right, or it is of another model than the traces.
+        """
+        folder = self.folder / layout.SKELETON_FOLDER
+        self._check(f"{layout.SKELETON_FOLDER}/{LAYERS}")
+        view = load_skeleton(folder)
+        if view.shape != self._shape or view.fingerprint() != self.info["fingerprint"]:
+            raise ExpertcastError(f"{folder} is not of the model that {TRACE_FILE} was collected from; {REMEDY}")
+        return view
 
     @cached_property
     def defaults(self) -> DefaultVectors:  # type: ignore[override]
-        """Default vectors over the documents of the train split."""
-        return DefaultVectors.from_tensors(load_file(self.folder / layout.DEFAULTS_FILE))
+        """Default vectors over the documents of the train split.
+
+        Raises:
+            ExpertcastError: their file is not right.
+        """
+        path = self.folder / layout.DEFAULTS_FILE
+        self._check(layout.DEFAULTS_FILE)
+        tensors, _ = read_tensors(path, DefaultVectors.of_shape(self._shape).as_tensors(), REMEDY)
+        defaults = DefaultVectors.from_tensors(tensors)
+        count_LE, tokens = defaults.count_LE, self.token_count("train")
+        if defaults.token_count != tokens or int(count_LE.min()) < 0 or int(count_LE.max()) > tokens:
+            raise ExpertcastError(f"{path} is not of the {tokens} tokens of the train split; {REMEDY}")
+        return defaults
+
+    def _check(self, name: str) -> None:
+        """Compare a file with its digest, where trace.json has any."""
+        expected = self._digest_of(name)
+        if expected is not None:
+            check_file(self.folder / name, expected, REMEDY)
+
+    def _digest_of(self, name: str) -> str | None:
+        if self._files is None:
+            return None
+        if name not in self._files:
+            raise ExpertcastError(f"{self.folder / TRACE_FILE}: files lacks {name}; {REMEDY}")
+        return self._files[name]
+
+    def _places(self, begin: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Document and position that trace.json gives to so many rows from `begin` on, as int32."""
+        index_N, tokens_N = (
+            torch.tensor([getattr(document, name) for document in self.documents]) for name in ("index", "tokens")
+        )
+        ends_N = tokens_N.cumsum(0)
+        rows_T = torch.arange(begin, begin + rows)
+        place_T = torch.searchsorted(ends_N, rows_T, right=True)
+        return index_N[place_T].int(), (rows_T - (ends_N - tokens_N)[place_T]).int()
 
     def _batches(
         self, own: list[PlannedDocument], tokens: int, batch_size: int, seed: int | None
@@ -160,64 +231,9 @@ class TraceDataset(TraceSource):
         before = TraceBatch.cat([shard.routing(own_T) for shard, own_T in self._by_shard((sorted_T - 1).clamp(min=0))])
         return batch.with_previous_rows(before)
 
-    def _by_shard(self, sorted_T: Tensor) -> Iterator[tuple[_Shard, Tensor]]:
+    def _by_shard(self, sorted_T: Tensor) -> Iterator[tuple[Shard, Tensor]]:
         """The shards that hold some of the rows, and the rows' numbers in them."""
         for begin, shard in self._shards:
             own_T = sorted_T[(sorted_T >= begin) & (sorted_T < begin + len(shard))]
             if len(own_T):
                 yield shard, own_T - begin
-
-
-def read_info(folder: Path) -> Json | None:
-    """trace.json of a folder; None where there is none of ours."""
-    try:
-        info = json.loads((folder / TRACE_FILE).read_text())
-    except (OSError, json.JSONDecodeError):
-        return None
-    return info if isinstance(info, dict) and info.get("format") == layout.FORMAT else None
-
-
-class _Shard:
-    """One Arrow file: its columns as tensors over a private memory map.
-
-    `datasets.load_from_disk` reads the same files, but makes arrays of its own for every batch: batches of 1024 tokens
-    came at 140,000 tokens/s instead of 370,000 in order, and at 22,000 instead of 98,000 shuffled (its Arrow format,
-    of CPU time; its numpy format gives half of that, and its torch format turns the 16 bits of bf16 into 64).
-    """
-
-    def __init__(self, path: Path, info: Json) -> None:
-        try:
-            # copy-on-write: a stray in-place operation on a batch neither crashes nor reaches the file
-            content = np.memmap(path, dtype=np.uint8, mode="c")
-            table = pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(content))).read_all()
-        except (OSError, ValueError, pa.ArrowException) as error:
-            raise ExpertcastError(f"cannot read {path}: {error}; collect the traces again") from error
-
-        def tensor(column: str, dtype: torch.dtype, shape: list[int]) -> Tensor:
-            """The column (one chunk, as written) as [T, *shape]."""
-            array = table.column(column).chunk(0)
-            buffer = (array.values if shape else array).buffers()[1]
-            begin = buffer.address - content.ctypes.data  # through numpy: torch refuses Arrow's read-only buffers
-            nbytes = len(array) * math.prod(shape) * dtype.itemsize
-            return torch.from_numpy(content[begin : begin + nbytes]).view(dtype).reshape(-1, *shape)
-
-        residual, logits = info["columns"][layout.RESIDUAL], info["columns"][layout.LOGITS]
-        self._residual_TLD = tensor(layout.RESIDUAL, torch.bfloat16, residual["shape"])
-        self._logits_TLE = tensor(layout.LOGITS, getattr(torch, logits["dtype"]), logits["shape"])
-        self._document_T = tensor(layout.DOCUMENT, torch.int32, [])
-        self._position_T = tensor(layout.POSITION, torch.int32, [])
-
-    def __len__(self) -> int:
-        return len(self._document_T)
-
-    def rows(self, index: slice | Tensor) -> TraceBatch:
-        return replace(self.routing(index), residual_TLD=self._residual_TLD[index])
-
-    def routing(self, index: slice | Tensor) -> TraceBatch:
-        """The rows without their residuals."""
-        return TraceBatch(
-            residual_TLD=self._residual_TLD[:, :0][index],
-            logits_TLE=self._logits_TLE[index],
-            document_T=self._document_T[index].long(),
-            position_T=self._position_T[index].long(),
-        )

@@ -1,8 +1,8 @@
 """Writing a trace dataset so that a kill at any moment loses no token and doubles none.
 
 Tokens are buffered until a shard is full; the shard is written under a temporary name and renamed; then one progress
-file (shards done, batches done, sums for the default vectors) replaces the old one. That replacement is the commit:
-on resumption, shards it does not name are deleted and the batches after it are run again.
+file (shards done and their digests, batches done, sums for the default vectors) replaces the old one. That replacement
+is the commit: on resumption, shards it does not name are deleted and the batches after it are run again.
 """
 
 from __future__ import annotations
@@ -11,23 +11,64 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO, NotRequired
 
 import numpy as np
 import pyarrow as pa
 import torch
-from safetensors import safe_open
+from pydantic import Field, with_config
 from safetensors.torch import save
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from expertcast.data import layout
 from expertcast.data.batch import TraceBatch
 from expertcast.data.means import MeanOutputs
+from expertcast.data.tensor_files import is_finite, read_tensors, tensors_digest
+from expertcast.predictors.artefacts import (
+    CLOSED,
+    SEAL,
+    check_file,
+    digest,
+    file_digest,
+    parse_json,
+    seal,
+    warn_unsealed,
+)
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import ModelShape
 
 SHARD_BYTES = 128 * 2**20
+REMEDY = "delete the folder and collect again"
+_ODD_REMEDY = "load it in another dtype (--dtype), or collect other text"
+_ShardName = Annotated[str, Field(pattern=layout.SHARD_PATTERN)]
+
+
+@with_config(CLOSED)
+class _Note(TypedDict):
+    """In the header of a progress file."""
+
+    shards: list[_ShardName]
+    batches_done: Annotated[int, Field(ge=0, le=2**53)]
+    rows_done: Annotated[int, Field(ge=0, le=2**53)]
+    digests: NotRequired[dict[_ShardName, str]]
+    """Of the shards, in their order."""
+    sums: NotRequired[str]
+    """Digest of the tensors beside it."""
+    digest: NotRequired[str]
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """What is committed."""
+
+    shards: dict[str, str] = field(default_factory=dict)
+    """Name to digest, in order."""
+    batches: int = 0
+    """How many of the rank's batches they hold."""
+    rows: int = 0
 
 
 class ShardWriter:
@@ -52,16 +93,21 @@ class ShardWriter:
             shape: the model's, which the columns are as wide as.
             logits: what router logits are stored in.
             shard_bytes: size at which a shard is committed.
+
+        Raises:
+            ExpertcastError: what was committed before is damaged.
         """
         self.means = means
         self._folder, self._rank, self._shape, self._logits = folder, rank, shape, logits
         self._shard_rows = max(1, shard_bytes // layout.row_bytes(shape, logits))
         self._features = layout.features(shape, logits)
         self._batches: list[tuple[TraceBatch, Tensor]] = []
-        self.shards, self.batches_done, self.rows_done = _load_progress(folder, rank, means)
+        self.done = _load_progress(folder, rank, means)
         for path in folder.glob(f"data-{rank:05d}-*"):
-            if path.name not in self.shards:
+            if path.name not in self.done.shards:
                 path.unlink()
+        for name, expected in self.done.shards.items():
+            check_file(folder / name, expected, REMEDY)
 
     def add(self, batch: TraceBatch, token_T: Tensor) -> None:
         """Take one batch's rows; commits when a shard is full."""
@@ -70,23 +116,27 @@ class ShardWriter:
             self.commit()
 
     def commit(self) -> None:
-        """Write what is buffered, if anything."""
+        """Write what is buffered, if anything.
+
+        Raises:
+            ExpertcastError: the model gave NaN or infinity.
+        """
         if not self._batches:
             return
         from datasets.arrow_writer import ArrowWriter  # slow to import, and only collection needs it
 
-        name = layout.shard_file(self._rank, len(self.shards))
+        name = layout.shard_file(self._rank, len(self.done.shards))
         rows = self._table()
-        with (
-            _replacing(self._folder / name) as file,
-            # in one piece, so that the reader can look at a whole column as one tensor
-            ArrowWriter(features=self._features, stream=file, writer_batch_size=rows.num_rows) as writer,
-        ):
+        sink = pa.BufferOutputStream()
+        # in one piece, so that the reader can look at a whole column as one tensor
+        with ArrowWriter(features=self._features, stream=sink, writer_batch_size=rows.num_rows) as writer:
             writer.write_table(rows)
             writer.finalize(close_stream=False)
-        self.shards.append(name)
-        self.batches_done += len(self._batches)
-        self.rows_done += rows.num_rows
+        content = memoryview(sink.getvalue())
+        write_atomically(self._folder / name, content)
+        self.done.shards[name] = digest(content)
+        self.done.batches += len(self._batches)
+        self.done.rows += rows.num_rows
         self._batches = []
         self._save_progress()
 
@@ -94,6 +144,9 @@ class ShardWriter:
         """What is buffered. Built by hand: ArrowWriter.write_batch, given the same arrays, takes 2.7 times as long
         (38,300 against 103,200 tokens/s), for it builds every list anew."""
         batch = TraceBatch.cat([batch for batch, _ in self._batches])
+        for what, tensor in (("residuals", batch.residual_TLD), ("router logits", batch.logits_TLE)):
+            if not is_finite(tensor):
+                raise ExpertcastError(f"the model gives NaN or infinity among its {what}: {_ODD_REMEDY}")
         token_T = torch.cat([token_T for _, token_T in self._batches])
         bits = batch.residual_TLD.contiguous().view(torch.int16).numpy().view(np.uint16)
         logits = batch.logits_TLE.to(self._logits).contiguous().numpy()
@@ -108,13 +161,22 @@ class ShardWriter:
         return pa.Table.from_arrays(columns, schema=self._features.arrow_schema)
 
     def _save_progress(self) -> None:
-        note = {"shards": self.shards, "batches_done": self.batches_done, "rows_done": self.rows_done}
+        sums = self.means.as_tensors()
+        note = seal(
+            {
+                "shards": list(self.done.shards),
+                "batches_done": self.done.batches,
+                "rows_done": self.done.rows,
+                "digests": self.done.shards,
+                "sums": tensors_digest(sums),
+            }
+        )
         path = self._folder / layout.PROGRESS_FOLDER / layout.progress_file(self._rank)
         path.parent.mkdir(exist_ok=True)
-        write_atomically(path, save(self.means.as_tensors(), metadata={"progress": json.dumps(note)}))
+        write_atomically(path, save(sums, metadata={"progress": json.dumps(note)}))
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """The file is the old one or the new one, never a part."""
     with _replacing(path) as file:
         file.write(content)
@@ -143,24 +205,36 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
     os.replace(partial, path)
 
 
-def merged_progress(folder: Path, means: Sequence[MeanOutputs]) -> tuple[list[str], int, MeanOutputs]:
-    """Shards and rows of all ranks in order, and the sum of their `means` (one for each rank, filled here)."""
-    shards: list[str] = []
-    rows = 0
+def merged_progress(folder: Path, means: Sequence[MeanOutputs]) -> Progress:
+    """What all ranks have committed, in order, and in the first of `means` (one for each rank) the sum of theirs.
+
+    Raises:
+        ExpertcastError: a rank's account is damaged.
+    """
+    merged = Progress()
     for rank, own in enumerate(means):
-        names, _, count = _load_progress(folder, rank, own)
-        shards += names
-        rows += count
+        done = _load_progress(folder, rank, own)
+        merged.shards |= done.shards
+        merged.rows += done.rows
         if rank:
             means[0].merge(own)
-    return shards, rows, means[0]
+    return merged
 
 
-def _load_progress(folder: Path, rank: int, means: MeanOutputs) -> tuple[list[str], int, int]:
+def _load_progress(folder: Path, rank: int, means: MeanOutputs) -> Progress:
     path = folder / layout.PROGRESS_FOLDER / layout.progress_file(rank)
     if not path.exists():
-        return [], 0, 0
-    with safe_open(path, framework="pt") as file:
-        note = json.loads(file.metadata()["progress"])
-        means.load_tensors({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (no mapping)
-    return note["shards"], note["batches_done"], note["rows_done"]
+        return Progress()
+    tensors, texts = read_tensors(path, means.as_tensors(), REMEDY)
+    note = parse_json(texts.get("progress", ""), _Note, str(path), REMEDY)
+    names = note["shards"]
+    if SEAL not in note:
+        warn_unsealed(path)
+    elif note.get("sums") != tensors_digest(tensors) or list(note.get("digests", {})) != names:
+        raise ExpertcastError(f"{path} was changed after it was written; {REMEDY}")
+    means.load_tensors(tensors)
+    try:
+        shards = note.get("digests") or {name: file_digest(folder / name) for name in names}
+    except OSError as error:
+        raise ExpertcastError(f"cannot read {error.filename}: {error.strerror}; {REMEDY}") from error
+    return Progress(shards=shards, batches=note["batches_done"], rows=note["rows_done"])

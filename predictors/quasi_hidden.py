@@ -36,8 +36,19 @@ class DefaultVectors:
         return {field.name: torch.as_tensor(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
+    def of_shape(cls, shape: ModelShape) -> DefaultVectors:
+        """Without values (meta device): the tensors that a model of this shape has."""
+        with torch.device("meta"):
+            return cls(
+                expert_LED=torch.empty(shape.layers, shape.experts, shape.hidden),
+                shared_LD=torch.empty(shape.layers, shape.hidden),
+                count_LE=torch.empty(shape.layers, shape.experts, dtype=torch.int64),
+                token_count=0,
+            )
+
+    @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> DefaultVectors:
-        """What :meth:`as_tensors` gave."""
+        """What :meth:`as_tensors` gave, with the same names and shapes."""
         return cls(**{**tensors, "token_count": int(tensors["token_count"])})  # type: ignore[arg-type]
 
 

@@ -100,7 +100,7 @@ class TracedForecasts:
         with warnings.catch_warnings(), _frozen(self._predictor, target.norm, target.router):
             warnings.simplefilter("ignore")  # deprecation; and branches on values, which the checked calls look after
             try:
-                traced: Callable[..., _Inputs] = torch.jit.trace(forecast, _inputs(state), check_trace=False)  # type: ignore[no-untyped-call]
+                traced = _traced(forecast, _inputs(state))
             except (RuntimeError, TypeError, ValueError, AttributeError):  # not this predictor, or not this torch
                 return None
 
@@ -109,6 +109,16 @@ class TracedForecasts:
                 return traced(*tensors)
 
         return run
+
+
+def _traced(function: Callable[..., _Inputs], inputs: _Inputs) -> Callable[..., _Inputs]:
+    """As `torch.jit.trace`, which keeps what it traced, weights included, in a global unit for ever: this is freed.
+
+    See github.com/pytorch/pytorch/issues/35600 and 43119.
+    """
+    graph, _ = torch._C._create_graph_by_tracing(function, inputs, lambda _: "", True, False)
+    made: Callable[..., _Inputs] = torch._C._create_function_from_graph("forecast", graph)
+    return made
 
 
 @contextmanager

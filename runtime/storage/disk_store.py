@@ -22,7 +22,8 @@ import torch
 
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.storage.store import ExpertStore, Write
-from expertcast.runtime.storage.store_file import FILE_NAME, StaleFileError, StoreFile, StoreFormat, read_header
+from expertcast.runtime.storage.store_file import FILE_NAME, StoreFile
+from expertcast.runtime.storage.store_header import StaleFileError, StoreFormat, layout_text, read_header
 
 _MADV_WILLNEED = 3
 _MADV_POPULATE_READ = 22
@@ -60,14 +61,14 @@ class DiskStore(ExpertStore):
             folder = self._temporary.name
         self.path = Path(folder) / FILE_NAME
         self._form = StoreFormat(
-            layers=self.layers, experts=self.experts, layout=self.layout, model_id=view.model_id,
-            fingerprint=fingerprint or "",
+            layers=self.layers, experts=self.experts, block_bytes=self.layout.block_bytes,
+            layout=layout_text(self.layout), model_id=view.model_id, fingerprint=fingerprint or "",
         )  # fmt: skip
         self._file: StoreFile | None = None
         self._reader: ReadAhead | None = None
         if self.path.exists():
-            read_header(self.path)
             try:
+                read_header(self.path)
                 if fingerprint is not None:
                     self._use(StoreFile.open(self.path, self._form))
             except StaleFileError as reason:

@@ -1,10 +1,12 @@
 """The file of a disk store: a safetensors file with one tensor of blocks per MoE layer.
 
     layer.0 ... layer.<L-1>     uint8 [E, block_bytes]; the first byte of each block at a multiple of 256
-    __metadata__                format, fingerprint, model_id, layout, checksums (CRC-32 per layer), changed
+    __metadata__                format, fingerprint, model_id, layout, checksums (CRC-32 per layer), changed, and
+                                header: the digest of all that (:mod:`expertcast.runtime.storage.store_header`)
 
 A file is written under another name and renamed when it is complete. Its time of change is set back to the second
-that the header names: whoever changes the file later also changes that, and then the checksums decide.
+that the header names: whoever changes the file later also changes that, and then the checksums decide, when it is
+opened: what is damaged can be packed again then, but not in the middle of a forward.
 
 L MoE layers, E routed experts per layer.
 """
@@ -12,71 +14,21 @@ L MoE layers, E routed experts per layer.
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 import shutil
 import time
 import zlib
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from expertcast.predictors.artefacts import warn_unsealed
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.storage.layout import BlockLayout
+from expertcast.runtime.storage.store_header import StaleFileError, StoreFormat, StoreHeader, read_header
 
 FILE_NAME = "experts.safetensors"
-_FORMAT = "expertcast-store-1"
-_PAGE = 4096
-_MOST_HEADER = 100_000_000
-_NAMES = {"fingerprint", "model_id", "layout", "checksums", "changed"}
-
-
-class StaleFileError(Exception):
-    """The file is ours, but not of these weights, incomplete or damaged: it must be made again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreFormat:
-    """What the header says of the content."""
-
-    layers: int
-    experts: int
-    layout: BlockLayout
-    model_id: str
-    fingerprint: str
-    """Of the weights' origin."""
-
-    @property
-    def layer_nbytes(self) -> int:
-        """Bytes of one layer's blocks."""
-        return self.experts * self.layout.block_bytes
-
-    def header(self, checksums: list[int], changed: int) -> bytes:
-        """Length and JSON, padded with spaces to whole pages; the same length whatever the checksums are."""
-        metadata = {
-            "format": _FORMAT,
-            "fingerprint": self.fingerprint,
-            "model_id": self.model_id,
-            "layout": self.layout_text(),
-            "checksums": " ".join(f"{checksum:08x}" for checksum in checksums),
-            "changed": f"{changed:012d}",
-        }
-        entries: dict[str, object] = {"__metadata__": metadata}
-        for layer in range(self.layers):
-            start = layer * self.layer_nbytes
-            shape = [self.experts, self.layout.block_bytes]
-            offsets = [start, start + self.layer_nbytes]
-            entries[f"layer.{layer}"] = {"dtype": "U8", "shape": shape, "data_offsets": offsets}
-        text = json.dumps(entries).encode()
-        size = -(-(8 + len(text)) // _PAGE) * _PAGE - 8
-        return size.to_bytes(8, "little") + text.ljust(size)
-
-    def layout_text(self) -> str:
-        """A block's fields, for the header."""
-        return json.dumps([asdict(entry) | {"dtype": str(entry.dtype)} for entry in self.layout.fields])
 
 
 class StoreFile:
@@ -103,7 +55,7 @@ class StoreFile:
         Raises:
             ExpertcastError: the folder cannot be written, or the disk has no room.
         """
-        header = form.header([0] * form.layers, 0)
+        header = StoreHeader(form=form, checksums=[0] * form.layers, changed=0).encoded()
         size = len(header) + form.layers * form.layer_nbytes
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
@@ -134,7 +86,7 @@ class StoreFile:
     def commit(self, path: Path) -> None:
         """All layers are written: complete the header and give the file its name."""
         changed = int(time.time()) - 60
-        header = self.form.header(self._checksums, changed)
+        header = StoreHeader(form=self.form, checksums=self._checksums, changed=changed).encoded()
         self._mapping[: len(header)] = header
         self._mapping.flush()
         with self.path.open("rb") as file:
@@ -144,39 +96,55 @@ class StoreFile:
         self.path = path
 
     @classmethod
-    def open(cls, path: Path, form: StoreFormat) -> StoreFile:
-        """Map a complete file.
+    def open(cls, path: Path, form: StoreFormat | None = None) -> StoreFile:
+        """Map a complete file, which must hold the blocks of `form` where that is given.
 
         Raises:
             ExpertcastError: the file is not ours.
             StaleFileError: it must be made again; the text says why.
         """
-        metadata, start = read_header(path)
-        if metadata["fingerprint"] != form.fingerprint or metadata["layout"] != form.layout_text():
-            raise StaleFileError(f"it was made from other weights, of {metadata['model_id']!r}")
-        try:
-            checksums = [int(word, 16) for word in metadata["checksums"].split()]
-            changed = int(metadata["changed"])
-        except ValueError:
-            raise StaleFileError("its header is damaged") from None
-        if start != len(form.header(checksums, changed)) or len(checksums) != form.layers:
-            raise StaleFileError("its header is damaged")
-        size = start + form.layers * form.layer_nbytes
-        if path.stat().st_size != size:
-            raise StaleFileError(f"it has {path.stat().st_size} bytes instead of {size}")
+        header = read_header(path)
+        if form not in (None, header.form):
+            raise StaleFileError(f"it was made from other weights, of {header.form.model_id!r}")
+        if not header.sealed:
+            warn_unsealed(path)
+        size = path.stat().st_size
         with path.open("rb") as file:
             mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)  # no write can reach the file
-        opened = cls(path, form, mapping, start, checksums)
-        if path.stat().st_mtime != changed:
-            opened._verify()
-            os.utime(path, (changed, changed))
+        opened = cls(path, header.form, mapping, len(header.encoded()), header.checksums)
+        if path.stat().st_mtime != header.changed:
+            opened.verify()
+            os.utime(path, (header.changed, header.changed))
         return opened
 
-    def _verify(self) -> None:
+    def verify(self) -> None:
+        """Compare every layer with its checksum.
+
+        Raises:
+            StaleFileError: one is damaged.
+        """
         for layer, expected in enumerate(self._checksums):
             if _checksum(self.layer(layer)) != expected:
                 raise StaleFileError(f"layer {layer} is damaged")
         self.forget()
+
+
+def verify_store(path: Path) -> None:
+    """Check all of a store's file, by the checksums also where its time of change is as it was.
+
+    Args:
+        path: the file, or its folder.
+
+    Raises:
+        ExpertcastError: it is missing, damaged or not ours.
+    """
+    path = path / FILE_NAME if path.is_dir() else path
+    try:
+        StoreFile.open(path).verify()
+    except StaleFileError as reason:
+        raise ExpertcastError(
+            f"{str(path)!r} is damaged: {reason}; remove it, and the next load packs the experts again"
+        ) from None
 
 
 def _checksum(blocks: Tensor) -> int:
@@ -191,27 +159,3 @@ def _reserve(descriptor: int, size: int, folder: Path) -> None:
         raise OSError("no space left on device")
     else:
         os.ftruncate(descriptor, size)
-
-
-def read_header(path: Path) -> tuple[dict[str, str], int]:
-    """The metadata of a file of ours, and where its data starts.
-
-    Raises:
-        ExpertcastError: the file is not ours, or its header is damaged.
-    """
-    foreign = ExpertcastError(
-        f"{str(path)!r} was not written by expertcast or is damaged: remove it or give another store_folder"
-    )
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > _MOST_HEADER:
-                raise foreign
-            metadata = json.loads(file.read(size))["__metadata__"]
-    except OSError as error:
-        raise ExpertcastError(f"cannot read {str(path)!r}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError):
-        raise foreign from None
-    if not isinstance(metadata, dict) or metadata.get("format") != _FORMAT or not metadata.keys() >= _NAMES:
-        raise foreign
-    return metadata, 8 + size

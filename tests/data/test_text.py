@@ -66,16 +66,21 @@ def test_reference_text_has_domains_from_anywhere(tmp_path: Path, monkeypatch: p
         ("broken.parquet", "this is no parquet file", "cannot read"),
         ("broken.jsonl", '{"text": "a"}\n{oops', "line 2: no JSON object"),
         ("column.jsonl", '{"body": "a"}', "no column 'text' (it has: body)"),
+        ("deep.jsonl", "[" * 100_000, "line 1: no JSON object"),
+        ("number_too_long.jsonl", '{"text": ' + "1" * 5000 + "}", "line 1: no JSON object"),
+        ("surrogate.jsonl", '{"text": "\\ud800"}', "line 1: holds what is no Unicode"),
+        ("domain.jsonl", '{"text": "a", "domain": "\\ud800"}', "line 1: holds what is no Unicode"),
+        ("latin.jsonl", b'{"text": "caf\xe9"}', "line 1: no text in UTF-8"),
         ("list.jsonl", "[1, 2]", "no column 'text'"),
         ("number.jsonl", '{"text": 3}', "holds int, not text"),
         ("empty.jsonl", "", "no text in"),
         ("blank.txt", " \n\n \n", "no text in"),
     ],
 )
-def test_bad_input_is_one_clear_line(tmp_path: Path, name: str, content: str | None, expected: str) -> None:
+def test_bad_input_is_one_clear_line(tmp_path: Path, name: str, content: str | bytes | None, expected: str) -> None:
     path = f"{tmp_path}{os.sep}{name}"
     if content is not None:
-        Path(path).write_text(content)
+        Path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ExpertcastError) as raised:
         load_documents(path)
     assert expected in str(raised.value)

@@ -17,6 +17,7 @@ from expertcast.data.distributed import Share
 from expertcast.data.plan import SPLITS
 from expertcast.data.traces import TRACE_FILE, TraceDataset
 from expertcast.predictors.errors import ExpertcastError
+from tests.sealed import edit_json
 
 
 def whole(traces: TraceDataset, split: str = "all", **options: Any) -> TraceBatch:
@@ -121,8 +122,7 @@ def test_damaged_traces_are_one_clear_line(reference_traces: TraceDataset, tmp_p
     shard.write_bytes(shard.read_bytes()[:1000])
     with pytest.raises(ExpertcastError, match="cannot read"):
         TraceDataset.open(folder)
-    info = json.loads((folder / TRACE_FILE).read_text())
-    (folder / TRACE_FILE).write_text(json.dumps({**info, "complete": False}))
+    edit_json(folder / TRACE_FILE, lambda info: info.update(complete=False) or info.pop("files"))
     with pytest.raises(ExpertcastError, match="not finished"):
         TraceDataset.open(folder)
 

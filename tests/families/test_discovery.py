@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.inspection import describe, inspect_model
-from expertcast.data.models import load_model, load_skeleton, meta_model, save_skeleton
+from expertcast.data.models import load_model, meta_model
+from expertcast.data.skeleton import load_skeleton, save_skeleton
 from expertcast.predictors.errors import ExpertcastError
 from tests.families.models import CONFIGS, DENSE_LAYERS, SHARED, tiny_model
 

@@ -14,6 +14,7 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors import MoEView, PredictorConfig
 from expertcast.predictors.frequency import Frequency
 from expertcast.runtime import OffloadConfig
+from tests.sealed import edit_json
 
 _TARGET = {"--layers", "--slots", "--memory", "--bandwidth", "--copy-over-compute", "--latency", "--link",
            "--predictor", "--persistence", "--skew", "--accuracy", "--replay", "--seed", "--dtype",
@@ -129,8 +130,7 @@ def test_simulate_refuses_in_one_line(
     assert "choose from lru" in fails(capsys, *generate, "eviction=mru")
     assert "needs to know the future" in fails(capsys, *generate, "eviction=belady")
     others = shutil.copytree(traces, tmp_path / "others")
-    info = others / "trace.json"
-    info.write_text(info.read_text().replace('"model": "reference"', '"model": "another"'))
+    edit_json(others / "trace.json", lambda info: info.update(model="another"))
     assert "give --model and --data" in fails(capsys, "simulate", str(others), "--miss", "drop")
     assert "there is no folder" in fails(capsys, "simulate", traces, "--out", str(tmp_path / "no" / "folder"))
 

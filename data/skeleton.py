@@ -1,0 +1,128 @@
+"""The router skeleton: the norms and routers of a model without its experts.
+
+A skeleton is a folder that lets traces be scored and predictors be trained where the model itself is not:
+
+    skeleton/config.json          the model's configuration
+    skeleton/model.safetensors    weights of the norms before the routers, and of the routers
+    skeleton/layers.json          module paths per MoE layer, K, model id, digests of the other two
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, NotRequired
+
+from pydantic import ConfigDict, Field, with_config
+from safetensors.torch import save
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from typing_extensions import TypedDict
+
+from expertcast.data.models import meta_model
+from expertcast.data.named_layers import LayerPaths, layers_by_name
+from expertcast.data.tensor_files import read_tensors
+from expertcast.predictors.artefacts import (
+    CLOSED,
+    SEAL,
+    check_file,
+    digest,
+    file_digest,
+    read_json,
+    seal,
+    warn_unsealed,
+)
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import MoEView
+
+CONFIG, WEIGHTS, LAYERS = "config.json", "model.safetensors", "layers.json"
+REMEDY = "collect the traces again"
+
+
+@with_config(ConfigDict(extra="allow", strict=True))
+class _Config(TypedDict, total=False):
+    """Of config.json, which is transformers' own: what makes loops."""
+
+    num_hidden_layers: Annotated[int, Field(ge=1, le=1000)]
+
+
+@with_config(CLOSED)
+class _Description(TypedDict):
+    """layers.json"""
+
+    model_id: str
+    top_k: Annotated[int, Field(ge=1, le=65_536)]
+    layers: Annotated[list[LayerPaths], Field(min_length=1, max_length=10_000)]
+    files: NotRequired[dict[str, str]]
+    digest: NotRequired[str]
+
+
+def save_skeleton(view: MoEView, model: PreTrainedModel, folder: Path) -> None:
+    """Write the router skeleton of `model` into `folder` (see the module's docstring)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.save_pretrained(folder)
+    weights = save({name: tensor.detach().cpu().contiguous() for name, tensor in _tensors(view).items()})
+    (folder / WEIGHTS).write_bytes(weights)
+    description = {
+        "model_id": view.model_id,
+        "top_k": view.shape.top_k,
+        "layers": [
+            {"block": x.block_name, "norm": x.norm_name, "router": x.router_name, "experts": x.experts_name}
+            for x in view
+        ],
+        "files": {CONFIG: file_digest(folder / CONFIG), WEIGHTS: digest(weights)},
+    }
+    (folder / LAYERS).write_text(json.dumps(seal(description), indent=2))
+
+
+def load_skeleton(folder: Path) -> MoEView:
+    """The view of a saved skeleton: norms and routers are real, everything else stays on the meta device.
+
+    Raises:
+        ExpertcastError: the folder holds no skeleton, or one of which a file was changed.
+    """
+    path = folder / LAYERS
+    description = read_json(path, _Description, REMEDY)
+    _check_files(path, description)
+    read_json(folder / CONFIG, _Config, REMEDY)
+    try:
+        model = meta_model(str(folder))
+        view = layers_by_name(model, description["layers"], description["top_k"], description["model_id"])
+    except ExpertcastError as error:
+        raise ExpertcastError(f"{folder} holds no router skeleton: {error}; {REMEDY}") from error
+    if view.shape.top_k > view.shape.experts:
+        raise ExpertcastError(
+            f"{path}: top_k is {view.shape.top_k}, a layer has {view.shape.experts} experts; {REMEDY}"
+        )
+    tensors, _ = read_tensors(folder / WEIGHTS, _tensors(view), REMEDY)
+    for name, module in _kept(view):
+        own = {key: tensors[f"{name}.{key}"] for key in module.state_dict()}
+        module.load_state_dict(own, assign=True)
+        module.requires_grad_(False)
+        module.eval()
+    return view
+
+
+def _check_files(path: Path, description: _Description) -> None:
+    """Compare the files beside layers.json with the digests in it."""
+    files = description.get("files")
+    if files is None:
+        warn_unsealed(path)
+        return
+    if SEAL not in description or set(files) != {CONFIG, WEIGHTS}:
+        raise ExpertcastError(f"{path} does not name its files' digests as it should; {REMEDY}")
+    for name, expected in files.items():
+        check_file(path.with_name(name), expected, REMEDY)
+
+
+def _tensors(view: MoEView) -> dict[str, Tensor]:
+    """All that a skeleton holds, by name in the model."""
+    return {f"{name}.{key}": tensor for name, module in _kept(view) for key, tensor in module.state_dict().items()}
+
+
+def _kept(view: MoEView) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a skeleton holds, with their paths in the model."""
+    for layer in view:
+        yield layer.norm_name, layer.norm
+        yield layer.router_name, layer.router

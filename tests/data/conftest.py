@@ -1,0 +1,43 @@
+"""Small traces: as collected, a copy to damage, and one as older versions wrote it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from expertcast.data.collector import collect
+from expertcast.data.text import load_documents
+from expertcast.predictors.artefacts import SEAL
+from tests.data.small_traces import SETTINGS, content
+
+
+@pytest.fixture(scope="module")
+def collected(
+    reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = tmp_path_factory.mktemp("files") / "traces"
+    return collect(reference_model, reference_tokenizer, load_documents("reference"), folder, **SETTINGS).folder
+
+
+@pytest.fixture
+def traces(collected: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(collected, tmp_path / "traces"))
+
+
+@pytest.fixture
+def old(traces: Path) -> Path:
+    """As they were before there were digests."""
+    for name in ("trace.json", "skeleton/layers.json"):
+        values = json.loads((traces / name).read_bytes())
+        (traces / name).write_text(json.dumps({key: values[key] for key in values if key not in ("files", SEAL)}))
+    return traces
+
+
+@pytest.fixture(scope="module")
+def expected(collected: Path) -> list[Any]:
+    return content(collected)
