@@ -237,7 +237,8 @@ def test_inspect_verify(
 ) -> None:
     """A changed file is one line by its name, and what was read is told; folders of others have nothing to verify."""
     checkpoint = tmp_path / "checkpoint"
-    save_predictor(Frequency(PredictorConfig(), reference_view.shape), checkpoint, view=reference_view)
+    frequency = Frequency(PredictorConfig(), reference_view.shape)
+    save_predictor(frequency, checkpoint, view=reference_view, metrics={"ahead": 1})
     traces = tmp_path / "traces"
     shutil.copytree(reference_traces.folder, traces)
     for target, kinds in ((checkpoint, 3), (traces, 4)):
