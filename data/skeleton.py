@@ -44,7 +44,8 @@ REMEDY = "collect the traces again"
 class _Config(TypedDict, total=False):
     """Of config.json, which is transformers' own: what makes loops."""
 
-    num_hidden_layers: Annotated[int, Field(ge=1, le=1000)]
+    num_hidden_layers: Annotated[int, Field(ge=0, le=1000)] | None
+    text_config: _Config | None
 
 
 @with_config(CLOSED)
@@ -85,7 +86,6 @@ def load_skeleton(folder: Path) -> MoEView:
     path = folder / LAYERS
     description = read_json(path, _Description, REMEDY)
     _check_files(path, description)
-    read_json(folder / CONFIG, _Config, REMEDY)
     try:
         model = meta_model(str(folder))
         view = layers_by_name(model, description["layers"], description["top_k"], description["model_id"])
@@ -105,10 +105,11 @@ def load_skeleton(folder: Path) -> MoEView:
 
 
 def _check_files(path: Path, description: _Description) -> None:
-    """Compare the files beside layers.json with the digests in it."""
+    """Compare the files beside layers.json with the digests in it; without them, see that the model has an end."""
     files = description.get("files")
     if files is None:
         warn_unsealed(path)
+        read_json(path.with_name(CONFIG), _Config, REMEDY)
         return
     if SEAL not in description or set(files) != {CONFIG, WEIGHTS}:
         raise ExpertcastError(f"{path} does not name its files' digests as it should; {REMEDY}")

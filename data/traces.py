@@ -6,7 +6,7 @@ T tokens, D hidden size, L MoE layers, E routed experts per layer. The folder is
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -109,7 +109,7 @@ class TraceDataset(TraceSource):
         begin = 0
         for name in shard_names(folder):
             self._digest_of(name)
-            shard = Shard(folder / name, info, partial(self._places, begin))
+            shard = Shard(folder / name, info, partial(_places, self.documents, begin))
             shards.append((begin, shard))
             begin += len(shard)
         self._shards = shards
@@ -191,16 +191,6 @@ class TraceDataset(TraceSource):
             raise ExpertcastError(f"{self.folder / TRACE_FILE}: files lacks {name}; {REMEDY}")
         return self._files[name]
 
-    def _places(self, begin: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Document and position that trace.json gives to so many rows from `begin` on, as int32."""
-        index_N, tokens_N = (
-            torch.tensor([getattr(document, name) for document in self.documents]) for name in ("index", "tokens")
-        )
-        ends_N = tokens_N.cumsum(0)
-        rows_T = torch.arange(begin, begin + rows)
-        place_T = torch.searchsorted(ends_N, rows_T, right=True)
-        return index_N[place_T].int(), (rows_T - (ends_N - tokens_N)[place_T]).int()
-
     def _batches(
         self, own: list[PlannedDocument], tokens: int, batch_size: int, seed: int | None
     ) -> Iterator[TraceBatch]:
@@ -237,3 +227,14 @@ class TraceDataset(TraceSource):
             own_T = sorted_T[(sorted_T >= begin) & (sorted_T < begin + len(shard))]
             if len(own_T):
                 yield shard, own_T - begin
+
+
+def _places(documents: Sequence[PlannedDocument], begin: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Document and position, as int32, that `rows` rows from number `begin` on have if they hold these documents."""
+    index_N, tokens_N = (
+        torch.tensor([getattr(document, name) for document in documents]) for name in ("index", "tokens")
+    )
+    ends_N = tokens_N.cumsum(0)
+    rows_T = torch.arange(begin, begin + rows)
+    place_T = torch.searchsorted(ends_N, rows_T, right=True)
+    return index_N[place_T].int(), (rows_T - (ends_N - tokens_N)[place_T]).int()

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import gc
 import importlib
 import json
 import os
@@ -71,6 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     for module in IMPORTS:
         importlib.import_module(f"expertcast.{module}")
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy every page that holds an object
     with tempfile.TemporaryDirectory() as temporary:
         driver = Driver(args.out or Path(temporary), args.seed)
         rows: list[Row] = []
@@ -78,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
             for row in driver.case(case):
                 rows.append(row)
                 if row.outcome in BAD or args.only is not None:
-                    what = f"{row.file}: {row.change}; {row.operation}: {row.outcome}, {row.line}"
+                    what = f"{row.file}: {row.change}; {row.operation}: {row.outcome}, {row.line!a}"
                     print(f"--seed {args.seed} --only {case}: {what}", flush=True)
     by_file = counts(rows)
     print(table(by_file))

@@ -28,7 +28,13 @@ from expertcast.predictors.artefacts import warn_unsealed
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.storage.store_header import StaleFileError, StoreFormat, StoreHeader, read_header
 
+try:
+    import fcntl
+except ImportError:  # a system without it
+    fcntl = None  # type: ignore[assignment]
+
 FILE_NAME = "experts.safetensors"
+_PARTIAL = ".partial"
 
 
 class StoreFile:
@@ -57,12 +63,14 @@ class StoreFile:
         """
         header = StoreHeader(form=form, checksums=[0] * form.layers, changed=0).encoded()
         size = len(header) + form.layers * form.layer_nbytes
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        partial = path.with_name(f"{path.name}.{os.getpid()}{_PARTIAL}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            _remove_left_over(path)
             with partial.open("w+b") as file:
+                _lock(file.fileno())
                 _reserve(file.fileno(), size, path.parent)
-                mapping = mmap.mmap(file.fileno(), size)
+                mapping = mmap.mmap(file.fileno(), size)  # has a handle of its own, and so the lock
         except OSError as error:
             with contextlib.suppress(OSError):
                 partial.unlink()
@@ -149,6 +157,25 @@ def verify_store(path: Path) -> None:
 
 def _checksum(blocks: Tensor) -> int:
     return zlib.crc32(blocks.numpy().data)
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether nobody else has the file: a process that was killed has it no more."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _remove_left_over(path: Path) -> None:
+    """What processes that were killed while they packed have left: as large as the file itself."""
+    for partial in path.parent.glob(f"{path.name}.*{_PARTIAL}"):
+        with contextlib.suppress(OSError), partial.open("rb") as file:
+            if partial.stat().st_size and _lock(file.fileno()):  # an empty one is about to be locked
+                partial.unlink()
 
 
 def _reserve(descriptor: int, size: int, folder: Path) -> None:

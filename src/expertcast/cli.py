@@ -6,6 +6,7 @@ Exit status 0, or 2 with one line on standard error that names what was wrong an
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import logging
 import os
@@ -27,6 +28,10 @@ COMMANDS = {
     "simulate": "what is kept, loaded and dropped: policies over recorded routing, in virtual time",
     "inspect": "say what a model, traces folder or checkpoint is",
 }
+
+
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+"""What a disk answers that is full, read-only, another user's or broken: nothing that a command could help."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,6 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = _run(_module(args.command), args)
     except ExpertcastError as error:
         print(f"expertcast: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        where = "" if error.filename is None else f" {error.filename}"
+        print(
+            f"expertcast: cannot read or write{where}: {error.strerror}; make room, or name another folder, and run "
+            "the same command again",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         print("expertcast: interrupted; run the same command again to go on", file=sys.stderr)

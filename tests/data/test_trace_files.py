@@ -164,6 +164,7 @@ def test_files_that_are_cut_or_other_files(
         ("skeleton/layers.json", lambda d: d.update(top_k=65), "top_k is 65"),
         ("skeleton/layers.json", lambda d: d.update(top_k=3), "is not of the model"),
         ("skeleton/config.json", lambda config: config.update(num_hidden_layers=10**9), "num_hidden_layers"),
+        ("skeleton/config.json", lambda config: config.update(text_config={"num_hidden_layers": 10**9}), "text_config"),
         ("skeleton/config.json", lambda config: config.update(vocab_size=10**30), "holds no router skeleton"),
         ("skeleton/config.json", lambda config: config.update(model_type=[]), "holds no router skeleton"),
         ("skeleton/config.json", lambda config: config.update(hidden_size=96), "model.safetensors: tensor"),

@@ -9,6 +9,7 @@ from typing import Annotated
 from expertcast.commands.options import Count, Data, Model, ModelOptions, Option, Text
 from expertcast.commands.output import Outcome, describe_traces
 from expertcast.data.collector import collect
+from expertcast.data.exclusive import exclusive
 from expertcast.data.text import load_documents
 
 
@@ -30,5 +31,6 @@ def run(options: Options) -> Outcome:
     """Collect, or finish a collection that was begun."""
     documents = load_documents(options.data)
     model, tokenizer = options.load(options.model)
-    traces = collect(model, tokenizer, documents, options.out, options.text, tokens=options.tokens)
+    with exclusive(options.out):
+        traces = collect(model, tokenizer, documents, options.out, options.text, tokens=options.tokens)
     return dict(traces.info), describe_traces(traces)

@@ -11,11 +11,13 @@ from expertcast.commands.options import COUNT, Count, Data, Fields, ModelOptions
 from expertcast.commands.output import Outcome, folder
 from expertcast.commands.predictors import predictor_config, scores
 from expertcast.data.distributed import current_share
+from expertcast.data.exclusive import exclusive
 from expertcast.data.layout import TRACE_FILE
 from expertcast.data.online import OnlineTraces
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import ExpertcastError, predictor_class
+from expertcast.predictors.base import PredictorConfig
 from expertcast.training.fit import fit
 from expertcast.training.options import FitOptions
 from expertcast.training.report import log_figures
@@ -51,6 +53,11 @@ def run(options: Options) -> Outcome:
     if predictor_class(options.predictor).looks == "tokens" and options.ahead != (1,):
         raise ExpertcastError(f"--ahead counts layers and {options.predictor} looks tokens ahead: give --set tokens=N")
     config = predictor_config(options.predictor, options.ahead, options.settings)
+    with exclusive(resume_folder(options.out)):
+        return _train(options, config)
+
+
+def _train(options: Options, config: PredictorConfig) -> Outcome:
     source = training_source(options)
     settings = replace(options.fit, progress=True, resume_folder=resume_folder(options.out))
     fitted = fit(options.predictor, source, config=config, options=settings)

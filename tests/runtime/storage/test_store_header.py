@@ -145,3 +145,20 @@ def test_a_header_is_not_longer_than_its_file(path: Path) -> None:
     content[:8] = (1 << 62).to_bytes(8, "little")
     path.write_bytes(bytes(content))
     assert _refused(path)
+
+
+def test_what_killed_processes_left_is_removed(path: Path) -> None:
+    """But not what another one is writing, or is about to."""
+    left, starting = path.with_name(f"{FILE_NAME}.1.partial"), path.with_name(f"{FILE_NAME}.2.partial")
+    left.write_bytes(bytes(1000))
+    starting.touch()
+    form = read_header(path).form
+    writing = StoreFile.create(path, form)
+    assert sorted(path.parent.iterdir()) == sorted([path, starting, writing.path])
+    held = writing.path.with_name(f"{FILE_NAME}.3.partial")
+    writing.path.rename(held)
+    StoreFile.create(path, form)
+    assert held.exists()
+    del writing
+    StoreFile.create(path, form)
+    assert not held.exists()

@@ -1,0 +1,48 @@
+"""One process at a time writes a folder, and a kill gives it back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from expertcast.data.exclusive import exclusive
+from expertcast.predictors import ExpertcastError
+
+CODE = """
+import sys, time
+from pathlib import Path
+from expertcast.data.exclusive import exclusive
+with exclusive(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_held_by_another_process_until_it_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    other = subprocess.Popen([sys.executable, "-c", CODE, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(ExpertcastError, match=r"another process is writing .*new: wait for it"), exclusive(folder):
+        pass
+    os.kill(other.pid, signal.SIGKILL)
+    other.wait()
+    other.stdout.close()
+    with exclusive(folder):
+        (folder / "file").touch()
+    assert [path.name for path in folder.iterdir()] == ["file"]
+
+
+def test_a_folder_that_was_not_written_is_not_left(tmp_path: Path) -> None:
+    with exclusive(tmp_path / "new"):
+        assert (tmp_path / "new").is_dir()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "old").mkdir()
+    with exclusive(tmp_path / "old"), exclusive(tmp_path / "other"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]

@@ -1,0 +1,46 @@
+"""Prints what class each of these ends is: `python -m tests.scripts.outcomes_script DIR` with scripts/ on the path."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fault_trials import forked  # type: ignore[import-not-found]
+from fault_trials.operations import outcome  # type: ignore[import-not-found]
+
+NAMED = "expertcast: experts.safetensors is damaged\n"
+
+
+def _says(text: str, status: int) -> Callable[[], int]:
+    def work() -> int:
+        sys.stderr.write(text)
+        return status
+
+    return work
+
+
+def _allocates() -> int:
+    return len(bytearray(1 << 40))
+
+
+def _waits() -> int:
+    time.sleep(60)
+    return 0
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    (folder / "experts.safetensors").touch()
+    works = [_says("", 0), _says(NAMED, 2), _says("expertcast: no\n", 2), _says(NAMED + "more\n", 2), _says(NAMED, 3)]
+    for work in [*works, _allocates, _waits]:
+        ended = forked.run(work, folder, forked.Limits(seconds=1.0, memory=1 << 30))
+        print(outcome(ended, 1, 1, folder, False)[0])
+    ended = forked.run(_says("", 0), folder, forked.Limits())
+    print(*outcome(ended, {"a": [1, 2]}, {"a": [1, 3]}, folder, False))
+    print(outcome(ended, 1, 2, folder, True)[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Commands that are killed, started twice, or have no room: one line, and the next run ends as it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits and mounts are Linux's")
+def test_all_faults_of_two_commands(tmp_path: Path) -> None:
+    """`benchmarks/faults.md` has the others, and more kills."""
+    found = tmp_path / "found.json"
+    words = ["--kills", "3", "--only", "collect", "pack", "--json", str(found)]
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "kill_commands.py"), *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
+    rows = json.loads(found.read_text())
+    assert {row["command"] for row in rows} == {"collect", "pack"}
+    assert sum(row["fault"] == "killed" for row in rows) == 6
+    assert len({row["fault"] for row in rows}) >= 5

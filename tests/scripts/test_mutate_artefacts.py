@@ -1,0 +1,45 @@
+"""Three hundred damaged files, each opened by commands: one line or the right answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "mutate_artefacts.py"
+SEED = 16
+STRICT = ("store/",)
+"""Beginnings of the names of files of which no case may fail; ("",) is all of them."""
+
+
+def _run(*words: object) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+
+
+def test_one_line_or_the_right_answer(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    run = _run(SCRIPT, "--count", 300, "--seed", SEED, "--json", found)
+    assert run.returncode in (0, 1), run.stderr[-3000:]
+    result = json.loads(found.read_text())
+    assert result["operations"] >= 400
+    assert len(result["by_file"]) >= 15
+    failures = [failure for failure in result["failures"] if failure["file"].startswith(STRICT)]
+    assert failures == []
+    total = {kind: sum(row[kind] for row in result["by_file"].values()) for kind in ("right", "refused")}
+    assert min(total.values()) >= 100, "both kinds of answers were met"
+
+
+def test_what_came_out_is_told_apart(tmp_path: Path) -> None:
+    run = _run("-m", "tests.scripts.outcomes_script", tmp_path)
+    assert run.stdout.splitlines() == [
+        "right", "refused", "unnamed", "traceback", "traceback", "traceback", "hung",
+        "changed .a[1]: 3 became 2", "edited",
+    ], run.stderr  # fmt: skip
