@@ -7,13 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
 from expertcast.checkpoints.store import save_predictor
 from expertcast.cli import build_parser, main
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import MoEView, PredictorConfig
 from expertcast.predictors.frequency import Frequency
-from expertcast.runtime import OffloadConfig
+from expertcast.runtime import OffloadConfig, offload
 from tests.sealed import edit_json
 
 _TARGET = {"--layers", "--slots", "--memory", "--bandwidth", "--copy-over-compute", "--latency", "--link",
@@ -233,7 +234,11 @@ def test_bench_and_advise_a_model(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_inspect_verify(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, reference_view: MoEView, reference_traces: TraceDataset
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    reference_model: PreTrainedModel,
+    reference_view: MoEView,
+    reference_traces: TraceDataset,
 ) -> None:
     """A changed file is one line by its name, and what was read is told; folders of others have nothing to verify."""
     checkpoint = tmp_path / "checkpoint"
@@ -241,7 +246,9 @@ def test_inspect_verify(
     save_predictor(frequency, checkpoint, view=reference_view, metrics={"ahead": 1})
     traces = tmp_path / "traces"
     shutil.copytree(reference_traces.folder, traces)
-    for target, kinds in ((checkpoint, 3), (traces, 4)):
+    store = tmp_path / "store"
+    offload(reference_model, store="disk", store_folder=store).close()
+    for target, kinds in ((checkpoint, 3), (traces, 4), (store, 1)):
         assert main(["inspect", str(target), "--verify"]) == 0
         assert capsys.readouterr().out.count(": right\n") == kinds
         for path in sorted(target.rglob("*")):

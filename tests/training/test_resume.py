@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import random
 import signal
@@ -25,7 +24,7 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.online import OnlineTraces
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset, TraceSource
-from expertcast.predictors import ExpertcastError, PredictorConfig
+from expertcast.predictors import PredictorConfig
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.next_token import NextTokenConfig
 from expertcast.training.fit import fit
@@ -191,28 +190,6 @@ def test_a_kill_during_a_write_leaves_the_state_before(tmp_path: Path) -> None:
         assert note is not None
         assert state[3] == [note["step"]]
         assert (state["value"] == note["step"]).all()
-
-
-def test_a_damaged_state_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Any byte of it: the training starts over, and says so, or nothing has changed."""
-    path = tmp_path / "state.safetensors"
-    state = {"score": -math.inf, "step": 3, "network": {"weight": torch.rand(3, 5), "count": torch.arange(4)}}
-    write_state(path, state, {"fingerprint": "x", "step": 3, "finished": False})
-    content, whole = path.read_bytes(), read_state(path)
-    for place in range(len(content)):
-        changed = bytearray(content)
-        changed[place] ^= 1 << random.randrange(8)
-        path.write_bytes(changed)
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            note = note_of(path, "x")
-        if note is None:
-            assert "this training starts over" in caplog.text
-            with pytest.raises(ExpertcastError, match=r"damaged|note"):
-                read_state(path)
-        else:
-            assert note["step"] == 3
-            assert str(read_state(path)) == str(whole)
 
 
 def test_only_plain_values_are_kept(tmp_path: Path) -> None:
