@@ -1,7 +1,8 @@
 """Saving, verifying and loading predictor checkpoints.
 
-    folder/config.json         predictor name, its config, model id, fingerprint of the routers, L, D, E, K,
-                               tap point, expertcast version, command, git revision, versions
+    folder/config.json         predictor name, its config, model id, fingerprint of the routers, L, D, E, K, tap point,
+                               expertcast version, command, git revision, versions; digests of the next two files,
+                               and one of itself
     folder/model.safetensors   the predictor's state dict (default vectors included)
     folder/metrics.json        what evaluation found, with the data it came from
     folder/README.md           model card
@@ -15,24 +16,26 @@ import json
 import os
 import shutil
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from pydantic import JsonValue
+from safetensors.torch import save
 
 from expertcast.checkpoints import files
 from expertcast.checkpoints.card import model_card
 from expertcast.checkpoints.provenance import provenance
+from expertcast.checkpoints.schema import REMEDY, ConfigFile, read_config, read_metrics
+from expertcast.checkpoints.weights import check_tensors, load_into
 from expertcast.predictors import ExpertcastError, ModelShape, MoEView, Predictor, predictor_class
+from expertcast.predictors.artefacts import SEAL, check_file, digest, read_json, seal, warn_unsealed
+from expertcast.predictors.fields import from_values
 from expertcast.predictors.plain import Json
-
-REMEDY = "train it again with `expertcast train`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictorCheckpoint:
-    """What a checkpoint says about itself; its weights are not read."""
+    """What a checkpoint says about itself, checked; its weights are not loaded."""
 
     folder: Path
     config: Json
@@ -42,10 +45,12 @@ class PredictorCheckpoint:
 
     @classmethod
     def open(cls, folder: str | Path) -> PredictorCheckpoint:
-        """Read config.json and metrics.json, and check that every file is there.
+        """Read config.json and metrics.json, and compare every file with its digest.
+
+        A checkpoint from before there were digests is opened with a warning.
 
         Raises:
-            ExpertcastError: no folder, a file missing or unreadable, or a newer format.
+            ExpertcastError: no folder, a file missing, unreadable, changed, or not by its schema.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -53,17 +58,12 @@ class PredictorCheckpoint:
         missing = [name for name in (files.CONFIG, files.WEIGHTS, files.METRICS) if not (folder / name).is_file()]
         if missing:
             raise ExpertcastError(f"{folder} is no whole predictor checkpoint, {', '.join(missing)} missing: {REMEDY}")
-        config = _read_json(folder / files.CONFIG)
-        wanted = ("predictor", "predictor_config", "format", "fingerprint", "shape", "model_id")
-        absent = [key for key in wanted if key not in config]
-        if absent:
-            raise ExpertcastError(f"{folder / files.CONFIG} lacks {', '.join(absent)}: {REMEDY}")
-        if config["format"] > files.FORMAT:
-            raise ExpertcastError(
-                f"{folder} has checkpoint format {config['format']}, this expertcast reads up to {files.FORMAT}: "
-                "upgrade expertcast"
-            )
-        return cls(folder=folder, config=config, metrics=_read_json(folder / files.METRICS))
+        config = read_config(folder / files.CONFIG)
+        if SEAL not in config:
+            warn_unsealed(folder / files.CONFIG)
+        for name, expected in config.get("files", {}).items():
+            check_file(folder / name, expected, REMEDY)
+        return cls(folder=folder, config=config, metrics=read_metrics(folder / files.METRICS, config["shape"]["L"]))
 
     @property
     def name(self) -> str:
@@ -82,28 +82,32 @@ class PredictorCheckpoint:
                 f"{view.model_id!r}: train a predictor for this model with `expertcast train`"
             )
 
-    def load(self) -> Predictor:
-        """The predictor in eval mode, bound to no model yet.
+    def load(self, view: MoEView | None = None) -> Predictor:
+        """The predictor in eval mode, bound to the model when one is given.
 
         Raises:
-            ExpertcastError: unknown predictor, config fields or weights that do not fit it, or a damaged file.
+            ExpertcastError: unknown predictor, config fields or weights that do not fit it, a damaged file, or as
+                :meth:`verify`.
         """
-        cls = predictor_class(self.name)
-        path = self.folder / files.WEIGHTS
-        try:
-            config = cls.config_class(**self.config["predictor_config"])
-        except TypeError as error:
-            raise ExpertcastError(f"config of predictor {self.name!r} does not fit this expertcast: {error}") from error
-        predictor = cls(config, ModelShape.from_dict(self.config["shape"]))
-        try:
-            predictor.load_state_dict(load_file(path))
-        except SafetensorError as error:
-            raise ExpertcastError(f"{path} is damaged or cut short ({str(error).splitlines()[0]}): {REMEDY}") from error
-        except RuntimeError as error:
-            raise ExpertcastError(
-                f"{path} does not hold the tensors of predictor {self.name} as its config describes it: {REMEDY}"
-            ) from error
-        return predictor.eval()
+        if view is not None:
+            self.verify(view)
+        cls, what = predictor_class(self.name), f"{self.folder / files.CONFIG}: predictor_config of {self.name!r}"
+        config = from_values(cls.config_class, self.config["predictor_config"], what, REMEDY)
+        shape = ModelShape.from_dict(self.config["shape"])
+        predictor = load_into(lambda: cls(config, shape), self.folder / files.WEIGHTS, REMEDY)
+        return predictor if view is None else predictor.bind(view)
+
+
+def holds_predictor(folder: str | Path) -> bool:
+    """Whether a folder is a predictor's checkpoint, be it a damaged one: not a model's, which has a config.json too."""
+    config = Path(folder) / files.CONFIG
+    if not config.is_file():
+        return False
+    try:
+        values = read_json(config, dict[str, JsonValue], REMEDY)
+    except ExpertcastError:
+        return (Path(folder) / files.METRICS).is_file()
+    return "predictor" in values or "predictor_config" in values
 
 
 def save_predictor(
@@ -116,23 +120,27 @@ def save_predictor(
         folder: where to; made with its parents.
         view: the model it was trained for; gives model id and fingerprint.
         metrics: evaluation results, plain JSON values; empty when None.
-        extra: further plain values for config.json, such as how it was trained.
+        extra: further plain values: what config.json has members for, such as `command` and how it was trained
+            (`training`), stands there, the rest in its member `extra`.
 
     Raises:
-        ExpertcastError: `folder` holds something that is not a checkpoint.
+        ExpertcastError: `folder` holds something that is not a checkpoint, or the predictor's tensors hold numbers that
+            are not finite; or the metrics are not what a reader takes.
     """
     folder = Path(folder)
     _refuse_foreign(folder)
-    config = describe(predictor, view) | (extra or {})
+    config = describe(predictor, view)
+    for name, value in (extra or {}).items():
+        (config if name in ConfigFile.__annotations__ else config.setdefault("extra", {}))[name] = value
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
     temporary.mkdir()
     try:
-        write_files(temporary, predictor, config, metrics or {})
+        written = write_files(temporary, predictor, config, metrics or {})
         _replace(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return PredictorCheckpoint.open(folder)
+    return replace(written, folder=folder)
 
 
 def load_predictor(folder: str | Path, view: MoEView | None = None) -> Predictor:
@@ -142,11 +150,7 @@ def load_predictor(folder: str | Path, view: MoEView | None = None) -> Predictor
         ExpertcastError: a file missing, damaged or of a newer format, or a model whose routers' weights are not those
             it was trained for.
     """
-    checkpoint = PredictorCheckpoint.open(folder)
-    if view is None:
-        return checkpoint.load()
-    checkpoint.verify(view)
-    return checkpoint.load().bind(view)
+    return PredictorCheckpoint.open(folder).load(view)
 
 
 def describe(predictor: Predictor, view: MoEView) -> Json:
@@ -163,25 +167,46 @@ def describe(predictor: Predictor, view: MoEView) -> Json:
     }
 
 
-def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json) -> None:
+def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json) -> PredictorCheckpoint:
     """Write a checkpoint's four files into `folder`: the predictor's weights, `config` and `metrics` as JSON, and the
-    card made of these."""
+    card made of these. Numbers in JSON that are not finite become null.
+
+    Raises:
+        ExpertcastError: the predictor's tensors hold numbers that are not finite, or `config` or `metrics` are not by
+            their schema.
+    """
     # clones: safetensors refuses tensors that share memory
     tensors = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in predictor.state_dict().items()}
+    check_tensors(tensors, f"predictor {predictor.name}", "train it again, with a lower learning rate if it has one")
     # safetensors' own file would be its owner's alone, whatever the umask is
-    (folder / files.WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
-    (folder / files.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    (folder / files.METRICS).write_text(json.dumps(metrics, indent=2) + "\n")
-    (folder / files.CARD).write_text(model_card(config, metrics))
+    data = {files.WEIGHTS: save(tensors, metadata={"format": "pt"}), files.METRICS: _text(_plain(metrics))}
+    digests = {name: digest(content) for name, content in data.items()}
+    data[files.CONFIG] = _text(seal(_plain(config) | {"files": digests}))
+    for name, content in data.items():
+        (folder / name).write_bytes(content)
+    written = PredictorCheckpoint.open(folder)
+    (folder / files.CARD).write_text(model_card(written.config, written.metrics))
+    return written
+
+
+def _plain(values: Json) -> Json:
+    """Values as they are read back: with texts as names, and without numbers that JSON does not have."""
+    plain: Json = json.loads(json.dumps(values), parse_constant=lambda _: None)
+    return plain
+
+
+def _text(values: Json) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()
 
 
 def _refuse_foreign(folder: Path) -> None:
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / files.CONFIG).is_file():
-        raise ExpertcastError(f"{folder} is not empty and no predictor checkpoint: give another output folder")
     if folder.exists() and not folder.is_dir():
         raise ExpertcastError(f"{folder} is a file: give a folder for the predictor checkpoint")
-    if (folder / files.CONFIG).is_file() and "predictor_config" not in _read_json(folder / files.CONFIG):
+    if not folder.is_dir() or not any(folder.iterdir()) or holds_predictor(folder):
+        return
+    if (folder / files.CONFIG).is_file():
         raise ExpertcastError(f"{folder} holds another kind of model: give another output folder")
+    raise ExpertcastError(f"{folder} is not empty and no predictor checkpoint: give another output folder")
 
 
 def _replace(new: Path, folder: Path) -> None:
@@ -191,13 +216,3 @@ def _replace(new: Path, folder: Path) -> None:
         os.rename(folder, old)
     os.rename(new, folder)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _read_json(path: Path) -> Json:
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ExpertcastError(f"{path} is damaged or cut short: {REMEDY}") from error
-    if not isinstance(values, dict):
-        raise ExpertcastError(f"{path} is no JSON object: {REMEDY}")
-    return values

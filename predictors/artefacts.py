@@ -11,6 +11,8 @@ flips in any of them is noticed. What was written before there were digests is r
 from __future__ import annotations
 
 import json
+import math
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +37,8 @@ SEAL = "digest"
 _SHOWN = 60
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _CHUNK = 1 << 22
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""Half of a character in two escapes; without its other half it is a text that can be neither printed nor written."""
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}
 
 
@@ -72,6 +76,19 @@ def parse_json(data: bytes | str, schema: type[T], what: str, remedy: str) -> T:
     sealed = values.get(SEAL)
     if sealed is not None and sealed != _seal_of(values):
         raise ExpertcastError(f"{what} was changed after it was written; {remedy}")
+    return made
+
+
+def check_values(values: Mapping[str, object], schema: type[T], what: str, remedy: str) -> T:
+    """The same of values that were read already, as part of a file; lists become the tuples that a schema asks for.
+
+    Raises:
+        ExpertcastError: the values are not by the schema.
+    """
+    try:
+        made: T = _adapter(schema).validate_json(json.dumps(values))
+    except ValidationError as error:
+        raise ExpertcastError(f"{what}: {_first(error)}; {remedy}") from None
     return made
 
 
@@ -126,7 +143,9 @@ def _object(data: bytes | str, what: str, remedy: str) -> Json:
     try:
         text = data if isinstance(data, str) else data.decode()
         _check_nesting(text)
-        values = json.loads(text, object_pairs_hook=_members, parse_constant=_no_number)
+        values = json.loads(text, object_pairs_hook=_members, parse_constant=_no_number, parse_float=_finite)
+        if _HALF.search(text):
+            json.dumps(values, ensure_ascii=False).encode()
     except UnicodeDecodeError:
         raise ExpertcastError(f"{what} is no text in UTF-8; {remedy}") from None
     except ValueError as error:
@@ -159,6 +178,13 @@ def _members(pairs: list[tuple[str, Any]]) -> Json:
 
 def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:_SHOWN]} is too large a number")
+    return value
 
 
 def _seal_of(values: Mapping[str, object]) -> str:

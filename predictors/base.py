@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.fields import check_finite
+from expertcast.predictors.fields import check_finite, written
 from expertcast.predictors.plain import Json
 from expertcast.predictors.view import ModelShape, MoEView
+
+MOST_LAYERS = 10_000
+MOST_DISTANCES = 64
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,8 +79,11 @@ class PredictorConfig:
     def __post_init__(self) -> None:
         check_finite(self)
         self.ahead = tuple(sorted({int(value) for value in self.ahead}))
-        if not self.ahead or self.ahead[0] < 1:
-            raise ExpertcastError(f"ahead={self.ahead}: give layer distances of 1 or more, such as (1, 2)")
+        if not 1 <= len(self.ahead) <= MOST_DISTANCES or not 1 <= self.ahead[0] <= self.ahead[-1] <= MOST_LAYERS:
+            raise ExpertcastError(
+                f"ahead={written(self.ahead)[:60]}: give layer distances of 1 or more, such as (1, 2), "
+                f"at most {MOST_DISTANCES} of them"
+            )
 
     def as_dict(self) -> Json:
         """The fields as they stand in a checkpoint's config.json."""

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from expertcast.predictors.base import PredictorConfig, RouterState
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.fields import check_between
 from expertcast.predictors.linear import LinearConfig
 from expertcast.predictors.quasi_hidden import QuasiInput
 from expertcast.predictors.view import ModelShape
@@ -65,11 +66,11 @@ class EstimatorConfig(LinearConfig):
             raise ExpertcastError(f"inputs={self.inputs}: give quasi_hidden first, then any of {', '.join(INPUTS[1:])}")
         if not self.temperatures or min(self.temperatures) <= 0:
             raise ExpertcastError(f"temperatures={self.temperatures}: give at least one above 0")
-        for name in ("parameters", "expansion", "learning_rate", "step_tokens", "steps", "passes", "patience"):
-            if getattr(self, name) <= 0:
-                raise ExpertcastError(f"{name}={getattr(self, name)}: give a number above 0")
-        if self.weight_decay < 0:
-            raise ExpertcastError(f"weight_decay={self.weight_decay}: give 0 or more")
+        check_between(self, 1, 10**12, "parameters")
+        check_between(self, 1, 10**9, "step_tokens", "steps", "passes", "patience")
+        check_between(self, 1e-3, 1e3, "expansion")
+        check_between(self, 1e-12, 1e3, "learning_rate")
+        check_between(self, 0, 1e3, "weight_decay")
 
 
 class Estimator(QuasiInput):
@@ -221,15 +222,18 @@ def fitting_width(pairs: int, features: int, experts: int, *, parameters: int, e
     def count(width: int) -> int:
         return width * (groups * (features + experts) + pairs + 2) + 2 * width * round(expansion * width)
 
-    width = 0
-    while count(width + WIDTH_STEP) <= parameters:
-        width += WIDTH_STEP
-    if not width:
+    if count(WIDTH_STEP) > parameters:
         raise ExpertcastError(
             f"parameters={parameters}: too few for {pairs} layer pairs of {features} inputs and {experts} experts, "
             f"give at least {count(WIDTH_STEP)}"
         )
-    return width
+    fits, exceeds = 1, 2  # in steps of the width
+    while count(exceeds * WIDTH_STEP) <= parameters:
+        fits, exceeds = exceeds, 2 * exceeds
+    while exceeds - fits > 1:
+        middle = (fits + exceeds) // 2
+        fits, exceeds = (middle, exceeds) if count(middle * WIDTH_STEP) <= parameters else (fits, middle)
+    return fits * WIDTH_STEP
 
 
 def _apply(x_PTF: Tensor, map_GFE: Tensor) -> Tensor:

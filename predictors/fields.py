@@ -18,6 +18,9 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
+from typing_extensions import TypedDict
+
+from expertcast.predictors.artefacts import CLOSED, check_values
 from expertcast.predictors.errors import ExpertcastError
 
 if TYPE_CHECKING:
@@ -105,6 +108,45 @@ def check_finite(config: DataclassInstance) -> None:
         several = value if isinstance(value, (tuple, list)) else (value,)
         if any(isinstance(one, float) and not math.isfinite(one) for one in several):
             raise ExpertcastError(f"{field.name}={written(value)}: give finite numbers")
+
+
+def check_between(config: object, least: float, most: float, *names: str) -> None:
+    """Refuse numbers that are out of range, each a field of `config` named in `names`.
+
+    Raises:
+        ExpertcastError: a number is below `least` or above `most`.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if not least <= value <= most:
+            raise ExpertcastError(f"{name}={value}: give a number from {least:g} to {most:g}")
+
+
+def from_values(cls: type[C], values: Mapping[str, object], what: str, remedy: str) -> C:
+    """The configuration whose fields a JSON file holds: each of them, of its own type, and no others.
+
+    Args:
+        cls: its dataclass.
+        values: by field name, lists for tuples.
+        what: they are part of, for messages.
+        remedy: for messages.
+
+    Raises:
+        ExpertcastError: a field is missing, unknown, of another type, or has a value that the class refuses.
+    """
+    checked = check_values(values, _schema(cls), what, remedy)  # type: ignore[arg-type]
+    try:
+        return cls(**checked)
+    except ExpertcastError as error:
+        raise ExpertcastError(f"{what}: {error}") from error
+
+
+@cache
+def _schema(cls: type) -> type[dict[str, object]]:
+    hints = typing.get_type_hints(cls)
+    schema = TypedDict(cls.__name__, {field.name: hints[field.name] for field in dataclasses.fields(cls)})  # type: ignore[misc]
+    schema.__pydantic_config__ = CLOSED  # type: ignore[attr-defined]
+    return schema  # type: ignore[return-value]
 
 
 _PLAIN: dict[object, tuple[Callable[[str], object], str, str]] = {

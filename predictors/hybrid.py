@@ -8,17 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from pydantic import Field
 from torch import Tensor, nn
+from typing_extensions import TypedDict
 
+from expertcast.predictors.artefacts import CLOSED
 from expertcast.predictors.base import Forecast, Predictor, PredictorConfig, RouterState
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.fields import from_values
 from expertcast.predictors.plain import Json
 from expertcast.predictors.registry import names, predictor_class
 from expertcast.predictors.view import ModelShape, MoEView
 
 CANDIDATES = ("frequency", "previous_token", "router_input", "next_norm", "quasi_hidden", "linear", "estimator")
+
+
+class Choice(TypedDict):
+    """Whom a hybrid has chosen for a target layer."""
+
+    ahead: int
+    layer: int
+    predictor: str
+    recall: dict[str, Annotated[float, Field(ge=0, le=1)]]
+
+
+Choice.__pydantic_config__ = CLOSED  # type: ignore[attr-defined]
 
 
 @dataclass(kw_only=True)
@@ -31,7 +47,7 @@ class HybridConfig(PredictorConfig):
     """How much higher recall on validation a dearer predictor must have to be chosen over a cheaper one at a layer."""
     member_configs: dict[str, Json] = field(default_factory=dict)
     """By predictor: before training, the config to fit a candidate with; after it, that of each chosen predictor."""
-    choices: Sequence[Json] = ()
+    choices: Sequence[Choice] = ()
     """Per distance and target layer: `ahead`, `layer`, `predictor`, `recall` of every candidate; filled by training."""
 
     def __post_init__(self) -> None:
@@ -44,6 +60,9 @@ class HybridConfig(PredictorConfig):
                 raise ExpertcastError(f"candidates={self.candidates}: {name!r} is none of {', '.join(names())}")
         if self.threshold < 0:
             raise ExpertcastError(f"threshold={self.threshold}: give 0 or more")
+        strangers = {choice["predictor"] for choice in self.choices} - set(self.candidates)
+        if strangers:
+            raise ExpertcastError(f"choices of {sorted(strangers)}, which are not among {self.candidates}")
         unknown = set(self.member_configs) - set(self.candidates)
         if unknown:
             raise ExpertcastError(f"member_configs for {sorted(unknown)}, which are not among {self.candidates}")
@@ -59,7 +78,10 @@ class Hybrid(Predictor):
     def __init__(self, config: PredictorConfig, shape: ModelShape) -> None:
         assert isinstance(config, HybridConfig)
         super().__init__(config, shape)
-        self.chosen = {(int(c["ahead"]), int(c["layer"])): str(c["predictor"]) for c in config.choices}
+        self.chosen = {(choice["ahead"], choice["layer"]): choice["predictor"] for choice in config.choices}
+        targets = [(ahead, layer) for ahead in config.ahead for layer in range(ahead, shape.layers)]
+        if config.choices and sorted((choice["ahead"], choice["layer"]) for choice in config.choices) != targets:
+            raise ExpertcastError(f"choices are not one for each target layer of {shape.as_dict()}: train hybrid again")
         names = [name for name in config.candidates if name in self.chosen.values()]
         self.members = nn.ModuleDict({name: _member(name, config, shape) for name in names})
         self.uses_previous_token = any(self.member(name).uses_previous_token for name in names)
@@ -72,6 +94,8 @@ class Hybrid(Predictor):
         return module
 
     def bind(self, view: MoEView) -> Predictor:
+        if not self.chosen:
+            raise ExpertcastError("hybrid has chosen no predictors yet: train it with `expertcast train`")
         for name in self.members:
             self.member(name).bind(view)
         return super().bind(view)
@@ -93,5 +117,8 @@ class Hybrid(Predictor):
 
 def _member(name: str, config: HybridConfig, shape: ModelShape) -> Predictor:
     cls = predictor_class(name)
-    values: Json = {"ahead": config.ahead} | config.member_configs.get(name, {})
-    return cls(cls.config_class(**values), shape)
+    what = f"member_configs of {name}"
+    member = from_values(cls.config_class, config.member_configs.get(name, {}), what, "train hybrid again")
+    if not set(config.ahead) <= set(member.ahead):
+        raise ExpertcastError(f"{what}: it looks {list(member.ahead)} layers ahead, hybrid {list(config.ahead)}")
+    return cls(member, shape)

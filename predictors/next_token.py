@@ -18,10 +18,12 @@ from torch import Tensor
 
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.fields import check_finite
+from expertcast.predictors.fields import check_between, check_finite, written
 from expertcast.predictors.next_token_network import NextTokenNetwork
 from expertcast.predictors.routing_rule import goes_by_logits, route_all
 from expertcast.predictors.view import ModelShape, MoEView
+
+MOST_MEMORIES = 64
 
 
 @dataclass(kw_only=True)
@@ -60,16 +62,15 @@ class NextTokenConfig(PredictorConfig):
         self.ahead = ()  # a checkpoint's config gives a list
         self.triggers = tuple(sorted({int(layer) for layer in self.triggers}))
         self.memories = tuple(sorted({int(memory) for memory in self.memories}))
-        if not self.memories or self.memories[0] < 1:
-            raise ExpertcastError(f"memories={self.memories}: give at least one number of tokens, 1 or more")
-        for name in ("tokens", "width", "later_tokens", "steps", "passes", "step_tokens", "patience"):
-            if getattr(self, name) < 1:
-                raise ExpertcastError(f"{name}={getattr(self, name)}: give at least 1")
-        if self.learning_rate <= 0 or self.weight_decay < 0:
+        if not 1 <= len(self.memories) <= MOST_MEMORIES or not 1 <= self.memories[0] <= self.memories[-1] <= 10**9:
             raise ExpertcastError(
-                f"learning_rate={self.learning_rate}, weight_decay={self.weight_decay}: give a rate above 0, and 0 or "
-                "more of decay"
+                f"memories={written(self.memories)[:60]}: give one number of tokens, 1 or more, up to {MOST_MEMORIES}"
             )
+        check_between(self, 1, 10_000, "tokens")
+        check_between(self, 1, 10**6, "width", "later_tokens")
+        check_between(self, 1, 10**9, "steps", "passes", "step_tokens", "patience")
+        check_between(self, 1e-12, 1e3, "learning_rate")
+        check_between(self, 0, 1e3, "weight_decay")
 
 
 @dataclass(slots=True)

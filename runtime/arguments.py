@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor
+from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor, names, predictor_class
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink, Link
@@ -34,8 +35,9 @@ def resolve_predictor(
         return None, None
     if isinstance(given, Predictor):
         return given.bind(view), None
-    if Path(given).exists():
-        return load_predictor(given, view), PredictorCheckpoint.open(given)
+    if os.path.exists(given):  # no error for a text that can be no path
+        checkpoint = PredictorCheckpoint.open(given)
+        return checkpoint.load(view), checkpoint
     if str(given) not in names():
         raise ExpertcastError(
             f"predictor {str(given)!r} is neither a folder nor one of {', '.join(names())}: give a checkpoint's folder"

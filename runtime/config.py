@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from pydantic import JsonValue
+
 from expertcast.data.writer import write_where_told
 from expertcast.predictors import ExpertcastError, Predictor
+from expertcast.predictors.artefacts import read_json
 from expertcast.predictors.plain import Json
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.option_values import from_plain, size_bytes, to_plain
@@ -113,16 +116,9 @@ class OffloadConfig:
         Raises:
             ExpertcastError: no such file, no JSON object in it, or as :meth:`from_dict`; the line names the file.
         """
-        try:
-            values = json.loads(Path(path).read_bytes())
-        except OSError as error:
-            raise ExpertcastError(
-                f"cannot read {path}: {error.strerror}; `expertcast advise --save` writes one"
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise ExpertcastError(f"{path} is no JSON: OffloadConfig.save writes such a file") from error
-        if not isinstance(values, dict):
-            raise ExpertcastError(f"{path} holds no JSON object: write options by name, as OffloadConfig.save does")
+        values = read_json(
+            Path(path), dict[str, JsonValue], "OffloadConfig.save and `expertcast advise --save` write one"
+        )
         try:
             return cls.from_dict(values)
         except ExpertcastError as error:

@@ -48,6 +48,8 @@ def from_plain(name: str, value: object, hint: object) -> object:
     Raises:
         ExpertcastError: the value is not of the field's type.
     """
+    if isinstance(value, str) and "\0" in value:
+        raise ExpertcastError(f"{name}={value!r}: give a text without NUL, which no path can have")
     for kind in _members(hint):
         if typing.get_origin(kind) is tuple and isinstance(value, list):
             return tuple(from_plain(name, element, typing.get_args(kind)[0]) for element in value)

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
+from pydantic import JsonValue
 from torch.utils.tensorboard import SummaryWriter
 
 from expertcast.checkpoints.provenance import provenance as running_provenance
+from expertcast.predictors.artefacts import read_json
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.training import figures
@@ -137,8 +139,8 @@ def _check(folder: Path) -> None:
 
 def _is_report(data: Path) -> bool:
     try:
-        return bool(json.loads(data.read_text())["format"] == FORMAT)
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_json(data, dict[str, JsonValue], "name another folder").get("format") == FORMAT
+    except ExpertcastError:
         return False
 
 

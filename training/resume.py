@@ -27,8 +27,11 @@ from lightning.pytorch.callbacks import Callback
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from expertcast.data.writer import write_atomically
+from expertcast.predictors.artefacts import CLOSED, digest, parse_json, seal
+from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 
 SAVES = 20
@@ -36,6 +39,17 @@ SAVES = 20
 _RANDOM = "expertcast_random_states"
 
 log = logging.getLogger(__name__)
+
+
+class _Note(TypedDict):
+    """What a state says of itself."""
+
+    __pydantic_config__ = CLOSED  # type: ignore[misc]
+    fingerprint: str
+    step: int
+    finished: bool
+    content: str
+    digest: str
 
 
 def resume_folder(out: Path) -> Path:
@@ -51,42 +65,74 @@ def forget(out: Path) -> None:
 def note_of(path: Path, wanted: str) -> Json | None:
     """What a state's file says of itself (`step`, `finished`), or None where none can be gone on from, which is logged.
 
-    `wanted` is the fingerprint of the training that is to go on.
+    `wanted` is the fingerprint of the training that is to go on. The whole file is read and compared with its digest.
     """
     if not path.exists():
         return None
     try:
-        with safe_open(path, framework="pt") as file:
-            note: Json = json.loads(file.metadata()["note"])
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
-        log.warning("%s is damaged: this training starts over", path)
+        note, _, _ = _read(path)
+    except ExpertcastError as error:
+        log.warning("%s: this training starts over", error)
         return None
     if note["fingerprint"] != wanted:
         log.warning("%s is of another configuration, other data or other versions: this training starts over", path)
         return None
     log.warning("%s: %s", path, "finished before" if note["finished"] else f"going on at step {note['step']}")
-    return note
+    return dict(note)
 
 
 def write_state(path: Path, state: Mapping[str, object], note: Json) -> None:
     """Write plain values, tensors, and lists and mappings of these as one safetensors file, whole or not at all.
+
+    Args:
+        path: of the file; its folder is made.
+        state: what to write.
+        note: what :func:`note_of` gives back: `fingerprint`, `step` and `finished`.
 
     Raises:
         TypeError: a value of another kind.
     """
     tensors: dict[str, Tensor] = {}
     tree = json.dumps(_packed(state, tensors))
+    sealed = json.dumps(seal({**note, "content": _content(tree, tensors)}))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, save(tensors, metadata={"tree": tree, "note": json.dumps(note)}))
+    write_atomically(path, save(tensors, metadata={"tree": tree, "note": sealed}))
 
 
 def read_state(path: Path) -> Json:
-    """What :func:`write_state` wrote, with lists for tuples."""
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        state = _unpacked(json.loads(file.metadata()["tree"]), tensors)
+    """What :func:`write_state` wrote, with lists for tuples.
+
+    Raises:
+        ExpertcastError: it is not there, or is damaged.
+    """
+    _, tree, tensors = _read(path)
+    state = _unpacked(json.loads(tree), tensors)
     assert isinstance(state, dict)
     return state
+
+
+def _read(path: Path) -> tuple[_Note, str, dict[str, Tensor]]:
+    remedy = "remove it"
+    try:
+        with safe_open(path, framework="pt") as file:
+            texts = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError) as error:
+        raise ExpertcastError(f"{path} is damaged ({str(error).splitlines()[0]}); {remedy}") from error
+    tree = texts.get("tree", "")
+    note = parse_json(texts.get("note", ""), _Note, f"{path}: its note", remedy)
+    if note["content"] != _content(tree, tensors):
+        raise ExpertcastError(f"{path} is damaged: it was changed after it was written; {remedy}")
+    return note, tree, tensors
+
+
+def _content(tree: str, tensors: Mapping[str, Tensor]) -> str:
+    """Digest of a state: of its plain values, and of each tensor's name, type, shape and bytes."""
+    parts = [tree]
+    for name, tensor in sorted(tensors.items()):
+        own = digest(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        parts.append(f"{name} {tensor.dtype} {list(tensor.shape)} {own}")
+    return digest("\n".join(parts).encode())
 
 
 def _packed(value: object, tensors: dict[str, Tensor]) -> object:

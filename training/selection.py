@@ -15,8 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, Predictor
-from expertcast.predictors.hybrid import Hybrid, HybridConfig
-from expertcast.predictors.plain import Json
+from expertcast.predictors.hybrid import Choice, Hybrid, HybridConfig
 from expertcast.training.options import FitOptions, Fitted
 from expertcast.training.scoring import states_of, validation_batch, validation_recall
 
@@ -42,7 +41,7 @@ def select_hybrid(
     for name, member in members.items():
         if not set(config.ahead) <= set(member.ahead):
             raise ExpertcastError(f"candidate {name} looks {list(member.ahead)} layers ahead, hybrid {config.ahead}")
-    choices = []
+    choices: list[Choice] = []
     for ahead in config.ahead:
         cost = forecast_flops(members, source, ahead, options)
         choices += _choose(validation_recall(members, source, ahead, options), cost, ahead, config.threshold)
@@ -51,7 +50,7 @@ def select_hybrid(
     hybrid = Hybrid(replace(config, choices=choices, member_configs=configs), source.view.shape)
     for name in hybrid.members:
         hybrid.member(name).load_state_dict(members[name].state_dict())
-    brief = [choice | {"recall": choice["recall"][choice["predictor"]]} for choice in choices]
+    brief = [{**choice, "recall": choice["recall"][choice["predictor"]]} for choice in choices]
     return Fitted(predictor=hybrid, report={"choices": brief})
 
 
@@ -75,8 +74,8 @@ def forecast_flops(
     return flops
 
 
-def _choose(recall: Mapping[str, Tensor], cost: Mapping[str, int], ahead: int, threshold: float) -> list[Json]:
-    choices = []
+def _choose(recall: Mapping[str, Tensor], cost: Mapping[str, int], ahead: int, threshold: float) -> list[Choice]:
+    choices: list[Choice] = []
     for pair in range(len(next(iter(recall.values())))):
         values = {name: float(recall_P[pair]) for name, recall_P in recall.items()}
         best = max(values.values())

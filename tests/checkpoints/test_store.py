@@ -15,6 +15,7 @@ from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor, sa
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, names
 from expertcast.training.options import Fitted
+from tests.sealed import edit_json
 from tests.training.synthetic import tiny_view
 
 METRICS = {"recall_at_k": {"linear": {"mean": 0.5, "per_layer": [0.25, 0.75]}}}
@@ -45,7 +46,7 @@ def test_round_trip(
     name: str, fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset, tmp_path: Path
 ) -> None:
     predictor = fitted_predictors[name].predictor
-    extra = {"command": "expertcast train X"}
+    extra = {"command": "expertcast train X", "tried": {3: [1, 2.5, float("nan")]}}
     written = save_predictor(predictor, tmp_path / name, view=reference_traces.view, extra=extra)
     loaded = load_predictor(tmp_path / name, reference_traces.view)
     assert loaded.name == name
@@ -54,6 +55,7 @@ def test_round_trip(
     assert_same(predictor, loaded, reference_traces)
     assert sorted(path.name for path in (tmp_path / name).iterdir()) == sorted(files.ALL)
     assert written.config["command"] == "expertcast train X"
+    assert written.config["extra"] == {"tried": {"3": [1, 2.5, None]}}
     assert written.config["fingerprint"] == reference_traces.view.fingerprint()
     assert set(written.config["versions"]) >= {"torch", "transformers"}
     assert [path.name for path in tmp_path.iterdir()] == [name], "no temporary folder stays behind"
@@ -123,16 +125,16 @@ def test_damage_gives_one_clear_line(linear: Path, name: str, what: str) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 99}, "format 99"),
+        ({"format": 99}, "format is 99.*upgrade expertcast"),
         ({"predictor": "oracle"}, "unknown predictor 'oracle'"),
-        ({"predictor_config": {"ahead": [1], "depth": 3}}, "does not fit this expertcast.*depth"),
-        ({"predictor_config": {"ahead": [2]}}, "does not hold the tensors"),
+        ({"predictor_config": {"ahead": [1], "strengths": [0.1], "depth": 3}}, "depth is no member that is known"),
+        ({"predictor_config": {"ahead": [1]}}, "strengths is missing"),
+        ({"predictor_config": {"ahead": [2], "strengths": [0.1]}}, "does not hold the tensors"),
         ({"shape": {"L": 12, "E": 64, "K": 4, "D": 96}}, "does not hold the tensors"),
     ],
 )
 def test_wrong_config_gives_one_clear_line(linear: Path, changes: dict[str, Any], message: str) -> None:
-    path = linear / files.CONFIG
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    edit_json(linear / files.CONFIG, lambda config: config.update(changes))
     with pytest.raises(ExpertcastError, match=message) as caught:
         load_predictor(linear)
     assert "\n" not in str(caught.value)

@@ -7,10 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
+from expertcast.checkpoints.store import save_predictor
 from expertcast.cli import build_parser, main
 from expertcast.data.traces import TraceDataset
-from expertcast.runtime import OffloadConfig
+from expertcast.predictors import MoEView, PredictorConfig
+from expertcast.predictors.frequency import Frequency
+from expertcast.runtime import OffloadConfig, offload
 from tests.sealed import edit_json
 
 _TARGET = {"--layers", "--slots", "--memory", "--bandwidth", "--copy-over-compute", "--latency", "--link",
@@ -25,7 +29,7 @@ COMMANDS = {
              "--dtype", "--device"},
     "generate": {"--prompt", "--predictor", "--mode", "--slots", "--memory", "--policies", "--next-token",
                  "--store-folder", "--bandwidth", "--new-tokens", "--config", "--dtype", "--device"},
-    "inspect": set(),
+    "inspect": {"--verify"},
     "bench": {*_TARGET, "--mode", "--cache", "--ahead", "--prompt-tokens", "--new-tokens", "--repetitions",
               "--no-advice", "--peer", "--minutes", "--timeline"},
     "advise": {*_TARGET, "--prompt-tokens", "--new-tokens", "--save", "--gpu", "--capacity", "--host"},
@@ -227,6 +231,34 @@ def test_bench_and_advise_a_model(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert advice["slots"] == 96
     assert {option["mode"] for option in advice["options"]} == {"on_demand", "exact", "speculate"}
     assert "advice: " in capsys.readouterr().out
+
+
+def test_inspect_verify(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    reference_model: PreTrainedModel,
+    reference_view: MoEView,
+    reference_traces: TraceDataset,
+) -> None:
+    """A changed file is one line by its name, and what was read is told; folders of others have nothing to verify."""
+    checkpoint = tmp_path / "checkpoint"
+    frequency = Frequency(PredictorConfig(), reference_view.shape)
+    save_predictor(frequency, checkpoint, view=reference_view, metrics={"ahead": 1})
+    traces = tmp_path / "traces"
+    shutil.copytree(reference_traces.folder, traces)
+    store = tmp_path / "store"
+    offload(reference_model, store="disk", store_folder=store).close()
+    for target, kinds in ((checkpoint, 3), (traces, 4), (store, 1)):
+        assert main(["inspect", str(target), "--verify"]) == 0
+        assert capsys.readouterr().out.count(": right\n") == kinds
+        for path in sorted(target.rglob("*")):
+            if path.is_file() and path.name != "README.md":
+                content = path.read_bytes()
+                path.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+                assert path.name in fails(capsys, "inspect", str(target), "--verify")
+                path.write_bytes(content)
+    assert "holds neither traces nor" in fails(capsys, "inspect", str(tmp_path), "--verify")
+    assert "holds neither traces nor" in fails(capsys, "inspect", "reference", "--verify")
 
 
 def test_collect_train_eval_generate_inspect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

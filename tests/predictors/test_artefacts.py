@@ -57,7 +57,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         (json.dumps(GOOD | {"name": 3}).encode(), "name is 3: input should be a valid string"),
         (json.dumps(GOOD | {"share": "0.5"}).encode(), "share is '0.5': input should be a valid number"),
         (json.dumps(GOOD | {"share": float("nan")}).encode(), "NaN is no number"),
-        (json.dumps(GOOD).replace("0.5", "1e999").encode(), "share is inf: input should be a finite number"),
+        (json.dumps(GOOD).replace("0.5", "1e999").encode(), "1e999 is too large a number"),
         (json.dumps(GOOD | {"shape": {"layers": 0}}).encode(), "shape.layers is 0: input should be greater than or"),
         (json.dumps(GOOD | {"shape": {"layers": 10**30}}).encode(), "shape.layers is 10000"),
         (json.dumps(GOOD | {"shape": {}}).encode(), "shape.layers is missing"),

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedModel
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import InstantLink, OffloadConfig
+from expertcast.runtime import InstantLink, OffloadConfig, offload
 from expertcast.runtime.config import LINKS, MODES
 from expertcast.runtime.policies import PRESETS, Policies
 
-_TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 _COUNT = st.integers(0, 2**63)
 _NUMBER = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(10**6), 10**6)
 _PLACES = st.none() | _TEXT
@@ -114,8 +115,14 @@ def test_saving_where_nothing_can_be_written(tmp_path: Path) -> None:
     [
         (b"", "is no JSON"),
         (b'{"slots": 9', "is no JSON"),
-        (b"\xff\xfe\x00", "is no JSON"),
-        (b"[" * 100_000, "is no JSON"),
+        (b"\xff\xfe\x00", "is no text in UTF-8"),
+        (b"[" * 100_000, "is no JSON .nested more than 32 deep"),
+        (b'{"slots": 9} {"slots": 8}', "is no JSON"),
+        (b'{"slots": 9, "slots": 8}', "'slots' stands there twice"),
+        (b'{"bandwidth": NaN}', "NaN is no number"),
+        (b'{"overfetch": 1e308}', "overfetch=1e.308: give 1.0 to 65536"),
+        (b'{"store": "disk", "store_folder": "a\\u0000"}', "give a text without NUL"),
+        (b'{"latency": 1e999}', "1e999 is too large a number"),
         (b"[]", "holds no JSON object"),
         (b"null", "holds no JSON object"),
         (b'{"slot": 9}', "unknown option 'slot': choose from predictor, mode, slots"),
@@ -156,6 +163,11 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         OffloadConfig.load(tmp_path / "offload.json")
     with pytest.raises(ExpertcastError, match="Is a directory"):
         OffloadConfig.load(tmp_path)
+
+
+def test_a_predictor_that_no_path_can_have(reference_model: PreTrainedModel) -> None:
+    with pytest.raises(ExpertcastError, match="is neither a folder nor one of"):
+        offload(reference_model, OffloadConfig(predictor="9" * 400))
 
 
 def test_a_preset_with_a_predictor_is_not_on_demand() -> None:

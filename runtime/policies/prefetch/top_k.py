@@ -13,6 +13,8 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.policies.prefetch.base import PrefetchPolicy, Transfer, Wanted
 from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 
+MOST_OVERFETCH = 65_536
+
 
 @dataclass(frozen=True, kw_only=True)
 class TopKConfig(PolicyConfig):
@@ -22,8 +24,10 @@ class TopKConfig(PolicyConfig):
     """Experts asked for per token, as a multiple of K (1.0: the forecast's own only)."""
 
     def __post_init__(self) -> None:
-        if self.overfetch < 1.0:
-            raise ExpertcastError(f"overfetch={self.overfetch}: give 1.0 or more, such as 1.5 for half as many again")
+        if not 1.0 <= self.overfetch <= MOST_OVERFETCH:
+            raise ExpertcastError(
+                f"overfetch={self.overfetch}: give 1.0 to {MOST_OVERFETCH}, such as 1.5 for half as many again"
+            )
 
 
 class TopK(PrefetchPolicy):

@@ -1,42 +1,62 @@
-"""`expertcast inspect`: say what a model, traces folder or checkpoint is."""
+"""`expertcast inspect`: say what a model, traces folder or checkpoint is, or whether its files are what was written."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 from expertcast.checkpoints import files
-from expertcast.checkpoints.store import PredictorCheckpoint
+from expertcast.checkpoints.store import PredictorCheckpoint, holds_predictor
 from expertcast.commands.options import Option
 from expertcast.commands.output import Outcome, describe_traces, table
 from expertcast.data.inspection import inspect_model
 from expertcast.data.layout import TRACE_FILE
 from expertcast.data.traces import TraceDataset
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime.storage.store_file import FILE_NAME, verify_store
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What `expertcast inspect` takes."""
 
-    target: Annotated[str, Option(positional=True, metavar="MODEL|TRACES|CKPT")]
+    target: Annotated[str, Option(positional=True, metavar="MODEL|TRACES|CKPT|STORE")]
     """What to look at."""
+    verify: bool = False
+    """Read all files of traces, a checkpoint or a store folder, and compare them with their digests."""
 
 
 def run(options: Options) -> Outcome:
-    """Read what describes it; no weight is read."""
+    """Read what describes it; no weight is read unless it is to be verified."""
     folder = Path(options.target)
+    if options.verify:
+        checked = _verify(folder)
+        return {"target": options.target, "checked": checked}, "\n".join(f"{what}: right" for what in checked)
     if (folder / TRACE_FILE).is_file():
         traces = TraceDataset.open(folder)
         return dict(traces.info), describe_traces(traces)
-    try:
-        config = json.loads((folder / files.CONFIG).read_bytes())
-    except (OSError, ValueError):  # no predictor's: whatever is wrong with a model's is said where that is read
-        config = None
-    if isinstance(config, dict) and "predictor" in config:
+    if holds_predictor(folder):
         checkpoint = PredictorCheckpoint.open(folder)
         recall = checkpoint.metrics.get("recall_at_k", {}).get(checkpoint.name)
         return checkpoint.config, table({**checkpoint.config, "recall_at_k": recall})
     report = asdict(inspect_model(options.target))
     return report, table({key: value for key, value in report.items() if value != ""})
+
+
+def _verify(folder: Path) -> list[str]:
+    """Kinds of files that were read and are right.
+
+    Raises:
+        ExpertcastError: one is not, or nothing of ours lies there.
+    """
+    if (folder / TRACE_FILE).is_file():
+        TraceDataset.open(folder).verify()
+        return ["trace.json", "shards", "skeleton", "default vectors"]
+    if holds_predictor(folder):
+        PredictorCheckpoint.open(folder).load()
+        return [files.CONFIG, files.METRICS, files.WEIGHTS]
+    if (folder / FILE_NAME).is_file():
+        verify_store(folder)
+        return [FILE_NAME]
+    raise ExpertcastError(f"{folder} holds neither traces nor a checkpoint nor a store: only these have digests")

@@ -1,0 +1,49 @@
+"""Checkpoints of a tiny model, for tests of what is done to their files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from expertcast.checkpoints import files
+from expertcast.checkpoints.store import save_predictor
+from expertcast.predictors import MoEView, predictor_class
+from expertcast.predictors.artefacts import SEAL
+from expertcast.predictors.estimator import EstimatorConfig
+from expertcast.predictors.hybrid import HybridConfig
+from expertcast.predictors.linear import LinearConfig
+from expertcast.predictors.next_token import NextTokenConfig
+
+RECALL = {"mean": 0.5, "per_layer": [0.25, 0.75, 0.5]}
+SCORES = {"recall_at_k": {"linear": RECALL}, "targets": [1, 2, 3], "ahead": 1, "exact_set": {"linear": None}}
+METRICS = {"split": "test", **SCORES, "validation": SCORES}
+CONFIGS = {
+    "linear": LinearConfig(),
+    "estimator": EstimatorConfig(parameters=20_000),
+    "next_token": NextTokenConfig(tokens=2, width=8, memories=(2, 8)),
+    "hybrid": HybridConfig(
+        candidates=["next_norm", "linear"],
+        choices=[{"ahead": 1, "layer": 1 + at, "predictor": "linear", "recall": {"linear": 0.5}} for at in range(3)],
+        member_configs={"linear": LinearConfig().as_dict()},
+    ),
+}
+"""The configurations that hold something."""
+
+
+def write(name: str, view: MoEView, folder: Path) -> Path:
+    """A checkpoint of random tensors."""
+    torch.manual_seed(0)
+    predictor = predictor_class(name)(CONFIGS[name], view.shape)
+    for tensor in predictor.state_dict().values():
+        tensor.copy_(torch.randn(tensor.shape))
+    save_predictor(predictor, folder, view=view, metrics=METRICS, extra={"training": {"tokens": 3}, "by": "me"})
+    return folder
+
+
+def without_seal(folder: Path) -> None:
+    """As it was written before there were digests."""
+    values = json.loads((folder / files.CONFIG).read_bytes())
+    old = {name: value for name, value in values.items() if name not in ("files", SEAL)}
+    (folder / files.CONFIG).write_text(json.dumps(old))

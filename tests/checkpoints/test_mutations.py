@@ -1,0 +1,174 @@
+"""Whatever is done to a checkpoint's files: one line, or the same forecasts as before."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertcast.checkpoints import files
+from expertcast.checkpoints.store import PredictorCheckpoint
+from expertcast.commands.output import table
+from expertcast.predictors import ExpertcastError, MoEView
+from expertcast.predictors.artefacts import SEAL, file_digest
+from expertcast.runtime.arguments import recall_per_layer
+from tests.checkpoints.made import CONFIGS, METRICS, write
+from tests.sealed import edit_json
+from tests.training.synthetic import tiny_view
+
+WILD: tuple[Any, ...] = (None, True, -1, 10**9, 10**30, 0.5, "x", [], [[]], [-1], {})
+
+
+@pytest.fixture(scope="module")
+def view() -> MoEView:
+    return tiny_view()
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def written(request: pytest.FixtureRequest, view: MoEView, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(request.param, view, tmp_path_factory.mktemp("written") / request.param)
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / written.name))
+
+
+def tensors_of(folder: Path, view: MoEView) -> dict[str, list[Any]]:
+    """After all that commands do with a checkpoint has been done."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpoint = PredictorCheckpoint.open(folder)
+        predictor = checkpoint.load(view)
+    json.dumps(recall_per_layer(checkpoint), allow_nan=False)
+    table(checkpoint.config).encode()
+    return {name: tensor.tolist() for name, tensor in predictor.state_dict().items()}
+
+
+def refusal(folder: Path, view: MoEView, before: dict[str, list[Any]]) -> str | None:
+    """The line that a checkpoint is refused with, None where it is loaded as it was."""
+    try:
+        after = tensors_of(folder, view)
+    except ExpertcastError as error:
+        line = str(error)
+    else:
+        assert after == before
+        return None
+    assert line.isprintable()
+    assert len(line) < 1000
+    return line
+
+
+def test_bytes(folder: Path, view: MoEView) -> None:
+    """Flipped bits, bytes set, exchanged and left out in each of the three files."""
+    before, rng = tensors_of(folder, view), random.Random(folder.name)
+    for name in (files.CONFIG, files.METRICS, files.WEIGHTS):
+        content = (folder / name).read_bytes()
+        for place in rng.sample(range(len(content) - 8), 60):
+            changed = bytearray(content)
+            match rng.randrange(4):
+                case 0:
+                    changed[place] ^= 1 << rng.randrange(8)
+                case 1:
+                    changed[place : place + 8] = b"\xff" * 8
+                case 2:
+                    changed[place], changed[place + 4] = changed[place + 4], changed[place]
+                case 3:
+                    del changed[place:]
+            (folder / name).write_bytes(bytes(changed))
+            line = refusal(folder, view, before)
+            # blanks and escapes of config.json may be others, its values may not
+            same = json.loads(changed) == json.loads(content) if line is None and name == files.CONFIG else False
+            assert line or same or changed == content
+        (folder / name).write_bytes(content)
+    assert refusal(folder, view, before) is None
+
+
+Change = Callable[[Any, Any], object]
+"""What is done to a member of an object, or an element of a list, by its key."""
+
+
+def put(value: Any) -> Change:
+    return lambda holder, key: holder.update({key: value}) if isinstance(holder, dict) else holder.insert(key, value)
+
+
+def drop(holder: Any, key: Any) -> None:
+    del holder[key]
+
+
+def add(holder: Any, key: Any) -> None:
+    if isinstance(holder, dict):
+        holder["no\nsuch"] = 1
+
+
+def mistype(holder: Any, key: Any) -> None:
+    holder[key] = [1] if isinstance(holder[key], dict) else {"a": 1}
+
+
+def places(values: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in nested values, of a list the first element only."""
+    for key in values if isinstance(values, dict) else range(min(1, len(values))) if isinstance(values, list) else ():
+        yield (*way, key)
+        yield from places(values[key], (*way, key))
+
+
+def apply(change: Change, way: tuple[Any, ...], values: Any) -> None:
+    for key in way[:-1]:
+        values = values[key]
+    change(values, way[-1])
+
+
+def test_fields_of_sealed_files(folder: Path, view: MoEView) -> None:
+    before = tensors_of(folder, view)
+    for name in (files.CONFIG, files.METRICS):
+        content = (folder / name).read_text()
+        for way in places(json.loads(content)):
+            for change in (drop, add, mistype, put(10**9), put(None)):
+                values = json.loads(content)
+                apply(change, way, values)
+                (folder / name).write_text(json.dumps(values))
+                assert refusal(folder, view, before) or values == json.loads(content), way
+        (folder / name).write_text(content)
+
+
+OPTIONAL = {"training", "extra", "versions", "choices", "member_configs"}
+"""Members that may be missing, or hold what they like: nothing else tells a field of theirs is wrong but the seal."""
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_fields_of_config(folder: Path, view: MoEView, sealed: bool) -> None:
+    """By the schema alone, the file being sealed after the change, or as it was before there were seals."""
+    before, path = tensors_of(folder, view), folder / files.CONFIG
+    values = json.loads(path.read_bytes())
+    if not sealed:
+        del values[SEAL], values["files"]
+    for way in places({key: value for key, value in values.items() if key != SEAL}):
+        for change in (drop, add, mistype, *map(put, WILD)):
+            path.write_text(json.dumps(values))
+            edit_json(path, partial(apply, change, way))
+            line = refusal(folder, view, before)
+            harmless = change in (drop, add) and isinstance(way[-1], int)
+            assert line or harmless or OPTIONAL & set(way) or change not in (drop, add, mistype), (way, change)
+
+
+@pytest.mark.parametrize("written", ["linear"], indirect=True)
+def test_fields_of_metrics(folder: Path, view: MoEView) -> None:
+    """By the schema alone: the digest in config.json follows each change."""
+    before, path = tensors_of(folder, view), folder / files.METRICS
+    content = path.read_text()
+    for way in places(METRICS):
+        for change in (drop, add, mistype, *map(put, WILD)):
+            path.write_text(content)
+            edit_json(path, partial(apply, change, way))
+            found = file_digest(path)
+            edit_json(folder / files.CONFIG, lambda config, found=found: config["files"].update({files.METRICS: found}))
+            line = refusal(folder, view, before)
+            computed_from = {"recall_at_k", "targets", "ahead"} & set(way)
+            assert line or not computed_from or change is not mistype, (way, change)
