@@ -66,7 +66,7 @@ def load_config(model_id: str) -> PretrainedConfig:
     """
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(resolve_model(model_id))
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a config that is not right fails in whatever way its family's classes fail
         raise ExpertcastError(f"cannot load model {model_id!r}: {first_line(error)}") from error
     return config
 
