@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from expertcast.checkpoints.store import PredictorCheckpoint
-from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor, names, predictor_class
+from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor, predictor_class
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink, Link
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.links.paced import PacedCudaLink
-from expertcast.runtime.option_values import size_bytes
+from expertcast.runtime.option_values import check_predictor, size_bytes
 from expertcast.runtime.policies import LRU, Fetch, Policies, Standard, TopK
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import BlockLayout
@@ -35,13 +35,10 @@ def resolve_predictor(
         return None, None
     if isinstance(given, Predictor):
         return given.bind(view), None
-    if os.path.exists(given):  # no error for a text that can be no path
+    check_predictor(given)
+    if os.path.exists(given):
         checkpoint = PredictorCheckpoint.open(given)
         return checkpoint.load(view), checkpoint
-    if str(given) not in names():
-        raise ExpertcastError(
-            f"predictor {str(given)!r} is neither a folder nor one of {', '.join(names())}: give a checkpoint's folder"
-        )
     cls = predictor_class(str(given))
     made = cls(cls.config_class(), view.shape)
     if made.state_dict():

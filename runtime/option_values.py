@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors import ExpertcastError, names
 from expertcast.runtime.policies import Policies
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -98,3 +99,15 @@ def _policies(given: Mapping[str, object]) -> Policies:
         if kind not in kinds or not isinstance(text, str):
             raise ExpertcastError(f"policies {kind}={text!r}: give texts by kind, of {', '.join(kinds)}")
     return Policies(**given)  # type: ignore[arg-type]
+
+
+def check_predictor(given: str | Path) -> None:
+    """Refuse what is neither a folder nor a predictor's name.
+
+    Raises:
+        ExpertcastError: with the names that there are.
+    """
+    if not os.path.exists(given) and str(given) not in names():  # no error for a text that can be no path
+        raise ExpertcastError(
+            f"predictor {str(given)!r} is neither a folder nor one of {', '.join(names())}: give a checkpoint's folder"
+        )

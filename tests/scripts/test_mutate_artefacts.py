@@ -11,8 +11,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "mutate_artefacts.py"
 SEED = 16
-STRICT = ("",)
-"""Beginnings of the names of files of which no case may fail; ("",) is all of them."""
 
 
 def _run(*words: object) -> subprocess.CompletedProcess[str]:
@@ -31,10 +29,10 @@ def test_one_line_or_the_right_answer(tmp_path: Path) -> None:
     result = json.loads(found.read_text())
     assert result["operations"] >= 400
     assert len(result["by_file"]) >= 15
-    failures = [failure for failure in result["failures"] if failure["file"].startswith(STRICT)]
-    assert failures == []
+    assert result["failures"] == []
     total = {kind: sum(row[kind] for row in result["by_file"].values()) for kind in ("right", "refused")}
-    assert min(total.values()) >= 100, "both kinds of answers were met"
+    assert total["refused"] >= 100
+    assert total["right"] >= 20, "some damage is harmless"
 
 
 def test_what_came_out_is_told_apart(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.config import MODES, OffloadConfig
 from expertcast.runtime.loading import load_offloaded
+from expertcast.runtime.option_values import check_predictor
 from expertcast.runtime.policies import Policies
 
 _OFFLOAD = Fields(
@@ -74,11 +75,15 @@ def configuration(options: Options) -> OffloadConfig:
     if ("slots" in changed) != ("memory" in changed):  # two ways to say the same: the file's goes
         changed = {"slots": None, "memory": None, **changed}
     try:
-        return OffloadConfig.of(config, changed)
+        made = OffloadConfig.of(config, changed)
+        for given in (made.predictor, made.next_token):
+            if isinstance(given, (str, Path)):
+                check_predictor(given)
     except ExpertcastError as error:
         if options.config is None:
             raise
         raise ExpertcastError(f"{options.config} with what is given beside it: {error}") from error
+    return made
 
 
 def _policies(words: Sequence[str]) -> Policies | str:
