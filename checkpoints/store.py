@@ -12,6 +12,8 @@ Nothing here is pickled. A folder appears whole or not at all: it is written bes
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import json
 import os
 import shutil
@@ -31,6 +33,9 @@ from expertcast.predictors import ExpertcastError, ModelShape, MoEView, Predicto
 from expertcast.predictors.artefacts import SEAL, check_file, digest, read_json, seal, warn_unsealed
 from expertcast.predictors.fields import from_values
 from expertcast.predictors.plain import Json
+
+_OLD = ".old"
+"""Ends the name of a checkpoint that a new one is about to replace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,7 @@ class PredictorCheckpoint:
             ExpertcastError: no folder, a file missing, unreadable, changed, or not by its schema.
         """
         folder = Path(folder)
+        recover(folder)
         if not folder.is_dir():
             raise ExpertcastError(f"no predictor checkpoint at {folder}: give the folder that `expertcast train` wrote")
         missing = [name for name in (files.CONFIG, files.WEIGHTS, files.METRICS) if not (folder / name).is_file()]
@@ -211,8 +217,23 @@ def _refuse_foreign(folder: Path) -> None:
 
 def _replace(new: Path, folder: Path) -> None:
     """Put `new` in the place of `folder`: each step is one rename, so a reader sees the old or the new whole."""
-    old = new.with_name(new.name + ".old")
-    if folder.exists():
-        os.rename(folder, old)
-    os.rename(new, folder)
-    shutil.rmtree(old, ignore_errors=True)
+    aside: list[Path] = []
+    while new.exists():
+        if folder.exists():
+            aside.append(new.with_name(f"{new.name}.{len(aside)}{_OLD}"))
+            os.rename(folder, aside[-1])
+        try:
+            os.rename(new, folder)
+        except OSError:
+            if not folder.exists():  # else a reader has just put the old one back
+                raise
+    for old in aside:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """A save that was killed between two renames left the checkpoint that it was to replace aside: it is put back."""
+    with contextlib.suppress(OSError, ValueError):  # whatever else is wrong is said where the folder is read
+        if not os.path.lexists(folder):
+            aside = folder.parent.glob(f".{glob.escape(folder.name)}.*{_OLD}")
+            os.rename(max(aside, key=os.path.getmtime), folder)

@@ -10,6 +10,7 @@ import typing
 from collections.abc import Mapping
 from pathlib import Path
 
+from expertcast.checkpoints.store import recover
 from expertcast.predictors import ExpertcastError, names
 from expertcast.runtime.policies import Policies
 
@@ -107,6 +108,7 @@ def check_predictor(given: str | Path) -> None:
     Raises:
         ExpertcastError: with the names that there are.
     """
+    recover(Path(given))
     if not os.path.exists(given) and str(given) not in names():  # no error for a text that can be no path
         raise ExpertcastError(
             f"predictor {str(given)!r} is neither a folder nor one of {', '.join(names())}: give a checkpoint's folder"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,35 @@ def test_a_failed_save_leaves_the_old_checkpoint_whole(
     assert [path.name for path in linear.parent.iterdir()] == ["linear"]
     save_predictor(fitted_predictors["frequency"].predictor, linear, view=reference_traces.view)
     assert load_predictor(linear).name == "frequency"
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_save_that_is_killed_between_two_renames_loses_nothing(
+    opened: bool, linear: Path, fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The next who opens the checkpoint, or saves one there, puts the old one back; a reader may do so while it is
+    replaced."""
+    rename, calls = os.rename, []
+
+    def killed(old: Path, new: Path) -> None:
+        calls.append(new)
+        if len(calls) == 2:
+            if not opened:
+                raise KeyboardInterrupt
+            PredictorCheckpoint.open(linear)
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", killed)
+    predictor, view = fitted_predictors["router_input"].predictor, reference_traces.view
+    with nullcontext() if opened else pytest.raises(KeyboardInterrupt):
+        save_predictor(predictor, linear, view=view)
+    monkeypatch.undo()
+    assert linear.exists() is opened
+    assert PredictorCheckpoint.open(linear).name == ("router_input" if opened else "linear")
+    save_predictor(predictor, linear, view=view)
+    assert PredictorCheckpoint.open(linear).name == "router_input"
+    assert [path.name for path in linear.parent.iterdir()] == [linear.name]
 
 
 def test_a_folder_of_something_else_is_left_alone(
