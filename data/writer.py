@@ -30,8 +30,8 @@ from expertcast.data.tensor_files import is_finite, read_tensors, tensors_digest
 from expertcast.predictors.artefacts import (
     CLOSED,
     SEAL,
+    DigestingFile,
     check_file,
-    digest,
     file_digest,
     parse_json,
     seal,
@@ -127,14 +127,13 @@ class ShardWriter:
 
         name = layout.shard_file(self._rank, len(self.done.shards))
         rows = self._table()
-        sink = pa.BufferOutputStream()
-        # in one piece, so that the reader can look at a whole column as one tensor
-        with ArrowWriter(features=self._features, stream=sink, writer_batch_size=rows.num_rows) as writer:
-            writer.write_table(rows)
-            writer.finalize(close_stream=False)
-        content = memoryview(sink.getvalue())
-        write_atomically(self._folder / name, content)
-        self.done.shards[name] = digest(content)
+        with _replacing(self._folder / name) as file:
+            sink = DigestingFile(file)
+            # in one piece, so that the reader can look at a whole column as one tensor
+            with ArrowWriter(features=self._features, stream=sink, writer_batch_size=rows.num_rows) as writer:
+                writer.write_table(rows)
+                writer.finalize(close_stream=False)
+        self.done.shards[name] = sink.digest
         self.done.batches += len(self._batches)
         self.done.rows += rows.num_rows
         self._batches = []

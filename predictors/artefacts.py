@@ -10,13 +10,14 @@ flips in any of them is noticed. What was written before there were digests is r
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import xxhash
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -105,6 +106,31 @@ def warn_unsealed(path: Path) -> None:
 def digest(data: bytes | memoryview) -> str:
     """xxh3 of some bytes, as files name it."""
     return "xxh3:" + xxhash.xxh3_128_hexdigest(data)
+
+
+class DigestingFile(io.RawIOBase):
+    """Passes on what is written to it, and takes the digest meanwhile: a large file need not be in memory."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._state = file, xxhash.xxh3_128()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._state.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        """Whoever opened the file closes it."""
+
+    @property
+    def digest(self) -> str:
+        """As :func:`digest`, of all that was written so far."""
+        return "xxh3:" + self._state.hexdigest()
 
 
 def file_digest(path: Path) -> str:
