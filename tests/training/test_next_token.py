@@ -188,7 +188,7 @@ def test_commands_refuse(reference_traces: TraceDataset, tmp_path: Path, capsys:
     assert main(["train", traces, "--predictor", "next_token", "--ahead", "2", *out]) == 2
     assert "looks tokens ahead" in capsys.readouterr().err
     assert main(["train", traces, "--predictor", "next_token", "--set", "memories=0", *out]) == 2
-    assert "memories=(0,)" in capsys.readouterr().err
+    assert "memories=0" in capsys.readouterr().err
 
 
 def test_nothing_to_score(source: Cyclic, fitted: NextToken) -> None:
