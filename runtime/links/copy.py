@@ -23,9 +23,9 @@ _WARPS = 8
 _PROGRAMS = 16
 """A quarter of a megabyte on its way, 16 x 2,048 words, as 64 bytes (four loads of 16) a thread.
 
-By Little's law a link needs its rate times its latency: PCIe 5 (55 GB/s) 55 to 110 kB at the 1 to 2 us of a read over
-PCIe (EMOGI, PVLDB 14(2), section 3.3: 1.0 to 1.6 us), so that it stays full while programs store what has come. Few
-programs, for each keeps a persistent matmul off a multiprocessor; see :mod:`expertcast.runtime.links.carve_out`.
+By Little's law a link needs rate times latency: PCIe 5 (55 GB/s) 55 to 110 kB at 1 to 2 us a read (an estimate),
+so that it stays full while programs store what has come. Few programs, for each keeps a persistent matmul off a
+multiprocessor; see :mod:`expertcast.runtime.links.carve_out`.
 """
 _SHARE = 4
 """A device gives up one multiprocessor in so many at most."""
