@@ -34,8 +34,8 @@ class _Plan:
     ids_TK: Tensor
     keys: list[int] | None
     """Key of each of the T x K ids, when they are few."""
-    pairs: Mapping[int, int]
-    """By key, how many of the T x K ids name it."""
+    pairs: Mapping[int, int] | None
+    """By key, how many of the T x K ids name it, when they are many."""
     chunks: list[list[int]]
     """Distinct keys, chunk by chunk; one chunk when all fit the slots."""
     precision: dict[int, str] | None
@@ -161,15 +161,16 @@ class HostEngine(Engine):
             few = ids_TK.numel() <= _FEW_IDS
             flat = self._readback.start(ids_TK.reshape(-1)).tolist() if few else None
         if flat is not None and len(flat) <= _FEW_IDS:
-            all_keys = [first + expert for expert in flat]
-            pairs: Mapping[int, int] = Counter(all_keys)
+            all_keys, pairs = [first + expert for expert in flat], None
+            distinct = list(dict.fromkeys(all_keys))
         else:
             all_keys = None
             ids_P = ids_TK.reshape(-1).long()
             counts_E = ids_P.new_zeros(self._experts).scatter_add_(0, ids_P, torch.ones_like(ids_P))
             counts = self._readback.start(counts_E).tolist()  # torch.unique would keep the host from the link
             pairs = {first + expert: count for expert, count in enumerate(counts) if count}
-        chunks = self._flow.begin(layer, list(pairs), precision)
+            distinct = list(pairs)
+        chunks = self._flow.begin(layer, distinct, precision)
         plan = self._plan = _Plan(layer, ids_TK, all_keys, pairs, chunks, precision)
         if len(chunks) == 1:
             self._send_slots(plan)
@@ -198,7 +199,7 @@ class HostEngine(Engine):
 
     def _chunks(self, plan: _Plan, ids_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """A chunk's pairs with their slots, once its copies are waited for; the next one loads meanwhile."""
-        order_P = self._chunk_order(plan, ids_P)
+        order_P, count = self._chunk_order(plan, ids_P), plan.pairs or Counter(plan.keys)
         start = 0
         for keys, following in zip(plan.chunks, [*plan.chunks[1:], None], strict=True):
             sent = self._send_table(plan.layer, keys)  # before the next copies, for which it would have to wait
@@ -206,7 +207,7 @@ class HostEngine(Engine):
                 self._flow.stream(plan.layer)
             else:
                 self._residency.request(following, plan.precision)
-            end = start + sum(plan.pairs[key] for key in keys)
+            end = start + sum(count[key] for key in keys)
             pairs = order_P[start:end]
             slots = sent.take()[ids_P[pairs]]
             self._wait(plan.layer, keys)
