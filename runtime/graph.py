@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.engine.captured import recording
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.offloaded import OffloadedModel
 
@@ -135,12 +136,7 @@ class GraphDecoder:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         try:
-            # torch's own capture stream belongs to whatever device was current first: kernels of another device would
-            # run beside it and not be captured. Only this thread is kept from calls that a capture forbids
-            with (
-                torch.cuda.device(self._device),
-                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
-            ):
+            with recording(graph, stream):
                 self._step()
         except RuntimeError as error:
             raise ExpertcastError(

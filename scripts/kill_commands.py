@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import gc
-import importlib
 import json
 import os
 import shutil
@@ -34,7 +32,6 @@ from fault_trials import artefacts, forked
 from fault_trials.artefacts import Made
 from fault_trials.commands import TRIALS, Trial, files_in, in_one_line
 from fault_trials.operations import OPERATIONS, comparable, difference
-from mutate_artefacts import IMPORTS
 
 NOBODY = 65534
 LONGEST = (20_000, 40_000, 70_000)
@@ -62,10 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=TRIALS, default=list(TRIALS), help="(default: all commands)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
     args = parser.parse_args(argv)
-    for module in IMPORTS:
-        importlib.import_module(f"expertcast.{module}")
-    gc.collect()
-    gc.freeze()
+    forked.prepare()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
         os.chmod(temporary, 0o755)

@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import gc
-import importlib
 import json
 import os
 import shutil
@@ -43,8 +41,6 @@ from fault_trials.operations import BAD, CLASSES, OPERATIONS, comparable, outcom
 WEIGHTS = {artefacts.TRACES: 8, artefacts.ESTIMATOR: 4, artefacts.FREE: 3, artefacts.NEXT_TOKEN: 1,
            artefacts.STORE: 3, artefacts.CONFIG: 2}  # fmt: skip
 EDITABLE = (artefacts.CONFIG,)
-IMPORTS = ("cli", "commands.collect", "commands.eval", "commands.generate", "commands.inspect", "commands.simulate",
-           "commands.train", "training.fit_estimator", "training.fit_next_token", "runtime.loading")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
     args = parser.parse_args(argv)
-    for module in IMPORTS:
-        importlib.import_module(f"expertcast.{module}")
-    gc.collect()
-    gc.freeze()  # a collection in a fork would copy every page that holds an object
+    forked.prepare()
     with tempfile.TemporaryDirectory() as temporary:
         driver = Driver(args.out or Path(temporary), args.seed)
         rows: list[Row] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,27 @@ Program = Callable[..., tuple[Tensor, ...]]
 
 _WARM_UP = 3
 """Runs before a capture: libraries get their workspaces."""
+
+
+@contextmanager
+def recording(
+    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: _POOL_HANDLE | None = None
+) -> Iterator[None]:
+    """What is launched becomes a graph and does not run.
+
+    torch's own capture stream belongs to whatever device was current first: kernels of another device would run beside
+    it and not be captured. Only this thread is kept from calls that a capture forbids.
+
+    Args:
+        graph: an empty one.
+        stream: of the device whose kernels are launched.
+        pool: memory that it shares with graphs which never run beside it; None: its own.
+    """
+    with (
+        torch.cuda.device(stream.device),
+        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+    ):
+        yield
 
 
 class CapturedProgram:
@@ -40,11 +62,7 @@ class CapturedProgram:
                 program(*self._inputs)
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        # only this thread is kept from calls that a capture forbids
-        with (
-            torch.cuda.device(device),
-            torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-        ):
+        with recording(self._graph, stream, pool):
             self._outputs = program(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from expertcast.predictors.plain import Json
+from expertcast.runtime.links.carve_out import has_persistent_grouped_mm
 
 _GROUPED_MM = tuple(
     function
@@ -55,7 +56,7 @@ def over_slots(
         return nullcontext()
     if slots_TK.device.type != "cuda":
         return nullcontext()
-    if not _is_native(next(experts.parameters(recurse=False))):
+    if not has_persistent_grouped_mm(next(experts.parameters(recurse=False))):
         return _SlotProducts(slots_TK.reshape(-1).tolist() if slots is None else slots)
     return nullcontext() if count <= _MOST_GROUPS else _SlotRanges(slots)
 
@@ -163,8 +164,3 @@ def _products(rows: Tensor, weight: Tensor, groups: Sequence[tuple[int, int]]) -
         torch.mm(rows[start : start + count], weight[slot], out=output[start : start + count])
         start += count
     return output
-
-
-def _is_native(weight: Tensor) -> bool:
-    """Whether torch has a kernel of `grouped_mm` for this device and dtype."""
-    return weight.dtype == torch.bfloat16 and torch.cuda.get_device_capability(weight.device)[0] in (9, 10)

@@ -66,11 +66,10 @@ class KernelLink(Link):
         tables = KernelResidency if pool.device.type == "cuda" else DeviceResidency
         self.residency = tables(layers=store.layers, experts=store.experts, slots=pool.count, device=pool.device)
         self._counts = self.residency.counts
-        self._cuda = self.driver
-        self._stream = None if self._cuda is None else self._cuda.new_stream()
-        if self._cuda is not None:
-            self._order = ForwardOrder(self._cuda)
-            self._forks, self._events = EventPool(self._cuda), EventPool(self._cuda, timing=True)
+        self._stream = None if self.driver is None else self.driver.new_stream()
+        if self.driver is not None:
+            self._order = ForwardOrder(self.driver)
+            self._forks, self._events = EventPool(self.driver), EventPool(self.driver, timing=True)
         self._under_way: list[_Call] = []
         """Calls that compute has not waited for."""
         self._timed: deque[_Call] = deque()
@@ -91,15 +90,15 @@ class KernelLink(Link):
             self._copier.copy(moves)
             self._took(layer, start, time.perf_counter(), urgent)
             return
-        assert self._cuda is not None
+        assert self.driver is not None
         begun = None
-        if self._cuda.capturing():
-            self._stream.wait_stream(self._cuda.current_stream())
-            arrived = self._cuda.new_event()
+        if self.driver.capturing():
+            self._stream.wait_stream(self.driver.current_stream())
+            arrived = self.driver.new_event()
         else:
-            self._fork(self._cuda.current_stream())
+            self._fork(self.driver.current_stream())
             begun, arrived = self._events.take(), self._events.take()
-        with self._cuda.use(self._stream):
+        with self.driver.use(self._stream):
             if begun is not None:
                 begun.record(self._stream)
             self._copier.copy(moves)
@@ -117,9 +116,9 @@ class KernelLink(Link):
 
     def join(self, ticket: int) -> None:
         """Make the current stream wait for the first `ticket` calls under way."""
-        if self._cuda is None or not ticket:
+        if self.driver is None or not ticket:
             return
-        self._cuda.current_stream().wait_event(self._under_way[ticket - 1].arrived)
+        self.driver.current_stream().wait_event(self._under_way[ticket - 1].arrived)
         self._joined(ticket)
 
     def beside_copies(self) -> AbstractContextManager[object]:
@@ -127,7 +126,7 @@ class KernelLink(Link):
         return self.carve_out if self._under_way else nullcontext()
 
     def follow(self) -> None:
-        if self._cuda is not None:
+        if self.driver is not None:
             self._order.enter()
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
@@ -145,8 +144,8 @@ class KernelLink(Link):
 
     def synchronize(self) -> None:
         """Wait on the host until everything that was launched has run."""
-        if self._cuda is not None:
-            self._cuda.synchronize()
+        if self.driver is not None:
+            self.driver.synchronize()
             self._joined(len(self._under_way))
             self._collect()
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
+import importlib
 import json
 import os
 import resource
@@ -18,9 +20,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+_IMPORTS = ("cli", "commands.collect", "commands.eval", "commands.generate", "commands.inspect", "commands.simulate",
+            "commands.train", "training.fit_estimator", "training.fit_next_token", "runtime.loading")  # fmt: skip
 _TIMED_OUT = "Timeout ("
 _RAISED = 70
 """Exit status after an exception; sysexits.h's for an error in the program."""
+
+
+def prepare() -> None:
+    """Before the first fork: import what the commands need, once for all forks."""
+    for module in _IMPORTS:
+        importlib.import_module(f"expertcast.{module}")
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy every page that holds an object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,9 @@ from torch.nn import functional
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from expertcast.data.discovery import find_moe_layers
-from expertcast.runtime.engine.grouped import _MOST_GROUPS, _is_native, _ranges
+from expertcast.runtime.engine.grouped import _MOST_GROUPS, _ranges
 from expertcast.runtime.engine.kernels import SlotKernel
+from expertcast.runtime.links.carve_out import has_persistent_grouped_mm
 from tests.runtime.links.cuda_helpers import MARKS, cuda_model
 
 EXPERTS = 8
@@ -20,7 +21,7 @@ pytestmark = MARKS
 
 @pytest.fixture(autouse=True)
 def _native() -> None:
-    if not _is_native(torch.empty(0, dtype=torch.bfloat16, device="cuda")):
+    if not has_persistent_grouped_mm(torch.empty(0, dtype=torch.bfloat16, device="cuda")):
         pytest.skip("torch has no kernel of grouped_mm for this device")
 
 
