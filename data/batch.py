@@ -29,6 +29,8 @@ class TraceBatch:
     """Position of the token inside its document (int64)."""
     previous_TLE: Tensor | None = None
     """Router logits of the previous token of the text, NaN at a document's first; only where asked for."""
+    early_TLD: Tensor | None = None
+    """[T, L - 1, D] by source layer: `RouterState.early_TD`, in the residuals' dtype; where it was collected."""
 
     def __len__(self) -> int:
         return int(self.document_T.shape[0])
@@ -71,7 +73,7 @@ class TraceBatch:
 
     def routing(self) -> TraceBatch:
         """The same rows without residuals."""
-        return replace(self, residual_TLD=self.residual_TLD[:, :0], previous_TLE=None)
+        return replace(self, residual_TLD=self.residual_TLD[:, :0], previous_TLE=None, early_TLD=None)
 
     def state(self, view: MoEView, layer: int) -> RouterState:
         """The router state at `layer`, recomputed: s_l from r_l, ids and weights from the logits."""
@@ -87,4 +89,5 @@ class TraceBatch:
             topk_ids_TK=ids_TK,
             topk_weights_TK=weights_TK,
             previous_logits_TLE=self.previous_TLE,
+            early_TD=None if self.early_TLD is None or layer + 1 >= len(view) else self.early_TLD[:, layer],
         )

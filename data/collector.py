@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-import torch
 from safetensors.torch import save
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,6 +20,7 @@ from expertcast.data.distributed import Share, current_share, documents_of, wait
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import SPLITS, Plan, PlannedDocument, TextOptions, Window, make_plan
 from expertcast.data.skeleton import save_skeleton
+from expertcast.data.stand_in_file import plan_stand_in, read_stand_in, write_stand_in
 from expertcast.data.stream import ActivationStream, pad_windows
 from expertcast.data.text import Document
 from expertcast.data.trace_file import read_info, write_info
@@ -29,6 +29,8 @@ from expertcast.data.writer import REMEDY, SHARD_BYTES, ShardWriter, merged_prog
 from expertcast.predictors.artefacts import digest, file_digest
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
+from expertcast.predictors.stand_in import StandIn
+from expertcast.predictors.view import MoEView
 
 
 def collect(
@@ -63,22 +65,25 @@ def collect(
     view = find_moe_layers(model)
     means = MeanOutputs(view)
     plan = make_plan(documents, tokenizer, options, **fields)
-    stream = ActivationStream(model, view, plan.windows_of(plan.documents), batch_size=plan.options.batch_size)
-    logits = _logits_dtype(stream)
+    stream, columns = _stream(model, view, plan)
     folder = Path(out)
     if share.rank == 0:
-        _claim(folder, _new_info(stream, plan, share, logits))
-        _check_disk(folder, plan, layout.row_bytes(view.shape, logits))
+        _claim(folder, _new_info(stream, plan, share, columns))
+        _check_disk(folder, plan, columns.row_bytes)
+        if columns.early and not (folder / layout.STAND_IN_FILE).exists():
+            write_stand_in(folder, plan_stand_in(model, view, plan))
     wait_for_all(share)
     info = read_info(folder)
     if info is None:
         raise ExpertcastError(f"rank {share.rank} does not see {folder}: ranks need a file system that they share")
     if not info["complete"]:
-        writer = ShardWriter(folder, means, rank=share.rank, shape=view.shape, logits=logits, shard_bytes=shard_bytes)
+        writer = ShardWriter(folder, means, rank=share.rank, columns=columns, shard_bytes=shard_bytes)
+        if columns.early:
+            stream = stream.with_stand_in(read_stand_in(folder, view.shape, plan.options.early_rank or 0))
         _run(stream, plan, share, writer)
         wait_for_all(share)
         if share.rank == 0:
-            _finish(folder, {**info}, stream, plan, logits, share)
+            _finish(folder, {**info}, stream, plan, columns, share)
         wait_for_all(share)
     return TraceDataset.open(folder)
 
@@ -106,14 +111,22 @@ def _batches(plan: Plan, own: list[PlannedDocument], batch_size: int) -> Iterato
             yield split, windows[begin : begin + batch_size]
 
 
-def _logits_dtype(stream: ActivationStream) -> torch.dtype:
-    """What logits are stored in: seen in one forward of two tokens."""
-    first = stream.windows[0]
-    batch = pad_windows([Window(first.document, 0, first.token_ids[:2])])
-    return layout.stored_logits_dtype(stream.run(batch).logits_TLE.dtype)
+def _stream(model: PreTrainedModel, view: MoEView, plan: Plan) -> tuple[ActivationStream, layout.Columns]:
+    """The plan's stream, and its columns: seen in one forward of two tokens."""
+    rank = plan.options.early_rank
+    zero = None if rank is None else StandIn.of_shape(view.shape, 0)
+    windows = plan.windows_of(plan.documents)
+    stream = ActivationStream(model, view, windows, batch_size=plan.options.batch_size, stand_in=zero)
+    seen = stream.run(pad_windows([Window(windows[0].document, 0, windows[0].token_ids[:2])]))
+    early = stream.early is not None and stream.early.works
+    if rank is not None and not early:
+        reasons = [] if stream.early is None else list(dict.fromkeys(stream.early.refused.values()))[1:]
+        print(f"no early attention: {'; '.join(reasons) or 'the model has one MoE layer'}", file=sys.stderr)
+    columns = layout.Columns(view.shape, layout.stored_logits_dtype(seen.logits_TLE.dtype), early)
+    return stream.with_stand_in(None), columns
 
 
-def _new_info(stream: ActivationStream, plan: Plan, share: Share, logits: torch.dtype) -> Json:
+def _new_info(stream: ActivationStream, plan: Plan, share: Share, columns: layout.Columns) -> Json:
     """trace.json of a collection that begins; its settings must be the same for the collection to be gone on with."""
     account = plan.account(stream.view)
     settings = {
@@ -124,6 +137,7 @@ def _new_info(stream: ActivationStream, plan: Plan, share: Share, logits: torch.
         "batch_size": stream.batch_size,
         "ranks": share.world,
         "text": plan.digest,
+        **({"early_rank": plan.options.early_rank} if columns.early else {}),
     }
     identity = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return {
@@ -131,7 +145,7 @@ def _new_info(stream: ActivationStream, plan: Plan, share: Share, logits: torch.
         "id": identity[:16],
         "complete": False,
         "settings": settings,
-        "columns": layout.columns_note(stream.view.shape, logits),
+        "columns": columns.note(),
         **account,
     }
 
@@ -148,8 +162,8 @@ def _claim(folder: Path, new: Json) -> None:
         write_info(folder, new)
         return
     settings: Json = {**begun["settings"]}
-    for key, value in new["settings"].items():
-        before = settings[key]
+    for key in (*new["settings"], *settings):
+        before, value = settings.get(key), new["settings"].get(key)
         if before != value:
             raise ExpertcastError(
                 f"{folder} was begun with {key}={before}, now it is {value}: give the settings it was begun with, or "
@@ -182,8 +196,19 @@ def _size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def _finish(folder: Path, info: Json, stream: ActivationStream, plan: Plan, logits: torch.dtype, share: Share) -> None:
-    """Merge the ranks' work and mark the dataset complete; safe to repeat."""
+def _finish(
+    folder: Path, info: Json, stream: ActivationStream, plan: Plan, columns: layout.Columns, share: Share
+) -> None:
+    """Merge the ranks' work and mark the dataset complete; safe to repeat.
+
+    Args:
+        folder: of the dataset.
+        info: its trace.json so far.
+        stream: of its model.
+        plan: what was run.
+        columns: what was written of a token.
+        share: how many ranks there were.
+    """
     view = stream.view
     means = [MeanOutputs(view) for _ in range(share.world)]
     done = merged_progress(folder, means)
@@ -193,11 +218,13 @@ def _finish(folder: Path, info: Json, stream: ActivationStream, plan: Plan, logi
     vectors = save(defaults.as_tensors())
     write_atomically(folder / layout.DEFAULTS_FILE, vectors)
     save_skeleton(view, stream.model, folder / layout.SKELETON_FOLDER)
-    layout.write_dataset_files(folder, view.shape, logits, list(done.shards), info["id"])
+    layout.write_dataset_files(folder, columns, list(done.shards), info["id"])
     small = [folder / layout.DATASET_STATE_FILE, folder / layout.DATASET_INFO_FILE]
     small += sorted((folder / layout.SKELETON_FOLDER).iterdir())
     files = {path.relative_to(folder).as_posix(): file_digest(path) for path in small}
     files |= {layout.DEFAULTS_FILE: digest(vectors), **done.shards}
+    if columns.early:
+        files[layout.STAND_IN_FILE] = file_digest(folder / layout.STAND_IN_FILE)
     note = {"split": "train", "tokens": defaults.token_count}
     write_info(folder, {**info, "default_vectors": note, "files": files, "complete": True})
     shutil.rmtree(folder / layout.PROGRESS_FOLDER)

@@ -6,16 +6,18 @@
         data-00000-00000.arrow ...    one row per token; rank and number of the shard
         dataset_info.json state.json  what `datasets.load_from_disk` reads
         default_vectors.safetensors   means over the documents of the train split
+        stand_in.safetensors          what early attention ran on, where it did
         skeleton/                     norms and routers of the model
         progress/                     while collecting only: per rank, sums and shards that are done
 
 Columns: `residual` (L x D, bf16 stored as its 16 bits, Arrow has no bf16), `router_logits` (L x E), `document`,
-`position` (in the document) and `token` (id).
+`position` (in the document), `token` (id), and with early attention `early` (L - 1 x D, stored as `residual` is).
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 TRACE_FILE = "trace.json"
 DEFAULTS_FILE = "default_vectors.safetensors"
+STAND_IN_FILE = "stand_in.safetensors"
 SKELETON_FOLDER = "skeleton"
 PROGRESS_FOLDER = "progress"
 DATASET_STATE_FILE = "state.json"
@@ -40,6 +43,7 @@ SHARD_PATTERN = r"^data-[0-9]{5,}-[0-9]{5,}\.arrow$"
 """Of the names that :func:`shard_file` gives."""
 
 RESIDUAL, LOGITS, DOCUMENT, POSITION, TOKEN = "residual", "router_logits", "document", "position", "token"
+EARLY = "early"
 
 
 def shard_file(rank: int, number: int) -> str:
@@ -61,44 +65,59 @@ def stored_logits_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype == torch.float16 else torch.float32
 
 
-def row_bytes(shape: ModelShape, logits: torch.dtype) -> int:
-    """Bytes of one token on disk."""
-    return shape.layers * (shape.hidden * 2 + shape.experts * logits.itemsize) + 3 * 4
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What makes a dataset's columns."""
 
+    shape: ModelShape
+    logits: torch.dtype
+    """What router logits are stored in."""
+    early: bool = False
+    """Whether early attention ran."""
 
-def features(shape: ModelShape, logits: torch.dtype) -> Features:
-    """The `datasets.Features` of a trace dataset."""
-    from datasets import Features, List, Value  # slow to import, and only writing needs it
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token on disk."""
+        shape = self.shape
+        early = (shape.layers - 1) * shape.hidden * 2 if self.early else 0
+        return shape.layers * (shape.hidden * 2 + shape.experts * self.logits.itemsize) + early + 3 * 4
 
-    return Features(
-        {
+    def features(self) -> Features:
+        """The `datasets.Features` of a trace dataset."""
+        from datasets import Features, List, Value  # slow to import, and only writing needs it
+
+        shape = self.shape
+        made = {
             RESIDUAL: List(Value("uint16"), length=shape.layers * shape.hidden),
-            LOGITS: List(Value(str(logits).removeprefix("torch.")), length=shape.layers * shape.experts),
+            LOGITS: List(Value(str(self.logits).removeprefix("torch.")), length=shape.layers * shape.experts),
             DOCUMENT: Value("int32"),
             POSITION: Value("int32"),
             TOKEN: Value("int32"),
         }
-    )
+        if self.early:
+            made[EARLY] = List(Value("uint16"), length=(shape.layers - 1) * shape.hidden)
+        return Features(made)
+
+    def note(self) -> Json:
+        """How to read the columns, for trace.json."""
+        shape = self.shape
+        bits = {"dtype": "bfloat16", "stored_as": "uint16 holding the bits"}
+        note = {
+            RESIDUAL: {**bits, "shape": [shape.layers, shape.hidden]},
+            LOGITS: {"dtype": str(self.logits).removeprefix("torch."), "shape": [shape.layers, shape.experts]},
+            POSITION: "of the token in its document",
+        }
+        return note | ({EARLY: {**bits, "shape": [shape.layers - 1, shape.hidden]}} if self.early else {})
 
 
-def columns_note(shape: ModelShape, logits: torch.dtype) -> Json:
-    """How to read the columns, for trace.json."""
-    return {
-        RESIDUAL: {"dtype": "bfloat16", "stored_as": "uint16 holding the bits", "shape": [shape.layers, shape.hidden]},
-        LOGITS: {"dtype": str(logits).removeprefix("torch."), "shape": [shape.layers, shape.experts]},
-        POSITION: "of the token in its document",
-    }
-
-
-def write_dataset_files(folder: Path, shape: ModelShape, logits: torch.dtype, shards: list[str], mark: str) -> None:
+def write_dataset_files(folder: Path, columns: Columns, shards: list[str], mark: str) -> None:
     """dataset_info.json and state.json, with which `datasets.load_from_disk` reads the files `shards` in this order.
 
-    The `shape` of the model and the dtype of the `logits` make the columns; `mark`, hexadecimal digits, tells the
-    dataset in `folder` from others.
+    The `columns` are those of the dataset in `folder`; `mark`, hexadecimal digits, tells it from others.
     """
     from datasets import DatasetInfo
 
-    DatasetInfo(features=features(shape, logits)).write_to_directory(str(folder))
+    DatasetInfo(features=columns.features()).write_to_directory(str(folder))
     state: Json = {
         "_data_files": [{"filename": name} for name in shards],
         "_fingerprint": mark[:16],

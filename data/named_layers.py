@@ -49,6 +49,7 @@ def _layer(modules: Mapping[str, nn.Module], index: int, paths: LayerPaths, top_
         norm_name=paths["norm"],
         router_name=paths["router"],
         experts_name=paths["experts"],
+        decoder=modules[paths["block"].rpartition(".")[0]],
         block=block,
         norm=modules[paths["norm"]],
         router=router,

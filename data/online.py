@@ -12,12 +12,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from expertcast.data.batch import TraceBatch
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.distributed import current_share, documents_of, sum_over_ranks
+from expertcast.data.early import EarlyAttention
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import PlannedDocument, TextOptions, Window, first_tokens, make_plan
+from expertcast.data.stand_in_file import plan_stand_in
 from expertcast.data.stream import ActivationStream
 from expertcast.data.text import Document
 from expertcast.data.traces import TraceSource
 from expertcast.predictors.quasi_hidden import DefaultVectors
+from expertcast.predictors.stand_in import StandIn
 
 BUFFER_TOKENS = 16_384
 
@@ -67,6 +70,14 @@ class OnlineTraces(TraceSource):
         means.token_count = int(counted)
         return means.default_vectors(self.view)
 
+    @cached_property
+    def stand_in(self) -> StandIn | None:  # type: ignore[override]
+        """What early attention runs on: two passes over a part of the train split, at the first use. None where it is
+        left out, or no layer can be run early. Every rank fits the same one."""
+        if self.plan.options.early_rank is None or not EarlyAttention(self.model, self.view).works:
+            return None
+        return plan_stand_in(self.model, self.view, self.plan)
+
     def _batches(
         self, own: list[PlannedDocument], tokens: int, batch_size: int, seed: int | None
     ) -> Iterator[TraceBatch]:
@@ -80,7 +91,10 @@ class OnlineTraces(TraceSource):
     ) -> ActivationStream:
         whole = ((window, window.token_ids) for window in self.plan.windows_of(documents))
         windows = [Window(window.document, window.start, ids) for window, ids in first_tokens(whole, limit)]
-        return ActivationStream(self.model, self.view, windows, batch_size=self.plan.options.batch_size, means=means)
+        stand_in = self.stand_in if means is None else None
+        return ActivationStream(
+            self.model, self.view, windows, batch_size=self.plan.options.batch_size, means=means, stand_in=stand_in
+        )
 
 
 def _with_previous_tokens(stream: Iterable[TraceBatch]) -> Iterator[TraceBatch]:

@@ -48,6 +48,9 @@ class TextOptions:
     """Windows per forward."""
     seed: int = 0
     """What the order of the documents is drawn from."""
+    early_rank: int | None = 8
+    """Rank of the stand-in for each expert that early attention runs on, 0 for default vectors; none leaves early
+    attention out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,11 +69,16 @@ class Shard:
 
     def _take_columns(self, table: pa.Table, info: TraceInfo) -> None:
         residual, logits = info["columns"]["residual"], info["columns"]["router_logits"]
+        early = info["columns"].get("early")
         names = [layout.RESIDUAL, layout.LOGITS, layout.DOCUMENT, layout.POSITION, layout.TOKEN]
+        names += [] if early is None else [layout.EARLY]
         if table.column_names != names:
             raise ExpertcastError(f"{self._path} has other columns than {', '.join(names)}; {REMEDY}")
         self._residual_TLD = self._column(table, layout.RESIDUAL, torch.bfloat16, residual["shape"])
         self._logits_TLE = self._column(table, layout.LOGITS, getattr(torch, logits["dtype"]), logits["shape"])
+        self._early_TLD = None
+        if early is not None:
+            self._early_TLD = self._column(table, layout.EARLY, torch.bfloat16, early["shape"])
         self._document_T = self._column(table, layout.DOCUMENT, torch.int32, [])
         self._position_T = self._column(table, layout.POSITION, torch.int32, [])
 
@@ -116,7 +121,8 @@ class Shard:
         self._checked = True
 
     def _check_values(self) -> None:
-        for name, tensor in ((layout.RESIDUAL, self._residual_TLD), (layout.LOGITS, self._logits_TLE)):
+        early = [] if self._early_TLD is None else [(layout.EARLY, self._early_TLD)]
+        for name, tensor in ((layout.RESIDUAL, self._residual_TLD), (layout.LOGITS, self._logits_TLE), *early):
             if not is_finite(tensor):
                 raise ExpertcastError(f"{self._path}: column {name} holds NaN or infinity; {REMEDY}")
         document_T, position_T = self._places(len(self))
@@ -129,7 +135,8 @@ class Shard:
         Raises:
             ExpertcastError: the file was changed after it was written.
         """
-        return replace(self.routing(index), residual_TLD=self._residual_TLD[index])
+        early_TLD = None if self._early_TLD is None else self._early_TLD[index]
+        return replace(self.routing(index), residual_TLD=self._residual_TLD[index], early_TLD=early_TLD)
 
     def routing(self, index: slice | Tensor) -> TraceBatch:
         """The rows without their residuals.

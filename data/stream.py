@@ -19,10 +19,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.discovery import experts_implementation
+from expertcast.data.early import EarlyAttention
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import Window
 from expertcast.data.taps import RouterCall, RouterTaps
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.stand_in import StandIn
 from expertcast.predictors.view import MoELayer, MoEView
 
 COLLECT_EXPERTS = "expertcast_collect"
@@ -75,6 +77,7 @@ class ActivationStream:
         windows: what iteration runs over, in order.
         batch_size: windows per forward.
         means: where to add expert outputs, for default vectors; None leaves them out.
+        stand_in: what early attention runs on; None leaves it out.
         residual_dtype: what residuals are rounded to; traces hold bf16.
 
     Raises:
@@ -89,6 +92,7 @@ class ActivationStream:
         *,
         batch_size: int = 8,
         means: MeanOutputs | None = None,
+        stand_in: StandIn | None = None,
         residual_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         if batch_size < 1:
@@ -99,6 +103,15 @@ class ActivationStream:
             raise ExpertcastError(f"window={longest} is longer than the model's context of {limit} tokens: shorten it")
         self.model, self.view, self.windows = model, view, windows
         self.batch_size, self.means, self.residual_dtype = batch_size, means, residual_dtype
+        self.stand_in = None if stand_in is None else stand_in.to(model.device)
+        self.early = None if stand_in is None else EarlyAttention(model, view)
+
+    def with_stand_in(self, stand_in: StandIn | None) -> ActivationStream:
+        """The same stream, early attention on another stand-in or left out."""
+        return ActivationStream(
+            self.model, self.view, self.windows, batch_size=self.batch_size, means=self.means, stand_in=stand_in,
+            residual_dtype=self.residual_dtype,
+        )  # fmt: skip
 
     def __iter__(self) -> Iterator[TraceBatch]:
         for batch in window_batches(self.windows, self.batch_size):
@@ -123,6 +136,7 @@ class ActivationStream:
         return TraceBatch(
             residual_TLD=capture.residual_TLD.cpu(),
             logits_TLE=capture.logits_TLE.cpu(),
+            early_TLD=None if capture.early_TLD is None else capture.early_TLD.cpu(),
             document_T=batch.document_T,
             position_T=batch.position_T,
         )
@@ -140,6 +154,13 @@ class Capture:
         device = stream.view[0].experts.get_parameter("down_proj").device
         self.residual_TLD = torch.empty(size, dtype=stream.residual_dtype, device=device)
         self.logits_TLE = torch.empty(0)
+        self.early, self._stand_in = stream.early, stream.stand_in
+        self.early_TLD: Tensor | None = None
+        if self.early is not None:
+            tokens, layers, hidden = size
+            self.early_TLD = torch.empty(tokens, layers - 1, hidden, dtype=stream.residual_dtype, device=device)
+        self._standing_TD = torch.empty(0)
+        """What stands for the output of the layer before, rows of padding included."""
 
     def rows(self, flat: Tensor) -> Tensor:
         """The real tokens of [B, S, n] or [B*S, n]."""
@@ -152,6 +173,12 @@ class Capture:
             self.logits_TLE = call.logits_TE.new_empty(*self.residual_TLD.shape[:2], call.logits_TE.shape[-1])
         self.residual_TLD[:, call.layer] = self.rows(call.residual_TD)
         self.logits_TLE[:, call.layer] = self.rows(call.logits_TE)
+        if self.early is not None and self.early_TLD is not None and self._stand_in is not None:
+            if call.layer:
+                found_TD = self.early.attend_whole(call.layer, self._standing_TD)
+                self.early_TLD[:, call.layer - 1] = self.rows(self._standing_TD if found_TD is None else found_TD)
+            output_TD = self._stand_in.output(call.layer, call.router_input_TD, call.ids_TK, call.weights_TK)
+            self._standing_TD = call.residual_TD.float() + output_TD
 
 
 class LayerCapture:
@@ -184,6 +211,10 @@ class LayerCapture:
 def attached(model: PreTrainedModel, view: MoEView, capture: Capture) -> Iterator[ExitStack]:
     """Capture the forwards run inside; what is given is closed afterwards."""
     with ExitStack() as stack:
+        if capture.early is not None:
+            capture.early.start()
+            capture.early.attach()
+            stack.callback(capture.early.close)
         stack.callback(RouterTaps(model, view, capture.see).close)
         for layer in view:
             own = LayerCapture(layer, capture)

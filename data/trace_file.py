@@ -47,6 +47,8 @@ class _Settings(TypedDict):
     batch_size: _Count
     ranks: _Count
     text: str
+    early_rank: NotRequired[Annotated[int, Field(ge=0, le=4096)]]
+    """Of the stand-in that early attention ran on, where it did."""
 
 
 @with_config(CLOSED)
@@ -67,6 +69,7 @@ class _Columns(TypedDict):
     residual: _Residual
     router_logits: _Logits
     position: str
+    early: NotRequired[_Residual]
 
 
 @with_config(CLOSED)
@@ -190,9 +193,13 @@ def _contradiction(info: TraceInfo) -> str | None:
     shape, columns = info["shape"], info["columns"]
     if shape["K"] > shape["E"]:
         return f"shape.K is {shape['K']}, more than the {shape['E']} experts"
+    early = [("early", columns["early"]["shape"], [shape["L"] - 1, shape["D"]])] if "early" in columns else []
+    if ("early" in columns) != ("early_rank" in info["settings"]):
+        return "columns and settings do not agree on early attention"
     for name, found, wanted in (
         ("residual", columns["residual"]["shape"], [shape["L"], shape["D"]]),
         ("router_logits", columns["router_logits"]["shape"], [shape["L"], shape["E"]]),
+        *early,
     ):
         if found != wanted:
             return f"columns.{name}.shape is {found}, the model's shape makes it {wanted}"

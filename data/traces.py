@@ -21,12 +21,14 @@ from expertcast.data.plan import ALL as ALL
 from expertcast.data.plan import Documented, PlannedDocument
 from expertcast.data.shards import Shard
 from expertcast.data.skeleton import LAYERS, load_skeleton
+from expertcast.data.stand_in_file import read_stand_in
 from expertcast.data.tensor_files import read_tensors
 from expertcast.data.trace_file import REMEDY, TraceInfo, documents_in, read_info, shape_in, shard_names
 from expertcast.predictors.artefacts import SEAL, check_file
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.predictors.quasi_hidden import DefaultVectors
+from expertcast.predictors.stand_in import StandIn
 from expertcast.predictors.view import MoEView
 
 
@@ -39,6 +41,11 @@ class TraceSource(Documented):
     """Default vectors over the documents of the train split."""
     info: Json
     """Where the values come from: model, text, documents, versions."""
+
+    @property
+    def stand_in(self) -> StandIn | None:
+        """What early attention ran on; None where it did not run."""
+        raise NotImplementedError
 
     def batches(
         self,
@@ -146,7 +153,7 @@ class TraceDataset(TraceSource):
                 self._check(name)
         for _, shard in self._shards:
             shard.check()
-        _ = self.view, self.defaults
+        _ = self.view, self.defaults, self.stand_in
 
     @cached_property
     def view(self) -> MoEView:  # type: ignore[override]
@@ -177,6 +184,19 @@ class TraceDataset(TraceSource):
         if defaults.token_count != tokens or int(count_LE.min()) < 0 or int(count_LE.max()) > tokens:
             raise ExpertcastError(f"{path} is not of the {tokens} tokens of the train split; {REMEDY}")
         return defaults
+
+    @cached_property
+    def stand_in(self) -> StandIn | None:  # type: ignore[override]
+        """What early attention ran on; None where it did not run.
+
+        Raises:
+            ExpertcastError: its file is not right.
+        """
+        rank = self.info["settings"].get("early_rank")
+        if rank is None:
+            return None
+        self._check(layout.STAND_IN_FILE)
+        return read_stand_in(self.folder, self._shape, rank)
 
     def _check(self, name: str) -> None:
         """Compare a file with its digest, where trace.json has any."""

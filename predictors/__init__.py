@@ -1,6 +1,7 @@
 """Predictors of expert routing. Every registration is here; the order is the order of tables."""
 
 from expertcast.predictors.base import Forecast, Predictor, PredictorConfig, RouterState
+from expertcast.predictors.early_attention import EarlyAttention
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.estimator import Estimator
 from expertcast.predictors.frequency import Frequency
@@ -20,6 +21,7 @@ register(RouterInput)
 register(NextNorm)
 register(QuasiHidden)
 register(Linear)
+register(EarlyAttention)
 register(Estimator)
 register(Hybrid)
 register(NextToken)

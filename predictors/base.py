@@ -38,6 +38,9 @@ class RouterState:
     previous_logits_TLE: Tensor | None = None
     """Router logits of the previous token of the same text, all layers; NaN rows where there is none.
     None when nothing is known of earlier tokens (prefill)."""
+    early_TD: Tensor | None = None
+    """What the residual r_{l+1} becomes when block l+1 runs its attention on :meth:`Predictor.stand_in` (early
+    attention); the stand-in itself where that cannot be run. None when nobody asked for it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,6 +107,8 @@ class Predictor(nn.Module, ABC):
     config_class: ClassVar[type[PredictorConfig]] = PredictorConfig
     uses_previous_token: bool = False
     """Whether `RouterState.previous_logits_TLE` must be filled for it."""
+    uses_early: bool = False
+    """Whether `RouterState.early_TD` must be filled for it."""
     traceable: bool = False
     """True promises that a forecast is the same sequence of tensor operations in every decode step (no state kept in
     Python, no branch on values): the runtime may then run a trace of it, which is faster."""
@@ -171,6 +176,18 @@ class Predictor(nn.Module, ABC):
     @abstractmethod
     def logits(self, state: RouterState, ahead: int) -> Tensor:
         """Forecast logits [T, E] for layer `state.layer + ahead`; the bounds are already checked."""
+
+    def wants_early(self, layer: int, ahead: int) -> bool:
+        """Whether a forecast made at `layer` for layer + `ahead` reads `RouterState.early_TD`."""
+        return self.uses_early
+
+    def stand_in(self, state: RouterState) -> Tensor:
+        """What stands for the output [T, D] of layer `state.layer`'s block, on which early attention runs.
+
+        Raises:
+            NotImplementedError: `uses_early` is False.
+        """
+        raise NotImplementedError(f"{self.name} has no early attention")
 
     def input_vector(self, state: RouterState, ahead: int) -> Tensor | None:
         """The [T, D] vector that stands for s_{l+ahead} in this predictor, or None: scored by its cosine."""

@@ -16,15 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from expertcast.predictors.base import PredictorConfig, RouterState
+from expertcast.predictors.early_attention import early_of, stand_in_of
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.fields import check_between
 from expertcast.predictors.linear import LinearConfig
 from expertcast.predictors.quasi_hidden import QuasiInput
+from expertcast.predictors.stand_in import MOST_RANK, HeldStandIn, StandIn
 from expertcast.predictors.view import ModelShape
 
 WIDTH_STEP = 8
 FORMS = ("residual", "paper")
-HIDDEN_INPUTS = ("quasi_hidden", "router_input")
+HIDDEN_INPUTS = ("quasi_hidden", "router_input", "early")
 INPUTS = (*HIDDEN_INPUTS, "routing", "previous")
 
 
@@ -38,9 +40,12 @@ class EstimatorConfig(LinearConfig):
     """Parameter budget of the network, for each distance."""
     expansion: float = 2.0
     """Hidden units of the residual MLP per unit of its width."""
-    inputs: Sequence[str] = INPUTS
-    """What it reads: `quasi_hidden` (q_l), `router_input` (s_l), `routing` (combine weights as a row over experts),
-    `previous` (the previous token's router logits at the target layer)."""
+    inputs: Sequence[str] = ()
+    """What it reads: `quasi_hidden` (q_l), `router_input` (s_l), `early` (the early residual through the target's norm),
+    `routing` (combine weights as a row over experts), `previous` (the previous token's router logits at the target
+    layer); empty: all that the traces hold."""
+    stand_in_rank: int | None = None
+    """Rank of the stand-in that early attention runs on; traces say it."""
     temperatures: Sequence[float] = (1.0,)
     """Temperatures of the loss; with several, short trials on validation choose one."""
     learning_rate: float = 3e-3
@@ -62,7 +67,7 @@ class EstimatorConfig(LinearConfig):
         self.temperatures = [float(value) for value in self.temperatures]
         if self.form not in FORMS:
             raise ExpertcastError(f"form={self.form!r}: choose from {', '.join(FORMS)}")
-        if self.inputs[:1] != ["quasi_hidden"] or not set(self.inputs) <= set(INPUTS):
+        if self.inputs and (self.inputs[0] != "quasi_hidden" or not set(self.inputs) <= set(INPUTS)):
             raise ExpertcastError(f"inputs={self.inputs}: give quasi_hidden first, then any of {', '.join(INPUTS[1:])}")
         if not self.temperatures or min(self.temperatures) <= 0:
             raise ExpertcastError(f"temperatures={self.temperatures}: give at least one above 0")
@@ -71,6 +76,8 @@ class EstimatorConfig(LinearConfig):
         check_between(self, 1e-3, 1e3, "expansion")
         check_between(self, 1e-12, 1e3, "learning_rate")
         check_between(self, 0, 1e3, "weight_decay")
+        if self.stand_in_rank is not None:
+            check_between(self, 0, MOST_RANK, "stand_in_rank")
 
 
 class Estimator(QuasiInput):
@@ -87,8 +94,10 @@ class Estimator(QuasiInput):
     def __init__(self, config: PredictorConfig, shape: ModelShape) -> None:
         assert isinstance(config, EstimatorConfig)
         super().__init__(config, shape)
-        features = sum(shape.hidden if name in HIDDEN_INPUTS else shape.experts for name in config.inputs)
-        self.uses_previous_token = "previous" in config.inputs
+        self.inputs = config.inputs or [name for name in INPUTS if name != "early"]
+        features = sum(shape.hidden if name in HIDDEN_INPUTS else shape.experts for name in self.inputs)
+        self.uses_previous_token, self.uses_early = "previous" in self.inputs, "early" in self.inputs
+        self.held = HeldStandIn(shape, config.stand_in_rank or 0) if self.uses_early else None
         if self.uses_previous_token:
             self.register_buffer("usual_LE", torch.zeros(shape.layers, shape.experts))
         networks = {}
@@ -116,16 +125,28 @@ class Estimator(QuasiInput):
         assert isinstance(module, EstimatorNetwork)
         return module
 
+    def set_stand_in(self, stand_in: StandIn) -> None:
+        """Take the stand-in of the traces, whose rank the config has."""
+        assert self.held is not None
+        self.held.take(stand_in)
+
+    def stand_in(self, state: RouterState) -> Tensor:
+        """r_l + the stand-in's output [T, D], fp32; for estimators that read `early`."""
+        assert self.held is not None
+        return stand_in_of(self.held, state)
+
     def features(self, state: RouterState, ahead: int) -> Tensor:
         """The inputs side by side [T, F], fp32, as they are (not standardised)."""
         parts = [self.input_vector(state, ahead).float()]
-        if "router_input" in self.config.inputs:
+        if "router_input" in self.inputs:
             parts.append(state.router_input_TD.float())
-        if "routing" in self.config.inputs:
+        if "early" in self.inputs:
+            parts.append(self.view[state.layer + ahead].router_input(early_of(self, state)).float())
+        if "routing" in self.inputs:
             weights_TK = state.topk_weights_TK.float()
             routing_TE = weights_TK.new_zeros(len(weights_TK), self.shape.experts)
             parts.append(routing_TE.scatter_(1, state.topk_ids_TK, weights_TK))
-        if "previous" in self.config.inputs:
+        if "previous" in self.inputs:
             parts.append(self._previous(state, state.layer + ahead))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 

@@ -22,7 +22,16 @@ from expertcast.predictors.plain import Json
 from expertcast.predictors.registry import names, predictor_class
 from expertcast.predictors.view import ModelShape, MoEView
 
-CANDIDATES = ("frequency", "previous_token", "router_input", "next_norm", "quasi_hidden", "linear", "estimator")
+CANDIDATES = (
+    "frequency",
+    "previous_token",
+    "router_input",
+    "next_norm",
+    "quasi_hidden",
+    "linear",
+    "early_attention",
+    "estimator",
+)
 
 
 class Choice(TypedDict):
@@ -85,6 +94,7 @@ class Hybrid(Predictor):
         names = [name for name in config.candidates if name in self.chosen.values()]
         self.members = nn.ModuleDict({name: _member(name, config, shape) for name in names})
         self.uses_previous_token = any(self.member(name).uses_previous_token for name in names)
+        self.uses_early = any(self.member(name).uses_early for name in names)
         self.traceable = all(self.member(name).traceable for name in names)
 
     def member(self, name: str) -> Predictor:
@@ -99,6 +109,14 @@ class Hybrid(Predictor):
         for name in self.members:
             self.member(name).bind(view)
         return super().bind(view)
+
+    def wants_early(self, layer: int, ahead: int) -> bool:
+        """Whether the member chosen for a forecast made at `layer` reads early attention."""
+        return self.member(self.chosen[ahead, layer + ahead]).uses_early
+
+    def stand_in(self, state: RouterState) -> Tensor:
+        """Of any member that has one: they were all trained on the same."""
+        return next(self.member(name) for name in self.members if self.member(name).uses_early).stand_in(state)
 
     def logits(self, state: RouterState, ahead: int) -> Tensor:
         """The chosen member's logits [T, E]."""

@@ -30,6 +30,8 @@ class MoELayer:
     """Path of the router module."""
     experts_name: str
     """Path of the decorated experts module."""
+    decoder: nn.Module
+    """What the block stands in: a decoder layer, attention included."""
     block: nn.Module
     norm: nn.Module
     router: nn.Module

@@ -120,6 +120,7 @@ class OffloadedModel:
             speculator.prepare()
             self._guard = ForwardGuard(model, view, EXPERTS_NAME)
             undo.callback(self._guard.close)
+            undo.enter_context(speculator.following())
             taps = RouterTaps(model, view, engine.on_router, engine.on_start)
             undo.callback(taps.close)
             undo.enter_context(decode_kernel_followed(model, parts.kernel))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from expertcast.data.discovery import find_moe_layers
+from expertcast.data.early import EarlyAttention
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.arguments import (
     executed_layers,
@@ -64,6 +65,7 @@ def offload(
         true_weights=config.true_weights,
         prefill=config.speculate_prefill,
         ahead=config.ahead,
+        early=EarlyAttention(model, view) if bound is not None and bound.uses_early else None,
     )
     if config.mode == "exact" and (config.true_weights or config.layers is not None):
         warnings.warn("layers and true_weights have no effect in mode 'exact'", stacklevel=2)

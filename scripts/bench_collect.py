@@ -97,7 +97,7 @@ def collect_once(model: PreTrainedModel, view: MoEView, batches: list[WindowBatc
     means = MeanOutputs(view)
     stream = ActivationStream(model, view, [], means=means)
     with tempfile.TemporaryDirectory(prefix="bench-collect-") as folder:
-        writer = ShardWriter(Path(folder), means, rank=0, shape=view.shape, logits=torch.float32)
+        writer = ShardWriter(Path(folder), means, rank=0, columns=layout.Columns(view.shape, torch.float32))
         for batch in batches:
             writer.add(stream.run(batch), batch.token_T)
         writer.commit()

@@ -70,7 +70,9 @@ def evaluate(
     _check(predictors, view, ahead)
     previous = any(predictor.uses_previous_token for predictor in predictors.values())
     plain = {name: _Score(view, ahead, distributed) for name in predictors}
-    chains = {name: _Score(view, ahead, distributed) for name in predictors} if chained else {}
+    # traces hold early attention on the model's own routing: only a model can tell it of another
+    followed = [name for name, each in predictors.items() if not each.uses_early] if chained else []
+    chains = {name: _Score(view, ahead, distributed) for name in followed}
     blind: set[str] | None = None
     with torch.no_grad():
         for states in _states(batches, view, previous):
@@ -80,7 +82,7 @@ def evaluate(
             for name, predictor in predictors.items():
                 chain = chains.get(name) if name not in (blind or ()) else None
                 _score_chunk(predictor, states, truths, ahead, plain[name], chain)
-    chains |= {name: deepcopy(plain[name]) for name in blind or ()}  # a copy: each syncs on its own
+    chains |= {name: deepcopy(plain[name]) for name in blind or () if name in followed}  # a copy: each syncs on its own
     tokens = next(iter(plain.values())).tokens()
     if not tokens:
         raise ExpertcastError("no tokens to score: the split is empty; collect more tokens or choose another split")

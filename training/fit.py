@@ -13,15 +13,16 @@ from functools import partial
 from expertcast.data.distributed import current_share, sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, PredictorConfig, predictor_class
+from expertcast.predictors.early_attention import EarlyAttention
 from expertcast.predictors.frequency import Frequency
-from expertcast.predictors.hybrid import Hybrid, HybridConfig
+from expertcast.predictors.hybrid import CANDIDATES, Hybrid, HybridConfig
 from expertcast.predictors.previous_token import PreviousToken
 from expertcast.predictors.quasi_hidden import QuasiHidden
 from expertcast.training.fit_estimator import fit_estimator
 from expertcast.training.fit_linear import fit_linear
 from expertcast.training.fit_next_token import fit_next_token
 from expertcast.training.options import NO_TRAINING, FitOptions, Fitted, train_tokens
-from expertcast.training.scoring import device_of, train_batches
+from expertcast.training.scoring import device_of, known_stand_in, train_batches
 from expertcast.training.selection import select_hybrid
 
 Fitter = Callable[[TraceSource, PredictorConfig, FitOptions], Fitted]
@@ -34,6 +35,8 @@ def fit_hybrid(
     per layer (:func:`select_hybrid`)."""
     assert isinstance(config, HybridConfig)
     fitted = dict(known or {})
+    if source.stand_in is None and tuple(config.candidates) == CANDIDATES:
+        config = replace(config, candidates=[name for name in CANDIDATES if name != EarlyAttention.name])
     for name in config.candidates:
         if name not in fitted:
             values = {"ahead": config.ahead} | config.member_configs.get(name, {})
@@ -69,11 +72,25 @@ def fit_quasi_hidden(source: TraceSource, config: PredictorConfig, options: FitO
     return Fitted(predictor=predictor)
 
 
+def fit_early_attention(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
+    """Take the source's stand-in, whatever `options` say; the `config` gets its rank.
+
+    Raises:
+        ExpertcastError: early attention did not run.
+    """
+    del options
+    stand_in = known_stand_in(source, EarlyAttention.name)
+    predictor = EarlyAttention(replace(config, stand_in_rank=stand_in.rank), source.view.shape)  # type: ignore[call-arg]
+    predictor.set_stand_in(stand_in)
+    return Fitted(predictor=predictor)
+
+
 FITTERS: dict[str, Fitter] = {
     "frequency": partial(fit_counts, Frequency),
     "previous_token": partial(fit_counts, PreviousToken),  # for tokens that have none before them
     "quasi_hidden": fit_quasi_hidden,
     "linear": fit_linear,
+    "early_attention": fit_early_attention,
     "estimator": fit_estimator,
     "next_token": fit_next_token,
 }

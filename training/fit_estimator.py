@@ -6,19 +6,20 @@ T tokens, D hidden size, F features, E routed experts, P layer pairs, S maps, G 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import PredictorConfig, RouterState
-from expertcast.predictors.estimator import Estimator, EstimatorConfig
+from expertcast.predictors.estimator import INPUTS, Estimator, EstimatorConfig
 from expertcast.predictors.plain import Json
 from expertcast.training.distill import Distiller, distillation_data, suited_loss
 from expertcast.training.fit_linear import RidgeStatistics, gather, score_maps
 from expertcast.training.network_training import steps_of
 from expertcast.training.options import FitOptions, Fitted
-from expertcast.training.scoring import candidate_recall, device_of, validation_batch
+from expertcast.training.scoring import candidate_recall, device_of, known_stand_in, validation_batch
 from expertcast.training.trainer import run
 
 GATES = (0.0, 0.5, 1.0)
@@ -32,10 +33,13 @@ TRIAL_SHARE = 8
 def fit_estimator(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
     """The estimator, each distance on its own."""
     assert isinstance(config, EstimatorConfig)
+    config = with_inputs(config, source)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         predictor = Estimator(config, source.view.shape)
     predictor.set_defaults(source.defaults)
+    if predictor.uses_early and source.stand_in is not None:
+        predictor.set_stand_in(source.stand_in)
     predictor.to(device_of(source.view)).bind(source.view)
     if predictor.uses_previous_token:
         logits_TLE = validation_batch(source, options).logits_TLE.float()
@@ -49,6 +53,21 @@ def fit_estimator(source: TraceSource, config: PredictorConfig, options: FitOpti
         else:
             report[str(ahead)] = _fit_residual(predictor, source, ahead, options, sums[ahead])
     return Fitted(predictor=predictor, report={"distances": report})
+
+
+def with_inputs(config: EstimatorConfig, source: TraceSource) -> EstimatorConfig:
+    """The config with inputs that the source has: all of them where it names none.
+
+    Raises:
+        ExpertcastError: it names early attention, and the source holds none.
+    """
+    if not config.inputs:
+        inputs = [name for name in INPUTS if name != "early" or source.stand_in is not None]
+    else:
+        inputs = list(config.inputs)
+    if "early" not in inputs:
+        return replace(config, inputs=inputs, stand_in_rank=None)
+    return replace(config, inputs=inputs, stand_in_rank=known_stand_in(source, "inputs=early").rank)
 
 
 def _fit_residual(

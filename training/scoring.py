@@ -16,6 +16,7 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.distributed import training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, RouterState
+from expertcast.predictors.stand_in import StandIn
 from expertcast.training.metrics.means import Recall
 from expertcast.training.options import NO_VALIDATION, FitOptions
 
@@ -59,6 +60,20 @@ def states_of(view: MoEView, batch: TraceBatch) -> list[RouterState]:
     """The router states of a batch at all layers, on the routers' device."""
     batch = batch.to(device_of(view))
     return [batch.state(view, layer) for layer in range(len(view))]
+
+
+def known_stand_in(source: TraceSource, what: str) -> StandIn:
+    """The stand-in that early attention ran on; `what` needs it, for messages.
+
+    Raises:
+        ExpertcastError: early attention did not run.
+    """
+    if source.stand_in is None:
+        raise ExpertcastError(
+            f"{what}: these traces hold no early attention: collect them again, without --early-rank none, or choose "
+            "another predictor (of a model whose attention cannot be run early, as inspect says)"
+        )
+    return source.stand_in
 
 
 def forget_some(batch: TraceBatch) -> TraceBatch:

@@ -7,11 +7,12 @@ K experts per token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertcast.data.early import EarlyAttention
 from expertcast.data.taps import RouterCall, RouterTaps
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.errors import ExpertcastError
@@ -34,6 +35,7 @@ class Speculator:
         true_weights: execute the forecast's ids with the true router's weights over them.
         prefill: forecast (and execute) in steps of more than one token per sequence too.
         ahead: how many layers ahead forecasts are made.
+        early: runs the model's blocks early, for a predictor that reads early attention.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class Speculator:
         true_weights: bool = False,
         prefill: bool = False,
         ahead: int = 1,
+        early: EarlyAttention | None = None,
     ) -> None:
         if predictor is not None:
             predictor.check_ahead(ahead)
+            assert early is not None or not predictor.uses_early, f"{predictor.name} reads early attention"
         self.view, self.predictor = view, predictor
         self.layers = frozenset(layers)
         outside = [layer for layer in self.layers if not 0 <= layer < len(view)]
@@ -59,20 +63,39 @@ class Speculator:
         self._memory = _TokenMemory(len(view)) if predictor is not None and predictor.uses_previous_token else None
         self._traced = None if predictor is None else TracedForecasts(predictor)
         self._forecasts: dict[int, Forecast] = {}
+        self.early = early
+        self._waiting: dict[int, tuple[RouterState, Tensor]] = {}
+        """By source layer, forecasts of whole texts that wait for the next block's attention."""
 
     def prepare(self) -> None:
         """Get ready for decode steps of one text."""
         if self._traced is not None:
             self._traced.prepare(self.view, self.ahead)
 
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """What early attention needs to know of the model's forwards is seen inside."""
+        if self.early is None:
+            yield
+            return
+        self.early.attach()
+        try:
+            yield
+        finally:
+            self.early.close()
+
     def start(self, fresh: bool) -> None:
         """A forward starts; `fresh`: with new texts."""
         self._forecasts.clear()
+        self._waiting.clear()
+        if self.early is not None:
+            self.early.start()
         if self._memory is not None:
             self._memory.start(fresh)
 
     def executed(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
         """(ids, weights) that the layer executes in place of its router's, or None: the router's own."""
+        self._make_waiting(call.layer)
         forecast = self._forecasts.get(call.layer)
         if forecast is None or call.layer not in self.layers:
             self._forecasts.pop(call.layer, None)
@@ -98,14 +121,42 @@ class Speculator:
             logits_TE=own.logits_TE if chained and own is not None else call.logits_TE,
             topk_ids_TK=ids_TK, topk_weights_TK=weights_TK, previous_logits_TLE=self._previous(call),
         )  # fmt: skip
+        if self.predictor.wants_early(call.layer, self.ahead) and not self._look_early(call, state):
+            return None
         made = (self._traced if call.tokens == 1 else self.predictor).forecast(state, self.ahead)
         self._forecasts[made.layer] = made
         return made
+
+    def _look_early(self, call: RouterCall, state: RouterState) -> bool:
+        """Fill in early attention; False: of whole texts it is known when the next block's own has run."""
+        assert self.predictor is not None and self._traced is not None and self.early is not None
+        if call.tokens > 1:
+            self._waiting[call.layer] = state, self.predictor.stand_in(state)
+            return False
+        standing_TD = self._traced.stand_in(state)
+        state.early_TD = _residual(self.early.attend(call.layer + 1, standing_TD), standing_TD, state)
+        return True
+
+    def _make_waiting(self, layer: int) -> None:
+        """The forecasts that waited for the attention of this layer, whose router has run."""
+        waiting = self._waiting.pop(layer - 1, None)
+        if waiting is None:
+            return
+        assert self.predictor is not None and self.early is not None
+        state, standing_TD = waiting
+        state.early_TD = _residual(self.early.attend_whole(layer, standing_TD), standing_TD, state)
+        made = self.predictor.forecast(state, self.ahead)
+        self._forecasts[made.layer] = made
 
     def _previous(self, call: RouterCall) -> Tensor | None:
         if self.previous_logits_TLE is not None:
             return self.previous_logits_TLE
         return self._memory.previous_BLE if self._memory is not None and call.tokens == 1 else None
+
+
+def _residual(found_TD: Tensor | None, standing_TD: Tensor, state: RouterState) -> Tensor:
+    """What early attention found, the stand-in itself where it could not run; in the dtype of the residual stream."""
+    return (standing_TD if found_TD is None else found_TD).to(state.residual_TD.dtype)
 
 
 class _TokenMemory:
@@ -157,7 +208,10 @@ def speculate(
         ExpertcastError: `layers` or `ahead` outside what model and predictor have.
     """
     chosen = range(len(view)) if layers is None else layers
-    speculator = Speculator(view, predictor, layers=chosen, true_weights=true_weights, prefill=prefill, ahead=ahead)
+    early = EarlyAttention(model, view) if predictor.uses_early else None
+    speculator = Speculator(
+        view, predictor, layers=chosen, true_weights=true_weights, prefill=prefill, ahead=ahead, early=early
+    )
 
     def on_router(call: RouterCall) -> tuple[Tensor, Tensor] | None:
         executed = speculator.executed(call)
@@ -166,8 +220,5 @@ def speculate(
             observe(call, call.ids_TK if executed is None else executed[0])
         return executed
 
-    taps = RouterTaps(model, view, on_router, speculator.start)
-    try:
+    with closing(RouterTaps(model, view, on_router, speculator.start)), speculator.following():
         yield speculator
-    finally:
-        taps.close()

@@ -26,11 +26,12 @@ _CHECKED_CALLS = 3
 """Calls, the traced one included, on which a trace is compared with its predictor."""
 
 _TENSORS = (
-    "residual_TD", "router_input_TD", "logits_TE", "topk_ids_TK", "topk_weights_TK", "previous_logits_TLE"
+    "residual_TD", "router_input_TD", "logits_TE", "topk_ids_TK", "topk_weights_TK", "previous_logits_TLE", "early_TD"
 )  # fmt: skip
-"""A state's tensors, in the order of a trace's inputs; the last one may be missing."""
+"""A state's tensors, in the order of a trace's inputs; the last two may be missing."""
 
 _Inputs = tuple[Tensor, ...]
+_Function = Callable[[RouterState], _Inputs]
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class TracedForecasts:
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
         self._captures = Captures()
-        self._programs: dict[tuple[int, int, int, bool], _Program] = {}
+        self._programs: dict[tuple[object, ...], _Program] = {}
 
     @torch.no_grad()
     def prepare(self, view: MoEView, ahead: int) -> None:
@@ -62,45 +63,72 @@ class TracedForecasts:
         generator = torch.Generator().manual_seed(0)  # its own: sampled generation must not change
         for layer in range(len(view) - ahead):
             for _ in range(_CHECKED_CALLS):
-                self.forecast(_random_state(view, layer, self._predictor.uses_previous_token, generator), ahead)
+                state = _random_state(view, layer, self._predictor.uses_previous_token, generator)
+                if self._predictor.wants_early(layer, ahead):
+                    state.early_TD = self.stand_in(state).to(state.residual_TD.dtype)
+                self.forecast(state, ahead)
 
-    @torch.no_grad()
     def forecast(self, state: RouterState, ahead: int) -> Forecast:
         """As `predictor.forecast`."""
+
+        def outputs(given: RouterState) -> _Inputs:
+            made = self._predictor.forecast(given, ahead)
+            return made.logits_TE, made.topk_ids_TK, made.topk_weights_TK
+
+        logits_TE, ids_TK, weights_TK = self._run(("forecast", ahead), outputs, state, state.layer + ahead)
+        return Forecast(layer=state.layer + ahead, logits_TE=logits_TE, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK)
+
+    def stand_in(self, state: RouterState) -> Tensor:
+        """As `predictor.stand_in`."""
+        (standing_TD,) = self._run(("stand_in",), lambda given: (self._predictor.stand_in(given),), state, state.layer)
+        return standing_TD
+
+    @torch.no_grad()
+    def _run(self, kind: tuple[object, ...], function: _Function, state: RouterState, frozen: int) -> _Inputs:
+        """The function's tensors, by its trace where that gives the same bits.
+
+        Args:
+            kind: names the function.
+            function: of a state.
+            state: of any number of tokens.
+            frozen: the layer whose norm and router it may run.
+        """
         if not self._predictor.traceable:
-            return self._predictor.forecast(state, ahead)
-        previous = state.previous_logits_TLE
-        key = (state.layer, ahead, len(state.residual_TD), previous is None)
+            return function(state)
+        named = _tensors(state)
+        key = (*kind, state.layer, len(state.residual_TD), *named)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = _Program(self._trace(state, ahead))
+            program = self._programs[key] = _Program(self._trace(function, state, frozen))
         if program.run is None:
-            return self._predictor.forecast(state, ahead)
+            return function(state)
+        inputs = tuple(named.values())
         replay = None if capturing() else program.replay  # a graph may not launch another
-        logits_TE, ids_TK, weights_TK = (replay or program.run)(*_inputs(state))
-        made = Forecast(layer=state.layer + ahead, logits_TE=logits_TE, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK)
-        return self._checked(program, made, state, ahead) if program.checks_left else made
+        made = (replay or program.run)(*inputs)
+        return self._checked(program, made, function(state), inputs) if program.checks_left else made
 
-    def _checked(self, program: _Program, made: Forecast, state: RouterState, ahead: int) -> Forecast:
+    def _checked(self, program: _Program, made: _Inputs, own: _Inputs, inputs: _Inputs) -> _Inputs:
+        """The function's `own` outputs, of the same `inputs` as the `program` has `made`."""
         program.checks_left -= 1
-        own = self._predictor.forecast(state, ahead)
-        if own.layer != made.layer or not all(map(torch.equal, _outputs(own), _outputs(made))):
+        if not all(map(torch.equal, own, made)):
             program.run = None
         elif not program.checks_left and not capturing():
             assert program.run is not None
-            program.replay = self._captures.of(program.run, _inputs(state))
+            program.replay = self._captures.of(program.run, inputs)
         return own
 
-    def _trace(self, state: RouterState, ahead: int) -> Callable[..., _Inputs] | None:
-        def forecast(*tensors: Tensor) -> _Inputs:
-            given: dict[str, Any] = dict(zip(_TENSORS, tensors, strict=False))
-            return _outputs(self._predictor.forecast(replace(state, **given), ahead))
+    def _trace(self, function: _Function, state: RouterState, frozen: int) -> Callable[..., _Inputs] | None:
+        named = _tensors(state)
 
-        target = self._predictor.view[state.layer + ahead]
+        def of_tensors(*tensors: Tensor) -> _Inputs:
+            given: dict[str, Any] = dict(zip(named, tensors, strict=True))
+            return function(replace(state, **given))
+
+        target = self._predictor.view[frozen]
         with warnings.catch_warnings(), _frozen(self._predictor, target.norm, target.router):
             warnings.simplefilter("ignore")  # deprecation; and branches on values, which the checked calls look after
             try:
-                traced = _traced(forecast, _inputs(state))
+                traced = _traced(of_tensors, tuple(named.values()))
             except (RuntimeError, TypeError, ValueError, AttributeError):  # not this predictor, or not this torch
                 return None
 
@@ -134,13 +162,10 @@ def _frozen(*modules: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _inputs(state: RouterState) -> _Inputs:
-    own = (state.residual_TD, state.router_input_TD, state.logits_TE, state.topk_ids_TK, state.topk_weights_TK)
-    return own if state.previous_logits_TLE is None else (*own, state.previous_logits_TLE)
-
-
-def _outputs(forecast: Forecast) -> _Inputs:
-    return forecast.logits_TE, forecast.topk_ids_TK, forecast.topk_weights_TK
+def _tensors(state: RouterState) -> dict[str, Tensor]:
+    """By name, those that there are."""
+    found = {name: getattr(state, name) for name in _TENSORS}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def _random_state(view: MoEView, layer: int, previous: bool, generator: torch.Generator) -> RouterState:

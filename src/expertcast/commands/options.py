@@ -185,6 +185,7 @@ def _reader(kind: Callable[[str], N], fits: Callable[[N], bool], expected: str) 
 BANDWIDTHS = {"pcie3": 12e9, "pcie4": 25e9, "pcie5": 50e9}
 """Bytes per second of large page-locked copies over 16 lanes, some 80% of what the standards name."""
 positive = _reader(int, lambda value: value >= 1, "whole number of 1 or more")
+not_negative_whole = _reader(int, lambda value: value >= 0, "whole number of 0 or more")
 positive_number = _reader(float, lambda value: 0 < value < math.inf, "number above 0")
 not_negative = _reader(float, lambda value: 0 <= value < math.inf, "number of 0 or more")
 
@@ -201,6 +202,7 @@ def bandwidth_of(names: Mapping[str, float]) -> Callable[[str], float]:
 bandwidth = bandwidth_of(BANDWIDTHS)
 BANDWIDTH = Option(metavar="BYTES/S", read=bandwidth, help="a number, or pcie3, pcie4, pcie5 (12, 25, 50 GB/s)")
 COUNT = Option(metavar="N", read=positive)
+EARLY = Option(metavar="R|none", read=lambda text: None if text == "none" else not_negative_whole(text))
 MODEL_HELP = "local folder or hub id of a transformers model, or `reference` (the bundled model)"
 DATA_HELP = "hub data set id, or local .parquet/.jsonl/.txt files with a column `text`, or `reference` (bundled text)"
 
@@ -208,7 +210,7 @@ Count = Annotated[int, COUNT]
 """1 or more of something."""
 Model = Annotated[str, Option(positional=True, metavar="MODEL", help=MODEL_HELP)]
 Data = Annotated[tuple[str, ...], Option(metavar="D", help=DATA_HELP)]
-Text = Annotated[TextOptions, Fields(window=COUNT, batch_size=COUNT)]
+Text = Annotated[TextOptions, Fields(window=COUNT, batch_size=COUNT, early_rank=EARLY)]
 
 
 @dataclass(frozen=True, kw_only=True)
