@@ -21,10 +21,11 @@ from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import SPLITS, Plan, PlannedDocument, TextOptions, Window, make_plan
 from expertcast.data.skeleton import save_skeleton
 from expertcast.data.stand_in_file import plan_stand_in, read_stand_in, write_stand_in
-from expertcast.data.stream import ActivationStream, pad_windows
+from expertcast.data.stream import ActivationStream
 from expertcast.data.text import Document
 from expertcast.data.trace_file import read_info, write_info
 from expertcast.data.traces import TraceDataset
+from expertcast.data.window_batch import pad_windows
 from expertcast.data.writer import REMEDY, SHARD_BYTES, ShardWriter, merged_progress, write_atomically
 from expertcast.predictors.artefacts import digest, file_digest
 from expertcast.predictors.errors import ExpertcastError

@@ -1,7 +1,7 @@
 """Fitting stand-ins for the MoE layers' outputs from a running model: two passes over a part of the text.
 
-The first pass finds the directions in which each layer's input varies most, the second one gathers, per expert, the sums
-of a ridge regression of its output on them.
+The first pass finds the directions in which each layer's input varies most, the second one gathers, per expert, the
+sums of a ridge regression of its output on them.
 
 S rows (token-expert pairs, sorted by expert), D hidden size, E routed experts per layer, K experts per token, R rank,
 Z = R + 1 with a constant.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from expertcast.data.discovery import experts_implementation
 from expertcast.data.plan import Window
-from expertcast.data.stream import WindowBatch, window_batches
+from expertcast.data.window_batch import WindowBatch, window_batches
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.stand_in import MOST_RANK, StandIn
 from expertcast.predictors.view import MoELayer, MoEView
@@ -32,6 +33,7 @@ DIRECTION_TOKENS = 8_192
 """Tokens that directions are found on."""
 PRIOR_TOKENS = 16.0
 """Tokens' worth of holding maps back: an expert that few tokens reach keeps to its mean."""
+M = TypeVar("M", "_Moments", "_Sums")
 PAIR_EXPERTS = "expertcast_pairs"
 _SEEN: dict[nn.Module, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
 """By experts module that is looked at: input, ids and weights to output."""
@@ -93,7 +95,8 @@ class _Moments:
 
     def principal(self, rank: int) -> tuple[Tensor, Tensor]:
         """The mean [D], and the `rank` directions [D, R] of the largest variance, orthonormal."""
-        assert isinstance(self.sum_D, Tensor) and isinstance(self.product_DD, Tensor)
+        assert isinstance(self.sum_D, Tensor)
+        assert isinstance(self.product_DD, Tensor)
         mean_D = self.sum_D.double() / self.count
         covariance_DD = self.product_DD.double() / self.count - torch.outer(mean_D, mean_D)
         _, vectors_DD = torch.linalg.eigh(covariance_DD)  # rising
@@ -161,7 +164,9 @@ def first_windows(windows: Sequence[Window], tokens: int) -> list[Window]:
 
 
 @torch.no_grad()
-def _run(model: PreTrainedModel, view: MoEView, windows: Sequence[Window], batch_size: int, make: Callable) -> list:
+def _run(
+    model: PreTrainedModel, view: MoEView, windows: Sequence[Window], batch_size: int, make: Callable[[MoELayer], M]
+) -> list[M]:
     """One pass; returns what was made for each layer.
 
     Args:

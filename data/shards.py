@@ -6,7 +6,7 @@ T tokens, D hidden size, L MoE layers, E routed experts per layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from expertcast.data import layout
 from expertcast.data.batch import TraceBatch
 from expertcast.data.models import first_line
+from expertcast.data.plan import PlannedDocument
 from expertcast.data.tensor_files import is_finite
 from expertcast.data.trace_file import REMEDY, TraceInfo
 from expertcast.predictors.artefacts import digest
@@ -159,3 +160,14 @@ def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
         return bool(found == wanted)
     same_size = pa.types.is_fixed_size_list(found) and found.list_size == wanted.list_size
     return bool(same_size and found.value_type == wanted.value_type)
+
+
+def places(documents: Sequence[PlannedDocument], begin: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Document and position, as int32, that `rows` rows from number `begin` on have if they hold these documents."""
+    index_N, tokens_N = (
+        torch.tensor([getattr(document, name) for document in documents]) for name in ("index", "tokens")
+    )
+    ends_N = tokens_N.cumsum(0)
+    rows_T = torch.arange(begin, begin + rows)
+    place_T = torch.searchsorted(ends_N, rows_T, right=True)
+    return index_N[place_T].int(), (rows_T - (ends_N - tokens_N)[place_T]).int()

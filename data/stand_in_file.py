@@ -1,4 +1,4 @@
-"""The stand-in that a collection's early attention runs on: fitted on the train split's first tokens, kept in a file."""
+"""The stand-in that a collection's early attention runs on: fitted on the train split's first tokens, in a file."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from expertcast.data.unrecorded import recording, unrecorded
 from expertcast.predictors.view import MoELayer, MoEView
 
 RouterOutput: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -112,7 +113,11 @@ class RouterTaps:
         )
         self._muted = True
         try:
-            replaced = self._on_router(call)
+            if recording():  # a forecast runs the model's own norms and routers
+                with unrecorded():
+                    replaced = self._on_router(call)
+            else:
+                replaced = self._on_router(call)
         finally:
             self._muted = False
         return None if replaced is None else (logits_TE, replaced[1], replaced[0])

@@ -6,7 +6,7 @@ T tokens, D hidden size, L MoE layers, E routed experts per layer. The folder is
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from expertcast.data.distributed import Share, documents_of, smallest_share
 from expertcast.data.layout import TRACE_FILE as TRACE_FILE
 from expertcast.data.plan import ALL as ALL
 from expertcast.data.plan import Documented, PlannedDocument
-from expertcast.data.shards import Shard
+from expertcast.data.shards import Shard, places
 from expertcast.data.skeleton import LAYERS, load_skeleton
 from expertcast.data.stand_in_file import read_stand_in
 from expertcast.data.tensor_files import read_tensors
@@ -116,7 +116,7 @@ class TraceDataset(TraceSource):
         begin = 0
         for name in shard_names(folder):
             self._digest_of(name)
-            shard = Shard(folder / name, info, partial(_places, self.documents, begin))
+            shard = Shard(folder / name, info, partial(places, self.documents, begin))
             shards.append((begin, shard))
             begin += len(shard)
         self._shards = shards
@@ -247,14 +247,3 @@ class TraceDataset(TraceSource):
             own_T = sorted_T[(sorted_T >= begin) & (sorted_T < begin + len(shard))]
             if len(own_T):
                 yield shard, own_T - begin
-
-
-def _places(documents: Sequence[PlannedDocument], begin: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Document and position, as int32, that `rows` rows from number `begin` on have if they hold these documents."""
-    index_N, tokens_N = (
-        torch.tensor([getattr(document, name) for document in documents]) for name in ("index", "tokens")
-    )
-    ends_N = tokens_N.cumsum(0)
-    rows_T = torch.arange(begin, begin + rows)
-    place_T = torch.searchsorted(ends_N, rows_T, right=True)
-    return index_N[place_T].int(), (rows_T - (ends_N - tokens_N)[place_T]).int()

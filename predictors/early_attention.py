@@ -49,8 +49,8 @@ def early_of(predictor: Predictor, state: RouterState) -> Tensor:
     """
     if state.early_TD is None:
         raise ExpertcastError(
-            f"{predictor.name} reads early attention, which these traces do not hold: collect them again (without "
-            "--no-early), or choose other inputs"
+            f"{predictor.name} reads early attention, which these traces do not hold: collect them again, without "
+            "--early-rank none, or choose other inputs"
         )
     return state.early_TD
 

@@ -3,8 +3,8 @@
 T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token, R rank.
 
 A layer's output is sum_k w_k y_e(s) over its routed experts plus that of shared ones. Default vectors put the mean of
-y_e in its place (rank 0; Speculating Experts, section 3.1); here y_e(s) = b_e + z A_e with z = s P - c, the R directions
-in which the layer's input varies most. Least squares, so nothing is trained but sums over tokens.
+y_e in its place (rank 0; Speculating Experts, section 3.1); here y_e(s) = b_e + z A_e with z = s P - c, the R
+directions in which the layer's input varies most. Least squares, so nothing is trained but sums over tokens.
 """
 
 from __future__ import annotations

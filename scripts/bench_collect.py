@@ -31,8 +31,9 @@ from expertcast.data.discovery import experts_implementation, find_moe_layers
 from expertcast.data.means import MeanOutputs
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.plan import make_plan
-from expertcast.data.stream import ActivationStream, WindowBatch, window_batches
+from expertcast.data.stream import ActivationStream
 from expertcast.data.text import load_documents
+from expertcast.data.window_batch import WindowBatch, window_batches
 from expertcast.data.writer import ShardWriter
 from expertcast.predictors.view import MoEView
 

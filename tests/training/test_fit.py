@@ -10,7 +10,8 @@ import torch
 
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, PredictorConfig, names
-from expertcast.predictors.estimator import Estimator, EstimatorConfig, EstimatorNetwork, fitting_width
+from expertcast.predictors.estimator import Estimator, EstimatorConfig
+from expertcast.predictors.estimator_network import EstimatorNetwork, fitting_width
 from expertcast.predictors.hybrid import Hybrid, HybridConfig
 from expertcast.predictors.linear import Linear, LinearConfig
 from expertcast.training.evaluation import evaluate
