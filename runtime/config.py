@@ -61,12 +61,16 @@ class OffloadConfig:
     """Experts prefetched per token as a multiple of K; policies that are given say it themselves."""
     ahead: int = 1
     """Layers between a forecast and its target."""
+    reach: int | None = None
+    """Layers ahead that experts are asked for while the link is idle, nearest first (default: ahead, and no further)."""
     layers: tuple[int, ...] | None = None
     """With hybrid, the layers that execute their forecast (default: where recall@k is at least min_recall)."""
     min_recall: float = 0.9
     """With hybrid, the checkpoint's own recall@k from which a layer executes its forecast."""
     true_weights: bool = False
     """Executed forecasts get the true router's weights over the forecast's ids."""
+    router_free: bool = False
+    """Layers that execute their forecast leave their router out: its logits are never known there."""
     speculate_prefill: bool = False
     """Forecast and execute in prefill steps too; they are exact otherwise."""
     store: str | ExpertStore = "memory"
@@ -86,6 +90,11 @@ class OffloadConfig:
             size_bytes(self.memory)
         if self.store_folder is not None and self.store != "disk":
             raise ExpertcastError("store_folder belongs to store='disk': leave it out")
+        if self.reach is not None and self.reach < self.ahead:
+            raise ExpertcastError(f"reach={self.reach} is nearer than ahead={self.ahead}: give a larger one, or none")
+        if self.router_free and (self.mode == "exact" or self.true_weights):
+            with_what = "mode 'exact'" if self.mode == "exact" else "true_weights"
+            raise ExpertcastError(f"router_free leaves routers out, which {with_what} needs: choose one of them")
         self.resolved_policies()
 
     @classmethod

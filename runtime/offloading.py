@@ -65,6 +65,8 @@ def offload(
         true_weights=config.true_weights,
         prefill=config.speculate_prefill,
         ahead=config.ahead,
+        router_free=config.router_free,
+        reach=config.reach,
         early=EarlyAttention(model, view) if bound is not None and bound.uses_early else None,
     )
     if config.mode == "exact" and (config.true_weights or config.layers is not None):

@@ -18,6 +18,7 @@ from expertcast.predictors.view import MoELayer
 from expertcast.runtime.engine.base import Engine, EngineParts
 from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.engine.kernels import row_order
+from expertcast.runtime.engine.quick import QuickForecasts
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.links.exchange import Readback, Sent
 from expertcast.runtime.recording.statistics import RunStatistics
@@ -66,6 +67,7 @@ class HostEngine(Engine):
         self._plan: _Plan | None = None
         self._known_ids: dict[int, list[int]] = {}
         """Ids (flat) of forecasts by target layer, as far as the host has them."""
+        self._quick = QuickForecasts(shape.layers)
         self._complete = False
         """The last forward ran to its last layer."""
 
@@ -77,6 +79,7 @@ class HostEngine(Engine):
         self._residency.link.follow()
         self._plan = None
         self._known_ids.clear()
+        self._quick.start()
         halfway, self._halfway = self._halfway, True
         complete, self._complete = self._complete, False
         if halfway:
@@ -102,11 +105,15 @@ class HostEngine(Engine):
         plan = self._begin(call.layer, ids_TK, executed is not None and executed is forecast_executed, precision)
         if self._told is not None:
             self._told("forecast", call.layer)
-        forecast = self._speculator.forecast(call, executed)
+        forecast = self._speculator.forecast(call, executed, self._quick_hint)
         if self._told is not None:
             self._told("policy", call.layer)
         if forecast is not None:
             self._hint(forecast)
+        for further in self._speculator.further(call):
+            if not self._residency.idle:  # the link has nearer layers' experts to bring
+                break
+            self._hint(further)
         self._flow.finish(call.layer)
         if len(plan.chunks) == 1:
             self._flow.stream(call.layer)
@@ -124,6 +131,12 @@ class HostEngine(Engine):
         if decision is None:
             return executed, None
         return (decision.ids_TK, decision.weights_TK), decision.precision
+
+    def _quick_hint(self, layer: int, ids_TK: Tensor) -> None:
+        """Ask at once for what a quick forecast is sure of, if the link has nothing else to do."""
+        if self._residency.idle:
+            sure = self._quick.sure(layer, self._readback.start(ids_TK).tolist())
+            self._residency.prefetch([layer * self._experts + expert for expert in sure])
 
     def _hint(self, forecast: Forecast) -> None:
         """Ask for a forecast's experts. On CUDA the host waits for it here: the layer's kernels need their own copies
@@ -170,6 +183,8 @@ class HostEngine(Engine):
             counts = self._readback.start(counts_E).tolist()  # torch.unique would keep the host from the link
             pairs = {first + expert: count for expert, count in enumerate(counts) if count}
             distinct = list(pairs)
+        if self._quick.made:
+            self._quick.learn(layer, {key - first for key in distinct})
         chunks = self._flow.begin(layer, distinct, precision)
         plan = self._plan = _Plan(layer, ids_TK, all_keys, pairs, chunks, precision)
         if len(chunks) == 1:

@@ -7,7 +7,8 @@ K experts per token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -18,7 +19,11 @@ from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.routing_rule import weights_over
 from expertcast.predictors.view import MoEView
+from expertcast.runtime.engine.router_free import routers_left_out
 from expertcast.runtime.engine.traced import TracedForecasts
+
+Quick = Callable[[int, Tensor], object]
+"""Gets a layer and the ids [T, K] that its router gives for the stand-in, heaviest first."""
 
 
 class Speculator:
@@ -36,6 +41,11 @@ class Speculator:
         prefill: forecast (and execute) in steps of more than one token per sequence too.
         ahead: how many layers ahead forecasts are made.
         early: runs the model's blocks early, for a predictor that reads early attention.
+        router_free: layers that execute their forecast leave their router out.
+        reach: the furthest distance of :meth:`further`.
+
+    Raises:
+        ExpertcastError: layers that do not exist, or distances that the predictor was not made for.
     """
 
     def __init__(
@@ -48,9 +58,13 @@ class Speculator:
         prefill: bool = False,
         ahead: int = 1,
         early: EarlyAttention | None = None,
+        router_free: bool = False,
+        reach: int | None = None,
     ) -> None:
+        self._further = range(ahead + 1, (reach or ahead) + 1)
         if predictor is not None:
-            predictor.check_ahead(ahead)
+            for distance in (ahead, *self._further):
+                predictor.check_ahead(distance)
             assert early is not None or not predictor.uses_early, f"{predictor.name} reads early attention"
         self.view, self.predictor = view, predictor
         self.layers = frozenset(layers)
@@ -63,7 +77,9 @@ class Speculator:
         self._memory = _TokenMemory(len(view)) if predictor is not None and predictor.uses_previous_token else None
         self._traced = None if predictor is None else TracedForecasts(predictor)
         self._forecasts: dict[int, Forecast] = {}
-        self.early = early
+        self.early, self._router_free = early, router_free
+        self._state: RouterState | None = None
+        """What the last forecast was made from."""
         self._waiting: dict[int, tuple[RouterState, Tensor]] = {}
         """By source layer, forecasts of whole texts that wait for the next block's attention."""
 
@@ -74,24 +90,29 @@ class Speculator:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """What early attention needs to know of the model's forwards is seen inside."""
-        if self.early is None:
+        """Inside, early attention sees the model's forwards, and routers are left out where that is wanted."""
+        with ExitStack() as stack:
+            if self.early is not None:
+                self.early.attach()
+                stack.callback(self.early.close)
+            if self._router_free:
+                stack.enter_context(routers_left_out([self.view[layer] for layer in self.layers], self._ready))
             yield
-            return
-        self.early.attach()
-        try:
-            yield
-        finally:
-            self.early.close()
 
     def start(self, fresh: bool) -> None:
         """A forward starts; `fresh`: with new texts."""
         self._forecasts.clear()
         self._waiting.clear()
+        self._state = None
         if self.early is not None:
             self.early.start()
         if self._memory is not None:
             self._memory.start(fresh)
+
+    def _ready(self, layer: int) -> Forecast | None:
+        """The forecast that a layer will execute; whole texts' forecasts are made now."""
+        self._make_waiting(layer)
+        return self._forecasts.get(layer)
 
     def executed(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
         """(ids, weights) that the layer executes in place of its router's, or None: the router's own."""
@@ -105,8 +126,16 @@ class Speculator:
             weights_TK = weights_over(self.view[call.layer], call.logits_TE, forecast.topk_ids_TK)
         return forecast.topk_ids_TK, weights_TK.to(call.weights_TK.dtype)
 
-    def forecast(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> Forecast | None:
-        """The forecast made at this layer, if one is due; `executed` is what :meth:`executed` said."""
+    def forecast(
+        self, call: RouterCall, executed: tuple[Tensor, Tensor] | None, quick: Quick | None = None
+    ) -> Forecast | None:
+        """The forecast made at this layer, if one is due.
+
+        Args:
+            call: the layer's.
+            executed: what :meth:`executed` said.
+            quick: is told of a first forecast in a decode step, where the better one has to wait for early attention.
+        """
         if self.predictor is None or self._traced is None:
             return None
         if self._memory is not None:
@@ -121,19 +150,30 @@ class Speculator:
             logits_TE=own.logits_TE if chained and own is not None else call.logits_TE,
             topk_ids_TK=ids_TK, topk_weights_TK=weights_TK, previous_logits_TLE=self._previous(call),
         )  # fmt: skip
-        if self.predictor.wants_early(call.layer, self.ahead) and not self._look_early(call, state):
+        self._state = state
+        if self.predictor.wants_early(call.layer, self.ahead) and not self._look_early(call, state, quick):
             return None
         made = (self._traced if call.tokens == 1 else self.predictor).forecast(state, self.ahead)
         self._forecasts[made.layer] = made
         return made
 
-    def _look_early(self, call: RouterCall, state: RouterState) -> bool:
+    def further(self, call: RouterCall) -> Iterator[Forecast]:
+        """Forecasts of decode steps for layers beyond the one that :meth:`forecast` looked at, nearest first: hints, made
+        when they are asked for."""
+        for distance in self._further if call.tokens == 1 else ():
+            if self._state is not None and call.layer + distance < len(self.view):
+                assert self._traced is not None
+                yield self._traced.forecast(self._state, distance)
+
+    def _look_early(self, call: RouterCall, state: RouterState, quick: Quick | None) -> bool:
         """Fill in early attention; False: of whole texts it is known when the next block's own has run."""
         assert self.predictor is not None and self._traced is not None and self.early is not None
         if call.tokens > 1:
             self._waiting[call.layer] = state, self.predictor.stand_in(state)
             return False
         standing_TD = self._traced.stand_in(state)
+        if quick is not None:
+            quick(call.layer + 1, self._traced.routed(replace(state, early_TD=_residual(None, standing_TD, state))))
         state.early_TD = _residual(self.early.attend(call.layer + 1, standing_TD), standing_TD, state)
         return True
 

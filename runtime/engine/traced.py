@@ -83,6 +83,17 @@ class TracedForecasts:
         (standing_TD,) = self._run(("stand_in",), lambda given: (self._predictor.stand_in(given),), state, state.layer)
         return standing_TD
 
+    def routed(self, state: RouterState) -> Tensor:
+        """Ids [T, K] that the next layer's router gives for `state.early_TD`."""
+        following = self._predictor.view[state.layer + 1]
+
+        def outputs(given: RouterState) -> _Inputs:
+            assert given.early_TD is not None
+            return (following.router(following.router_input(given.early_TD))[2],)
+
+        (ids_TK,) = self._run(("routed",), outputs, state, following.index)
+        return ids_TK
+
     @torch.no_grad()
     def _run(self, kind: tuple[object, ...], function: _Function, state: RouterState, frozen: int) -> _Inputs:
         """The function's tensors, by its trace where that gives the same bits.
