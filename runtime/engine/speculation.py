@@ -167,7 +167,9 @@ class Speculator:
 
     def _look_early(self, call: RouterCall, state: RouterState, quick: Quick | None) -> bool:
         """Fill in early attention; False: of whole texts it is known when the next block's own has run."""
-        assert self.predictor is not None and self._traced is not None and self.early is not None
+        assert self.predictor is not None
+        assert self._traced is not None
+        assert self.early is not None
         if call.tokens > 1:
             self._waiting[call.layer] = state, self.predictor.stand_in(state)
             return False
@@ -182,7 +184,8 @@ class Speculator:
         waiting = self._waiting.pop(layer - 1, None)
         if waiting is None:
             return
-        assert self.predictor is not None and self.early is not None
+        assert self.predictor is not None
+        assert self.early is not None
         state, standing_TD = waiting
         state.early_TD = _residual(self.early.attend_whole(layer, standing_TD), standing_TD, state)
         made = self.predictor.forecast(state, self.ahead)
