@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from expertcast.data import layout
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.distributed import Share, current_share, documents_of, wait_for_all
+from expertcast.data.early_trial import try_early
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import SPLITS, Plan, PlannedDocument, TextOptions, Window, make_plan
 from expertcast.data.skeleton import save_skeleton
@@ -30,8 +31,6 @@ from expertcast.data.writer import REMEDY, SHARD_BYTES, ShardWriter, merged_prog
 from expertcast.predictors.artefacts import digest, file_digest
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
-from expertcast.predictors.stand_in import StandIn
-from expertcast.predictors.view import MoEView
 
 
 def collect(
@@ -66,7 +65,10 @@ def collect(
     view = find_moe_layers(model)
     means = MeanOutputs(view)
     plan = make_plan(documents, tokenizer, options, **fields)
-    stream, columns = _stream(model, view, plan)
+    early, seen = try_early(model, view, plan)
+    columns = layout.Columns(view.shape, layout.stored_logits_dtype(seen.logits_TLE.dtype), early is not None)
+    windows = plan.windows_of(plan.documents)
+    stream = ActivationStream(model, view, windows, batch_size=plan.options.batch_size)
     folder = Path(out)
     if share.rank == 0:
         _claim(folder, _new_info(stream, plan, share, columns))
@@ -80,7 +82,10 @@ def collect(
     if not info["complete"]:
         writer = ShardWriter(folder, means, rank=share.rank, columns=columns, shard_bytes=shard_bytes)
         if columns.early:
-            stream = stream.with_stand_in(read_stand_in(folder, view.shape, plan.options.early_rank or 0))
+            stand_in = read_stand_in(folder, view.shape, plan.options.early_rank or 0)
+            stream = ActivationStream(
+                model, view, windows, batch_size=plan.options.batch_size, stand_in=stand_in, early=early
+            )
         _run(stream, plan, share, writer)
         wait_for_all(share)
         if share.rank == 0:
@@ -110,21 +115,6 @@ def _batches(plan: Plan, own: list[PlannedDocument], batch_size: int) -> Iterato
         windows = plan.windows_of(own, split)
         for begin in range(0, len(windows), batch_size):
             yield split, windows[begin : begin + batch_size]
-
-
-def _stream(model: PreTrainedModel, view: MoEView, plan: Plan) -> tuple[ActivationStream, layout.Columns]:
-    """The plan's stream, and its columns: seen in one forward of two tokens."""
-    rank = plan.options.early_rank
-    zero = None if rank is None else StandIn.of_shape(view.shape, 0)
-    windows = plan.windows_of(plan.documents)
-    stream = ActivationStream(model, view, windows, batch_size=plan.options.batch_size, stand_in=zero)
-    seen = stream.run(pad_windows([Window(windows[0].document, 0, windows[0].token_ids[:2])]))
-    early = stream.early is not None and stream.early.works
-    if rank is not None and not early:
-        reasons = [] if stream.early is None else list(dict.fromkeys(stream.early.refused.values()))[1:]
-        print(f"no early attention: {'; '.join(reasons) or 'the model has one MoE layer'}", file=sys.stderr)
-    columns = layout.Columns(view.shape, layout.stored_logits_dtype(seen.logits_TLE.dtype), early)
-    return stream.with_stand_in(None), columns
 
 
 def _new_info(stream: ActivationStream, plan: Plan, share: Share, columns: layout.Columns) -> Json:

@@ -29,14 +29,13 @@ class EarlyAttention:
 
     A layer that cannot be run early is named in :attr:`refused` with the reason, by MoE layer index: known from the
     model's structure, or found when its block was called first, for each is given its own input once and must then give
-    its own residual. A cache that cannot be read is no such reason, for the next text may come with another: there is
-    no early attention with it, and one warning for each class of caches.
+    its own residual (a warning says so after that forward). A cache that cannot be read is no such reason, for the next
+    text may come with another: there is no early attention with it, and one warning for each class of caches.
 
     Args:
         model: whose forwards it follows.
         view: the model's MoE layers.
-        whole: it will run over whole texts, for somebody who asks what was refused; without it, what was found is
-            told in a warning after the forward that found it.
+        whole: it will run over whole texts.
     """
 
     def __init__(self, model: PreTrainedModel, view: MoEView, *, whole: bool = False) -> None:
@@ -44,7 +43,7 @@ class EarlyAttention:
         self.refused = static_refusals(model, view, whole=whole)
         self._told = len(self.refused)
         """How many refusals somebody knows of."""
-        self._masked, self._collecting = takes_masks(model), whole
+        self._masked = takes_masks(model)
         self._blocks = [Block(each, kind_of(model, each.decoder), cache_index(each.decoder)) for each in view]
         self._latest: dict[str | None, Call] = {}
         self._masks: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -93,7 +92,7 @@ class EarlyAttention:
     def _finished(self, *_: object) -> None:
         """A forward ends; what it left here would keep a finished text's cache."""
         self.start()
-        if len(self.refused) > self._told and not self._collecting:
+        if len(self.refused) > self._told:
             found = dict(list(self.refused.items())[self._told :])
             warnings.warn(f"forecasts do without early attention at {'; '.join(told(found))}", stacklevel=2)
         self._told = len(self.refused)
@@ -117,7 +116,8 @@ class EarlyAttention:
 
     def attend(self, layer: int, hidden_TD: Tensor) -> Tensor | None:
         """The residual [T, D] before the norm of `layer`'s router, had its block been given `hidden_TD`: in a decode
-        step, when the layer before has been reached. None where it cannot be had in this step."""
+        step, when the layer before has been reached. None where it cannot be had in this step: the layer is refused,
+        its cache cannot be read, or no block of its kind has run yet, whose mask it needs (gpt_oss's second layer)."""
         block = self._blocks[layer]
         call = self._latest.get(block.kind)
         if layer in self.refused or call is None:

@@ -13,6 +13,7 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.distributed import current_share, documents_of, sum_over_ranks
 from expertcast.data.early import EarlyAttention
+from expertcast.data.early_trial import try_early
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import PlannedDocument, TextOptions, Window, first_tokens, make_plan
 from expertcast.data.stand_in_file import plan_stand_in
@@ -74,9 +75,11 @@ class OnlineTraces(TraceSource):
     def stand_in(self) -> StandIn | None:  # type: ignore[override]
         """What early attention runs on: two passes over a part of the train split, at the first use. None where it is
         left out, or no layer can be run early. Every rank fits the same one."""
-        if self.plan.options.early_rank is None or not EarlyAttention(self.model, self.view).works:
-            return None
-        return plan_stand_in(self.model, self.view, self.plan)
+        return None if self._early is None else plan_stand_in(self.model, self.view, self.plan)
+
+    @cached_property
+    def _early(self) -> EarlyAttention | None:
+        return try_early(self.model, self.view, self.plan)[0]
 
     def _batches(
         self, own: list[PlannedDocument], tokens: int, batch_size: int, seed: int | None
@@ -91,10 +94,11 @@ class OnlineTraces(TraceSource):
     ) -> ActivationStream:
         whole = ((window, window.token_ids) for window in self.plan.windows_of(documents))
         windows = [Window(window.document, window.start, ids) for window, ids in first_tokens(whole, limit)]
-        stand_in = self.stand_in if means is None else None
+        early, stand_in = (self._early, self.stand_in) if means is None else (None, None)
         return ActivationStream(
-            self.model, self.view, windows, batch_size=self.plan.options.batch_size, means=means, stand_in=stand_in
-        )
+            self.model, self.view, windows, batch_size=self.plan.options.batch_size, means=means, stand_in=stand_in,
+            early=early,
+        )  # fmt: skip
 
 
 def _with_previous_tokens(stream: Iterable[TraceBatch]) -> Iterator[TraceBatch]:

@@ -41,6 +41,7 @@ class ActivationStream:
         batch_size: windows per forward.
         means: where to add expert outputs, for default vectors; None leaves them out.
         stand_in: what early attention runs on; None leaves it out.
+        early: runs it, where it has been tried before; None makes it anew.
         residual_dtype: what residuals are rounded to; traces hold bf16.
 
     Raises:
@@ -56,6 +57,7 @@ class ActivationStream:
         batch_size: int = 8,
         means: MeanOutputs | None = None,
         stand_in: StandIn | None = None,
+        early: EarlyAttention | None = None,
         residual_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         if batch_size < 1:
@@ -67,14 +69,7 @@ class ActivationStream:
         self.model, self.view, self.windows = model, view, windows
         self.batch_size, self.means, self.residual_dtype = batch_size, means, residual_dtype
         self.stand_in = None if stand_in is None else stand_in.to(model.device)
-        self.early = None if stand_in is None else EarlyAttention(model, view, whole=True)
-
-    def with_stand_in(self, stand_in: StandIn | None) -> ActivationStream:
-        """The same stream, early attention on another stand-in or left out."""
-        return ActivationStream(
-            self.model, self.view, self.windows, batch_size=self.batch_size, means=self.means, stand_in=stand_in,
-            residual_dtype=self.residual_dtype,
-        )  # fmt: skip
+        self.early = None if stand_in is None else early or EarlyAttention(model, view, whole=True)
 
     def __iter__(self) -> Iterator[TraceBatch]:
         for batch in window_batches(self.windows, self.batch_size):

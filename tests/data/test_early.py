@@ -1,0 +1,244 @@
+"""Early attention against a forward in which a block's output is replaced; caches stay what they were."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, Qwen3NextConfig, StaticCache
+
+from expertcast.data.cache_reading import reading_copy
+from expertcast.data.discovery import find_moe_layers
+from expertcast.data.early import EarlyAttention
+from expertcast.data.early_layers import FIRST, ranges, told
+from expertcast.predictors import MoEView
+from expertcast.predictors.early_attention import EarlyAttention as EarlyPredictor
+from expertcast.predictors.early_attention import EarlyConfig
+from expertcast.runtime import offload
+from tests.data.early_oracle import Follower, oracle, random_stand_in
+from tests.families.models import _COMMON, CONFIGS, tiny_model
+
+LENGTH = 21
+"""More than gpt_oss's window of 16 tokens."""
+
+
+def ids(rows: int = 1, length: int = LENGTH) -> Tensor:
+    return torch.randint(3, 4096, (rows, length), generator=torch.Generator().manual_seed(2))
+
+
+def assert_near(found: Tensor | None, expected: Tensor) -> None:
+    assert found is not None
+    assert float((found - expected).norm()) <= 1e-5 * float(expected.norm())
+
+
+def prefilled(model: PreTrainedModel, given: Tensor, cache: Cache | None = None, **kwargs: Any) -> Cache:
+    with torch.no_grad():
+        return model.base_model(input_ids=given, past_key_values=cache, use_cache=True, **kwargs).past_key_values
+
+
+@pytest.mark.parametrize("family", list(CONFIGS))
+def test_a_decode_step_and_a_whole_text_give_the_oracles_residuals(family: str) -> None:
+    model = tiny_model(family, torch.float32)
+    view = find_moe_layers(model)
+    stand_in, given = random_stand_in(view), ids(2)
+    whole = Follower(model, view, stand_in, whole=True)
+    rows = [found.view(2, LENGTH, -1) for found in whole.run(input_ids=given, use_cache=False) if found is not None]
+    assert whole.early.refused.keys() == {0}
+    assert len(rows) == len(view) - 1
+    follower = Follower(model, view, stand_in)
+    for length in (4, LENGTH):
+        expected = oracle(model, view, stand_in, given[:, :length])
+        cache = prefilled(model, given[:, : length - 1])
+        found = follower.run(input_ids=given[:, length - 1 : length], past_key_values=cache)
+        for source, wanted in enumerate(expected):
+            assert_near(rows[source][:, length - 1], wanted)
+            if (family, source) == ("gpt_oss", 0):
+                assert found[source] is None, "no block of the next one's kind has run"
+            else:
+                assert_near(found[source], wanted)
+    assert follower.early.refused.keys() == {0}
+
+
+def state(cache: Cache) -> list[dict[str, Any]]:
+    return [{name: value.clone() if isinstance(value, Tensor) else value for name, value in vars(layer).items()}
+            for layer in cache.layers]  # fmt: skip
+
+
+def assert_same_caches(one: Cache, other: Cache) -> None:
+    for first, second in zip(state(one), state(other), strict=True):
+        assert first.keys() == second.keys()
+        for name, value in first.items():
+            assert torch.equal(value, second[name]) if isinstance(value, Tensor) else value == second[name], name
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_the_cache_is_left_as_it_was(family: str, kind: type[Cache]) -> None:
+    """Left padding too: the second text has five tokens less."""
+    model = tiny_model(family, torch.float32)
+    view, given = find_moe_layers(model), ids(2)
+    stand_in = random_stand_in(view)
+    mask = torch.ones_like(given)
+    mask[1, :5] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = (
+        DynamicCache(config=model.config)
+        if kind is DynamicCache
+        else StaticCache(config=model.config, max_cache_len=32)
+    )
+    prefilled(model, given[:, :-1], cache, attention_mask=mask[:, :-1], position_ids=positions[:, :-1])
+    step = {"input_ids": given[:, -1:], "attention_mask": mask, "position_ids": positions[:, -1:]}
+    untouched = copy.deepcopy(cache)
+    prefilled(model, step.pop("input_ids"), untouched, **step)
+    step["input_ids"] = given[:, -1:]
+    follower, before = Follower(model, view, stand_in), state(cache)
+    reader = reading_copy(cache, 1)
+    assert reader is not None
+    reader.update(torch.ones_like(cache.layers[1].keys[:, :, :1]), torch.ones_like(cache.layers[1].values[:, :, :1]), 1)
+    for first, second in zip(before, state(cache), strict=True):
+        assert all(torch.equal(value, second[name]) for name, value in first.items() if isinstance(value, Tensor))
+    found = follower.run(past_key_values=cache, **step)
+    assert_same_caches(cache, untouched)
+    short = oracle(model, view, stand_in, given[1:, 5:])
+    long = oracle(model, view, stand_in, given[:1])
+    for source in range(len(view) - 1):
+        if (family, source) != ("gpt_oss", 0):
+            assert_near(found[source], torch.cat([long[source], short[source]]))
+
+
+class OwnCache(DynamicCache):
+    """Somebody's: what a write to it changes is not known."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return super().update(*args, **kwargs)
+
+
+def predictor(view: MoEView) -> EarlyPredictor:
+    made = EarlyPredictor(EarlyConfig(stand_in_rank=3), view.shape)
+    made.set_stand_in(random_stand_in(view))
+    made.bind(view)
+    return made
+
+
+def decode(model: PreTrainedModel, cache: Cache | None = None, **kwargs: Any) -> Any:
+    return model.generate(
+        ids(), past_key_values=cache, max_new_tokens=6, min_new_tokens=6, do_sample=False, return_dict_in_generate=True,
+        output_logits=True, **kwargs,
+    )  # fmt: skip
+
+
+def assert_same_logits(one: Any, other: Any) -> None:
+    assert all(torch.equal(first, second) for first, second in zip(one.logits, other.logits, strict=True))
+
+
+def test_a_cache_that_cannot_be_read_is_told_of_once() -> None:
+    model = tiny_model("qwen3_moe")
+    view = find_moe_layers(model)
+    expected = decode(model)
+    for cache in (OwnCache(), DynamicCache(config=model.config)):
+        with (
+            offload(model, predictor=predictor(view), slots=8) as offloaded,
+            warnings.catch_warnings(record=True) as said,
+        ):
+            warnings.simplefilter("always")
+            assert_same_logits(decode(model, cache), expected)
+            assert offloaded.stats.total.prefetched > 0
+        lines = [str(each.message) for each in said if "early attention" in str(each.message)]
+        assert len(lines) == (type(cache) is OwnCache)
+        assert all("OwnCache cannot be read without being changed" in line for line in lines)
+    assert reading_copy(OwnCache(), 0) is None
+    assert reading_copy(DynamicCache(), 2) is not None
+
+
+def qwen3_next() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        **{**_COMMON, "num_hidden_layers": 5}, num_key_value_heads=2, head_dim=8, num_experts=8,
+        moe_intermediate_size=16, intermediate_size=48, shared_expert_intermediate_size=16, norm_topk_prob=True,
+        linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+
+
+def sparse() -> PreTrainedModel:
+    config = copy.deepcopy(CONFIGS["qwen3_moe"])
+    config.decoder_sparse_step = 2
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [(qwen3_next, ["layers 2-3: linear attention keeps a state that a read would change"]),
+     (sparse, ["layer 1: another layer stands between it and the MoE layer before it"])],
+)  # fmt: skip
+def test_layers_that_cannot_be_run_early_are_refused_and_runs_stay_exact(make: Any, expected: list[str]) -> None:
+    model = make()
+    view = find_moe_layers(model)
+    assert told(EarlyAttention(model, view).refused) == expected
+    plain = decode(model)
+    with offload(model, predictor=predictor(view), slots=8) as offloaded:
+        assert_same_logits(decode(model), plain)
+        assert offloaded.stats.total.prefetched > 0
+    whole = Follower(model, view, random_stand_in(view), whole=True)
+    found = whole.run(input_ids=ids(), use_cache=False)
+    assert told(whole.early.refused) == expected
+    assert [each is not None for each in found] == [layer not in whole.early.refused for layer in range(1, len(view))]
+
+
+def test_a_block_that_gives_another_result_early_is_refused() -> None:
+    """Found when it is first called, told of once, and not run again."""
+    model = tiny_model("qwen3_moe")
+    view = find_moe_layers(model)
+    own, calls = view[2].decoder.self_attn.forward, [0]
+
+    def drifting(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        output, *rest = own(*args, **kwargs)
+        return (output * calls[0], *rest)
+
+    view[2].decoder.self_attn.forward = drifting
+    follower = Follower(model, view, random_stand_in(view), whole=True)
+    with pytest.warns(UserWarning, match="without early attention at layer 2: its attention gave another result"):
+        found = follower.run(input_ids=ids(), use_cache=False)
+    assert [each is None for each in found] == [False, True, False]
+    ran = calls[0]
+    follower.run(input_ids=ids(), use_cache=False)
+    assert calls[0] == ran + 1
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_outputs_hold_the_models_own_entries(family: str) -> None:
+    """Forecasts run routers and blocks of the model, whose hooks gather what they see."""
+    model = tiny_model(family)
+    model.set_attn_implementation("eager")
+    view, given = find_moe_layers(model), ids()
+    asked = {"output_router_logits": True, "output_hidden_states": True, "output_attentions": True}
+    cache = prefilled(model, given[:, :-1])
+    runs = [({"input_ids": given}, None), ({"input_ids": given[:, -1:]}, cache)]
+    for predicted in (predictor(view), "next_norm"):
+        for inputs, past in runs:
+            given_kwargs = {**inputs, **asked, "use_cache": past is not None}
+            with torch.no_grad():
+                expected = model(**given_kwargs, past_key_values=copy.deepcopy(past))
+                with offload(model, predictor=predicted, slots=32, speculate_prefill=True) as offloaded:
+                    found = model(**given_kwargs, past_key_values=copy.deepcopy(past))
+                    assert past is None or offloaded.stats.total.prefetched > 0
+            for name in ("router_logits", "hidden_states", "attentions"):
+                assert len(found[name]) == len(expected[name]) > 0, name
+                assert all(torch.equal(one, other) for one, other in zip(found[name], expected[name], strict=True)), (
+                    name
+                )
+
+
+def test_ranges() -> None:
+    assert ranges([1, 2, 3, 5, 8, 9]) == "1-3, 5, 8-9"
+    assert told({0: FIRST, 2: "odd", 1: "odd", 4: "even"}) == [
+        "layers 1-2: odd",
+        "layer 4: even",
+    ]
