@@ -11,4 +11,4 @@ FORMAT = 1
 """Raised when a reader of the old form could misread the new one."""
 
 TAP_POINT = "input of the norm before the router (residual stream after attention)"
-"""Where residual_TD is taken; written to config.json so that a checkpoint says what it reads."""
+"""Where residual_TD is taken; config.json has it, and what is read besides, so that a checkpoint says what it reads."""

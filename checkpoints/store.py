@@ -168,9 +168,18 @@ def describe(predictor: Predictor, view: MoEView) -> Json:
         "model_id": view.model_id,
         "fingerprint": view.fingerprint(),
         "shape": predictor.shape.as_dict(),
-        "tap_point": files.TAP_POINT,
+        "tap_point": _reads(predictor),
         **provenance(),
     }
+
+
+def _reads(predictor: Predictor) -> str:
+    parts = [files.TAP_POINT]
+    if predictor.uses_previous_token:
+        parts.append("router logits of the token before")
+    if predictor.uses_early:
+        parts.append("early attention")
+    return "; ".join(parts)
 
 
 def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json) -> PredictorCheckpoint:

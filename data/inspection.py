@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertcast.data.discovery import find_moe_layers
+from expertcast.data.early_layers import static_refusals, told
 from expertcast.data.models import meta_model
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer
@@ -42,6 +43,10 @@ class ModelReport:
     all_experts_bytes: int = 0
     other_bytes: int = 0
     """Everything that is not a routed expert."""
+    early_attention: int = 0
+    """MoE layers whose attention can be run early, as far as the structure tells."""
+    not_early: tuple[str, ...] = ()
+    """Why others cannot: a line for each reason, with its layers."""
 
 
 def inspect_model(model_id: str) -> ModelReport:
@@ -64,6 +69,7 @@ def describe(model: PreTrainedModel, model_id: str) -> ModelReport:
     expert_bytes = sum(p[0].nbytes for p in first.experts.parameters() if p.shape[0] == first.num_experts)
     all_experts = expert_bytes * first.num_experts * len(view)
     total = sum(parameter.nbytes for parameter in model.parameters())
+    refused = static_refusals(model, view)
     return ModelReport(
         model=model_id,
         architecture=architecture,
@@ -80,6 +86,8 @@ def describe(model: PreTrainedModel, model_id: str) -> ModelReport:
         expert_bytes=expert_bytes,
         all_experts_bytes=all_experts,
         other_bytes=total - all_experts,
+        early_attention=len(view) - len(refused),
+        not_early=tuple(told(refused)),
     )
 
 

@@ -3,7 +3,8 @@
 Rounds of plain forwards and of collection (hooks, sums for default vectors, Arrow shards written and flushed to disk)
 alternate on the same windows, in an order that swaps every round. The plain forward runs without the head, as
 collection does, and with padding in the experts, which collection leaves out; it is timed under the model's default
-experts implementation and under grouped_mm, on which collection runs. A forward with the head is timed too.
+experts implementation and under grouped_mm, on which collection runs. A forward with the head is timed too, collection
+with early attention, and the fit of the stand-in that it runs on, which a collection does once however long it is.
 Writes medians and ratios as JSON.
 
     python scripts/bench_collect.py --threads 1 --json benchmarks/results/collect.json
@@ -28,14 +29,20 @@ from transformers import PreTrainedModel
 from expertcast.checkpoints.provenance import provenance
 from expertcast.data import layout
 from expertcast.data.discovery import experts_implementation, find_moe_layers
+from expertcast.data.expert_maps import TOKENS
 from expertcast.data.means import MeanOutputs
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.plan import make_plan
+from expertcast.data.stand_in_file import plan_stand_in
 from expertcast.data.stream import ActivationStream
 from expertcast.data.text import load_documents
 from expertcast.data.window_batch import WindowBatch, window_batches
 from expertcast.data.writer import ShardWriter
+from expertcast.predictors.stand_in import StandIn
 from expertcast.predictors.view import MoEView
+
+PLAIN = ("plain_default", "plain_grouped_mm", "plain_with_head")
+RATIOS = [*(("collect", name) for name in PLAIN), ("collect_early", "collect"), ("collect_early", "plain_default")]
 
 
 def main() -> None:
@@ -57,6 +64,8 @@ def main() -> None:
         "plain_grouped_mm": partial(plain, model, batches, implementation="grouped_mm"),
         "plain_with_head": partial(plain, model, batches, head=True),
         "collect": partial(collect_once, model, view, batches),
+        "collect_early": partial(collect_once, model, view, batches, fit(args, model, view)),
+        "fit_stand_in": partial(fit, args, model, view),
     }
     result = {
         "model": args.model,
@@ -93,12 +102,28 @@ def plain(
             )
 
 
-def collect_once(model: PreTrainedModel, view: MoEView, batches: list[WindowBatch]) -> None:
-    """What `collect` does per batch, to disk."""
+def fit(args: argparse.Namespace, model: PreTrainedModel, view: MoEView) -> StandIn:
+    """The stand-in as `collect` fits it, on as many tokens as it takes."""
+    tokens = round(1.3 * TOKENS)  # so that the train split holds enough
+    plan = make_plan(load_documents(args.data), load_tokenizer(args.model), tokens=tokens, window=args.window)
+    return plan_stand_in(model, view, plan)
+
+
+def collect_once(
+    model: PreTrainedModel, view: MoEView, batches: list[WindowBatch], stand_in: StandIn | None = None
+) -> None:
+    """What `collect` does per batch, to disk.
+
+    Args:
+        model, view: are run.
+        batches: of text.
+        stand_in: what early attention runs on; None leaves it out.
+    """
     means = MeanOutputs(view)
-    stream = ActivationStream(model, view, [], means=means)
+    stream = ActivationStream(model, view, [], means=means, stand_in=stand_in)
+    columns = layout.Columns(view.shape, torch.float32, stand_in is not None)
     with tempfile.TemporaryDirectory(prefix="bench-collect-") as folder:
-        writer = ShardWriter(Path(folder), means, rank=0, columns=layout.Columns(view.shape, torch.float32))
+        writer = ShardWriter(Path(folder), means, rank=0, columns=columns)
         for batch in batches:
             writer.add(stream.run(batch), batch.token_T)
         writer.commit()
@@ -118,18 +143,17 @@ def measure(kinds: dict[str, Callable[[], None]], rounds: int) -> dict[str, list
 
 
 def summary(times: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
-    """Medians, and the median over rounds of collect / plain; CPU time is the steadier on a shared machine."""
+    """Medians, and medians over rounds of :data:`RATIOS`; CPU time is the steadier on a shared machine."""
     result: dict[str, Any] = {}
     for column, clock in enumerate(("wall", "cpu")):
         result[f"median_{clock}_s"] = {
             name: statistics.median(values[column] for values in rounds) for name, rounds in times.items()
         }
         result[f"ratio_{clock}"] = {
-            f"collect / {name}": statistics.median(
-                ours[column] / theirs[column] for ours, theirs in zip(times["collect"], rounds, strict=True)
+            f"{one} / {other}": statistics.median(
+                ours[column] / theirs[column] for ours, theirs in zip(times[one], times[other], strict=True)
             )
-            for name, rounds in times.items()
-            if name != "collect"
+            for one, other in RATIOS
         }
     return result
 

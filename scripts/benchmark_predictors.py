@@ -104,7 +104,7 @@ def _traces(args: argparse.Namespace, folder: Path) -> TraceDataset:
 
 def _scores(predictors: dict[str, Predictor], traces: TraceDataset, ahead: int) -> dict[str, Any]:
     values = evaluate(predictors, traces.batches("test", BATCH), traces.view, ahead=ahead).as_dict()
-    return {key: values[key] for key in ("recall_at_k", "recall_at_k_chained")}
+    return {key: values.get(key, {}) for key in ("recall_at_k", "recall_at_k_chained")}
 
 
 def _means(scores: dict[str, Any]) -> dict[str, float]:
@@ -115,9 +115,10 @@ def _print_table(results: dict[str, Any], traces: TraceDataset) -> None:
     print(f"\n| predictor | recall@{traces.view.shape.top_k} | chained | first pair | fitted in |")
     print("|---|---|---|---|---|")
     for name, value in results["recall_at_k"].items():
-        chained = results["recall_at_k_chained"][name]["mean"]
+        scored = results["recall_at_k_chained"].get(name)  # not of those that read early attention
+        chained = "-" if scored is None else f"{scored['mean']:.4f}"
         seconds = results["fit_seconds"][name]
-        print(f"| {name} | {value['mean']:.4f} | {chained:.4f} | {value['per_layer'][0]:.3f} | {seconds:.0f} s |")
+        print(f"| {name} | {value['mean']:.4f} | {chained} | {value['per_layer'][0]:.3f} | {seconds:.0f} s |")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ STYLES: dict[str, tuple[str, str]] = {
     "next_norm": (ORANGE, "D"),
     "quasi_hidden": (VERMILION, "o"),
     "linear": (BLUE, "P"),
+    "early_attention": (PURPLE, "v"),
     "estimator": (GREEN, "X"),
     "hybrid": (BLACK, "*"),
 }

@@ -45,7 +45,8 @@ def recall_by_layer(values: Json, metric: str = "recall_at_k") -> Figure:
     axes = figure.subplots(len(rows), len(panels), squeeze=False)
     for (names, low), row in zip(rows, axes, strict=True):
         for axis, (form, results) in zip(row, panels.items(), strict=True):
-            series = {name: list(zip(values["targets"], results[name]["per_layer"], strict=True)) for name in names}
+            scored = [name for name in names if name in results]  # chained, not all are
+            series = {name: list(zip(values["targets"], results[name]["per_layer"], strict=True)) for name in scored}
             named_lines(axis, series, low)
             if level is not None and level >= low:
                 chance_line(axis, level)
@@ -59,9 +60,8 @@ def recall_by_layer(values: Json, metric: str = "recall_at_k") -> Figure:
 
 def _lowest(panels: Json, names: Iterable[str], level: float | None = None) -> float:
     """Lower end of the axis for some predictors in all panels, and the chance level if given."""
-    return floor(
-        [level, *(value for result in panels.values() for name in names for value in result[name]["per_layer"])]
-    )
+    scored = [result[name]["per_layer"] for result in panels.values() for name in names if name in result]
+    return floor([level, *(value for layers in scored for value in layers)])
 
 
 def learning_curve(curve: Curve) -> Figure:

@@ -39,9 +39,14 @@ def run(options: Options) -> Outcome:
     if holds_predictor(folder):
         checkpoint = PredictorCheckpoint.open(folder)
         recall = checkpoint.metrics.get("recall_at_k", {}).get(checkpoint.name)
-        return checkpoint.config, table({**checkpoint.config, "recall_at_k": recall})
+        shown = {key: value for key, value in checkpoint.config.items() if key != "tap_point"}
+        text = table({**shown, "recall_at_k": recall})
+        return checkpoint.config, f"{text}\n  reads {checkpoint.config['tap_point']}"
     report = asdict(inspect_model(options.target))
-    return report, table({key: value for key, value in report.items() if value != ""})
+    shown = {key: value for key, value in report.items() if value != "" and key != "not_early"}
+    if report["supported"]:
+        shown["early_attention"] = f"at {report['early_attention']} of {report['layers']} layers"
+    return report, "\n".join([table(shown), *(f"  no early attention at {line}" for line in report["not_early"])])
 
 
 def _verify(folder: Path) -> list[str]:
@@ -51,8 +56,10 @@ def _verify(folder: Path) -> list[str]:
         ExpertcastError: one is not, or nothing of ours lies there.
     """
     if (folder / TRACE_FILE).is_file():
-        TraceDataset.open(folder).verify()
-        return ["trace.json", "shards", "skeleton", "default vectors"]
+        traces = TraceDataset.open(folder)
+        traces.verify()
+        early = [] if traces.stand_in is None else ["stand-in"]
+        return ["trace.json", "shards", "skeleton", "default vectors", *early]
     if holds_predictor(folder):
         PredictorCheckpoint.open(folder).load()
         return [files.CONFIG, files.METRICS, files.WEIGHTS]

@@ -55,7 +55,8 @@ def describe_traces(traces: TraceDataset) -> str:
     keys = ("model", "fingerprint", "shape", "tokens", "splits", "window", "columns", "command", "git_revision",
             "versions")  # fmt: skip
     values = {key: traces.info[key] for key in keys if key in traces.info}
-    return table({**values, "documents": len(traces.info["documents"])})
+    early = traces.info["settings"].get("early_rank", "none")
+    return table({**values, "early_rank": early, "documents": len(traces.info["documents"])})
 
 
 def table(values: Json) -> str:
