@@ -62,7 +62,7 @@ class OffloadConfig:
     ahead: int = 1
     """Layers between a forecast and its target."""
     reach: int | None = None
-    """Layers ahead that experts are asked for while the link is idle, nearest first (default: ahead, and no further)."""
+    """Layers ahead that experts are asked for while the link is idle, nearest first (default: ahead)."""
     layers: tuple[int, ...] | None = None
     """With hybrid, the layers that execute their forecast (default: where recall@k is at least min_recall)."""
     min_recall: float = 0.9

@@ -6,18 +6,19 @@ T tokens, D hidden size, E routed experts per layer, K experts per token. An exp
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from expertcast.data.taps import RouterCall
-from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import MoELayer
 from expertcast.runtime.engine.base import Engine, EngineParts
+from expertcast.runtime.engine.beside import Beside, Read
 from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.engine.kernels import row_order
+from expertcast.runtime.engine.plan import Plan
 from expertcast.runtime.engine.quick import QuickForecasts
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.links.exchange import Readback, Sent
@@ -25,26 +26,6 @@ from expertcast.runtime.recording.statistics import RunStatistics
 
 _FEW_IDS = 512
 """Up to so many ids a list serves better than a table of all experts."""
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What one run of a layer needs."""
-
-    layer: int
-    ids_TK: Tensor
-    keys: list[int] | None
-    """Key of each of the T x K ids, when they are few."""
-    pairs: Mapping[int, int] | None
-    """By key, how many of the T x K ids name it, when they are many."""
-    chunks: list[list[int]]
-    """Distinct keys, chunk by chunk; one chunk when all fit the slots."""
-    precision: dict[int, str] | None
-    """Of the keys that need not come in full."""
-    slots: list[int] | None = None
-    """Slot of each of the T x K ids, when they are few and one chunk."""
-    sent: Sent | None = None
-    """On its way to the device: slots of the T x K ids, or of all experts when the ids are many; for one chunk."""
 
 
 class HostEngine(Engine):
@@ -64,10 +45,16 @@ class HostEngine(Engine):
         self._observer = residency.observer
         self._last = shape.layers - 1
         self._readback = Readback(parts.link.driver, parts.link.progress)
-        self._plan: _Plan | None = None
+        self._plan: Plan | None = None
         self._known_ids: dict[int, list[int]] = {}
         """Ids (flat) of forecasts by target layer, as far as the host has them."""
         self._quick = QuickForecasts(shape.layers)
+        driver = parts.link.driver
+        self._looks_early = speculator.early is not None
+        self._beside = Beside(driver) if driver is not None and self._looks_early else None
+        """Where early attention runs, on CUDA."""
+        self._later: tuple[RouterCall, Read | None, bool] | None = None
+        """A forecast that has not been asked for, and whether its layer runs as a whole."""
         self._complete = False
         """The last forward ran to its last layer."""
 
@@ -77,7 +64,7 @@ class HostEngine(Engine):
 
     def on_start(self, fresh: bool) -> None:
         self._residency.link.follow()
-        self._plan = None
+        self._plan = self._later = None
         self._known_ids.clear()
         self._quick.start()
         halfway, self._halfway = self._halfway, True
@@ -105,18 +92,13 @@ class HostEngine(Engine):
         plan = self._begin(call.layer, ids_TK, executed is not None and executed is forecast_executed, precision)
         if self._told is not None:
             self._told("forecast", call.layer)
-        forecast = self._speculator.forecast(call, executed, self._quick_hint)
-        if self._told is not None:
-            self._told("policy", call.layer)
-        if forecast is not None:
-            self._hint(forecast)
-        for further in self._speculator.further(call):
-            if not self._residency.idle:  # the link has nearer layers' experts to bring
-                break
-            self._hint(further)
-        self._flow.finish(call.layer)
-        if len(plan.chunks) == 1:
-            self._flow.stream(call.layer)
+        quick = self._quick_hint if self._looks_early and self._residency.idle else None
+        with nullcontext() if self._beside is None else self._beside.running():
+            forecast = self._speculator.forecast(call, executed, quick)
+            read = None if forecast is None else Read(forecast, self._readback)
+        self._later = call, read, len(plan.chunks) == 1
+        if self._beside is None:
+            self._take_forecast()
         if self._told is not None:
             self._told("compute", call.layer)
         self._halfway = False
@@ -133,18 +115,34 @@ class HostEngine(Engine):
         return (decision.ids_TK, decision.weights_TK), decision.precision
 
     def _quick_hint(self, layer: int, ids_TK: Tensor) -> None:
-        """Ask at once for what a quick forecast is sure of, if the link has nothing else to do."""
-        if self._residency.idle:
-            sure = self._quick.sure(layer, self._readback.start(ids_TK).tolist())
-            self._residency.prefetch([layer * self._experts + expert for expert in sure])
+        """Ask at once for what a quick forecast is sure of."""
+        sure = self._quick.sure(layer, self._readback.start(ids_TK).tolist())
+        self._residency.prefetch([layer * self._experts + expert for expert in sure])
 
-    def _hint(self, forecast: Forecast) -> None:
-        """Ask for a forecast's experts. On CUDA the host waits for it here: the layer's kernels need their own copies
-        first, and the link must know what comes next before it has made them."""
-        ids, weights = self._readback.start(forecast.topk_ids_TK), self._readback.start(forecast.topk_weights_TK)
-        ids_T = ids.tolist()
-        self._known_ids[forecast.layer] = [expert for row in ids_T for expert in row]
-        self._flow.hint(forecast, ids_T, weights.tolist())
+    def _take_forecast(self) -> None:
+        """Ask for what has been forecast at this layer. On CUDA the host waits for it here: the link must know what
+        comes next before it has made the layer's own copies."""
+        later, self._later = self._later, None
+        if later is None:
+            return
+        call, read, whole = later
+        if self._told is not None:
+            self._told("policy", call.layer)
+        if read is not None:
+            self._hint(read)
+        for further in self._speculator.further(call):
+            if not self._residency.idle:  # the link has nearer layers' experts to bring
+                break
+            self._hint(Read(further, self._readback))
+        self._flow.finish(call.layer)
+        if whole:
+            self._flow.stream(call.layer)
+
+    def _hint(self, read: Read) -> None:
+        """Ask for a forecast's experts."""
+        ids_T = read.ids.tolist()
+        self._known_ids[read.forecast.layer] = [expert for row in ids_T for expert in row]
+        self._flow.hint(read.forecast, ids_T, read.weights.tolist())
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self._halfway = True
@@ -160,13 +158,14 @@ class HostEngine(Engine):
             output_TD = self._run_whole(layer, plan, hidden_TD, ids_TK, weights_TK)
         else:
             output_TD = self._run_chunks(layer, hidden_TD, weights_TK, self._chunks(plan, ids_TK.reshape(-1)))
+        self._take_forecast()
         self._complete = layer.index == self._last
         if self._told is not None:
             self._told("compute", layer.index + 1)
         self._halfway = False
         return output_TD
 
-    def _begin(self, layer: int, ids_TK: Tensor, forecast: bool, precision: dict[int, str] | None = None) -> _Plan:
+    def _begin(self, layer: int, ids_TK: Tensor, forecast: bool, precision: dict[int, str] | None = None) -> Plan:
         """Request what a layer executes; `forecast`: these are the ids of the layer's forecast."""
         first = layer * self._experts
         flat: list[int] | None = self._known_ids.pop(layer, None)
@@ -186,12 +185,12 @@ class HostEngine(Engine):
         if self._quick.made:
             self._quick.learn(layer, {key - first for key in distinct})
         chunks = self._flow.begin(layer, distinct, precision)
-        plan = self._plan = _Plan(layer, ids_TK, all_keys, pairs, chunks, precision)
+        plan = self._plan = Plan(layer, ids_TK, all_keys, pairs, chunks, precision)
         if len(chunks) == 1:
             self._send_slots(plan)
         return plan
 
-    def _send_slots(self, plan: _Plan) -> None:
+    def _send_slots(self, plan: Plan) -> None:
         """Before the copies of forecasts are issued: they would have to wait for those."""
         if plan.keys is None:
             plan.sent = self._send_table(plan.layer, plan.chunks[0])
@@ -200,7 +199,7 @@ class HostEngine(Engine):
             plan.slots = [slot_of[key] for key in plan.keys]
             plan.sent = self._residency.link.send(plan.slots)
 
-    def _run_whole(self, layer: MoELayer, plan: _Plan, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def _run_whole(self, layer: MoELayer, plan: Plan, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         (keys,) = plan.chunks
         assert plan.sent is not None
         self._wait(layer.index, keys)
@@ -212,7 +211,7 @@ class HostEngine(Engine):
         self._residency.release(keys)
         return output_TD
 
-    def _chunks(self, plan: _Plan, ids_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _chunks(self, plan: Plan, ids_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """A chunk's pairs with their slots, once its copies are waited for; the next one loads meanwhile."""
         order_P, count = self._chunk_order(plan, ids_P), plan.pairs or Counter(plan.keys)
         start = 0
@@ -230,7 +229,7 @@ class HostEngine(Engine):
             self._residency.release(keys)
             start = end
 
-    def _chunk_order(self, plan: _Plan, ids_P: Tensor) -> Tensor:
+    def _chunk_order(self, plan: Plan, ids_P: Tensor) -> Tensor:
         """All pairs, chunk by chunk, each chunk's in :func:`row_order`. Asks the device for nothing."""
         first, number_E = plan.layer * self._experts, [0] * self._experts
         for number, keys in enumerate(plan.chunks):

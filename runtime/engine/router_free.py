@@ -39,14 +39,16 @@ class _Substitute:
 
     def __call__(self, hidden: Tensor, *args: object, **kwargs: object) -> RouterOutput:
         if self.asked:  # forecasts run routers, too
-            own: RouterOutput = self._own(hidden, *args, **kwargs)
-            return own
+            return self._run(hidden, *args, **kwargs)
         self.asked = True
         try:
             forecast = self._forecast_for(self._layer.index)
         finally:
             self.asked = False
         if forecast is None:
-            own = self._own(hidden, *args, **kwargs)
-            return own
+            return self._run(hidden, *args, **kwargs)
         return forecast.logits_TE, forecast.topk_weights_TK, forecast.topk_ids_TK
+
+    def _run(self, hidden: Tensor, *args: object, **kwargs: object) -> RouterOutput:
+        made: RouterOutput = self._own(hidden, *args, **kwargs)
+        return made

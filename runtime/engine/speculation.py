@@ -20,6 +20,7 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.routing_rule import weights_over
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.engine.router_free import routers_left_out
+from expertcast.runtime.engine.token_memory import TokenMemory
 from expertcast.runtime.engine.traced import TracedForecasts
 
 Quick = Callable[[int, Tensor], object]
@@ -74,7 +75,7 @@ class Speculator:
         self.true_weights, self.prefill, self.ahead = true_weights, prefill, ahead
         self.previous_logits_TLE: Tensor | None = None
         """Set from outside to give `previous_token` its router logits in a forward over whole texts."""
-        self._memory = _TokenMemory(len(view)) if predictor is not None and predictor.uses_previous_token else None
+        self._memory = TokenMemory(len(view)) if predictor is not None and predictor.uses_previous_token else None
         self._traced = None if predictor is None else TracedForecasts(predictor)
         self._forecasts: dict[int, Forecast] = {}
         self.early, self._router_free = early, router_free
@@ -158,8 +159,8 @@ class Speculator:
         return made
 
     def further(self, call: RouterCall) -> Iterator[Forecast]:
-        """Forecasts of decode steps for layers beyond the one that :meth:`forecast` looked at, nearest first: hints, made
-        when they are asked for."""
+        """Forecasts of decode steps for layers beyond the one that :meth:`forecast` looked at, nearest first: hints,
+        made when they are asked for."""
         for distance in self._further if call.tokens == 1 else ():
             if self._state is not None and call.layer + distance < len(self.view):
                 assert self._traced is not None
@@ -202,30 +203,6 @@ def _residual(found_TD: Tensor | None, standing_TD: Tensor, state: RouterState) 
     return (standing_TD if found_TD is None else found_TD).to(state.residual_TD.dtype)
 
 
-class _TokenMemory:
-    """Router logits of the last token of each sequence, all layers.
-
-    Beam search reorders sequences between steps; a row may then hold another beam's logits.
-    """
-
-    def __init__(self, layers: int) -> None:
-        self._layers = layers
-        self._now_BLE: Tensor | None = None
-        self.previous_BLE: Tensor | None = None
-
-    def start(self, fresh: bool) -> None:
-        self.previous_BLE = None if fresh else self._now_BLE
-        self._now_BLE = None
-
-    def see(self, call: RouterCall) -> None:
-        last_BE = call.logits_TE.detach().reshape(call.sequences, call.tokens, -1)[:, -1]
-        if self._now_BLE is None:
-            self._now_BLE = last_BE.new_full((call.sequences, self._layers, last_BE.shape[-1]), float("nan"))
-            if self.previous_BLE is not None and self.previous_BLE.shape != self._now_BLE.shape:
-                self.previous_BLE = None
-        self._now_BLE[:, call.layer] = last_BE
-
-
 @contextmanager
 def speculate(
     model: PreTrainedModel,
@@ -236,6 +213,8 @@ def speculate(
     true_weights: bool = False,
     prefill: bool = True,
     ahead: int = 1,
+    router_free: bool = False,
+    execute: bool = True,
     observe: Callable[[RouterCall, Tensor], object] | None = None,
 ) -> Iterator[Speculator]:
     """Run a model, resident or offloaded, with forecasts executed at its MoE layers; hooks only.
@@ -245,7 +224,9 @@ def speculate(
         view, predictor, true_weights, ahead: as for :class:`Speculator`.
         layers: layers that execute their forecast; None for all that have one.
         prefill: speculate in steps of more than one token per sequence too (teacher-forced evaluation).
-        observe: called after each router with the call and the ids [T, K] that the layer executes.
+        router_free: layers that execute their forecast leave their router out.
+        execute: False leaves the routers' choice as it is: forecasts are made from each other, and nothing drifts.
+        observe: called after each router with the call and the ids [T, K] that the layer executes, or would.
 
     Raises:
         ExpertcastError: `layers` or `ahead` outside what model and predictor have.
@@ -253,15 +234,16 @@ def speculate(
     chosen = range(len(view)) if layers is None else layers
     early = EarlyAttention(model, view) if predictor.uses_early else None
     speculator = Speculator(
-        view, predictor, layers=chosen, true_weights=true_weights, prefill=prefill, ahead=ahead, early=early
-    )
+        view, predictor, layers=chosen, true_weights=true_weights, prefill=prefill, ahead=ahead, early=early,
+        router_free=router_free,
+    )  # fmt: skip
 
     def on_router(call: RouterCall) -> tuple[Tensor, Tensor] | None:
         executed = speculator.executed(call)
         speculator.forecast(call, executed)
         if observe is not None:
             observe(call, call.ids_TK if executed is None else executed[0])
-        return executed
+        return executed if execute else None
 
     with closing(RouterTaps(model, view, on_router, speculator.start)), speculator.following():
         yield speculator

@@ -1,0 +1,180 @@
+"""Early attention in an offloaded run: forecasts beside the experts, quick first stages, further layers, no routers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors import ExpertcastError, MoEView, Predictor, PredictorConfig
+from expertcast.predictors.early_attention import EarlyConfig
+from expertcast.predictors.quasi_hidden import QuasiHidden
+from expertcast.runtime import offload
+from expertcast.runtime.engine.quick import FIRST_SEEN, QuickForecasts
+from expertcast.training.fit import fit
+from tests.runtime.conftest import assert_same, greedy
+
+SLOW = 60e6
+"""Bytes per second at which copies are still under way when a forecast is made."""
+
+
+@pytest.fixture(scope="module")
+def early(reference_traces: TraceDataset) -> Predictor:
+    return fit("early_attention", reference_traces, config=EarlyConfig(ahead=(1, 2, 3))).predictor
+
+
+@pytest.fixture(scope="module")
+def quasi(reference_view: MoEView, reference_traces: TraceDataset) -> Predictor:
+    predictor = QuasiHidden(PredictorConfig(ahead=(1, 2)), reference_view.shape)
+    predictor.set_defaults(reference_traces.defaults)
+    return predictor.bind(reference_view)
+
+
+class _Order:
+    """In place of a second stream: says when work is launched on it."""
+
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._told.append("forecast")
+        with nullcontext():
+            yield
+
+
+def test_a_forecast_beside_the_experts_is_asked_for_once_they_are_launched(
+    reference_model: PreTrainedModel, early: Predictor, one: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = greedy(reference_model, one)
+    with offload(reference_model, predictor=early, slots=96) as offloaded:
+        assert_same(greedy(offloaded, one), expected)
+        plain = offloaded.stats.as_dict()
+    told: list[str] = []
+    with offload(reference_model, predictor=early, slots=96) as offloaded:
+        engine = offloaded._engine
+        engine._beside = _Order(told)
+        run, hint = engine._kernel.run, engine._hint
+        monkeypatch.setattr(engine._kernel, "run", lambda *given: (told.append("experts"), run(*given))[1])
+        monkeypatch.setattr(engine, "_hint", lambda read: (told.append("hint"), hint(read))[1])
+        assert_same(greedy(offloaded, one), expected)
+        beside = offloaded.stats.as_dict()
+    step = told[-(12 + 12 + 11) :]  # a token: 12 layers, of which 11 have a forecast
+    assert step[:6] == ["forecast", "experts", "hint"] * 2
+    assert step[-2:] == ["forecast", "experts"], "the last layer has none"
+    assert beside["hits"] == plain["hits"], "with an instant link later hints bring the same experts"
+
+
+@pytest.mark.parametrize("mode", ["exact", "speculate"])
+def test_further_layers_are_asked_for_while_the_link_idles(
+    mode: str, reference_model: PreTrainedModel, early: Predictor, one: dict[str, Tensor]
+) -> None:
+    def run(**options: object) -> tuple[tuple[Tensor, list[Tensor]], list[int]]:
+        asked: list[int] = []
+        with offload(reference_model, predictor=early, mode=mode, slots=128, **options) as offloaded:
+            flow, here = offloaded.flow, -1
+            begin, hint = flow.begin, flow.hint
+
+            def begun(layer: int, *given: object) -> object:
+                nonlocal here
+                here = layer
+                return begin(layer, *given)  # type: ignore[arg-type]
+
+            def hinted(forecast: object, *given: object) -> None:
+                asked.append(forecast.layer - here)  # type: ignore[attr-defined]
+                hint(forecast, *given)  # type: ignore[arg-type]
+
+            flow.begin, flow.hint = begun, hinted  # type: ignore[assignment, method-assign]
+            return greedy(offloaded, one), asked
+
+    near, only = run()
+    far, all_distances = run(reach=3)
+    assert set(only) == {1}
+    assert set(all_distances) == {1, 2, 3}, "an instant link is always idle"
+    assert all(before == now - 1 for before, now in pairwise(all_distances) if now > 1), "the nearest first"
+    assert_same(far, near)
+    _, slow = run(reach=3, bandwidth=1e5)
+    assert slow.count(3) < all_distances.count(3) / 2, "a busy link gets the nearest layer's experts only"
+
+
+def test_a_distance_that_was_not_trained_is_refused(reference_model: PreTrainedModel, quasi: Predictor) -> None:
+    with pytest.raises(ExpertcastError, match=r"looks .* not 3"):
+        offload(reference_model, predictor=quasi, reach=3)
+    with pytest.raises(ExpertcastError, match="reach=1 is nearer than ahead=2"):
+        offload(reference_model, predictor=quasi, ahead=2, reach=1)
+
+
+def test_routers_are_left_out_where_forecasts_are_executed(
+    reference_model: PreTrainedModel, quasi: Predictor, one: dict[str, Tensor]
+) -> None:
+    """Quasi-hidden forecasts read no logits, so that leaving routers out changes nothing but their number."""
+    ran: list[int] = []
+    routers = [layer.router for layer in quasi.view]
+    own = type(routers[0]).forward
+
+    def counted(router: torch.nn.Module, hidden: Tensor) -> object:
+        ran.append(routers.index(router))
+        return own(router, hidden)
+
+    def run(**options: object) -> tuple[Tensor, list[Tensor]]:
+        ran.clear()
+        with offload(reference_model, predictor=quasi, mode="speculate", slots=128, **options) as offloaded:
+            return greedy(offloaded, one, 6)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quasi, "traceable", False)  # traces call no module
+        patch.setattr(type(routers[0]), "forward", counted)
+        with_routers, usual = run(), len(ran)
+        without, fewer = run(router_free=True), len(ran)
+    assert_same(without, with_routers)
+    assert usual - fewer == 5 * 11, "five decode steps, all layers but the first"
+    assert all("forward" not in vars(router) for router in routers)
+
+
+@pytest.mark.parametrize("options", [{"mode": "exact"}, {"mode": "speculate", "true_weights": True}])
+def test_router_free_with_what_needs_routers_is_refused(
+    options: dict[str, object], reference_model: PreTrainedModel, quasi: Predictor
+) -> None:
+    with pytest.raises(ExpertcastError, match="router_free leaves routers out"):
+        offload(reference_model, predictor=quasi, router_free=True, **options)
+
+
+def test_quick_forecasts_are_trusted_by_rank() -> None:
+    """Rank 0 is always needed, rank 1 in nine cases of ten."""
+    quick = QuickForecasts(2)
+    for step in range(FIRST_SEEN):
+        assert quick.sure(1, [[7, 3]]) == []
+        quick.learn(1, {7, 3} if step % 10 else {7})
+    assert quick.sure(1, [[5, 6], [8, 5]]) == [5, 8], "rank 0 of both tokens"
+    quick.start()
+    quick.learn(1, set())  # a forecast of a forward that was cut short teaches nothing
+    assert quick.sure(1, [[5, 6]]) == [5]
+    assert quick.sure(0, [[5, 6]]) == []
+    for _ in range(60):
+        quick.sure(1, [[5, 6]])
+        quick.learn(1, {6})
+    assert quick.sure(1, [[5, 6]]) == [], "and loses trust"
+
+
+def test_sure_experts_go_out_before_early_attention(
+    reference_model: PreTrainedModel, early: Predictor, one: dict[str, Tensor]
+) -> None:
+    expected = greedy(reference_model, one, 48)
+    with offload(reference_model, predictor=early, slots=96, bandwidth=SLOW) as offloaded:
+        engine, order = offloaded._engine, []
+        attend, prefetch = engine._speculator.early.attend, engine._residency.prefetch
+        engine._speculator.early.attend = lambda *given: (order.append("attend"), attend(*given))[1]
+        engine._residency.prefetch = lambda keys: (order.append("ask") if keys else None, prefetch(keys))[1]
+        assert_same(greedy(offloaded, one, 48), expected)
+    # within a layer: what is sure, attention, the rest
+    first_stages = sum(order[place - 1] == "ask" for place, name in enumerate(order) if name == "attend" and place)
+    second_stages = sum(order[place + 1 : place + 2] == ["ask"] for place, name in enumerate(order) if name == "attend")
+    assert second_stages == order.count("attend")
+    assert order.count("ask") > second_stages, "some went out before"
+    assert first_stages > 0
