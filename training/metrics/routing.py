@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from expertcast.predictors.view import ModelShape
+from expertcast.predictors.view import ModelShape, overfetched
 from expertcast.training.comparison import RoutingComparison, inclusion_probability, membership_threshold
 from expertcast.training.metrics.means import TokenMean
 
@@ -24,8 +24,8 @@ BUDGETS = {"recall_at_k": 1.0, "recall_at_1.5k": 1.5, "recall_at_2k": 2.0}
 
 
 def budget(factor: float, shape: ModelShape) -> int:
-    """Experts fetched at an overfetch factor: ceil(factor * K), never more than there are (row A20)."""
-    return min(math.ceil(factor * shape.top_k), shape.experts)
+    """Experts fetched at an overfetch factor: what the runtime would ask for (:func:`overfetched`)."""
+    return overfetched(factor, shape.top_k, shape.experts)
 
 
 class PerLayerMetric(TokenMean, ABC):
