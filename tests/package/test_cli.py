@@ -34,7 +34,7 @@ COMMANDS = {
               "--no-advice", "--peer", "--minutes", "--timeline"},
     "advise": {*_TARGET, "--prompt-tokens", "--new-tokens", "--save", "--gpu", "--capacity", "--host"},
     "simulate": {"--sweep", "--policy", "--prefetch", "--miss", "--routing", "--pre-eviction", "--scope", "--preset",
-                 "--predictor", "--ahead", "--next-token", "--slots", "--capacity", "--bandwidth", "--latency",
+                 "--published", "--predictor", "--ahead", "--next-token", "--slots", "--capacity", "--bandwidth", "--latency",
                  "--write-back", "--layer-time", "--split", "--tokens", "--prefill", "--batch", "--model", "--data",
                  "--no-quality", "--quality-tokens", "--processes", "--out", "--dtype", "--device"},
 }  # fmt: skip

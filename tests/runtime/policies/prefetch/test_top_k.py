@@ -17,7 +17,9 @@ from tests.runtime.policies.prefetch.made import wanted
 EXPERTS = 32
 
 
-@pytest.mark.parametrize(("factor", "top_k"), [("1.1", 4), ("1.5", 3), ("1.5", 5), ("1.2", 6), ("2.0", 4), ("1.12", 25)])
+@pytest.mark.parametrize(
+    ("factor", "top_k"), [("1.1", 4), ("1.5", 3), ("1.5", 5), ("1.2", 6), ("2.0", 4), ("1.12", 25)]
+)
 def test_runtime_and_evaluation_round_up(factor: str, top_k: int) -> None:
     """The paper's ceil(f k), by exact arithmetic; `round` would give 4, 4, 8, 7 for the first four."""
     expected = min(EXPERTS, ceil(Fraction(factor) * top_k))
