@@ -78,7 +78,10 @@ class TracedForecasts:
             return self._predictor.forecast(state, ahead)
         replay = None if capturing() else program.replay  # a graph may not launch another
         logits_TE, ids_TK, weights_TK = (replay or program.run)(*_inputs(state))
-        made = Forecast(layer=state.layer + ahead, logits_TE=logits_TE, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK)
+        made = Forecast(
+            layer=state.layer + ahead, logits_TE=logits_TE, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK,
+            log_odds=self._predictor.log_odds(state.layer, ahead),
+        )  # fmt: skip
         return self._checked(program, made, state, ahead) if program.checks_left else made
 
     def _checked(self, program: _Program, made: Forecast, state: RouterState, ahead: int) -> Forecast:

@@ -26,7 +26,7 @@ COMMANDS = {
     "train": {"--predictor", "--out", "--ahead", "--set", "--tokens", "--data", "--log", "--seed", "--window",
               "--batch-size", "--dtype", "--device"},
     "eval": {"--predictor", "--split", "--ahead", "--report", "--curve", "--model", "--data", "--quality-tokens",
-             "--dtype", "--device"},
+             "--bandwidth", "--layer-time", "--expert-bytes", "--dtype", "--device"},
     "generate": {"--prompt", "--predictor", "--mode", "--slots", "--memory", "--policies", "--next-token",
                  "--store-folder", "--bandwidth", "--new-tokens", "--config", "--dtype", "--device"},
     "inspect": {"--verify"},
@@ -34,9 +34,9 @@ COMMANDS = {
               "--no-advice", "--peer", "--minutes", "--timeline"},
     "advise": {*_TARGET, "--prompt-tokens", "--new-tokens", "--save", "--gpu", "--capacity", "--host"},
     "simulate": {"--sweep", "--policy", "--prefetch", "--miss", "--routing", "--pre-eviction", "--scope", "--preset",
-                 "--published", "--predictor", "--ahead", "--next-token", "--slots", "--capacity", "--bandwidth", "--latency",
-                 "--write-back", "--layer-time", "--split", "--tokens", "--prefill", "--batch", "--model", "--data",
-                 "--no-quality", "--quality-tokens", "--processes", "--out", "--dtype", "--device"},
+                 "--published", "--predictor", "--ahead", "--next-token", "--slots", "--capacity", "--bandwidth",
+                 "--latency", "--write-back", "--layer-time", "--split", "--tokens", "--prefill", "--batch", "--model",
+                 "--data", "--no-quality", "--quality-tokens", "--processes", "--out", "--dtype", "--device"},
 }  # fmt: skip
 
 
