@@ -62,4 +62,13 @@ def _recall(metrics: Json, name: str) -> str:
     if not values:
         return ""
     layers = ", ".join(f"{value:.3f}" for value in values["per_layer"])
-    return f"| recall@k, mean | {values['mean']:.3f} |\n| recall@k per layer | {layers} |\n"
+    rows = [("recall@k, mean", f"{values['mean']:.3f}"), ("recall@k per layer", layers)]
+    for metric, results in metrics.items():
+        if metric.startswith("timely@") and not metric.endswith("_chained") and name in results:
+            rows.append((metric.replace("timely@", "timely recall, "), f"{results[name]['mean']:.3f}"))
+    error = metrics.get("calibration", {}).get(name, {})
+    if "before" in error:
+        rows.append(("calibration error (before)", f"{error['ece']:.4f} ({error['before']['ece']:.4f})"))
+    costs = metrics.get("ledger", {}).get(name, {})
+    rows += [(key.replace("_", " "), f"{value:,.5g}") for key, value in costs.items() if value is not None]
+    return "".join(f"| {key} | {value} |\n" for key, value in rows)

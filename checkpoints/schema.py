@@ -18,6 +18,7 @@ _CONFIG_REMEDY = REMEDY + ", or upgrade expertcast if a newer one wrote it"
 
 _Free = dict[str, JsonValue]
 _Share = Annotated[float, Field(ge=0, le=1)]
+_Readings = Annotated[list[Annotated[list[float], Field(min_length=3, max_length=3)]], Field(max_length=10_000)]
 _Digest = Annotated[str, Field(pattern="^xxh3:[0-9a-f]{32}$")]
 
 
@@ -34,7 +35,8 @@ _Files.__pydantic_config__ = CLOSED  # type: ignore[attr-defined]
 
 
 class ConfigFile(TypedDict):
-    """config.json; `files` and `digest` are missing from what was written before there were digests."""
+    """config.json; `files` and `digest` are missing from what was written before there were digests, `calibration` from
+    what was before it."""
 
     __pydantic_config__ = CLOSED  # type: ignore[misc]
     format: Annotated[int, Field(ge=1, le=files.FORMAT)]
@@ -49,6 +51,8 @@ class ConfigFile(TypedDict):
     git_revision: str | None
     python_version: str
     versions: dict[str, str | None]
+    calibration: NotRequired[dict[str, _Readings]]
+    """By distance, slope, root and offset of each layer pair (:class:`LogOdds`); missing where there is none."""
     training: NotRequired[_Free]
     extra: NotRequired[_Free]
     files: NotRequired[_Files]

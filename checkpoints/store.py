@@ -1,8 +1,8 @@
 """Saving, verifying and loading predictor checkpoints.
 
     folder/config.json         predictor name, its config, model id, fingerprint of the routers, L, D, E, K, tap point,
-                               expertcast version, command, git revision, versions; digests of the next two files,
-                               and one of itself
+                               calibration, expertcast version, command, git revision, versions; digests of the next
+                               two files, and one of itself
     folder/model.safetensors   the predictor's state dict (default vectors included)
     folder/metrics.json        what evaluation found, with the data it came from
     folder/README.md           model card
@@ -25,6 +25,7 @@ from pydantic import JsonValue
 from safetensors.torch import save
 
 from expertcast.checkpoints import files
+from expertcast.checkpoints.calibration import calibrate, readings_of
 from expertcast.checkpoints.card import model_card
 from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.schema import REMEDY, ConfigFile, read_config, read_metrics
@@ -101,6 +102,7 @@ class PredictorCheckpoint:
         config = from_values(cls.config_class, self.config["predictor_config"], what, REMEDY)
         shape = ModelShape.from_dict(self.config["shape"])
         predictor = load_into(lambda: cls(config, shape), self.folder / files.WEIGHTS, REMEDY)
+        calibrate(predictor, self.config, self.folder / files.CONFIG, REMEDY)
         return predictor if view is None else predictor.bind(view)
 
 
@@ -169,6 +171,7 @@ def describe(predictor: Predictor, view: MoEView) -> Json:
         "fingerprint": view.fingerprint(),
         "shape": predictor.shape.as_dict(),
         "tap_point": _reads(predictor),
+        **readings_of(predictor),
         **provenance(),
     }
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -86,19 +87,25 @@ def collect(
             stream = ActivationStream(
                 model, view, windows, batch_size=plan.options.batch_size, stand_in=stand_in, early=early
             )
-        _run(stream, plan, share, writer)
+        seconds = _run(stream, plan, share, writer)
         wait_for_all(share)
         if share.rank == 0:
-            _finish(folder, {**info}, stream, plan, columns, share)
+            took = {} if seconds is None else {"collection_s": seconds}
+            _finish(folder, {**info, **took}, stream, plan, columns, share)
         wait_for_all(share)
     return TraceDataset.open(folder)
 
 
-def _run(stream: ActivationStream, plan: Plan, share: Share, writer: ShardWriter) -> None:
-    """Run the batches that are not committed yet."""
+def _run(stream: ActivationStream, plan: Plan, share: Share, writer: ShardWriter) -> float | None:
+    """Run the batches that are not committed yet.
+
+    Returns:
+        Seconds that all of this rank's tokens take at the pace of those that were run; None if none was.
+    """
     own = documents_of(plan.documents, share)
     total = sum(document.tokens for document in own)
     label = "collecting" if share.world == 1 else f"collecting, rank {share.rank}"
+    before, start = writer.done.rows, time.perf_counter()
     batches = islice(_batches(plan, own, stream.batch_size), writer.done.batches, None)
     with tqdm(total=total, initial=writer.done.rows, unit="token", desc=label, unit_scale=True) as bar:
         for split, windows in batches:
@@ -107,6 +114,8 @@ def _run(stream: ActivationStream, plan: Plan, share: Share, writer: ShardWriter
             writer.add(stream.run(batch), batch.token_T)
             bar.update(len(batch))
     writer.commit()
+    ran = total - before
+    return (time.perf_counter() - start) * total / ran if ran else None
 
 
 def _batches(plan: Plan, own: list[PlannedDocument], batch_size: int) -> Iterator[tuple[str, list[Window]]]:

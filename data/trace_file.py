@@ -115,6 +115,9 @@ class TraceInfo(TypedDict):
     python_version: str
     versions: dict[str, JsonValue]
     documents: list[_Document]
+    collection_s: NotRequired[Annotated[float, Field(ge=0)]]
+    """Seconds of running the model over the text, as measured by the first rank; not in what was written before there
+    was this."""
     default_vectors: NotRequired[_Vectors]
     """Of a complete collection, as `files`."""
     files: NotRequired[dict[str, str]]

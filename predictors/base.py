@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.fields import check_finite, written
+from expertcast.predictors.log_odds import LogOdds, probability
 from expertcast.predictors.plain import Json
 from expertcast.predictors.view import ModelShape, MoEView
 
@@ -51,6 +52,12 @@ class Forecast:
     logits_TE: Tensor
     topk_ids_TK: Tensor
     topk_weights_TK: Tensor
+    log_odds: LogOdds | None = None
+    """How the logits are read as probabilities; None where the predictor is not calibrated."""
+
+    def probability(self) -> Tensor:
+        """[T, E] that each expert is among the token's K, fp32; worked out anew at every call."""
+        return probability(self.logits_TE, self.topk_ids_TK.shape[1], self.log_odds)
 
     def __getitem__(self, rows: slice | Tensor) -> Forecast:
         """The forecast for some of its tokens."""
@@ -59,16 +66,18 @@ class Forecast:
             logits_TE=self.logits_TE[rows],
             topk_ids_TK=self.topk_ids_TK[rows],
             topk_weights_TK=self.topk_weights_TK[rows],
+            log_odds=self.log_odds,
         )
 
     @staticmethod
     def join(parts: Sequence[Forecast]) -> Forecast:
-        """One forecast for the tokens of all parts, in their order; the parts are of one layer."""
+        """One forecast for the tokens of all parts, in their order; the parts are of one layer and predictor."""
         return Forecast(
             layer=parts[0].layer,
             logits_TE=torch.cat([part.logits_TE for part in parts]),
             topk_ids_TK=torch.cat([part.topk_ids_TK for part in parts]),
             topk_weights_TK=torch.cat([part.topk_weights_TK for part in parts]),
+            log_odds=parts[0].log_odds,
         )
 
 
@@ -117,6 +126,9 @@ class Predictor(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.shape = shape
+        self.calibration: dict[int, Sequence[LogOdds]] = {}
+        """By distance, how each layer pair's logits are read as probabilities; a distance that was not calibrated is
+        missing."""
         self._view: list[MoEView] = []  # in a list: nn.Module must not adopt the model's modules
 
     @property
@@ -166,7 +178,14 @@ class Predictor(nn.Module, ABC):
         target = state.layer + ahead
         if target >= self.shape.layers:
             raise ExpertcastError(f"layer {target} does not exist: the model has MoE layers 0..{self.shape.layers - 1}")
-        return self._forecast(state, target, ahead)
+        made = self._forecast(state, target, ahead)
+        made.log_odds = self.log_odds(state.layer, ahead)
+        return made
+
+    def log_odds(self, layer: int, ahead: int) -> LogOdds | None:
+        """How forecasts made at `layer` for layer `layer + ahead` are read as probabilities."""
+        pairs = self.calibration.get(ahead)
+        return None if pairs is None else pairs[layer]
 
     def _forecast(self, state: RouterState, target: int, ahead: int) -> Forecast:
         logits_TE = self.logits(state, ahead)

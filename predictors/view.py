@@ -7,6 +7,7 @@ Finding the layers in a model is :mod:`expertcast.data.discovery`; this module o
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -114,3 +115,12 @@ class ModelShape:
     def from_dict(cls, values: dict[str, int]) -> ModelShape:
         """What :meth:`as_dict` gave."""
         return cls(layers=values["L"], experts=values["E"], top_k=values["K"], hidden=values["D"])
+
+
+def overfetched(factor: float, top_k: int, experts: int) -> int:
+    """Experts fetched for one token at an overfetch factor: ceil(factor x K), never more than there are (row A20).
+
+    The one rule of runtime, simulator and evaluation. The product is rounded to nine decimals first: 1.12 x 25 is 28,
+    and 28.000000000000004 in floating point.
+    """
+    return min(experts, math.ceil(round(factor * top_k, 9)))

@@ -10,6 +10,7 @@ import torch
 
 from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor, predictor_class
+from expertcast.predictors.view import overfetched
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink, Link
 from expertcast.runtime.links.cuda import CudaLink
@@ -104,7 +105,7 @@ def slot_count(config: OffloadConfig, view: MoEView) -> int:
             )
     elif slots is None:
         # the running layer's, a forecast's, and those of a wrong forecast whose copies are under way
-        least = shape.top_k + 2 * -(-int(shape.top_k * config.overfetch * 100) // 100)
+        least = shape.top_k + 2 * overfetched(config.overfetch, shape.top_k, shape.experts)
         slots = max(least, everything // 4) if config.cache else least
     if slots < shape.top_k:
         raise ExpertcastError(

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from expertcast.predictors.base import Forecast, RouterState
-
-NEWTON_STEPS = 40
-NEWTON_TOLERANCE = 1e-3
+from expertcast.predictors.log_odds import LogOdds, inclusion_probability
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +38,8 @@ class RoutingComparison:
     """Place of each true expert among the forecast's candidates: 0..K-1 its own ids, then the others by logit."""
     logits_TE: Tensor
     """The forecast's logits."""
+    log_odds: LogOdds | None = None
+    """How they are read as probabilities; None: as they stand."""
     cosine_T: Tensor | None = None
     """Cosine between the predictor's input vector and the true router input; None where it has none."""
 
@@ -64,6 +64,7 @@ def compare(forecast: Forecast, truth: RankedRouting, cosine_T: Tensor | None = 
         forecast=ranked,
         place_TK=_candidate_places(forecast.logits_TE, ranked, truth.ids_TK),
         logits_TE=forecast.logits_TE,
+        log_odds=forecast.log_odds,
         cosine_T=cosine_T,
     )
 
@@ -87,46 +88,6 @@ def _candidate_places(logits_TE: Tensor, ranked: RankedRouting, true_ids_TK: Ten
     return place_TK
 
 
-def inclusion_probability(logits_TE: Tensor, top_k: int, start_T: Tensor | None = None) -> Tensor:
-    """Probability [T, E] that each expert is among the token's K, read from forecast logits.
-
-    p = sigmoid(z - tau), with one tau per token such that the probabilities sum to K. It is the maximiser of
-    <z, p> + sum of the binary entropies of p over all p in [0, 1]^E that sum to K: what softmax is to the best
-    one of E, this is to the best K. Unlike K * softmax clipped at 1 it always sums to K. It ignores whatever
-    else a router chooses by (correction bias, groups), which the logits do not hold.
-
-    tau is found by Newton's method on log(sum of p) = log K, which is nearly straight where the logits are flat
-    and most of the p small, kept inside a bracket that bisection shrinks.
-
-    Args:
-        start_T: a first tau, best halfway between the K-th and the K+1-th logit; found by sorting if not given.
-    """
-    logits_TE = logits_TE.float()
-    experts = logits_TE.shape[1]
-    if top_k >= experts:
-        return torch.ones_like(logits_TE)
-    tau_T1 = logits_TE.topk(top_k + 1, dim=1).values[:, -2:].mean(dim=1) if start_T is None else start_T.float()
-    tau_T1 = tau_T1[:, None]
-    margin = math.log(top_k / (experts - top_k))  # at tau = z - margin, sigmoid(z - tau) = K / E
-    low_T1, high_T1 = logits_TE.amin(dim=1, keepdim=True) - margin, logits_TE.amax(dim=1, keepdim=True) - margin
-    for _ in range(NEWTON_STEPS):
-        p_TE = torch.sigmoid(logits_TE - tau_T1)
-        sum_T1 = p_TE.sum(dim=1, keepdim=True)
-        excess_T1 = sum_T1 - top_k
-        open_T1 = excess_T1.abs() > NEWTON_TOLERANCE
-        if not open_T1.any():
-            return p_TE
-        low_T1 = torch.where(excess_T1 > 0, tau_T1, low_T1)
-        high_T1 = torch.where(excess_T1 < 0, tau_T1, high_T1)
-        # sum of p (1 - p) = sum of p - sum of p^2: one pass less over [T, E]
-        slope_T1 = sum_T1 - torch.linalg.vecdot(p_TE, p_TE)[:, None]
-        newton_T1 = tau_T1 + (sum_T1 / top_k).log() * sum_T1 / slope_T1.clamp_min(1e-12)
-        inside_T1 = (newton_T1 > low_T1) & (newton_T1 < high_T1)
-        # rows that are done stay: rounding would send them out of their closed bracket and away by bisection
-        tau_T1 = torch.where(open_T1, torch.where(inside_T1, newton_T1, (low_T1 + high_T1) / 2), tau_T1)
-    return torch.sigmoid(logits_TE - tau_T1)
-
-
 def membership_threshold(comparison: RoutingComparison) -> Tensor:
     """[T] halfway between the forecast's lowest logit inside its K and the highest outside: a first tau."""
     inside_TE = comparison.forecast.member_TE
@@ -134,3 +95,12 @@ def membership_threshold(comparison: RoutingComparison) -> Tensor:
     lowest_T = logits_TE.gather(1, comparison.forecast.ids_TK).amin(dim=1)
     highest_T = logits_TE.masked_fill(inside_TE, -math.inf).amax(dim=1)
     return torch.where(highest_T.isinf(), lowest_T, (lowest_T + highest_T) / 2)
+
+
+def membership_probability(comparison: RoutingComparison, *, calibrated: bool) -> Tensor:
+    """[T, E] that each expert is among the token's K, by the forecast: as its predictor was calibrated, where it was
+    and that is asked for, else as the logits stand."""
+    top_k = comparison.place_TK.shape[1]
+    if calibrated and comparison.log_odds is not None:
+        return comparison.log_odds.of(comparison.logits_TE, top_k).sigmoid()
+    return inclusion_probability(comparison.logits_TE, top_k, membership_threshold(comparison))

@@ -25,14 +25,15 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.predictors.view import ModelShape, MoEView
 from expertcast.training.comparison import RankedRouting, compare, rank_routing
+from expertcast.training.metrics.calibration import Calibration
 from expertcast.training.metrics.routing import (
     BUDGETS,
-    Calibration,
     PerLayerMetric,
     budget,
     chance_levels,
     routing_metrics,
 )
+from expertcast.training.metrics.timely import Windows, ratio_windows, timely_metrics
 from expertcast.training.results import CHAINED, Evaluation, reliability, summary
 from expertcast.training.scoring import device_of, states_of
 
@@ -48,6 +49,7 @@ def evaluate(
     ahead: int = 1,
     chained: bool = True,
     distributed: bool = False,
+    windows: Mapping[str, Windows] | None = None,
 ) -> Evaluation:
     """Score predictors on the same tokens.
 
@@ -58,6 +60,8 @@ def evaluate(
         ahead: layers between the state and the routing it forecasts.
         chained: also score forecasts made from executed forecasts; adds every metric but the cosine under `*_chained`.
         distributed: every rank scores its share of the batches, and each gets the scores of all.
+        windows: for each predictor the links of timely recall, as copies between a forecast and its layer; where
+            nothing is given, K experts' copies that take 1, 2 and 5 times as long as a layer (:mod:`.metrics.timely`).
 
     Returns:
         An `Evaluation` whose dict holds per metric and predictor `mean` and `per_layer`, the latter listing the
@@ -69,10 +73,11 @@ def evaluate(
     """
     _check(predictors, view, ahead)
     previous = any(predictor.uses_previous_token for predictor in predictors.values())
-    plain = {name: _Score(view, ahead, distributed) for name in predictors}
+    links = windows or dict.fromkeys(predictors, ratio_windows(view.shape.top_k))
+    plain = {name: _Score(view, ahead, distributed, links[name]) for name in predictors}
     # traces hold early attention on the model's own routing: only a model can tell it of another
     followed = [name for name, each in predictors.items() if not each.uses_early] if chained else []
-    chains = {name: _Score(view, ahead, distributed) for name in followed}
+    chains = {name: _Score(view, ahead, distributed, links[name]) for name in followed}
     blind: set[str] | None = None
     with torch.no_grad():
         for states in _states(batches, view, previous):
@@ -92,11 +97,13 @@ def evaluate(
 class _Score:
     """All metrics of one predictor in one form (teacher-forced or chained)."""
 
-    def __init__(self, view: MoEView, ahead: int, distributed: bool) -> None:
+    def __init__(self, view: MoEView, ahead: int, distributed: bool, windows: Windows) -> None:
         shape, layers = view.shape, view.shape.layers - ahead
         self.metrics = routing_metrics(shape, layers, sync_on_compute=distributed)
-        self.calibration = Calibration(layers, shape.top_k, sync_on_compute=distributed)
-        self.all: list[PerLayerMetric | Calibration] = [*self.metrics.values(), self.calibration]
+        self.metrics |= timely_metrics(layers, windows, sync_on_compute=distributed)
+        self.calibration = Calibration(layers, sync_on_compute=distributed)
+        self.before = Calibration(layers, calibrated=False, sync_on_compute=distributed)
+        self.all: list[PerLayerMetric | Calibration] = [*self.metrics.values(), self.calibration, self.before]
         for metric in self.all:
             metric.to(device_of(view))
         self._first_target = ahead
@@ -206,7 +213,8 @@ def _values(plain: dict[str, _Score], chains: dict[str, _Score], shape: ModelSha
                 if metric == "cosine" and suffix:
                     continue  # a chain is scored by what it routes, not by what it reads
                 values.setdefault(metric + suffix, {})[name] = summary(state.per_layer())
-            values.setdefault("calibration" + suffix, {})[name] = reliability(score.calibration.compute())
+            before = {"before": reliability(score.before.compute())}
+            values.setdefault("calibration" + suffix, {})[name] = reliability(score.calibration.compute()) | before
     return values | {
         "chance": chance_levels(shape),
         "ahead": ahead,

@@ -18,6 +18,7 @@ from expertcast.predictors.frequency import Frequency
 from expertcast.predictors.hybrid import CANDIDATES, Hybrid, HybridConfig
 from expertcast.predictors.previous_token import PreviousToken
 from expertcast.predictors.quasi_hidden import QuasiHidden
+from expertcast.training.calibrate import calibrate
 from expertcast.training.fit_estimator import fit_estimator
 from expertcast.training.fit_linear import fit_linear
 from expertcast.training.fit_next_token import fit_next_token
@@ -43,6 +44,9 @@ def fit_hybrid(
             fitted[name] = fit(name, source, config=predictor_class(name).config_class(**values), options=options)
     result = select_hybrid({name: f.predictor for name, f in fitted.items()}, source, config, options)
     result.report["candidates"] = {name: f.report for name, f in fitted.items()}
+    result.report["known_seconds"] = sum(
+        f.report.get("seconds", 0.0) for name, f in (known or {}).items() if name in config.candidates
+    )
     return result
 
 
@@ -104,7 +108,8 @@ def fit(
     options: FitOptions | None = None,
     known: Mapping[str, Fitted] | None = None,
 ) -> Fitted:
-    """A predictor fitted on the source's train split, bound to its model, in eval mode; what the fit used and chose.
+    """A predictor fitted on the source's train split and calibrated on its validation split, bound to its model, in
+    eval mode; what the fit used and chose.
 
     Args:
         name: the predictor's in the registry.
@@ -130,13 +135,16 @@ def fit(
     start = time.perf_counter()
     fitter = partial(fit_hybrid, known=known) if name == Hybrid.name else FITTERS.get(name)
     fitted = Fitted(predictor=cls(config, source.view.shape)) if fitter is None else fitter(source, config, options)
-    fitted.predictor.to(device_of(source.view)).bind(source.view).eval()
+    predictor = fitted.predictor.to(device_of(source.view)).bind(source.view).eval()
+    if predictor.looks == "layers":
+        calibrate(predictor, source, options)
     used = {
         "tokens": train_tokens(source, options),
         "traces": source.info.get("id"),
         "model": source.info.get("model"),
         "seed": options.seed,
         "ranks": training_share().world,
+        "collection_s": source.info.get("collection_s"),
     }
     fitted.report = {**used, "seconds": time.perf_counter() - start, **fitted.report}
     return fitted

@@ -53,3 +53,9 @@ def train_tokens(source: TraceSource, options: FitOptions) -> int:
     """How many tokens of the train split a fit uses."""
     available = source.token_count("train")
     return available if options.tokens is None else min(options.tokens, available)
+
+
+def validation_tokens(source: TraceSource, options: FitOptions) -> int:
+    """How many tokens of the validation split a fit chooses by."""
+    available = source.token_count("validation")
+    return available if options.validation_tokens is None else min(options.validation_tokens, available)

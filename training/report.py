@@ -19,7 +19,8 @@ from expertcast.predictors.artefacts import read_json
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.training import figures
-from expertcast.training.results import CHAINED, Curve, quality_runs
+from expertcast.training.report_rows import curve_rows, quality_rows, routing_rows
+from expertcast.training.results import Curve
 
 PAGE = "index.html"
 DATA = "report.json"
@@ -28,22 +29,8 @@ RECALL, RANKS, CALIBRATION = "recall.png", "rank_alignment.png", "calibration.pn
 COVERED, CURVE, QUALITY = "weight_covered.png", "learning_curve.png", "quality.png"
 FILES = (PAGE, DATA, RECALL, COVERED, RANKS, CALIBRATION, CURVE, QUALITY)
 DPI = 110
-METRICS = {
-    "recall_at_k": "recall@k",
-    "recall_at_1.5k": "recall@1.5k",
-    "recall_at_2k": "recall@2k",
-    "weight_covered": "weight covered",
-    "exact_set": "exact set",
-    "hard_match": "hard match",
-    "soft_match": "soft match",
-    "mismatch": "mismatch",
-    "cosine": "cosine",
-}
-"""Metrics with one number per layer, and their headings."""
-FORMS = (("", "teacher-forced"), (CHAINED, "chained"))
 LOWER_IS_BETTER = {"mismatch", "ECE"}
 NOT_RANKED = {"soft match"}
-SCORES = ("perplexity", "top1_agreement", "kl")
 Cell = str | float | int | None
 
 
@@ -161,8 +148,8 @@ def page(data: Json, pictures: Mapping[str, str]) -> str:
     environment = Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    tables = _routing_rows(data["evaluation"]) | _curve_rows(data["learning_curve"] or {})
-    tables |= _quality_rows(data["quality"] or {})
+    tables = routing_rows(data["evaluation"]) | curve_rows(data["learning_curve"] or {})
+    tables |= quality_rows(data["quality"] or {})
     environment.globals |= {"best_cells": best_cells, "cell": cell, "pictures": pictures}
     return environment.get_template("report.html").render(**data, **tables)
 
@@ -191,59 +178,3 @@ def cell(value: Cell, digits: int = 3) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return "-" if value is None else value
-
-
-def _routing_rows(evaluation: Json) -> Json:
-    """Rows of the tables of forecasts; the first cell names the row."""
-    means, layers, targets = [], [], [str(layer) for layer in evaluation["targets"]]
-    for suffix, form in FORMS:
-        shown = {key: heading for key, heading in METRICS.items() if key + suffix in evaluation}
-        rows = [
-            [name, *(evaluation[key + suffix][name]["mean"] for key in shown)]
-            for name in evaluation.get("recall_at_k" + suffix, ())
-        ]
-        chance = ["chance", *(evaluation["chance"].get(key) for key in shown)]
-        if shown:
-            means.append((form, list(shown.values()), rows, chance))
-    for key, heading in METRICS.items():
-        for suffix, form in FORMS:
-            if results := evaluation.get(key + suffix):
-                rows = [[name, result["mean"], *result["per_layer"]] for name, result in results.items()]
-                layers.append((heading, form, rows))
-    ranks, calibration = evaluation["rank_alignment"].items(), evaluation["calibration"].items()
-    return {
-        "means": means,
-        "layers": layers,
-        "targets": targets,
-        "target_layers": [f"layer {layer}" for layer in targets],
-        "ranks": [f"rank {rank + 1}" for rank in range(evaluation["k"])],
-        "rank_means": [[name, *result["mean"]] for name, result in ranks],
-        "rank_layers": [
-            [f"{name}, layer {layer}", *row]
-            for name, result in ranks
-            for layer, row in zip(targets, result["per_layer"], strict=True)
-        ],
-        "errors": [[name, result["ece"], *result["ece_per_layer"]] for name, result in calibration],
-        "bins": [
-            [f"{name}, {b['low']:.1f} to {b['high']:.1f}", b["count"], b["confidence"], b["frequency"]]
-            for name, result in calibration
-            for b in result["bins"]
-        ],
-    }
-
-
-def _curve_rows(curve: Curve) -> Json:
-    known = {name: {int(tokens): recall for tokens, recall in points.items()} for name, points in curve.items()}
-    sizes = sorted({tokens for points in known.values() for tokens in points})
-    rows = [[name, *(points.get(size) for size in sizes)] for name, points in known.items()]
-    return {"sizes": [f"{size:,}" for size in sizes], "curve": rows}
-
-
-def _quality_rows(quality: Json) -> Json:
-    runs = quality_runs(quality)
-    domains = [
-        [f"{name}, {domain}", *(values.get(key) for key in SCORES)]
-        for name, run in runs.items()
-        for domain, values in run["per_domain"].items()
-    ]
-    return {"runs": [[name, *(run.get(key) for key in SCORES)] for name, run in runs.items()], "domains": domains}

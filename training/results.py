@@ -47,13 +47,29 @@ def recall_table(evaluation: Evaluation, metric: str = "recall_at_k") -> str:
     return aligned(rows)
 
 
+def link_table(evaluation: Evaluation) -> str:
+    """A text table for the terminal: what forecasts bring in time, and whether their probabilities mean what they say.
+
+    A row per predictor: recall of whole experts and of bytes for each link, then the calibration error over all pairs
+    and over likely ones, as the logits stand and as they were calibrated.
+    """
+    values = evaluation.as_dict()
+    timely = [name for name in values if name.startswith("timely") and not name.endswith(CHAINED)]
+    rows = [["predictor", *timely, "ECE before", "after", "likely before", "after"]]
+    for name, result in values["calibration"].items():
+        errors = [each[key] for key in ("ece", "ece_likely") for each in (result["before"], result)]
+        means = [values[metric][name]["mean"] for metric in timely]
+        rows.append([name, *map(_decimal, means), *("-" if error is None else f"{error:.4f}" for error in errors)])
+    return aligned(rows)
+
+
 def summary(value_L: Tensor) -> Json:
     """`mean` over the layers that have a value, and `per_layer` with None where there is none."""
     return {"mean": plain(value_L.double().nanmean(dim=0)), "per_layer": plain(value_L.double())}
 
 
 def reliability(result: dict[str, Tensor]) -> Json:
-    """Expected calibration error over all layers, per layer, and the bins of equal width."""
+    """Expected calibration error over all layers, the same of likely pairs, per layer, and the bins of equal width."""
     number = len(result["count_B"])
     bins = [
         {
@@ -65,7 +81,8 @@ def reliability(result: dict[str, Tensor]) -> Json:
         }
         for index in range(number)
     ]
-    return {"ece": plain(result["ece"]), "ece_per_layer": plain(result["ece_L"].reshape(-1)), "bins": bins}
+    errors = {name: plain(result[name]) for name in ("ece", "ece_likely")}
+    return {**errors, "ece_per_layer": plain(result["ece_L"].reshape(-1)), "bins": bins}
 
 
 def quality_runs(quality: Json) -> dict[str, Json]:

@@ -133,11 +133,14 @@ class Residency(Books):
         """Make compute wait for these requested experts of one layer; their slots are in use now."""
         start = self.link.clock()
         copies, just_used, in_time = self.copies, self._just_used, 0
+        if just_used:  # asked of all of them before any is waited for: others arrive meanwhile
+            for key in keys:
+                if key in just_used:
+                    just_used.remove(key)
+                    copy = copies.get(key)
+                    in_time += copy is None or self.link.poll(copy)
         for key in keys:
             copy = copies.get(key)
-            if key in just_used:
-                just_used.remove(key)
-                in_time += copy is None or self.link.poll(copy)
             if copy is not None:
                 self._arrive(key, copy)
         layer = keys[0] // self.experts

@@ -76,7 +76,10 @@ class TracedForecasts:
             return made.logits_TE, made.topk_ids_TK, made.topk_weights_TK
 
         logits_TE, ids_TK, weights_TK = self._run(("forecast", ahead), outputs, state, state.layer + ahead)
-        return Forecast(layer=state.layer + ahead, logits_TE=logits_TE, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK)
+        return Forecast(
+            layer=state.layer + ahead, logits_TE=logits_TE, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK,
+            log_odds=self._predictor.log_odds(state.layer, ahead),
+        )  # fmt: skip
 
     def stand_in(self, state: RouterState) -> Tensor:
         """As `predictor.stand_in`."""

@@ -31,7 +31,7 @@ class LayerStatistics:
     prefetched_in_time: int = 0
     """Of the used ones, arrived before compute came to wait for them."""
     dropped: int = 0
-    """Prefetches that were taken back before they started."""
+    """Copies asked for by a forecast that were taken back before they started: `prefetched` does not count them."""
     bytes_moved: int = 0
     """Bytes of this layer's experts, store to slots."""
     waited_s: float = 0.0
@@ -100,6 +100,34 @@ class RunStatistics(Observer):
         total = self.total
         return total.hits / total.requests if total.requests else 0.0
 
+    @property
+    def prefetch_precision(self) -> float | None:
+        """prefetched_used / (prefetched + dropped): of the copies that forecasts asked for, those a layer used.
+
+        What is dropped counts, for it was asked for: a layer takes a queued copy back when it does not need the expert,
+        so that without it most wrong forecasts on a slow link would be left out. Experts that a forecast named and that
+        had a slot already, or for which no slot could be had, are no copies. None where nothing was asked for.
+        """
+        total = self.total
+        return share(total.prefetched_used, total.prefetched + total.dropped)
+
+    @property
+    def issued_precision(self) -> float | None:
+        """prefetched_used / prefetched: the same of the copies that were made; the wrong ones cost the link time."""
+        total = self.total
+        return share(total.prefetched_used, total.prefetched)
+
     def as_dict(self) -> Json:
-        """Totals and `hit_rate`, with `per_layer` beside them."""
-        return {**asdict(self.total), "hit_rate": self.hit_rate, "per_layer": [asdict(layer) for layer in self.layers]}
+        """Totals, `hit_rate`, `prefetch_precision` and `issued_precision`, with `per_layer` beside them."""
+        return {
+            **asdict(self.total),
+            "hit_rate": self.hit_rate,
+            "prefetch_precision": self.prefetch_precision,
+            "issued_precision": self.issued_precision,
+            "per_layer": [asdict(layer) for layer in self.layers],
+        }
+
+
+def share(part: int, whole: int) -> float | None:
+    """None where there is nothing to have a share of."""
+    return part / whole if whole else None

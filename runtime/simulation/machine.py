@@ -11,6 +11,7 @@ from expertcast.runtime.links.virtual import VirtualLink
 from expertcast.runtime.policies.settings import Policies
 from expertcast.runtime.recording.layer_times import LayerTimes
 from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.storage.precision import FULL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,8 @@ class Machine:
     """The link copies in the model's own thread, as the instant link does."""
     prefill: LayerTimes | None = None
     """Of prefills; None: as of a decode step."""
+    base: str = FULL
+    """What the experts are that `block_bytes` calls full: the model's own precision, or packed ones."""
 
     def link(self) -> VirtualLink:
         """A link at which nothing has been asked for.

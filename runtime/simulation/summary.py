@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from expertcast.predictors.plain import Json
-from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.recording.statistics import RunStatistics, share
 from expertcast.runtime.simulation.machine import Simulation
 
 
@@ -14,9 +14,10 @@ def summary(done: Simulation) -> Json:
     """Counts and times of a run, of its decode steps unless they say `prefill` or `ttft`.
 
     `collision_rate` is over all accesses, `collision_share` over misses (trap 8 of the definitions);
-    `prefetch_precision` is the share of prefetched copies that a layer used, `prefetch_recall` the share of all used
-    copies that came by prefetch; `redundant` is the share of copies that need not have been made: prefetched and never
-    used, or loaded again in the pass that had evicted them (row D11).
+    `prefetch_precision` is the share of the copies that forecasts asked for which a layer used, whether they were made
+    or `dropped`; `issued_precision` the same of those that were made (`prefetched`). `prefetch_recall` is the share of
+    all used copies that came by prefetch; `redundant` the share of copies that need not have been made: prefetched and
+    never used, or loaded again in the pass that had evicted them (row D11).
     """
     total, steps = done.decode.total, max(1, len(done.steps_s))
     used = total.prefetched_used
@@ -31,14 +32,16 @@ def summary(done: Simulation) -> Json:
         "ttft_mean_s": statistics.fmean(done.prefills_s),
         "blocking_s": total.waited_s / steps,
         "prefetched": total.prefetched,
-        "prefetch_precision": _share(used, total.prefetched),
-        "prefetch_recall": _share(used, used + total.misses) if total.prefetched else None,
-        "redundant": _share(total.prefetched - used + total.collisions, total.misses + total.prefetched),
+        "dropped": total.dropped,
+        "prefetch_precision": done.decode.prefetch_precision,
+        "issued_precision": done.decode.issued_precision,
+        "prefetch_recall": share(used, used + total.misses) if total.prefetched else None,
+        "redundant": share(total.prefetched - used + total.collisions, total.misses + total.prefetched),
         "prefill": _counts(done.prefill),
         "per_layer": {
             "misses": [layer.misses for layer in done.decode.layers],
-            "collision_rate": [_share(layer.collisions, layer.requests) for layer in done.decode.layers],
-            "collision_share": [_share(layer.collisions, layer.misses) for layer in done.decode.layers],
+            "collision_rate": [share(layer.collisions, layer.requests) for layer in done.decode.layers],
+            "collision_share": [share(layer.collisions, layer.misses) for layer in done.decode.layers],
         },
     }
 
@@ -51,15 +54,10 @@ def _counts(stats: RunStatistics) -> Json:
         "misses": total.misses,
         "collisions": total.collisions,
         "hit_rate": stats.hit_rate,
-        "collision_rate": _share(total.collisions, total.requests),
-        "collision_share": _share(total.collisions, total.misses),
+        "collision_rate": share(total.collisions, total.requests),
+        "collision_share": share(total.collisions, total.misses),
         "bytes": total.bytes_moved,
     }
-
-
-def _share(part: int, whole: int) -> float | None:
-    """None where there is nothing to have a share of."""
-    return part / whole if whole else None
 
 
 COLUMNS = (
@@ -67,21 +65,30 @@ COLUMNS = (
     ("prefetch", "prefetch", "{}"),
     ("miss", "miss", "{}"),
     ("routing", "routing", "{}"),
+    ("pre_eviction", "pre-eviction", "{}"),
     ("scope", "scope", "{}"),
     ("slots", "slots", "{}"),
     ("capacity", "capacity", "{:.1%}"),
+    ("base_precision", "experts", "{}"),
     ("bandwidth", "GB/s", "{:.3g}"),
     ("hit_rate", "hits", "{:.1%}"),
     ("collision_rate", "collisions", "{:.1%}"),
     ("bytes_per_step", "MB/step", "{:.2f}"),
     ("tpot_s", "TPOT ms", "{:.3f}"),
     ("ttft_s", "TTFT ms", "{:.2f}"),
+    ("blocking_s", "waiting ms", "{:.3f}"),
+    ("redundant", "redundant", "{:.1%}"),
+    ("prefetch_precision", "precision", "{:.3f}"),
+    ("prefetch_recall", "recall", "{:.3f}"),
     ("perplexity", "perplexity", "{:.3f}"),
     ("agreement", "agreement", "{:.1%}"),
     ("kl", "KL", "{:.4f}"),
 )
-_UNITS = {"bandwidth": 1e-9, "bytes_per_step": 1e-6, "tpot_s": 1e3, "ttft_s": 1e3}
-_DULL = {"prefetch": "none", "miss": "fetch", "routing": "standard", "scope": "global"}
+_UNITS = {"bandwidth": 1e-9, "bytes_per_step": 1e-6, "tpot_s": 1e3, "ttft_s": 1e3, "blocking_s": 1e3}
+_DULL = {
+    "prefetch": "none", "miss": "fetch", "routing": "standard", "pre_eviction": "none", "scope": "global",
+    "base_precision": "full",
+}  # fmt: skip
 
 
 def table(results: Sequence[Json]) -> list[tuple[str, ...]]:

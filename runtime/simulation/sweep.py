@@ -196,4 +196,5 @@ def _heading(case: Case, shape: ModelShape) -> Json:
         "bandwidth": case.machine.bandwidth,
         "latency": case.machine.latency,
         "write_back": case.machine.write_back,
+        "base_precision": case.machine.base,
     }

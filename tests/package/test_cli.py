@@ -26,7 +26,7 @@ COMMANDS = {
     "train": {"--predictor", "--out", "--ahead", "--set", "--tokens", "--data", "--log", "--seed", "--window",
               "--batch-size", "--dtype", "--device"},
     "eval": {"--predictor", "--split", "--ahead", "--report", "--curve", "--model", "--data", "--quality-tokens",
-             "--dtype", "--device"},
+             "--bandwidth", "--layer-time", "--expert-bytes", "--dtype", "--device"},
     "generate": {"--prompt", "--predictor", "--mode", "--slots", "--memory", "--policies", "--next-token",
                  "--store-folder", "--bandwidth", "--new-tokens", "--config", "--dtype", "--device"},
     "inspect": {"--verify"},
@@ -34,9 +34,9 @@ COMMANDS = {
               "--no-advice", "--peer", "--minutes", "--timeline"},
     "advise": {*_TARGET, "--prompt-tokens", "--new-tokens", "--save", "--gpu", "--capacity", "--host"},
     "simulate": {"--sweep", "--policy", "--prefetch", "--miss", "--routing", "--pre-eviction", "--scope", "--preset",
-                 "--predictor", "--ahead", "--next-token", "--slots", "--capacity", "--bandwidth", "--latency",
-                 "--write-back", "--layer-time", "--split", "--tokens", "--prefill", "--batch", "--model", "--data",
-                 "--no-quality", "--quality-tokens", "--processes", "--out", "--dtype", "--device"},
+                 "--published", "--predictor", "--ahead", "--next-token", "--slots", "--capacity", "--bandwidth",
+                 "--latency", "--write-back", "--layer-time", "--split", "--tokens", "--prefill", "--batch", "--model",
+                 "--data", "--no-quality", "--quality-tokens", "--processes", "--out", "--dtype", "--device"},
 }  # fmt: skip
 
 
@@ -77,6 +77,9 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "--data" in fails(capsys, "train", "reference", "--predictor", "linear", "--out", out)
     assert "unknown predictor 'nope'" in fails(capsys, "train", "reference", "--predictor", "nope", "--out", out)
     assert "no/traces" in fails(capsys, "eval", "no/traces", "--predictor", "linear")
+    scored = ("eval", "no/traces", "--predictor", "linear")
+    assert "give --layer-time" in fails(capsys, *scored, "--bandwidth", "pcie4")
+    assert "give --bandwidth" in fails(capsys, *scored, "--expert-bytes", "9")
     assert "slots" in fails(capsys, "generate", "reference", "--prompt", "x", "--slots", "1", "--new-tokens", "1")
     generate = ("generate", "reference", "--prompt", "x")
     assert "unknown device 'abacus'" in fails(capsys, *generate, "--device", "abacus")
@@ -115,6 +118,8 @@ def test_simulate_refuses_in_one_line(
         capsys, "simulate", traces, "--predictor", "next_norm", "--prefetch", "top_k:depth=2"
     )
     assert "give --predictor" in fails(capsys, "simulate", traces, "--prefetch", "top_k")
+    published = ("simulate", traces, "--published", "--preset")
+    assert "specmd_1, specmd_2" in fails(capsys, *published, "activeevict")
     assert "unknown preset 'fastest': choose from on_demand" in fails(capsys, "simulate", traces, "--preset", "fastest")
     assert "choose from global, layer" in fails(capsys, "simulate", traces, "--scope", "token")
     assert "slots=3 is fewer than the 4 experts" in fails(capsys, "simulate", traces, "--slots", "3")
@@ -266,14 +271,26 @@ def test_collect_train_eval_generate_inspect(capsys: pytest.CaptureFixture[str],
     result = tmp_path / "result.json"
     assert main(["collect", "reference", "--data", "reference", "--tokens", "6000", "--out", traces]) == 0
     assert main(["train", traces, "--predictor", "linear", "--out", checkpoint, "--ahead", "1", "2"]) == 0
-    assert (
-        main(["eval", traces, "--predictor", "quasi_hidden", checkpoint, "--report", report, "--json", str(result)])
-        == 0
-    )
+    capsys.readouterr()
+    evaluate = ["eval", traces, "--predictor", "quasi_hidden", checkpoint, "--report", report, "--json", str(result)]
+    assert main([*evaluate, "--bandwidth", "4e9", "--layer-time", "1e-4", "--expert-bytes", "200000"]) == 0
     scored = json.loads(result.read_text())
     assert scored["split"] == "test"
-    assert set(scored["recall_at_k"]) == {"quasi_hidden", "linear"}
-    assert (Path(report) / "index.html").is_file()
+    assert set(scored["recall_at_k"]) == set(scored["ledger"]) == {"quasi_hidden", "linear"}
+    for name, costs in scored["ledger"].items():  # a copy takes half of a layer, whatever the forecast takes of it
+        assert scored["timely@link"][name]["mean"] <= scored["timely_bytes@link"][name]["mean"] < 0.5, name
+        assert scored["calibration"][name]["ece"] < scored["calibration"][name]["before"]["ece"], name
+        assert min(costs["training_s"], costs["collection_s"], costs["forecast_ms"]) > 0, name
+    printed = capsys.readouterr().out
+    assert "timely@link" in printed
+    assert "collection s" in printed
+    assert "collection s" in (Path(report) / "index.html").read_text()
+    metrics = json.loads((Path(checkpoint) / "metrics.json").read_text())
+    assert metrics["ledger"]["linear"]["training_s"] == scored["ledger"]["linear"]["training_s"]
+    assert set(metrics) >= {"timely@R1", "timely@R2", "timely@R5", "calibration"}
+    card = (Path(checkpoint) / "README.md").read_text()
+    for row in ("timely recall, R2", "calibration error (before)", "forecast ms", "collection s"):
+        assert f"| {row} | " in card
     command = ["generate", "reference", "--prompt", "It is a truth", "--predictor", checkpoint, "--new-tokens", "4"]
     assert main([*command, "--json", str(result)]) == 0
     exact = json.loads(result.read_text())

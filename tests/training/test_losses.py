@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertcast.predictors import ExpertcastError
-from expertcast.training.distill import distillation_loss, kl_divergence, sigmoid_kl, suited_loss
-from tests.training.synthetic import tiny_view
+from expertcast.predictors.estimator import Estimator, EstimatorConfig
+from expertcast.training.distill import Distiller, distillation_loss, kl_divergence, sigmoid_kl, suited_loss
+from tests.training.synthetic import random_batch, tiny_view
 
 
 def kl_reference(target_NE: torch.Tensor, forecast_NE: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -26,6 +29,38 @@ def test_fast_kl_is_the_reference_and_zero_only_between_equals(seed: int, temper
     torch.testing.assert_close(fast, kl_reference(target, forecast, temperature), rtol=1e-3, atol=1e-6)
     assert fast > 0
     assert kl_divergence(target, target + 3.0, temperature) == pytest.approx(0.0, abs=1e-5)
+
+
+def test_the_direction_is_from_the_router_to_the_estimator() -> None:
+    """B13 is KL(router || estimator): an estimator that leaves out what the router may choose pays without bound, one
+    that adds what it would not choose pays log 2."""
+    both, one = torch.tensor([[0.0, 0.0, -30.0]]), torch.tensor([[0.0, -30.0, -30.0]])
+    assert distillation_loss("kl", one, both) == pytest.approx(math.log(2), abs=1e-3)
+    assert distillation_loss("kl", both, one) > 7
+
+
+@pytest.mark.parametrize("loss", ["kl", "sigmoid_kl"])
+def test_a_step_of_training_goes_by_that_direction(loss: str) -> None:
+    """What a training step minimises, against the definition with the router's logits in the first place."""
+    view = tiny_view()
+    shape = view.shape
+    estimator = Estimator(EstimatorConfig(form="paper", parameters=20_000), shape)
+    estimator.bind(view)
+    scale_P = torch.linspace(0.5, 1.5, shape.layers - 1)
+    distiller = Distiller(estimator, 1, loss=loss, temperature=1.5, scale_P=scale_P, steps=1)
+    distiller.log = lambda *args, **kwargs: None  # there is no trainer
+    batch = random_batch(view, 12)
+    router_PTE, made_PTE = distiller.forecast(batch)
+    assert torch.equal(router_PTE, batch.logits_TLE[:, 1:].transpose(0, 1))
+    p = (router_PTE / scale_P[:, None, None] / 1.5).double()
+    q = (made_PTE / scale_P[:, None, None] / 1.5).double()
+    if loss == "kl":
+        expected = 1.5**2 * (p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum(-1).mean()
+    else:
+        on, off = (p.sigmoid(), q.sigmoid()), (1 - p.sigmoid(), 1 - q.sigmoid())
+        expected = 1.5**2 * sum((a * (a / b).log()).sum(-1).mean() for a, b in (on, off))
+    distiller.eval()  # in training every tenth token forgets the one before it
+    torch.testing.assert_close(distiller.training_step(batch, 0).double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_sigmoid_kl_sees_the_level_of_the_logits() -> None:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from expertcast.predictors.base import Forecast
+from expertcast.predictors.log_odds import inclusion_probability
 from expertcast.predictors.view import ModelShape
-from expertcast.training.comparison import RoutingComparison, compare, inclusion_probability, rank_routing
+from expertcast.training.comparison import RoutingComparison, compare, rank_routing
 from expertcast.training.metrics.routing import (
     BUDGETS,
-    Calibration,
     InputCosine,
     RankAlignment,
     RecallAtBudget,
@@ -184,19 +184,6 @@ def test_merged_halves_equal_the_whole() -> None:
         torch.testing.assert_close(left.compute(), whole.compute(), rtol=0, atol=0)
 
 
-def test_merged_calibration_equals_the_whole() -> None:
-    shape = ModelShape(layers=2, experts=16, top_k=4, hidden=4)
-    whole, left, right = (Calibration(1, shape.top_k) for _ in range(3))
-    for seed, half in ((0, left), (1, right)):
-        truth = random_routing(seed, 25, shape)
-        for metric in (half, whole):
-            metric.update(0, comparison_of(near(truth, seed, 0.7), truth, shape))
-    left.merge_state(right)
-    merged, expected = left.compute(), whole.compute()
-    for key, value in expected.items():
-        torch.testing.assert_close(merged[key], value, equal_nan=True)
-
-
 def test_cosine_is_the_mean_over_tokens_and_absent_without_an_input() -> None:
     shape = ModelShape(layers=3, experts=8, top_k=2, hidden=4)
     truth = random_routing(0, 3, shape)
@@ -264,52 +251,3 @@ def test_probabilities_of_many_tokens_take_a_few_steps(monkeypatch: pytest.Monke
     probability_TE = inclusion_probability(logits_TE, 4)
     torch.testing.assert_close(probability_TE.sum(1), torch.full((2048,), 4.0), atol=1.1e-3, rtol=0)
     assert len(calls) <= 8
-
-
-def test_calibration_bins_and_error_follow_their_definitions() -> None:
-    shape = ModelShape(layers=2, experts=16, top_k=4, hidden=4)
-    truth = random_routing(0, 200, shape)
-    forecast = near(truth, 1, 0.8)
-    metric = Calibration(1, shape.top_k, bins=5)
-    metric.update(0, comparison_of(forecast, truth, shape))
-    result = metric.compute()
-    pairs = [
-        (p, expert in truth.topk_ids_TK[token].tolist())
-        for token, row in enumerate(inclusion_probability(forecast.logits_TE, shape.top_k).tolist())
-        for expert, p in enumerate(row)
-    ]
-    ece = 0.0
-    for index in range(5):
-        inside = [(p, hit) for p, hit in pairs if min(int(p * 5), 4) == index]
-        confidence = sum(p for p, _ in inside) / len(inside)
-        frequency = sum(hit for _, hit in inside) / len(inside)
-        ece += abs(confidence - frequency) * len(inside) / len(pairs)
-        assert result["count_B"][index] == len(inside)
-        assert result["confidence_B"][index].item() == pytest.approx(confidence, abs=1e-6)
-        assert result["frequency_B"][index].item() == pytest.approx(frequency, abs=1e-6)
-    assert result["ece"].item() == pytest.approx(ece, abs=1e-6)
-    assert result["ece_L"].item() == pytest.approx(ece, abs=1e-6)
-
-
-def test_calibration_is_good_where_experts_are_drawn_by_the_probabilities() -> None:
-    """Membership drawn with exactly the stated probabilities must come out calibrated, sharper logits must not."""
-    torch.manual_seed(0)
-    logits_TE = 2 * torch.randn(4000, 16)
-    probability_TE = inclusion_probability(logits_TE, 4)
-    member_TE = torch.rand(4000, 16) < probability_TE
-    shape = ModelShape(layers=2, experts=16, top_k=4, hidden=4)
-    routed = random_routing(0, 4000, shape)
-    ece = []
-    for factor in (1.0, 4.0):
-        forecast = Forecast(
-            layer=1,
-            logits_TE=factor * logits_TE,
-            topk_ids_TK=routed.topk_ids_TK,
-            topk_weights_TK=routed.topk_weights_TK,
-        )
-        comparison = comparison_of(forecast, routed, shape)
-        comparison.truth.member_TE.copy_(member_TE)
-        metric = Calibration(1, 4)
-        metric.update(0, comparison)
-        ece.append(metric.compute()["ece"].item())
-    assert ece[0] < 0.01 < 0.05 < ece[1]

@@ -1,6 +1,6 @@
 """torchmetrics metrics of routing forecasts, one value per target layer.
 
-T tokens, K experts per token, E routed experts per layer, L target layers, R ranks or 1, B probability bins.
+T tokens, K experts per token, E routed experts per layer, L target layers, R ranks or 1.
 States are plain sums, so that two ranks (or two halves of the data) add up to exactly the whole. Sources:
 rows B6 (recall, cosine), B7 (rank alignment), A20 (budgets) and C2 (hard and soft match) of the definitions.
 """
@@ -11,21 +11,18 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
-from torchmetrics import Metric
 
-from expertcast.predictors.view import ModelShape
-from expertcast.training.comparison import RoutingComparison, inclusion_probability, membership_threshold
+from expertcast.predictors.view import ModelShape, overfetched
+from expertcast.training.comparison import RoutingComparison
 from expertcast.training.metrics.means import TokenMean
 
-CALIBRATION_BINS = 10
 BUDGETS = {"recall_at_k": 1.0, "recall_at_1.5k": 1.5, "recall_at_2k": 2.0}
 
 
 def budget(factor: float, shape: ModelShape) -> int:
-    """Experts fetched at an overfetch factor: ceil(factor * K), never more than there are (row A20)."""
-    return min(math.ceil(factor * shape.top_k), shape.experts)
+    """Experts fetched at an overfetch factor: what the runtime would ask for (:func:`overfetched`)."""
+    return overfetched(factor, shape.top_k, shape.experts)
 
 
 class PerLayerMetric(TokenMean, ABC):
@@ -115,48 +112,6 @@ class InputCosine(PerLayerMetric):
 
     def score(self, comparison: RoutingComparison) -> Tensor | None:
         return comparison.cosine_T
-
-
-class Calibration(Metric):  # type: ignore[misc]
-    """How often experts given a probability p of being in the true top-K are there.
-
-    Every (token, expert) pair counts once, in one of ten bins of equal width; the probability is
-    :func:`inclusion_probability` of the forecast's logits.
-    """
-
-    full_state_update = False
-    count_LB: Tensor
-    confidence_LB: Tensor
-    hits_LB: Tensor
-
-    def __init__(self, layers: int, top_k: int, bins: int = CALIBRATION_BINS, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.top_k, self.bins = top_k, bins
-        for name in ("count_LB", "confidence_LB", "hits_LB"):
-            self.add_state(name, default=torch.zeros(layers, bins, dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, layer: int, comparison: RoutingComparison) -> None:
-        """Add the tokens of one batch at one target layer (0 = the first target layer)."""
-        start_T = membership_threshold(comparison)
-        probability_TE = inclusion_probability(comparison.logits_TE, self.top_k, start_T)
-        bin_N = (probability_TE * self.bins).long().clamp_(max=self.bins - 1).flatten()
-        hit_N = comparison.truth.member_TE.flatten()
-        misses_B, hits_B = torch.bincount(2 * bin_N + hit_N, minlength=2 * self.bins).view(-1, 2).unbind(1)
-        self.count_LB[layer] += misses_B + hits_B
-        self.hits_LB[layer] += hits_B
-        self.confidence_LB[layer] += torch.bincount(bin_N, probability_TE.flatten().double(), self.bins)
-
-    def compute(self) -> dict[str, Tensor]:
-        """`ece` (all layers pooled), `ece_L`, and per bin `count_B`, `confidence_B`, `frequency_B` (NaN if empty)."""
-        gap_LB, count_LB = (self.confidence_LB - self.hits_LB).abs(), self.count_LB
-        count_B, confidence_B, hits_B = count_LB.sum(0), self.confidence_LB.sum(0), self.hits_LB.sum(0)
-        return {
-            "ece": (confidence_B - hits_B).abs().sum() / count_B.sum(),
-            "ece_L": gap_LB.sum(1) / count_LB.sum(1),
-            "count_B": count_B,
-            "confidence_B": confidence_B / count_B,
-            "frequency_B": hits_B / count_B,
-        }
 
 
 def routing_metrics(shape: ModelShape, layers: int, **kwargs: Any) -> dict[str, PerLayerMetric]:

@@ -11,15 +11,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from expertcast.predictors.log_odds import FARTHEST, LogOdds
+
 Array = npt.NDArray[np.float64]
 
 _MEMORY = 0.999
 """What is kept, from one layer to the next, of the weight of earlier outcomes."""
 _PRIOR = 1.0
 """Weight of the start (slope 1, offset 0), in units of Fisher information."""
-_FARTHEST = 12.0
-"""Margins are cut here, log-odds at 30: one expert that was needed against all odds would else outweigh, in the next
-Newton step, everything that was learnt before."""
 _LEAST = 1e-12
 
 
@@ -30,6 +29,9 @@ class Calibration:
     boundary, halfway between the forecast's K-th and K+1-th; a step needs what any of its tokens needs, taken as
     independent. Slope and offset, one pair for the whole model, start as 1 and 0 and follow each layer's outcome by one
     Newton step of logistic regression: it costs one pass over T x E and keeps no history.
+
+    Forecasts of a predictor that was calibrated on validation bring a reading of their own for each layer pair: the
+    margin is then its log-odds, and what is learnt here is how the text at hand differs from the validation's.
 
     On the reference model the margin tells more than the log-odds whose probabilities sum to K (Brier score .0082
     against .0113 after calibration, a distilled estimator's forecasts) and costs no search for their sum.
@@ -43,9 +45,20 @@ class Calibration:
         self._margins: dict[int, Array] = {}
         """[T, E] of the forecasts whose outcome is not known yet, by layer."""
 
-    def probability(self, layer: int, logits_TE: Tensor) -> Array:
-        """[E] probability that at least one of the tokens needs the expert; remembered until `learn` says what came."""
-        margin_TE = self._margins[layer] = _margin(logits_TE.float().cpu().numpy().astype(np.float64), self._top_k)
+    def probability(self, layer: int, logits_TE: Tensor, log_odds: LogOdds | None = None) -> Array:
+        """[E] probability that at least one of the tokens needs the expert; remembered until `learn` says what came.
+
+        Args:
+            layer: the forecast's.
+            logits_TE: its logits.
+            log_odds: how its predictor's calibration reads them.
+        """
+        margin_TE = _margin(logits_TE.float().cpu().numpy().astype(np.float64), self._top_k)
+        if log_odds is not None:
+            root_TE = np.sign(margin_TE) * np.sqrt(np.abs(margin_TE))
+            margin_TE = log_odds.slope * margin_TE + log_odds.root * root_TE + log_odds.offset
+            margin_TE = margin_TE.clip(-FARTHEST, FARTHEST)
+        self._margins[layer] = margin_TE
         return _any(self._of_tokens(margin_TE))
 
     def learn(self, layer: int, ids: Sequence[int]) -> None:
@@ -73,10 +86,10 @@ class Calibration:
 def _margin(logits_TE: Array, top_k: int) -> Array:
     experts = logits_TE.shape[1]
     if top_k >= experts:
-        return np.full_like(logits_TE, _FARTHEST)
+        return np.full_like(logits_TE, FARTHEST)
     ranked_TE = np.partition(logits_TE, (experts - top_k - 1, experts - top_k), axis=1)
     boundary_T1 = ranked_TE[:, experts - top_k - 1 : experts - top_k + 1].mean(axis=1, keepdims=True)
-    margin_TE: Array = (logits_TE - boundary_T1).clip(-_FARTHEST, _FARTHEST)
+    margin_TE: Array = (logits_TE - boundary_T1).clip(-FARTHEST, FARTHEST)
     return margin_TE
 
 

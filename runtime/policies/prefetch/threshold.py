@@ -54,7 +54,9 @@ class Threshold(PrefetchPolicy):
         if self.config.of == "softmax":
             probability_TE = wanted.probability_TE.numpy()
         else:
-            probability_TE = self._calibration.probability(wanted.layer, wanted.forecast.logits_TE)[None]
+            probability_TE = self._calibration.probability(
+                wanted.layer, wanted.forecast.logits_TE, wanted.forecast.log_odds
+            )[None]
         return likeliest_first(probability_TE > self.config.above, probability_TE)
 
     def see_routing(self, layer: int, ids: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import overfetched
 from expertcast.runtime.policies.prefetch.base import PrefetchPolicy, Transfer, Wanted
 from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 
@@ -21,7 +22,7 @@ class TopKConfig(PolicyConfig):
     """How many experts are asked for."""
 
     overfetch: float = 1.0
-    """Experts asked for per token, as a multiple of K (1.0: the forecast's own only)."""
+    """Experts asked for per token, as a multiple of K, rounded up (1.0: the forecast's own only)."""
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.overfetch <= MOST_OVERFETCH:
@@ -38,7 +39,7 @@ class TopK(PrefetchPolicy):
 
     def __init__(self, config: TopKConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
-        self._budget = min(shape.experts, round(config.overfetch * shape.top_k))
+        self._budget = overfetched(config.overfetch, shape.top_k, shape.experts)
 
     def experts(self, wanted: Wanted, transfer: Transfer | None) -> list[int]:
         experts = by_weight(wanted.ids, wanted.weights)

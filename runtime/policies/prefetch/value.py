@@ -67,7 +67,7 @@ class Value(PrefetchPolicy):
 
     def experts(self, wanted: Wanted, transfer: Transfer | None) -> list[int]:
         assert transfer is not None, "reads_transfer asks for it"
-        p_E = self._calibration.probability(wanted.layer, wanted.forecast.logits_TE)
+        p_E = self._calibration.probability(wanted.layer, wanted.forecast.logits_TE, wanted.forecast.log_odds)
         own = {expert for row in wanted.ids for expert in row}
         named = [expert for expert in own if transfer.resident(expert)]
         named += self._worth_loading(p_E, transfer)

@@ -8,12 +8,13 @@ from typing import Annotated
 
 from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.store import PredictorCheckpoint
-from expertcast.commands.options import Count, Option
+from expertcast.commands.ledger import ledger_of
+from expertcast.commands.options import BANDWIDTH, Count, Option, positive_number
 from expertcast.commands.output import Outcome, folder
 from expertcast.commands.predictors import (
     EVAL_BATCH,
     QualityOptions,
-    evaluated_predictors,
+    evaluated,
     forecast_quality,
     is_checkpoint,
     quality_table,
@@ -21,12 +22,15 @@ from expertcast.commands.predictors import (
 )
 from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import ExpertcastError, NextToken, Predictor
+from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor
 from expertcast.predictors.plain import Json, aligned
+from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.training.curve import learning_curve
 from expertcast.training.evaluation import evaluate
+from expertcast.training.ledger import ledger_table
+from expertcast.training.metrics.timely import Windows, copies_in_time, ratio_windows
 from expertcast.training.report import write_report
-from expertcast.training.results import recall_table
+from expertcast.training.results import link_table, recall_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,24 +49,37 @@ class Options(QualityOptions):
     """Write one HTML page, PNGs and JSON."""
     curve: tuple[Count, ...] = ()
     """Learning curve at these token counts."""
+    bandwidth: Annotated[float | None, BANDWIDTH] = None
+    """Bytes per second of the link of timely recall, with --layer-time (default: copies of K experts that take 1, 2 and
+    5 times as long as a layer)."""
+    layer_time: Annotated[float | None, Option(metavar="S", read=positive_number)] = None
+    """Seconds that a layer computes: a forecast's own milliseconds then count in timely recall."""
+    expert_bytes: Count | None = None
+    """Of one expert's copy, with --bandwidth (default: as the model stores it)."""
 
 
 def run(options: Options) -> Outcome:
     """Predictors of layers share one table, one that looks tokens ahead has its own."""
     options.check_text()
+    _check_link(options)
     traces = TraceDataset.open(options.traces)
-    predictors, tokens_ahead = split_by_looks(options, evaluated_predictors(options.predictor, traces, options.ahead))
+    fitted = evaluated(options.predictor, traces, options.ahead)
+    predictors, tokens_ahead = split_by_looks(options, {name: made.predictor for name, made in fitted.items()})
     split, note = scoring_split(options, traces)
-    result: Json = {"split": split}
+    ledger = ledger_of(fitted, traces, split, options.ahead)
+    result: Json = {"split": split, "ledger": ledger}
     tables = []
     if tokens_ahead is not None:
         found, token_table = scores(tokens_ahead, traces, split)
         result |= found
         tables.append(token_table)
     if predictors:
-        evaluation = evaluate(predictors, traces.batches(split, EVAL_BATCH), traces.view, ahead=options.ahead)
+        windows = {name: _windows(options, traces.view, ledger[name]) for name in predictors}
+        batches = traces.batches(split, EVAL_BATCH)
+        evaluation = evaluate(predictors, batches, traces.view, ahead=options.ahead, windows=windows)
         result |= evaluation.as_dict()
-        tables.insert(0, recall_table(evaluation))
+        tables[:0] = [recall_table(evaluation), link_table(evaluation)]
+    tables.append(ledger_table(ledger))
     tables.append(f"scored on split {split!r}, {result['tokens']} tokens{note}")
     if options.model:
         result["quality"] = forecast_quality(options, options.model, predictors, result)
@@ -73,6 +90,28 @@ def run(options: Options) -> Outcome:
     if options.report:
         tables.append(f"wrote {_write_report(options.report, result, traces)}")
     return {**result, **provenance()}, "\n\n".join(tables)
+
+
+def _check_link(options: Options) -> None:
+    """
+    Raises:
+        ExpertcastError: a link of which too little is said.
+    """
+    if options.bandwidth is not None and options.layer_time is None:
+        raise ExpertcastError("--bandwidth says how long copies take and not how long a layer does: give --layer-time")
+    if options.expert_bytes is not None and options.bandwidth is None:
+        raise ExpertcastError("--expert-bytes needs a link to be copied over: give --bandwidth")
+
+
+def _windows(options: Options, view: MoEView, costs: Json) -> Windows:
+    """The links of timely recall for a predictor with these costs (:func:`ledger_entry`)."""
+    top_k, layer_s, forecast_s = view.shape.top_k, options.layer_time, (costs["forecast_ms"] or 0.0) / 1e3
+    if layer_s is None:
+        return ratio_windows(top_k)
+    if options.bandwidth is None:
+        return ratio_windows(top_k, forecast_share=forecast_s / layer_s)
+    copy_s = (options.expert_bytes or BlockLayout.of(view).block_bytes) / options.bandwidth
+    return {"link": copies_in_time(layer_s, copy_s, forecast_s)}
 
 
 def split_by_looks(options: Options, predictors: dict[str, Predictor]) -> tuple[dict[str, Predictor], NextToken | None]:

@@ -52,8 +52,8 @@ def write_json(path: Path, result: Json) -> None:
 
 def describe_traces(traces: TraceDataset) -> str:
     """A traces folder's own account of itself, without the single documents."""
-    keys = ("model", "fingerprint", "shape", "tokens", "splits", "window", "columns", "command", "git_revision",
-            "versions")  # fmt: skip
+    keys = ("model", "fingerprint", "shape", "tokens", "splits", "window", "columns", "collection_s", "command",
+            "git_revision", "versions")  # fmt: skip
     values = {key: traces.info[key] for key in keys if key in traces.info}
     early = traces.info["settings"].get("early_rank", "none")
     return table({**values, "early_rank": early, "documents": len(traces.info["documents"])})

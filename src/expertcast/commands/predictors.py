@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from expertcast.checkpoints import files
-from expertcast.checkpoints.store import load_predictor
+from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.commands.options import Count, Data, ModelOptions, Option
 from expertcast.commands.output import say
 from expertcast.data.discovery import find_moe_layers
@@ -23,8 +23,8 @@ from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, te
 from expertcast.runtime.quality.policies import measure_policies
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit_many
-from expertcast.training.options import FitOptions
-from expertcast.training.results import recall_table
+from expertcast.training.options import FitOptions, Fitted
+from expertcast.training.results import link_table, recall_table
 from expertcast.training.token_evaluation import evaluate_tokens, tokens_table
 
 EVAL_BATCH = 4096
@@ -47,12 +47,17 @@ def predictor_config(name: str, ahead: Sequence[int], settings: Sequence[str] = 
 
 
 def evaluated_predictors(wanted: Sequence[str], traces: TraceDataset, ahead: int = 1) -> dict[str, Predictor]:
+    """The predictors of :func:`evaluated`."""
+    return {name: made.predictor for name, made in evaluated(wanted, traces, ahead).items()}
+
+
+def evaluated(wanted: Sequence[str], traces: TraceDataset, ahead: int = 1) -> dict[str, Fitted]:
     """Checkpoints loaded, registry names fitted on the train split; by predictor name, in the order of the words.
 
     Raises:
         ExpertcastError: neither a checkpoint nor a name, or two predictors of one name.
     """
-    found = {given: load_predictor(given, traces.view) for given in wanted if is_checkpoint(given)}
+    found = {given: _loaded(given, traces) for given in wanted if is_checkpoint(given)}
     known = names() + names("tokens")
     for given in wanted:
         if given not in found and given not in known:
@@ -60,15 +65,20 @@ def evaluated_predictors(wanted: Sequence[str], traces: TraceDataset, ahead: int
                 f"{given!r} is neither a checkpoint folder nor a predictor name: names are {', '.join(known)}"
             )
     configs = {given: predictor_config(given, [ahead]) for given in wanted if given not in found}
-    fitted = fit_many(list(configs), traces, configs, options=FitOptions(progress=True))
-    found |= {name: result.predictor for name, result in fitted.items()}
-    predictors: dict[str, Predictor] = {}
+    found |= fit_many(list(configs), traces, configs, options=FitOptions(progress=True))
+    fitted: dict[str, Fitted] = {}
     for given in wanted:
-        predictor = found[given]
-        if predictor.name in predictors:
-            raise ExpertcastError(f"two predictors named {predictor.name!r}: evaluate them one at a time")
-        predictors[predictor.name] = predictor
-    return predictors
+        name = found[given].predictor.name
+        if name in fitted:
+            raise ExpertcastError(f"two predictors named {name!r}: evaluate them one at a time")
+        fitted[name] = found[given]
+    return fitted
+
+
+def _loaded(folder: str, traces: TraceDataset) -> Fitted:
+    """A checkpoint's predictor, with the report of its fit."""
+    checkpoint = PredictorCheckpoint.open(folder)
+    return Fitted(predictor=checkpoint.load(traces.view), report=checkpoint.config.get("training", {}))
 
 
 def is_checkpoint(given: str) -> bool:
@@ -83,7 +93,7 @@ def scores(predictor: Predictor, source: TraceSource, split: str) -> tuple[Json,
         return found, tokens_table(found["tokens_ahead"])
     batches = source.batches(split, EVAL_BATCH)
     evaluation = evaluate({predictor.name: predictor}, batches, source.view, ahead=min(predictor.ahead))
-    return evaluation.as_dict(), recall_table(evaluation)
+    return evaluation.as_dict(), f"{recall_table(evaluation)}\n\n{link_table(evaluation)}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from expertcast.checkpoints.store import load_predictor
 from expertcast.commands.options import COUNT, Count, Fields, Option, positive_number
 from expertcast.commands.output import Outcome, folder, write_json
 from expertcast.commands.predictors import QualityOptions, evaluated_predictors, policy_quality
-from expertcast.commands.simulate_cases import Chosen, MachineOptions, PolicyOptions, swept_evictions
+from expertcast.commands.simulate_cases import Chosen, MachineOptions, PolicyOptions, cases_of, swept_evictions
 from expertcast.data.models import REFERENCE
 from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.traces import TraceDataset
@@ -26,10 +26,9 @@ from expertcast.runtime.simulation.figures import write_figures
 from expertcast.runtime.simulation.load import Texts, load_trace
 from expertcast.runtime.simulation.machine import Case
 from expertcast.runtime.simulation.summary import table
-from expertcast.runtime.simulation.sweep import CAPACITIES, Workload, refusal, slots_of, sweep, with_bounds
+from expertcast.runtime.simulation.sweep import CAPACITIES, Workload, refusal, sweep, with_bounds
 from expertcast.runtime.storage.precision import FULL
 
-CAPACITY = 0.25
 TABLE, RESULT = "table.txt", "results.json"
 
 
@@ -78,15 +77,16 @@ def run(options: Options) -> Outcome:
     chosen = list(options.policies.chosen(options.predictor, evictions))
     traces = TraceDataset.open(options.traces)
     shape = traces.view.shape
-    shares = options.capacity or (CAPACITIES if options.sweep else (CAPACITY,))
-    slots = options.slots or [slots_of(share, shape) for share in shares]
     predictors = _predictors(options, traces, chosen)
-    names = {given: predictor.name for given, predictor in predictors.items()}
-    machines = options.machine.machines(traces.view, [policies for policies, _ in chosen])
-    cases = [
-        Case(policies=policies, slots=count, machine=machine, predictor=None if given is None else names[given])
-        for count, machine, (policies, given) in itertools.product(slots, machines, chosen)
-    ]
+    cases = cases_of(
+        chosen,
+        traces.view,
+        options.machine,
+        slots=options.slots,
+        shares=options.capacity or (CAPACITIES if options.sweep else ()),
+        names={given: predictor.name for given, predictor in predictors.items()},
+    )
+    machine = cases[0].machine
     model = _measured_model(options, traces, cases)
     reasons = [refusal(case, shape) for case in cases]
     if None not in reasons:
@@ -120,8 +120,8 @@ def run(options: Options) -> Outcome:
         "batch": options.texts.batch,
         "prefill": options.texts.prefill,
         "ahead": options.ahead,
-        "block_bytes": dict(machines[0].block_bytes),
-        "layer_s": machines[0].times.compute_s,
+        "block_bytes": dict(machine.block_bytes),
+        "layer_s": machine.times.compute_s,
         **found,
         **provenance(),
     }
@@ -167,7 +167,7 @@ def _measured_model(options: Options, traces: TraceDataset, cases: Sequence[Case
 
 def _predictors(options: Options, traces: TraceDataset, chosen: Sequence[Chosen]) -> dict[str, Predictor]:
     """By the word that asked for it: checkpoints loaded, names fitted on the train split."""
-    wanted = list(dict.fromkeys(given for _, given in chosen if given is not None))
+    wanted = list(dict.fromkeys(each.predictor for each in chosen if each.predictor is not None))
     if not wanted:
         return {}
     found = evaluated_predictors(wanted, traces, options.ahead)

@@ -6,22 +6,32 @@ L MoE layers, E routed experts per layer, K experts per token.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from expertcast.commands.options import BANDWIDTH, BANDWIDTHS, Option, not_negative, positive_number
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE
-from expertcast.runtime.policies import EVICTION, PRESETS, CacheShape, Policies
-from expertcast.runtime.simulation.machine import Machine, constant_times
-from expertcast.runtime.simulation.sweep import BELADY
+from expertcast.runtime.policies import EVICTION, CacheShape, Policies
+from expertcast.runtime.policies.presets import preset, published
+from expertcast.runtime.simulation.machine import Case, Machine, constant_times
+from expertcast.runtime.simulation.sweep import BELADY, slots_of
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.packed import PackedLayout
 from expertcast.runtime.storage.precision import FULL
 
-Chosen = tuple[Policies, str | None]
-"""Policies, and whose forecasts they get."""
+
+class Chosen(NamedTuple):
+    """Policies, and whose forecasts they get."""
+
+    policies: Policies
+    predictor: str | None
+    published: tuple[float, float, str] | None = None
+    """Capacity, bandwidth and precision of a preset that is run with its own."""
+
+
+CAPACITY = 0.25
 _Named = Annotated[tuple[str, ...], Option(metavar="P")]
 
 
@@ -43,6 +53,9 @@ class PolicyOptions:
     """global, or layer: each has an equal share of the slots."""
     preset: _Named = ()
     """Published systems' policies, by name."""
+    published: bool = False
+    """Run presets at their published capacity, bandwidth and precision, where --slots, --capacity and --bandwidth do
+    not say another one; quality is that in the model's own precision."""
 
     def chosen(self, predictors: tuple[str, ...], otherwise: Sequence[str]) -> Iterator[Chosen]:
         """Presets, then every combination of the policies that are named, with every predictor.
@@ -52,12 +65,13 @@ class PolicyOptions:
             otherwise: the eviction policies when none is named, and no preset.
 
         Raises:
-            ExpertcastError: an unknown preset, policy or option.
+            ExpertcastError: an unknown preset, policy or option; a preset that was published without settings.
         """
+        if self.published and not self.preset:
+            raise ExpertcastError("--published is about presets: give --preset")
         for name in self.preset:
-            if name not in PRESETS:
-                raise ExpertcastError(f"unknown preset {name!r}: choose from {', '.join(PRESETS)}")
-            yield PRESETS[name].policies, PRESETS[name].predictor
+            made = preset(name)
+            yield Chosen(made.policies, made.predictor, published(name) if self.published else None)
         if self.preset and not self.policy:
             return
         kinds = {
@@ -69,7 +83,7 @@ class PolicyOptions:
             "scope": self.scope,
         }
         for *words, predictor in itertools.product(*kinds.values(), predictors or (None,)):
-            yield Policies(**{kind: str(word) for kind, word in zip(kinds, words, strict=True)}), predictor
+            yield Chosen(Policies(**{kind: str(word) for kind, word in zip(kinds, words, strict=True)}), predictor)
 
 
 def swept_evictions(next_token: bool) -> list[str]:
@@ -94,12 +108,16 @@ class MachineOptions:
     layer_time: Annotated[tuple[float, ...], Option(metavar="S", read=positive_number)] = ()
     """Compute of all layers, or of each, in seconds."""
 
-    def machines(self, view: MoEView, policies: Sequence[Policies]) -> list[Machine]:
+    def machines(
+        self, view: MoEView, policies: Sequence[Policies], *, bandwidth: float | None = None, base: str = FULL
+    ) -> list[Machine]:
         """One per bandwidth.
 
         Args:
             view: the model's layers, whose experts are copied.
             policies: all that are simulated: they say which precisions there are copies in.
+            bandwidth: where none is given.
+            base: what experts are stored in; copies in another precision are never larger.
 
         Raises:
             ExpertcastError: copies in a precision that these experts do not get smaller by.
@@ -108,14 +126,48 @@ class MachineOptions:
         slots = shape.layers * shape.experts
         cache = CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=slots)
         lower = {name for each in policies for name in each.make(cache).miss.precisions}
-        block_bytes = {FULL: layout.block_bytes}
-        block_bytes |= {name: PackedLayout.of(layout, name).block_bytes for name in sorted(lower)}
-        bandwidths = self.bandwidth or (BANDWIDTHS["pcie4"],)
-        copies_s = shape.top_k * (self.latency + layout.block_bytes / bandwidths[0])
+        whole = layout.block_bytes if base == FULL else PackedLayout.of(layout, base).block_bytes
+        block_bytes = {FULL: whole}
+        block_bytes |= {name: min(whole, PackedLayout.of(layout, name).block_bytes) for name in sorted(lower)}
+        bandwidths = self.bandwidth or (BANDWIDTHS["pcie4"] if bandwidth is None else bandwidth,)
+        copies_s = shape.top_k * (self.latency + whole / bandwidths[0])
         times = constant_times(shape.layers, self.layer_time or copies_s / COPY_OVER_COMPUTE)
         return [
             Machine(
-                times=times, block_bytes=block_bytes, bandwidth=speed, latency=self.latency, write_back=self.write_back
+                times=times, block_bytes=block_bytes, bandwidth=speed, latency=self.latency, base=base,
+                write_back=self.write_back,
             )
             for speed in bandwidths
+        ]  # fmt: skip
+
+
+def cases_of(
+    chosen: Sequence[Chosen], view: MoEView, options: MachineOptions, *, slots: Sequence[int],
+    shares: Sequence[float], names: Mapping[str, str],
+) -> list[Case]:  # fmt: skip
+    """What is simulated: every choice at every number of slots on every machine.
+
+    Args:
+        chosen: policies and whose forecasts they get.
+        view: the model's layers.
+        options: link and computation.
+        slots: as they were given; none: by `shares`.
+        shares: of all experts; none: a published preset's own, or `CAPACITY`.
+        names: by the word that asked for it, a predictor's name.
+    """
+    shape, policies = view.shape, [each.policies for each in chosen]
+    plain = list(slots) or [slots_of(share, shape) for share in shares or (CAPACITY,)]
+    machines = options.machines(view, policies)
+    cases: list[tuple[int, int, int, Case]] = []
+    for number, each in enumerate(chosen):
+        own_slots, own_machines = plain, machines
+        if each.published is not None:
+            capacity, bandwidth, base = each.published
+            own_slots = plain if slots or shares else [slots_of(capacity, shape)]
+            own_machines = options.machines(view, policies, bandwidth=bandwidth, base=base)
+        predictor = None if each.predictor is None else names[each.predictor]
+        cases += [
+            (i, j, number, Case(policies=each.policies, slots=count, machine=machine, predictor=predictor))
+            for (i, count), (j, machine) in itertools.product(enumerate(own_slots), enumerate(own_machines))
         ]
+    return [case for *_, case in sorted(cases, key=lambda entry: entry[:3])]

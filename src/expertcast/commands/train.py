@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from expertcast.checkpoints.store import save_predictor
+from expertcast.commands.ledger import ledger_of
 from expertcast.commands.options import COUNT, Count, Data, Fields, ModelOptions, Option, Text
 from expertcast.commands.output import Outcome, folder
 from expertcast.commands.predictors import predictor_config, scores
@@ -19,6 +20,7 @@ from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import ExpertcastError, predictor_class
 from expertcast.predictors.base import PredictorConfig
 from expertcast.training.fit import fit
+from expertcast.training.ledger import ledger_table
 from expertcast.training.options import FitOptions
 from expertcast.training.report import log_figures
 from expertcast.training.resume import forget, resume_folder
@@ -64,14 +66,16 @@ def _train(options: Options, config: PredictorConfig) -> Outcome:
     # hybrid execution chooses its layers by the validation split: the test split must stay untouched by choices
     validation, _ = scores(fitted.predictor, source, "validation")
     test, table = scores(fitted.predictor, source, "test")
-    metrics = {"split": "test", "traces": source.info.get("id"), **test, "validation": validation}
+    ahead = min(fitted.predictor.ahead, default=1)
+    ledger = ledger_of({fitted.predictor.name: fitted}, source, "test", ahead)
+    metrics = {"split": "test", "traces": source.info.get("id"), **test, "ledger": ledger, "validation": validation}
     if current_share().rank == 0:
         extra = {"training": fitted.report}
         save_predictor(fitted.predictor, options.out, view=source.view, metrics=metrics, extra=extra)
         forget(options.out)
         if options.fit.log_folder and "recall_at_k" in test:
             log_figures(options.fit.log_folder / "evaluation", test)
-    text = f"{table}\n\nfitted in {fitted.report['seconds']:.0f} s; wrote {options.out}"
+    text = f"{table}\n\n{ledger_table(ledger)}\n\nfitted in {fitted.report['seconds']:.0f} s; wrote {options.out}"
     return {"checkpoint": str(options.out), "training": fitted.report, **metrics}, text
 
 

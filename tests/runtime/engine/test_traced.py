@@ -48,6 +48,8 @@ def test_the_predictors_own_bits(
                 state = _state(reference_view, layer, tokens, previous=call % 2 == 0)
                 got, own = traced.forecast(state, 1), fitted.predictor.forecast(state, 1)
                 assert got.layer == own.layer == layer + 1
+                assert got.log_odds == own.log_odds
+                assert own.log_odds is not None, name
                 for one, other in zip(_tensors(got), _tensors(own), strict=True):
                     assert one.dtype == other.dtype
                     assert torch.equal(one, other), name

@@ -113,6 +113,19 @@ def test_wrong_forecasts_hold_up_the_link() -> None:
     assert (row["prefetched"], row["prefetch_precision"], row["redundant"]) == (1, 0.0, 0.5)
 
 
+def test_dropped_forecasts_count_for_precision() -> None:
+    """K = 3, two layers of 2 s, a copy 3 s. The prefill brings experts 2, 3 and 4 of layer 1. A second later t1
+    forecasts 0, 1 and 2 for it: 2 is there, 0 is copied, 1 queued. Layer 1 is routed at 3 s and needs 0, 3 and 4: the
+    copy of 1 is dropped. One of two copies that were asked for is used, and one of one that was made."""
+    trace = made.trace([[[0, 1, 2], [2, 3, 4]], [[0, 1, 2], [0, 3, 4]]], experts=5, hints={1: [[0, 1, 2]] * 2})
+    done = simulate(trace, Policies(), 10, made.machine(2), predictor="made")
+    total = done.decode.total
+    assert (total.prefetched, total.dropped, total.prefetched_used) == (1, 1, 1)
+    row = summary(done)
+    assert (row["prefetch_precision"], row["issued_precision"], row["dropped"]) == (0.5, 1.0, 1)
+    assert done.decode.as_dict()["prefetch_precision"] == 0.5
+
+
 def test_a_layers_experts_are_one_event() -> None:
     """K = 2, two slots, one layer: 0 1 | 1 2. Asked one after another, 0 would go for 2 too, but the event keeps 1."""
     done = simulate(made.trace([[[0, 1]], [[1, 2]]], experts=3), Policies(), 2, made.machine(1))

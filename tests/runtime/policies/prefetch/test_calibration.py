@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import PredictorConfig
+from expertcast.predictors import Forecast, PredictorConfig
+from expertcast.predictors.log_odds import LogOdds
 from expertcast.predictors.quasi_hidden import QuasiHidden
+from expertcast.runtime.policies import PREFETCH, CacheShape
 from expertcast.runtime.policies.prefetch.calibration import Calibration
+from tests.runtime.policies.prefetch.made import transfer, wanted
 
 
 def _sigmoid(value: float) -> float:
@@ -118,3 +122,31 @@ def test_on_the_reference_model(reference_traces: TraceDataset) -> None:
     error, error_at_start = (_error(np.concatenate(rows[after:]), hits) for rows in (stated, start))
     assert error < 0.015
     assert error < error_at_start / 4
+
+
+def test_a_calibrated_forecast_is_where_it_starts() -> None:
+    """Its own reading comes first, and what is learnt online is how the text differs from the validation's."""
+    logits_TE = torch.tensor([[3.0, 1.0, 0.0, -2.0]])
+    log_odds = LogOdds(2.0, 0.5, -1.0)
+    calibration = Calibration(2)
+    started = calibration.probability(1, logits_TE, log_odds)
+    forecast = Forecast(
+        layer=1, logits_TE=logits_TE, topk_ids_TK=torch.tensor([[0, 1]]), topk_weights_TK=torch.ones(1, 2)
+    )
+    torch.testing.assert_close(
+        torch.tensor(started), replace(forecast, log_odds=log_odds).probability()[0].double(), rtol=1e-6, atol=1e-7
+    )
+    calibration.learn(1, [0, 1])
+    assert (calibration.probability(1, logits_TE, log_odds)[:2] > started[:2]).all()
+
+
+@pytest.mark.parametrize("selection", ["threshold", "value"])
+def test_selections_read_it(selection: str) -> None:
+    """As the logits stand the first expert is likely; a reading by which none is leaves nothing worth a copy."""
+    shape = CacheShape(layers=2, experts=4, top_k=1, slots=8)
+    plain = wanted(torch.tensor([[2.0, 0.0, -9.0, -9.0]]), 1)
+    flat = wanted(torch.tensor([[2.0, 0.0, -9.0, -9.0]]), 1)
+    flat.forecast.log_odds = LogOdds(0.0, 0.0, -8.0)
+    for given, expected in ((plain, [0]), (flat, [])):
+        policy = PREFETCH.choose(selection).make(shape)
+        assert [expert for expert in policy.experts(given, transfer(free=4)) if expert == 0] == expected

@@ -1,0 +1,100 @@
+"""Calibrating any predictor on validation: for each layer pair, what its logits say of an expert's place among the K.
+
+T tokens, E routed experts per layer, K experts per token, P layer pairs.
+
+Three numbers of :class:`expertcast.predictors.log_odds.LogOdds`, by Newton's method on the cross-entropy of all
+(token, expert) pairs: a convex function of them, each step halved until it gains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from expertcast.data.batch import TraceBatch
+from expertcast.data.traces import TraceSource
+from expertcast.predictors import Predictor
+from expertcast.predictors.log_odds import LogOdds, margin, signed_root
+from expertcast.training.options import FitOptions, validation_tokens
+from expertcast.training.scoring import states_of, validation_batches
+
+TOKENS = 4096
+"""Tokens that calibrate, evenly spread over the validation split: three numbers need no more."""
+_PRIOR = 1.0
+"""Weight of the start (slope 1, the rest 0): forecasts that are always right would else have no best slope."""
+_STEPS, _HALVINGS = 30, 20
+_TOLERANCE = 1e-6
+
+
+@torch.no_grad()
+def calibrate(predictor: Predictor, source: TraceSource, options: FitOptions) -> None:
+    """Set a predictor's calibration for all its distances; left as it is where there is no validation split.
+
+    Args:
+        predictor: bound to the source's model, looking layers ahead.
+        source: its validation split, in full on every rank, so that all ranks find the same.
+        options: how much of it.
+    """
+    layers = predictor.shape.layers
+    margins: dict[tuple[int, int], list[Tensor]] = {}
+    members: dict[int, list[Tensor]] = {}
+    for batch in _spread(source, options):
+        states = states_of(source.view, batch)
+        for state in states:
+            members.setdefault(state.layer, []).append(
+                torch.zeros_like(state.logits_TE, dtype=torch.bool).scatter_(1, state.topk_ids_TK, True)
+            )
+        for ahead in predictor.ahead:
+            for state in states[: layers - ahead]:
+                logits_TE = predictor.forecast(state, ahead).logits_TE
+                margins.setdefault((ahead, state.layer), []).append(margin(logits_TE, predictor.shape.top_k))
+    if margins:
+        predictor.calibration = {
+            ahead: [
+                fit_log_odds(torch.cat(margins[ahead, layer]), torch.cat(members[layer + ahead]))
+                for layer in range(layers - ahead)
+            ]
+            for ahead in predictor.ahead
+        }
+
+
+def fit_log_odds(margin_TE: Tensor, member_TE: Tensor) -> LogOdds:
+    """Slope, root and offset of the least cross-entropy between margins and what was chosen (bool)."""
+    margin_N, member_N = margin_TE.flatten().double(), member_TE.flatten().double()
+    x_N3 = torch.stack([margin_N, signed_root(margin_N), torch.ones_like(margin_N)], dim=1)
+    start_3 = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64, device=margin_N.device)
+    prior_33 = _PRIOR * torch.eye(3, dtype=torch.float64, device=margin_N.device)
+
+    def loss(fit_3: Tensor, odds_N: Tensor) -> Tensor:
+        nats = functional.binary_cross_entropy_with_logits(odds_N, member_N, reduction="sum")
+        return nats + 0.5 * _PRIOR * (fit_3 - start_3).square().sum()
+
+    fit_3, odds_N = start_3, x_N3 @ start_3
+    nats = loss(fit_3, odds_N)
+    for _ in range(_STEPS):
+        p_N = torch.sigmoid(odds_N)
+        gradient_3 = (p_N - member_N) @ x_N3 + _PRIOR * (fit_3 - start_3)
+        information_33 = (x_N3 * (p_N * (1 - p_N))[:, None]).T @ x_N3
+        step_3 = torch.linalg.solve(information_33 + prior_33, gradient_3)
+        for _ in range(_HALVINGS):
+            tried_N = x_N3 @ (fit_3 - step_3)
+            better = loss(fit_3 - step_3, tried_N)
+            if better <= nats:
+                break
+            step_3 = step_3 / 2
+        else:
+            break
+        gained, fit_3, odds_N, nats = nats - better, fit_3 - step_3, tried_N, better
+        if gained <= _TOLERANCE * nats.abs():
+            break
+    return LogOdds(*fit_3.tolist())
+
+
+def _spread(source: TraceSource, options: FitOptions) -> Iterator[TraceBatch]:
+    """At most about `TOKENS` tokens of the validation split, every so many of them."""
+    every = max(1, -(-validation_tokens(source, options) // TOKENS))
+    for batch in validation_batches(source, options):
+        yield batch if every == 1 else batch[torch.arange(0, len(batch), every)]
