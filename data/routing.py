@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -46,18 +47,18 @@ class Routing:
     @property
     def layers(self) -> int:
         """L"""
-        return self.ids_TLK.shape[1]
+        return int(self.ids_TLK.shape[1])
 
     @property
     def top_k(self) -> int:
         """K"""
-        return self.ids_TLK.shape[2]
+        return int(self.ids_TLK.shape[2])
 
     def steps(self) -> Iterator[Step]:
         """The forwards, in order: prompt tokens that follow one another are one of them."""
         edges = np.flatnonzero(np.diff(self.prompt_T.astype(np.int8))) + 1
         bounds = [0, *edges.tolist(), len(self.prompt_T)]
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        for start, end in pairwise(bounds):
             fresh = bool(self.prompt_T[start])
             for first, last in [(start, end)] if fresh else [(row, row + 1) for row in range(start, end)]:
                 yield Step(fresh, [_rows(self.ids_TLK[first:last, layer]) for layer in range(self.layers)])

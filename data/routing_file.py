@@ -1,8 +1,8 @@
 """Routing that anybody recorded, from a file: .parquet, .csv, .npy or .npz.
 
-A table has a row per routed expert with the columns `token` (or `step`), `layer`, `rank` (0 = heaviest) and `expert`, and
-may have `weight`, `prefill` (true: the token belongs to a prompt) and `expert_bytes` (0 where nothing was loaded). An
-array is [tokens, layers, K] of expert ids, as vLLM returns routed experts.
+A table has a row per routed expert with the columns `token` (or `step`), `layer`, `rank` (0 = heaviest) and `expert`,
+and may have `weight`, `prefill` (true: the token belongs to a prompt) and `expert_bytes` (0 where nothing was loaded).
+An array is [tokens, layers, K] of expert ids, as vLLM returns routed experts.
 """
 
 from __future__ import annotations
@@ -59,9 +59,13 @@ def read_routing(path: Path | str, *, experts: int | None = None) -> Routing:
 
 def _from_arrays(path: Path, experts: int | None) -> Routing:
     loaded = np.load(path, allow_pickle=False)
-    parts = [loaded] if isinstance(loaded, np.ndarray) else [loaded[name] for name in (PROMPT, DECODED) if name in loaded]
+    parts = (
+        [loaded] if isinstance(loaded, np.ndarray) else [loaded[name] for name in (PROMPT, DECODED) if name in loaded]
+    )
     if not isinstance(loaded, np.ndarray) and DECODED not in loaded:
-        raise ExpertcastError(f"{path} has no array {DECODED!r}: save it as np.savez(path, {DECODED}=..., {PROMPT}=...)")
+        raise ExpertcastError(
+            f"{path} has no array {DECODED!r}: save it as np.savez(path, {DECODED}=..., {PROMPT}=...)"
+        )
     for part in parts:
         if part.ndim != 3 or part.dtype.kind not in "iu" or part.shape[1:] != parts[0].shape[1:] or 0 in part.shape[1:]:
             raise ExpertcastError(
@@ -105,7 +109,7 @@ def _from_table(path: Path, experts: int | None) -> Routing:
     np.logical_or.at(prompt_T, row, prompt != 0)
     mixed = np.flatnonzero(prompt_T[row] != (prompt != 0))
     if len(mixed):
-        raise ExpertcastError(f"{path}: token {token[mixed[0]]} is of a prompt in some rows only: give one prefill each")
+        raise ExpertcastError(f"{path}: token {token[mixed[0]]} is of a prompt in some rows only: correct prefill")
     count = experts or int(expert.max()) + 1
     sizes = _whole(path, table, "expert_bytes") if "expert_bytes" in names else None
     routing = checked(Routing(source=str(path), ids_TLK=ids_TLK, prompt_T=prompt_T, experts=count))
@@ -120,7 +124,8 @@ def _whole(path: Path, table: pyarrow.Table, name: str) -> Column:
     column = table[name]
     values = column.to_numpy(zero_copy_only=False)
     if not column.null_count and values.dtype.kind in "iub" and values.min() >= 0 and values.max() < 2**62:
-        return values.astype(np.int64)
+        whole: Column = values.astype(np.int64)
+        return whole
     if column.null_count:
         what = "is empty in some rows"
     elif values.dtype.kind not in "iub":
@@ -144,8 +149,8 @@ def _check_places(path: Path, place: Column, token: Column, layer: Column, rank:
     if len(same):
         first = order[same[0]]
         raise ExpertcastError(
-            f"{path}: token {token[first]}, layer {layer[first]} has rank {rank[first]} twice: give each rank once; texts "
-            "that were recorded apart need tokens numbered on"
+            f"{path}: token {token[first]}, layer {layer[first]} has rank {rank[first]} twice: give each rank once; "
+            "texts that were recorded apart need tokens numbered on"
         )
 
 

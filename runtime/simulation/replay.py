@@ -1,7 +1,7 @@
 """Recorded routing through a cache of so many bytes, with experts of any size and the runtime's eviction policies.
 
-A layer of a forward is one event: its misses are counted against what was held before, all of them come in, and only then
-experts that it does not need are given up until the rest fits. Slots, links and time are left to
+A layer of a forward is one event: its misses are counted against what was held before, all of them come in, and only
+then experts that it does not need are given up until the rest fits. Slots, links and time are left to
 :mod:`expertcast.runtime.simulation.simulator`, whose slots are all of one size.
 
 L MoE layers, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
@@ -85,10 +85,10 @@ def replay(
 ) -> Replayed:
     """Run forwards through an empty cache.
 
-    An event that alone needs more than the cache holds, as prompts do, keeps all of it until the next one; the policy is
-    told of `memory` as slots of the mean size. `belady` gives up the expert whose next use is farthest off whatever its
-    size: the fewest misses where all have one size, a strong yardstick and no bound where they differ (that optimum is
-    NP-hard).
+    An event that alone needs more than the cache holds, as prompts do, keeps all of it until the next one. The policy
+    is told of `memory` as slots of the mean size. `belady` gives up the expert whose next use is farthest off, whatever
+    its size: the fewest misses where all have one size, a strong yardstick and no bound where they differ (that optimum
+    is NP-hard).
 
     Args:
         forwards: of :func:`forwards_of`.
@@ -104,14 +104,14 @@ def replay(
     layers, experts = bytes_LE.shape
     if choice.cls.reads_scores:
         raise ExpertcastError(
-            f"{choice.name} reads the router's scores of all experts, which a routing file does not hold: choose another"
+            f"{choice.name} reads the router's scores of all experts, which routing does not hold: choose another"
         )
     least = top_k * int(bytes_LE.max())
     share = memory if scope == "global" else memory // layers
     if share < least:
         raise ExpertcastError(
-            f"memory={memory}: {'one layer' if scope == 'global' else 'a share of one layer'} has {share} bytes, and one "
-            f"token's experts take {least}: give {least * (1 if scope == 'global' else layers)} or more"
+            f"memory={memory} leaves {share} bytes for {'a layer' if scope == 'global' else 'each layer'}, and one "
+            f"token's experts of it take {least}: give {least * (1 if scope == 'global' else layers)} or more"
         )
     slots = max(int(memory // bytes_LE.mean()), top_k * (1 if scope == "global" else layers))
     shape = CacheShape(layers=layers, experts=experts, top_k=top_k, slots=min(slots, layers * experts))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from expertcast.runtime.policies.registry import Policy
 
-
 PROMPT_ROWS = 64
 """Tokens of a prompt whose routing is told one by one."""
 

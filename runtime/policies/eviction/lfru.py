@@ -1,7 +1,7 @@
 """Least frequently and recently used.
 
-Source: 2608.07911 compares it with Belady's bound in an event-atomic replay; as released there and in tinyserve (vLLM pull
-request 37190), the score is an expert's uses over its age.
+Source: 2608.07911 compares it with Belady's bound in an event-atomic replay. The score, uses over age, is that of
+tinyserve, whose author named it (vLLM pull request 37190), and what others read in 2608.07911's released replay.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 L MoE layers, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
 
-Sources: that a learned next use, as an eviction rule, can lose to plain recency is 2608.07911's finding, hence the shadow
-caches; the features, the regression and the choice among policies are this project's.
+Sources: that a learned next use, as an eviction rule, can lose to plain recency is 2608.07911's finding, hence the
+shadow caches; the features, the regression and the choice among policies are this project's.
 """
 
 from __future__ import annotations
@@ -22,40 +22,42 @@ from expertcast.runtime.policies.eviction.victims import Rescored, Scores
 from expertcast.runtime.policies.registry import CacheShape, PolicyConfig
 
 _CLASSIC = (LFRU, LRU, LFU)
+_FARTHEST = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextUseConfig(PolicyConfig):
     """How far ahead use is forecast, and how much is hedged."""
 
-    horizon: int = 2
-    """Visits of its layer within which an expert's use counts."""
+    horizon: int | None = None
+    """Visits of its layer within which an expert's use counts (none: 1.5 times the tokens whose experts the cache
+    holds, 1 to 8)."""
     prior: float = 3.0
     """How firmly the forecast stays an average of recent use, in visits' worth of evidence."""
     lead: float = 0.5
     """Log-odds that a use is worth less when its layer runs a whole token later."""
     hedge: bool = True
     """Follow lru, lfu or lfru while they would have missed less of late."""
-    margin: float = 0.02
+    margin: float = 0.05
     """Share of the misses that another policy must save before it is followed."""
     memory: int = 64
     """Tokens over which misses are compared."""
 
     def __post_init__(self) -> None:
-        if self.horizon < 1 or self.memory < 1:
+        if (self.horizon is not None and self.horizon < 1) or self.memory < 1:
             raise ExpertcastError(f"horizon={self.horizon}, memory={self.memory}: give 1 or more of both")
         if not (self.prior > 0 and self.lead >= 0 and 0 <= self.margin < 1):
             raise ExpertcastError(
-                f"prior={self.prior}, lead={self.lead}, margin={self.margin}: give a prior above 0, a lead of 0 or more "
-                "and a margin of 0 up to 1"
+                f"prior={self.prior}, lead={self.lead}, margin={self.margin}: give a prior above 0, a lead of 0 or "
+                "more and a margin from 0, below 1"
             )
 
 
 class NextUse(EvictionPolicy):
-    """Gives up the expert that is least likely used soon, by :class:`UsageModel`; in shadow caches without weights it and
-    the classic policies are tried all the time, and the one that misses least of late decides.
+    """Gives up the expert that is least likely used soon, by :class:`UsageModel`; in shadow caches without weights it
+    and the classic policies are tried all the time, and the one that misses least of late decides.
 
-    A prompt's tokens are the first to learn from. Per layer that runs the model takes O(E F + F^3), each shadow what its
+    A prompt's tokens are the first to learn from. Per layer that runs the model takes O(E F^2), each shadow what its
     policy takes; nothing grows with the number of tokens.
     """
 
@@ -66,9 +68,9 @@ class NextUse(EvictionPolicy):
 
     def __init__(self, config: NextUseConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
-        self._model = UsageModel(
-            experts=shape.experts, top_k=shape.top_k, horizon=config.horizon, prior=config.prior
-        )  # fmt: skip
+        held = shape.slots / (shape.layers * shape.top_k)
+        horizon = config.horizon or min(_FARTHEST, max(1, round(1.5 * held)))
+        self._model = UsageModel(experts=shape.experts, top_k=shape.top_k, horizon=horizon, prior=config.prior)
         self._pass = 0
         self._shown = -1
         """The layer whose prompt was shown token by token."""
