@@ -22,6 +22,7 @@ from expertcast.runtime.engine.plan import Plan
 from expertcast.runtime.engine.quick import QuickForecasts
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.links.exchange import Readback, Sent
+from expertcast.runtime.policies.eviction.base import PROMPT_ROWS
 from expertcast.runtime.recording.statistics import RunStatistics
 
 _FEW_IDS = 512
@@ -86,6 +87,9 @@ class HostEngine(Engine):
         self._observer.routed(call.layer, call.residual_TD, call.logits_TE)
         if self._flow.reads_logits:
             self._flow.see(call.layer, call.residual_TD, call.logits_TE, call.sequences)
+        if call.tokens > 1 and self._flow.policies.eviction.reads_routing:
+            rows = self._readback.start(call.ids_TK[-PROMPT_ROWS:]).tolist()
+            self._flow.policies.eviction.see_routing(call.layer, rows)
         if self._flow.decides:
             executed, precision = self._decide(call, executed)
         ids_TK = call.ids_TK if executed is None else executed[0]

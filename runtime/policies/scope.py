@@ -31,6 +31,7 @@ class Eviction:
             self.shares = layer_shares(shape)
             self.policies = self.by_layer = [choice.make(replace(shape, slots=share)) for share in self.shares]
         self.reads_scores = choice.cls.reads_scores
+        self.reads_routing = choice.cls.reads_routing
         self.reads_forecasts = choice.cls.reads_forecasts
 
     def start_pass(self, fresh: bool) -> None:
@@ -41,6 +42,10 @@ class Eviction:
     def see_scores(self, layer: int, probability_E: Sequence[float]) -> None:
         """Tell the layer's policy its router's probabilities."""
         self.by_layer[layer].see_scores(layer, probability_E)
+
+    def see_routing(self, layer: int, experts: Sequence[Sequence[int]]) -> None:
+        """Tell the layer's policy the experts of each token of a prompt."""
+        self.by_layer[layer].see_routing(layer, experts)
 
     def see_forecast(self, layer: int, probability_E: Sequence[float]) -> None:
         """Tell the layer's policy a forecast's probabilities."""

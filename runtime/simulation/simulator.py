@@ -16,6 +16,7 @@ import torch
 
 from expertcast.runtime.engine.flow import LayerFlow, TokenForecasts
 from expertcast.runtime.engine.residency import Residency
+from expertcast.runtime.policies.eviction.base import PROMPT_ROWS
 from expertcast.runtime.policies.registry import CacheShape
 from expertcast.runtime.recording.layer_times import LayerTimes
 from expertcast.runtime.recording.statistics import RunStatistics
@@ -74,11 +75,14 @@ class VirtualRuntime:
         if forward.fresh:
             self.residency.abandon()
         flow.start_pass(forward.fresh)
+        told = forward.fresh and self.trace.routes is not None and self.policies.eviction.reads_routing
         for layer, keys in enumerate(forward.keys):
             link.spend(until_request_s[layer])
             precision: Mapping[int, str] | None = None
             if self._routes is not None:
                 keys, precision = self._look(layer, forward, keys)
+            if told:
+                self._tell(layer, forward)
             chunks = flow.begin(layer, keys, precision)
             if self._forecasts is not None and not forward.fresh:
                 self._ask(self._forecasts, layer, forward, ask_s[layer])
@@ -125,6 +129,11 @@ class VirtualRuntime:
             return keys, None
         first = layer * self.trace.shape.experts
         return asked_for([first + expert for row in decision.ids_TK.tolist() for expert in row]), decision.precision
+
+    def _tell(self, layer: int, forward: Forward) -> None:
+        """What each token of a prompt was given, to a policy that reads it."""
+        rows_TK = self.trace.known_routes().ids[layer][forward.rows]
+        self.policies.eviction.see_routing(layer, rows_TK[-PROMPT_ROWS:].tolist())
 
     def _ask(self, forecasts: ForecastSource, layer: int, forward: Forward, ask_s: float) -> None:
         """A decode step's forecast takes its time, as does what the last layer asks for on the next token's behalf."""

@@ -32,11 +32,13 @@ COMMANDS = {
     "inspect": {"--verify"},
     "bench": {*_TARGET, "--mode", "--cache", "--ahead", "--prompt-tokens", "--new-tokens", "--repetitions",
               "--no-advice", "--peer", "--minutes", "--timeline"},
-    "advise": {*_TARGET, "--prompt-tokens", "--new-tokens", "--save", "--gpu", "--capacity", "--host"},
+    "advise": {*_TARGET, "--prompt-tokens", "--new-tokens", "--save", "--gpu", "--capacity", "--host",
+               "--experts", "--expert-bytes"},
     "simulate": {"--sweep", "--policy", "--prefetch", "--miss", "--routing", "--pre-eviction", "--scope", "--preset",
                  "--published", "--predictor", "--ahead", "--next-token", "--slots", "--capacity", "--bandwidth",
                  "--latency", "--write-back", "--layer-time", "--split", "--tokens", "--prefill", "--batch", "--model",
-                 "--data", "--no-quality", "--quality-tokens", "--processes", "--out", "--dtype", "--device"},
+                 "--data", "--no-quality", "--quality-tokens", "--processes", "--out", "--dtype", "--device",
+                 "--memory", "--experts", "--expert-bytes"},
 }  # fmt: skip
 
 

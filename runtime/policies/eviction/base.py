@@ -13,6 +13,9 @@ from torch import Tensor
 
 from expertcast.runtime.policies.registry import Policy
 
+PROMPT_ROWS = 64
+"""Tokens of a prompt whose routing is told one by one."""
+
 
 class EvictionPolicy(Policy):
     """The order in which resident experts are given up.
@@ -21,6 +24,7 @@ class EvictionPolicy(Policy):
 
         start_pass      once per forward, before its first layer
         see_scores      the router's probabilities, only to policies that read them
+        see_routing     what each token of a prompt was given, only to policies that read it
         start_layer     the layer's experts are known: the event that all of them belong to
         insert, remove  experts get and lose slots: this layer's misses, then what is prefetched
         touch           a forecast wants experts that have a slot already
@@ -31,6 +35,8 @@ class EvictionPolicy(Policy):
     """Whether it must be told the future first: a bound for simulations, nothing to run a model with."""
     reads_scores: ClassVar[bool] = False
     """Whether `see_scores` is called (costs a copy to the host on a device)."""
+    reads_routing: ClassVar[bool] = False
+    """Whether `see_routing` is called."""
     reads_forecasts: ClassVar[bool] = False
     """Whether `see_forecast` is called."""
     reads_tokens: ClassVar[bool] = False
@@ -44,6 +50,9 @@ class EvictionPolicy(Policy):
 
     def see_scores(self, layer: int, probability_E: Sequence[float]) -> None:
         """The router's softmax over all experts of a layer, mean over the step's tokens."""
+
+    def see_routing(self, layer: int, experts: Sequence[Sequence[int]]) -> None:
+        """Experts (0..E-1) of each of a prompt's last `PROMPT_ROWS` tokens, whose union `start_layer` names next."""
 
     def see_forecast(self, layer: int, probability_E: Sequence[float]) -> None:
         """A forecast's softmax over all experts of a layer that has not run yet, mean over the step's tokens."""

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Annotated
 
 from expertcast.checkpoints.provenance import provenance
+from expertcast.commands.advise_routing import advise_routing
 from expertcast.commands.bench_target import Target, TargetOptions
 from expertcast.commands.options import Count, Option, bandwidth_of
 from expertcast.commands.output import Outcome, new_file, say
+from expertcast.data.routing_file import is_routing_file
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.advising.absent import AbsentModel, advise_absent, known_recall
 from expertcast.runtime.advising.advise import advise
@@ -52,8 +54,17 @@ class Options(TargetOptions):
     """With --gpu, the share of all experts that fits, in place of --slots or --memory; 0: no cache."""
     host: Annotated[str | None, Option(choices=tuple(HOSTS))] = None
     """With --gpu, how fast the host launches kernels (default: fast)."""
+    experts: Count | None = None
+    """Of a routing file in place of a model: experts per layer (default: the largest id and one)."""
+    expert_bytes: Annotated[str | None, Option(metavar="BYTES")] = None
+    """Of a routing file that does not say: size of an expert."""
 
     def __post_init__(self) -> None:
+        if is_routing_file(self.target):
+            self._check_routing()
+            return
+        if self.experts is not None or self.expert_bytes is not None:
+            raise ExpertcastError("--experts and --expert-bytes are for routing files: a model says both")
         if self.gpu is not None:
             self._check_gpu(self.gpu)
             return
@@ -65,11 +76,26 @@ class Options(TargetOptions):
         if self.save is not None and self.routing is not None:
             raise ExpertcastError("--save needs a model that routes by itself: a process has no predictor to deploy")
 
+    def _check_routing(self) -> None:
+        defaults = {field.name: field.default for field in fields(self)}
+        given = [
+            name
+            for name in (*_OF_A_RUN, "layers", "predictor", "gpu", "host", "seed")
+            if self._is_given(name, defaults)
+        ]
+        given += list(self.process)
+        if given or self.offload.link != OffloadConfig().link:
+            flags = ", ".join("--" + name.replace("_", "-") for name in given or ["link"])
+            raise ExpertcastError(f"{flags}: of a model, and {self.target} is a routing file: leave it out")
+
+    def _is_given(self, name: str, defaults: dict[str, object]) -> bool:
+        return bool(getattr(self, name) != defaults[name])
+
     def _check_gpu(self, gpu: float) -> None:
         if math.isinf(gpu):
             raise ExpertcastError(f"--gpu {gpu}: give what a link brings, such as 25e9")
         defaults = {field.name: field.default for field in fields(self)}
-        given = [name for name in _OF_A_RUN if getattr(self, name) != defaults[name]]
+        given = [name for name in _OF_A_RUN if self._is_given(name, defaults)]
         given += [
             name
             for name in ("link", "bandwidth", "latency")
@@ -86,6 +112,13 @@ class Options(TargetOptions):
 
 def run(options: Options) -> Outcome:
     """Short runs on demand and with forecasts, and what they lead to."""
+    if is_routing_file(options.target):
+        offload = options.offload
+        return advise_routing(
+            options.target, memory=offload.memory, slots=offload.slots, capacity=options.capacity,
+            bandwidth=offload.bandwidth, latency=offload.latency, experts=options.experts,
+            expert_bytes=options.expert_bytes, save=options.save,
+        )  # fmt: skip
     if options.gpu is not None:
         return _run_absent(options, options.gpu)
     target = Target.load(options)

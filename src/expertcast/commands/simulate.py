@@ -14,19 +14,23 @@ from expertcast.commands.options import COUNT, Count, Fields, Option, positive_n
 from expertcast.commands.output import Outcome, folder, write_json
 from expertcast.commands.predictors import QualityOptions, evaluated_predictors, policy_quality
 from expertcast.commands.simulate_cases import Chosen, MachineOptions, PolicyOptions, cases_of, swept_evictions
+from expertcast.commands.simulate_routing import simulate_routing
 from expertcast.data.models import REFERENCE
 from expertcast.data.plan import ALL, SPLITS
+from expertcast.data.routing_file import is_routing_file
 from expertcast.data.traces import TraceDataset
 from expertcast.data.writer import write_atomically
 from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor
 from expertcast.predictors.next_token_tracker import NextTokenTracker
 from expertcast.predictors.plain import Json, aligned
 from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.option_values import size_bytes
 from expertcast.runtime.simulation.figures import write_figures
 from expertcast.runtime.simulation.load import Texts, load_trace
 from expertcast.runtime.simulation.machine import Case
 from expertcast.runtime.simulation.summary import table
 from expertcast.runtime.simulation.sweep import CAPACITIES, Workload, refusal, sweep, with_bounds
+from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.precision import FULL
 
 TABLE, RESULT = "table.txt", "results.json"
@@ -37,7 +41,7 @@ class Options(QualityOptions):
     """What `expertcast simulate` takes."""
 
     traces: Annotated[Path, Option(positional=True, metavar="TRACES")]
-    """Traces folder."""
+    """Traces folder, or a routing file (.parquet, .csv, .npy, .npz)."""
     sweep: bool = False
     """Every eviction policy at 1, 5, 10, 25 and 45%, with Belady's bounds."""
     policies: Annotated[PolicyOptions, Fields()]
@@ -52,6 +56,12 @@ class Options(QualityOptions):
     """Experts that fit on the device."""
     capacity: Annotated[tuple[float, ...], Option(metavar="C", read=positive_number)] = ()
     """The same as shares of all (default: 0.25)."""
+    memory: Annotated[tuple[str, ...], Option(metavar="BYTES")] = ()
+    """The same in bytes, such as 3000MiB."""
+    experts: Count | None = None
+    """Of a routing file: experts per layer (default: the largest id and one)."""
+    expert_bytes: Annotated[str | None, Option(metavar="BYTES")] = None
+    """Of a routing file that does not say: size of an expert."""
     machine: Annotated[MachineOptions, Fields()]
     """Link and computation."""
     texts: Annotated[Texts, Fields(split=Option(choices=(*SPLITS, ALL)), prefill=COUNT, batch=COUNT)]
@@ -73,16 +83,19 @@ class Options(QualityOptions):
 def run(options: Options) -> Outcome:
     """Every case that can run, as a row of results; those that cannot are left out and named."""
     _check(options)
+    if is_routing_file(options.traces):
+        return simulate_routing(options)
     evictions = swept_evictions(options.next_token is not None) if options.sweep else ["lru"]
     chosen = list(options.policies.chosen(options.predictor, evictions))
     traces = TraceDataset.open(options.traces)
     shape = traces.view.shape
+    block = BlockLayout.of(traces.view).block_bytes
     predictors = _predictors(options, traces, chosen)
     cases = cases_of(
         chosen,
         traces.view,
         options.machine,
-        slots=options.slots,
+        slots=options.slots or [size_bytes(each) // block for each in options.memory],
         shares=options.capacity or (CAPACITIES if options.sweep else ()),
         names={given: predictor.name for given, predictor in predictors.items()},
     )
@@ -136,8 +149,10 @@ def _check(options: Options) -> None:
     Raises:
         ExpertcastError: options that rule each other out; before anything is read.
     """
-    if options.slots and options.capacity:
-        raise ExpertcastError("--slots and --capacity both say how much fits: give one of them")
+    if sum(map(bool, (options.slots, options.capacity, options.memory))) > 1:
+        raise ExpertcastError("--slots, --capacity and --memory all say how much fits: give one of them")
+    if not is_routing_file(options.traces) and (options.experts or options.expert_bytes):
+        raise ExpertcastError("--experts and --expert-bytes are for routing files: a traces folder knows both")
     if options.policies.prefetch and not options.predictor and set(options.policies.prefetch) != {"none"}:
         raise ExpertcastError(f"--prefetch {options.policies.prefetch[0]} selects among forecasts: give --predictor")
     options.check_text()

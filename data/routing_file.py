@@ -1,0 +1,181 @@
+"""Routing that anybody recorded, from a file: .parquet, .csv, .npy or .npz.
+
+A table has a row per routed expert with the columns `token` (or `step`), `layer`, `rank` (0 = heaviest) and `expert`,
+and may have `weight`, `prefill` (true: the token belongs to a prompt) and `expert_bytes` (0 where nothing was loaded).
+An array is [tokens, layers, K] of expert ids, as vLLM returns routed experts.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow
+import pyarrow.csv
+import pyarrow.parquet
+
+from expertcast.data.routing import ABSENT, Ids, Routing, checked
+from expertcast.predictors.errors import ExpertcastError
+
+SUFFIXES = (".parquet", ".csv", ".npy", ".npz")
+DECODED, PROMPT = "routed_experts", "prompt_routed_experts"
+"""Arrays of an .npz file: decoded tokens, and a prompt's, which may be left out."""
+_NEEDED = ("layer", "rank", "expert")
+_MOST = 2**31
+"""Cells of the array that a table may fill."""
+
+Column = npt.NDArray[np.int64]
+
+
+def is_routing_file(path: Path | str) -> bool:
+    """Whether the path names such a file, there or not: it ends in one of `SUFFIXES` and is no folder."""
+    return Path(path).suffix.lower() in SUFFIXES and not Path(path).is_dir()
+
+
+def read_routing(path: Path | str, *, experts: int | None = None) -> Routing:
+    """Routing from a file, checked.
+
+    Args:
+        path: of the file.
+        experts: E; None: the largest id and one.
+
+    Raises:
+        ExpertcastError: no such file, one that cannot be read, or what :func:`expertcast.data.routing.checked` refuses.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ExpertcastError(f"{path}: there is no such file; give a routing file ({', '.join(SUFFIXES)})")
+    read = _from_arrays if path.suffix.lower() in (".npy", ".npz") else _from_table
+    try:
+        return read(path, experts)
+    except (pyarrow.ArrowException, OSError, EOFError, ValueError, zipfile.BadZipFile, MemoryError) as error:
+        if isinstance(error, ExpertcastError):
+            raise
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        raise ExpertcastError(f"{path} cannot be read as {path.suffix[1:]}: {first}; write it again") from None
+
+
+def _from_arrays(path: Path, experts: int | None) -> Routing:
+    loaded = np.load(path, allow_pickle=False)
+    parts = (
+        [loaded] if isinstance(loaded, np.ndarray) else [loaded[name] for name in (PROMPT, DECODED) if name in loaded]
+    )
+    if not isinstance(loaded, np.ndarray) and DECODED not in loaded:
+        raise ExpertcastError(
+            f"{path} has no array {DECODED!r}: save it as np.savez(path, {DECODED}=..., {PROMPT}=...)"
+        )
+    for part in parts:
+        if part.ndim != 3 or part.dtype.kind not in "iu" or part.shape[1:] != parts[0].shape[1:] or 0 in part.shape[1:]:
+            raise ExpertcastError(
+                f"{path}: an array of {part.dtype} {list(part.shape)}: give whole numbers [tokens, layers, experts per "
+                "token], equal layers and experts in all arrays"
+            )
+    ids_TLK = np.concatenate(parts).astype(np.int64)
+    prompt_T = np.arange(len(ids_TLK)) < (len(parts[0]) if len(parts) == 2 else 0)
+    count = experts or max(1, int(ids_TLK.max(initial=0)) + 1)
+    return checked(Routing(source=str(path), ids_TLK=ids_TLK, prompt_T=prompt_T, experts=count))
+
+
+def _from_table(path: Path, experts: int | None) -> Routing:
+    table = (pyarrow.csv.read_csv if path.suffix.lower() == ".csv" else pyarrow.parquet.read_table)(path)
+    names = table.column_names
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    token_name = next((name for name in ("token", "step") if name in names), None)
+    missing = [name for name in _NEEDED if name not in names] + ([] if token_name else ["token"])
+    if missing or doubled:
+        what = f"lacks the column {missing[0]}" if missing else f"has the column {doubled[0]} twice"
+        raise ExpertcastError(
+            f"{path} {what}: a routing table has token (or step), layer, rank, expert, and may have weight, prefill "
+            f"and expert_bytes; it has {', '.join(names) or 'none'}"
+        )
+    if not table.num_rows:
+        raise ExpertcastError(f"{path} has no rows: record a row per token, layer and routed expert")
+    columns = {name: _whole(path, table, name) for name in (str(token_name), *_NEEDED)}
+    token, layer, rank, expert = columns.values()
+    _check_weights(path, table)
+    prompt = _whole(path, table, "prefill") if "prefill" in names else np.zeros_like(token)
+    tokens, row = np.unique(token, return_inverse=True)
+    shape = (len(tokens), int(layer.max()) + 1, int(rank.max()) + 1)
+    if shape[0] * shape[1] * shape[2] > _MOST:
+        raise ExpertcastError(f"{path}: layers up to {layer.max()} and ranks up to {rank.max()}: number both from 0")
+    place = (row * shape[1] + layer) * shape[2] + rank
+    _check_places(path, place, token, layer, rank)
+    ids_TLK = np.full(shape, ABSENT, dtype=np.int64)
+    ids_TLK.reshape(-1)[place] = expert
+    _check_ranks(path, ids_TLK, tokens)
+    prompt_T = np.zeros(len(tokens), dtype=bool)
+    np.logical_or.at(prompt_T, row, prompt != 0)
+    mixed = np.flatnonzero(prompt_T[row] != (prompt != 0))
+    if len(mixed):
+        raise ExpertcastError(f"{path}: token {token[mixed[0]]} is of a prompt in some rows only: correct prefill")
+    count = experts or int(expert.max()) + 1
+    sizes = _whole(path, table, "expert_bytes") if "expert_bytes" in names else None
+    routing = checked(Routing(source=str(path), ids_TLK=ids_TLK, prompt_T=prompt_T, experts=count))
+    if sizes is None:
+        return routing
+    bytes_LE = _sizes(path, layer, expert, sizes, (shape[1], count))
+    return Routing(source=str(path), ids_TLK=ids_TLK, prompt_T=prompt_T, experts=count, bytes_LE=bytes_LE)
+
+
+def _whole(path: Path, table: pyarrow.Table, name: str) -> Column:
+    """A column of whole numbers of 0 or more, or of booleans."""
+    column = table[name]
+    values = column.to_numpy(zero_copy_only=False)
+    if not column.null_count and values.dtype.kind in "iub" and values.min() >= 0 and values.max() < 2**62:
+        whole: Column = values.astype(np.int64)
+        return whole
+    if column.null_count:
+        what = "is empty in some rows"
+    elif values.dtype.kind not in "iub":
+        what = f"holds {column.type}"
+    else:
+        what = f"holds {values.min()}" if values.min() < 0 else f"holds {values.max()}"
+    raise ExpertcastError(f"{path}: column {name} {what}: give whole numbers of 0 or more in every row")
+
+
+def _check_weights(path: Path, table: pyarrow.Table) -> None:
+    if "weight" not in table.column_names:
+        return
+    values = table["weight"].to_numpy(zero_copy_only=False)
+    if values.dtype.kind not in "iuf" or not np.isfinite(values).all():
+        raise ExpertcastError(f"{path}: column weight is not a finite number in every row: correct it or leave it out")
+
+
+def _check_places(path: Path, place: Column, token: Column, layer: Column, rank: Column) -> None:
+    order = np.argsort(place, kind="stable")
+    same = np.flatnonzero(np.diff(place[order]) == 0)
+    if len(same):
+        first = order[same[0]]
+        raise ExpertcastError(
+            f"{path}: token {token[first]}, layer {layer[first]} has rank {rank[first]} twice: give each rank once; "
+            "texts that were recorded apart need tokens numbered on"
+        )
+
+
+def _check_ranks(path: Path, ids_TLK: Ids, tokens: Column) -> None:
+    gaps = np.argwhere((ids_TLK[:, :, :-1] == ABSENT) & (ids_TLK[:, :, 1:] != ABSENT))
+    if len(gaps):
+        row, layer, rank = gaps[0].tolist()
+        raise ExpertcastError(
+            f"{path}: token {tokens[row]}, layer {layer} has no rank {rank} before rank {rank + 1}: number ranks from 0"
+        )
+
+
+def _sizes(path: Path, layer: Column, expert: Column, sizes: Column, shape: tuple[int, int]) -> Ids:
+    """Bytes [L, E] of what was seen loaded; experts that were not are as large as the largest of their layer."""
+    bytes_LE = np.zeros(shape, dtype=np.int64)
+    np.maximum.at(bytes_LE, (layer, expert), sizes)
+    differs = np.flatnonzero((sizes != 0) & (sizes != bytes_LE[layer, expert]))
+    if len(differs):
+        at = differs[0]
+        raise ExpertcastError(
+            f"{path}: expert {expert[at]} of layer {layer[at]} has {sizes[at]} and {bytes_LE[layer[at], expert[at]]} "
+            "bytes: give one size per expert (0 where it was not loaded)"
+        )
+    largest_L = bytes_LE.max(axis=1)
+    unknown = np.flatnonzero(largest_L == 0)
+    if len(unknown):
+        raise ExpertcastError(f"{path}: expert_bytes is 0 throughout layer {unknown[0]}: give its experts' size")
+    return np.where(bytes_LE == 0, largest_L[:, None], bytes_LE)

@@ -1,0 +1,174 @@
+"""What `simulate` and `advise` make of a routing file: no model, a cache in bytes, the runtime's eviction policies."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+from expertcast.checkpoints.provenance import provenance
+from expertcast.data.routing import Routing
+from expertcast.data.routing_file import read_routing
+from expertcast.predictors import ExpertcastError
+from expertcast.predictors.plain import Json, aligned
+from expertcast.runtime.option_values import size_bytes
+from expertcast.runtime.policies import EVICTION, Policies
+from expertcast.runtime.simulation.replay import Replayed, forwards_of, replay
+from expertcast.runtime.simulation.sweep import BELADY
+
+_MIB = 2**20
+COLUMNS = (
+    ("policy", "policy", "{}", 1),
+    ("scope", "scope", "{}", 1),
+    ("memory_bytes", "MiB", "{:.0f}", _MIB),
+    ("capacity", "capacity", "{:.1%}", 1),
+    ("hits", "hits", "{:.1%}", 1),
+    ("misses", "misses", "{}", 1),
+    ("bytes_per_step", "MB/token", "{:.2f}", 1e6),
+    ("copy_s", "copies ms/token", "{:.2f}", 1e-3),
+)
+
+
+def routing_policies() -> list[str]:
+    """The eviction policies that need nothing but routing, those that need the future left out."""
+    found = [EVICTION.choose(name) for name in EVICTION.names()]
+    return [
+        each.name for each in found if not (each.cls.offline or each.cls.reads_scores or each.cls.reads_tokens)
+    ]  # fmt: skip
+
+
+def open_routing(path: Path | str, experts: int | None, expert_bytes: str | int | None) -> tuple[Routing, int]:
+    """Routing from a file whose experts' sizes are known, and the bytes of all experts.
+
+    Args:
+        path: of the file.
+        experts: E; None: as many as ids say.
+        expert_bytes: of one expert, where the file does not say.
+
+    Raises:
+        ExpertcastError: a damaged file, or nothing says how large an expert is.
+    """
+    routing = read_routing(path, experts=experts)
+    if expert_bytes is not None and routing.bytes_LE is not None:
+        raise ExpertcastError(f"{path} has a column expert_bytes: leave --expert-bytes out")
+    given = None if expert_bytes is None else size_bytes(expert_bytes)
+    if given is not None and given < 1:
+        raise ExpertcastError(f"--expert-bytes {expert_bytes}: give 1 byte or more")
+    return routing, int(routing.sized(given).sum())
+
+
+def memories(
+    routing: Routing, total: int, memory: Sequence[str], capacity: Sequence[float], slots: Sequence[int]
+) -> list[int]:
+    """Bytes of each cache that is asked for.
+
+    Args:
+        routing: what is replayed.
+        total: bytes of all experts.
+        memory: sizes.
+        capacity: shares of `total`.
+        slots: numbers of the largest experts.
+
+    Raises:
+        ExpertcastError: a size that is none, or a share over 1.
+    """
+    for share in capacity:
+        if not 0 < share <= 1:
+            raise ExpertcastError(f"capacity={share:g}: give the share of all experts' bytes that fits, such as 0.25")
+    largest = total if routing.bytes_LE is None else int(routing.bytes_LE.max()) * routing.layers * routing.experts
+    each = largest // (routing.layers * routing.experts)
+    return [
+        *map(size_bytes, memory), *(int(share * total) for share in capacity), *(count * each for count in slots)
+    ]  # fmt: skip
+
+
+def replayed_rows(
+    routing: Routing,
+    total: int,
+    cases: Sequence[tuple[str, str]],
+    sizes: Sequence[int],
+    *,
+    bandwidth: float,
+    latency: float,
+) -> list[Json]:
+    """A row of counts for each case and size.
+
+    Args:
+        routing: what is replayed.
+        total: bytes of all experts.
+        cases: eviction policy and scope.
+        sizes: bytes of the cache.
+        bandwidth: of the link, bytes per second.
+        latency: of the link, seconds per copy.
+
+    Raises:
+        ExpertcastError: what :func:`expertcast.runtime.simulation.replay.replay` refuses.
+    """
+    forwards = forwards_of(routing)
+    bytes_LE = routing.sized(total // (routing.layers * routing.experts))
+    rows = []
+    for memory, (policy, scope) in itertools.product(sizes, cases):
+        choice = Policies(eviction=policy, scope=scope).eviction
+        done = replay(forwards, choice, bytes_LE=bytes_LE, top_k=routing.top_k, memory=memory, scope=scope)
+        rows.append(_row(str(choice), scope, memory, total, done, bandwidth=bandwidth, latency=latency))
+    return rows
+
+
+def _row(
+    policy: str, scope: str, memory: int, total: int, done: Replayed, *, bandwidth: float, latency: float
+) -> Json:  # fmt: skip
+    decode, prompt = done.decode, done.prompt
+    moved = decode.bytes_moved / decode.steps
+    return {
+        "policy": policy,
+        "scope": scope,
+        "memory_bytes": memory,
+        "capacity": memory / total,
+        "hits": decode.hits,
+        "requests": decode.requests,
+        "misses": decode.misses,
+        "bytes_moved": decode.bytes_moved,
+        "steps": decode.steps,
+        "bytes_per_step": moved,
+        "copy_s": moved / bandwidth + latency * decode.misses / decode.steps,
+        "bandwidth": bandwidth,
+        "latency": latency,
+        "per_layer": {"requests": decode.requests_L, "misses": decode.misses_L},
+        "prompt": {
+            "steps": prompt.steps,
+            "requests": prompt.requests,
+            "misses": prompt.misses,
+            "bytes_moved": prompt.bytes_moved,
+        },
+    }
+
+
+def heading(routing: Routing, total: int) -> Json:
+    """What was replayed."""
+    sizes = routing.sized(total // (routing.layers * routing.experts))
+    return {
+        "routing": routing.source,
+        "shape": {"L": routing.layers, "E": routing.experts, "K": routing.top_k},
+        "tokens": {"prompt": int(routing.prompt_T.sum()), "decoded": int((~routing.prompt_T).sum())},
+        "experts_bytes": total,
+        "expert_bytes": sorted(map(int, set(sizes.ravel().tolist()))),
+        **provenance(),
+    }
+
+
+def described(result: Json) -> str:
+    """A line about the file, and a table of the rows."""
+    shape, tokens = result["shape"], result["tokens"]
+    cells = [tuple(title for _, title, _, _ in COLUMNS)]
+    for row in result["results"]:
+        cells.append(tuple(form.format(row[key] if unit == 1 else row[key] / unit) for key, _, form, unit in COLUMNS))
+    sizes = " or ".join(f"{size / _MIB:.2f}" for size in result["expert_bytes"])
+    bound = ""
+    if len(result["expert_bytes"]) > 1 and any(row["policy"] == BELADY for row in result["results"]):
+        bound = "\n\nbelady goes by the next use alone: experts differ in size, so it is a yardstick and no bound"
+    return (
+        f"{result['routing']}: {shape['L']} layers x {shape['E']} experts, {shape['K']} per token; "
+        f"{tokens['prompt']} prompt and {tokens['decoded']} decoded tokens; an expert is {sizes} MiB, all "
+        f"{result['experts_bytes'] / _MIB:.0f} MiB\n\n"
+        f"{aligned(cells, left=2)}{bound}"
+    )
