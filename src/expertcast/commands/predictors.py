@@ -143,17 +143,27 @@ def confident_layers(evaluation: Json, name: str) -> list[int]:
     return [layer for layer, value in zip(evaluation["targets"], recall, strict=True) if value >= least]
 
 
-def policy_quality(options: QualityOptions, name: str, runs: Mapping[str, OffloadConfig]) -> dict[str, Json]:
-    """What lossy policies cost a model that decodes with them in the real runtime, and without any (`exact`)."""
+def policy_quality(
+    options: QualityOptions, name: str, runs: Mapping[str, OffloadConfig], *, prefill: int, batch: int
+) -> dict[str, Json]:
+    """What lossy policies cost a model that decodes with them in the real runtime, and without any (`exact`).
+
+    Args:
+        options: what text, and how much of it.
+        name: the model's.
+        runs: how it is offloaded, by name.
+        prefill: tokens of each text that are read at once, as in the simulation that says what the policies save.
+        batch: texts decoded together, likewise.
+    """
     say(f"measuring what {len(runs)} lossy sets of policies cost {name}")
     model, tokenizer = options.load(name)
     windows_NW = text_windows(
         tokenizer,
         (document.text for document in options.documents()),
         length=min(POLICY_WINDOW, max(options.quality_tokens, 32)),
-        count=max(1, options.quality_tokens // POLICY_WINDOW),
+        count=max(batch, options.quality_tokens // POLICY_WINDOW),
     )
-    found = measure_policies(model, windows_NW, runs)["runs"]
+    found = measure_policies(model, windows_NW, runs, prefill=prefill, batch=batch)["runs"]
     return {
         run: {"perplexity": values["perplexity"], "agreement": values["top1_agreement"], "kl": values["kl"]}
         for run, values in found.items()
