@@ -1,4 +1,4 @@
-"""What executing forecasts and dropping experts costs a model: perplexity, agreement, KL and tasks, row by row.
+"""What executing forecasts and leaving out experts costs a model: perplexity, agreement, KL and tasks, row by row.
 
     python scripts/bench_tasks.py --out benchmarks/results/tasks.json
 
@@ -6,6 +6,8 @@ collects traces of the bundled model (or takes those at --traces), fits what is 
 --predictor), and reads texts of the traces' test split, which no predictor saw: half of each at once, at most --prefill
 tokens, the rest token by token, in the offloaded runtime. Any predictor's name or checkpoint is a row. Rows that leave
 out experts are read one text at a time, for what they do depends on what the cache holds.
+
+The file is written after every row; given again, the command goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -17,54 +19,33 @@ import random
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from task_table.rows import RESIDENT, Row, choices, fitted_predictors, forecast_rows, lossy_rows
 
 from expertcast.checkpoints.provenance import provenance
-from expertcast.checkpoints.store import load_predictor
 from expertcast.commands.output import write_json
-from expertcast.commands.predictors import is_checkpoint
 from expertcast.data.collector import collect
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import ExpertcastError, predictor_class
-from expertcast.predictors.hybrid import PAPER, Hybrid, HybridConfig
+from expertcast.predictors import ExpertcastError
+from expertcast.predictors.hybrid import HybridConfig
 from expertcast.predictors.plain import Json
-from expertcast.runtime import OffloadConfig
-from expertcast.runtime.policies import Policies
 from expertcast.runtime.quality.forecasts import text_windows
 from expertcast.runtime.quality.policies import measure_policies
 from expertcast.runtime.quality.tasks import TaskScore, make_tasks, measure_tasks
 from expertcast.runtime.quality.tasks.copying import copying
-from expertcast.runtime.quality.tasks.measuring import TOGETHER
 from expertcast.runtime.quality.tasks.passages import Passages
 from expertcast.runtime.simulation.trace import PREFILL
-from expertcast.training.fit import fit
-from expertcast.training.options import FitOptions, Fitted
-from expertcast.training.scoring import validation_recall
 
-RESIDENT, CONFIDENT, CONTROL = "resident", "estimator where sure", "_control"
-USUAL = {"quasi_hidden": "router", "estimator": "estimator", "hybrid": "hybrid", "hybrid_paper": "hybrid, paper's rule"}
-"""What is always executed, and the row's name."""
-SETTINGS = ("model", "traces", "prefill", "window", "windows", "questions", "seed", "slots")
+CONTROL = "_control"
+SETTINGS = ("model", "traces", "prefill", "window", "windows", "questions", "seed", "slots", "together")
 """Rows of a file with the same ones are kept."""
 WINDOW, CHARS = 128, 600
-"""Tokens of a window of the language rows, and characters that are read of each document."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One way to run the model."""
-
-    config: OffloadConfig | None
-    together: int = TOGETHER
-    executes: str = ""
-    """Whose forecasts are executed where; rows that execute the same are measured once."""
+"""Tokens of a window of the language columns, and characters that are read of each document."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,8 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory() as temporary:
-            traces = _traces(args, Path(temporary) / "traces")
-            Table(args, traces).measure()
+            Table(args, _traces(args, Path(temporary) / "traces")).measure()
     except ExpertcastError as error:
         print(f"bench_tasks: {error}", file=sys.stderr)
         return 2
@@ -82,12 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Table:
-    """Measures one row after another; the file is written after each."""
+    """Measures one row after another."""
 
     def __init__(self, args: argparse.Namespace, traces: TraceDataset) -> None:
         self._args, self._traces = args, traces
-        self._model: PreTrainedModel = load_model(args.model)
-        tokenizer: PreTrainedTokenizerBase = load_tokenizer(args.model)
+        self._model, tokenizer = load_model(args.model), load_tokenizer(args.model)
         texts = held_out(args.data, traces)
         self._tasks = make_tasks(tokenizer, texts, count=args.count, seed=args.seed)
         passages = Passages(tokenizer=tokenizer, texts=texts)
@@ -98,65 +77,55 @@ class Table:
             "date": datetime.now(UTC).isoformat(timespec="seconds"), **provenance(), "model": args.model,
             "traces": traces.info["id"], "split_tokens": traces.info["splits"], "prefill": args.prefill,
             "window": WINDOW, "windows": len(self._windows_NW), "questions": args.count, "seed": args.seed,
-            "slots": args.slots, "rows": {},
+            "slots": args.slots, "together": args.together, "rows": {},
         }  # fmt: skip
         if args.out.is_file():
             earlier = json.loads(args.out.read_text())
             same = all(earlier.get(key) == self.result[key] for key in SETTINGS)
-            self.result["rows"] = earlier["rows"] if same else {}
+            self.result = {**earlier, **self.result, "rows": earlier["rows"]} if same else self.result
 
     def measure(self) -> None:
-        """All rows; each is printed and written as soon as it is known."""
+        """All rows that are not known yet; each is written as soon as it is, and all are printed at the end."""
         args, known = self._args, self.result["rows"]
-        rows = lossy_rows(args)
-        if not args.only or set(args.only) - set(rows):
-            fitted = fitted_predictors(args, self._traces)
-            self.result["chosen"] = {name: _chosen(each) for name, each in fitted.items() if _chosen(each)}
-            rows = forecast_rows(args, self._traces, fitted) | rows
-        rows = {RESIDENT: Row(config=None)} | rows
-        first: dict[str, str] = {}
-        same = {name: first.setdefault(row.executes or name, name) for name, row in rows.items()}
-        rows = {name: row for name, row in rows.items() if name in (RESIDENT, *(args.only or rows))}
-        rows = {name: row for name, row in rows.items() if name not in known}
-        measured = {
-            name: row for name, row in rows.items() if same[name] == name or same[name] not in {**rows, **known}
-        }
-        language = self._language(measured)
-        print(line(["run", "perplexity", "agreement", "KL", *(task.name for task in self._tasks)]), flush=True)
+        rows = {RESIDENT: Row(config=None)}
+        lossy = lossy_rows(args.slots)
+        if not args.only or set(args.only) - set(lossy):
+            fitted = fitted_predictors(args.predictor, self._traces, args.low_recall)
+            self.result["chosen"] = {name: choices(each) for name, each in fitted.items() if choices(each)}
+            rows |= forecast_rows(args.slots, self._traces, fitted)
+        rows |= lossy
         for name, row in rows.items():
-            if name in measured:
-                values = {**language[name], "texts_together": row.together, "tasks": self._answers(name, row)}
-            else:
-                values = {**known[same[name]], "same_as": same[name]}
-            known[name] = values
-            write_json(self._args.out, self.result)
-            print(line([name, *cells(values)]), flush=True)
+            if name in known or (args.only and name not in (RESIDENT, *args.only)):
+                continue
+            twin = next((other for other in known if row.executes and rows[other].executes == row.executes), None)
+            known[name] = self._row(row) if twin is None else {**known[twin], "same_as": twin}
+            write_json(args.out, self.result)
+            print(f"{name}: done", file=sys.stderr, flush=True)
+        self.result["rows"] = {name: known[name] for name in (*rows, *known) if name in known}
+        write_json(args.out, self.result)
+        print("\n".join(table(self.result)))
 
-    def _language(self, rows: Mapping[str, Row]) -> dict[str, Json]:
-        """Perplexity, agreement and KL of each row."""
-        found: dict[str, Json] = {}
-        for together in dict.fromkeys(row.together for row in rows.values()):
-            runs = {name: row.config for name, row in rows.items() if row.together == together and row.config}
-            batch = math.gcd(together, len(self._windows_NW))
-            measured = measure_policies(self._model, self._windows_NW, runs, prefill=self._args.prefill, batch=batch)
-            self.result["tokens"] = measured["tokens"]
-            found |= {name: measured["runs"][name] for name in runs}
-            found.setdefault(RESIDENT, measured["runs"]["exact"])
-        return found
+    def _row(self, row: Row) -> Json:
+        together = 1 if row.alone else self._args.together
+        batch = math.gcd(together, len(self._windows_NW))
+        runs = {} if row.config is None else {"run": row.config}
+        found = measure_policies(self._model, self._windows_NW, runs, prefill=self._args.prefill, batch=batch)
+        values = found["runs"]["run" if runs else "exact"]
+        return {**values, "tokens": found["tokens"], "texts_together": together, "tasks": self._answers(row, together)}
 
-    def _answers(self, name: str, row: Row) -> Json:
+    def _answers(self, row: Row, together: int) -> Json:
         """A row's scores by task, compared with the resident model's."""
         exact = row.config is None
         scores = measure_tasks(
             self._model, [*self._tasks, self._control] if exact else self._tasks, row.config,
-            prefill=self._args.prefill, together=row.together,
+            prefill=self._args.prefill, together=together,
         )  # fmt: skip
-        resident = scores if exact else self._resident()
-        return {task: score.as_dict(None if exact else resident[task]) for task, score in scores.items()}
+        resident = {} if exact else self._resident()
+        return {task: score.as_dict(resident.get(task)) for task, score in scores.items()}
 
     def _resident(self) -> dict[str, TaskScore]:
-        """What the resident model answered, here or in the file that is gone on with."""
-        known = self.result["rows"][RESIDENT]["tasks"]
+        """What the resident model answered, here or before the command was given again."""
+        known: Mapping[str, Json] = self.result["rows"][RESIDENT]["tasks"]
         return {
             name: TaskScore(outcomes=tuple(mark == "1" for mark in each["answers"]), chance=each["chance"], choice=True)
             for name, each in known.items()
@@ -170,75 +139,22 @@ def held_out(data: Sequence[str], traces: TraceDataset) -> list[str]:
         ExpertcastError: the traces are of other text.
     """
     documents = {document.index: document for document in load_documents(list(data))}
-    texts = [
-        documents[each.index].text for each in traces.documents if each.split == "test" and each.index in documents
-    ]
-    if not texts:
+    chosen = [each.index for each in traces.documents if each.split == "test" and each.index in documents]
+    if not chosen:
         raise ExpertcastError("no document of --data is in the traces' test split: give the text that they are of")
-    return texts
+    return [documents[index].text for index in chosen]
 
 
-def fitted_predictors(args: argparse.Namespace, traces: TraceDataset) -> dict[str, Fitted]:
-    """Checkpoints loaded, everything else fitted on the train split; by name, `hybrid` with either rule."""
-    fitted: dict[str, Fitted] = {}
-    for given in args.predictor:
-        if is_checkpoint(given):
-            predictor = load_predictor(given, traces.view)
-            fitted[predictor.name] = Fitted(predictor=predictor)
-        else:
-            predictor_class(given)
-    others = [given for given in args.predictor if not is_checkpoint(given)]
-    options = FitOptions(progress=True)
-    for name in dict.fromkeys([*others, "quasi_hidden", "estimator", "hybrid"]):
-        if name not in fitted:
-            fitted[name] = fit(name, traces, options=options, known=fitted)
-    paper = HybridConfig(rule=PAPER, low_recall=args.low_recall)
-    fitted["hybrid_paper"] = fit("hybrid", traces, config=paper, options=options, known=fitted)
-    return fitted
-
-
-def forecast_rows(args: argparse.Namespace, traces: TraceDataset, fitted: Mapping[str, Fitted]) -> dict[str, Row]:
-    """Each predictor executed at every layer, the estimator also where it is sure; by name, in the table's order."""
-    rows = {}
-    for name in dict.fromkeys([*USUAL, *fitted]):
-        predictor = fitted[name].predictor
-        config = OffloadConfig(predictor=predictor, mode="speculate", slots=args.slots)
-        chosen = _chosen(fitted[name])
-        executes = chosen[0]["predictor"] if len({choice["predictor"] for choice in chosen}) == 1 else name
-        rows[USUAL.get(name, name)] = Row(config=config, executes=executes)
-    estimator = fitted["estimator"].predictor
-    recall_P = validation_recall({"estimator": estimator}, traces, 1, FitOptions())["estimator"]
-    sure = tuple(layer for layer, value in enumerate(recall_P.tolist(), start=1) if value >= OffloadConfig.min_recall)
-    config = OffloadConfig(predictor=estimator, mode="hybrid", layers=sure, slots=args.slots)
-    return rows | {CONFIDENT: Row(config=config)}
-
-
-def lossy_rows(args: argparse.Namespace) -> dict[str, Row]:
-    """What leaves experts out."""
-    policies = {"drop": Policies(prefetch="none", miss="drop"), "activeevict": "activeevict"}
-    return {
-        name: Row(config=OffloadConfig(policies=each, slots=args.slots), together=1) for name, each in policies.items()
-    }
-
-
-def cells(values: Json) -> list[str]:
-    """A row's numbers as text."""
-    tasks = [
-        f"{score['score']:.3f} [{score['interval'][0]:.3f}, {score['interval'][1]:.3f}]"
-        for name, score in values["tasks"].items()
-        if not name.endswith(CONTROL)
-    ]
-    return [f"{values['perplexity']:.3f}", f"{values['top1_agreement']:.1%}", f"{values['kl']:.4f}", *tasks]
-
-
-def line(texts: Sequence[str]) -> str:
-    """One row of a Markdown table."""
-    return "| " + " | ".join(texts) + " |"
-
-
-def _chosen(fitted: Fitted) -> list[Json]:
-    predictor = fitted.predictor
-    return [dict(choice) for choice in predictor.config.choices] if isinstance(predictor, Hybrid) else []
+def table(result: Json) -> list[str]:
+    """The lines of a Markdown table; scores with their 95% intervals."""
+    first: Json = next(iter(result["rows"].values()))
+    tasks = [name for name in first["tasks"] if not name.endswith(CONTROL)]
+    lines = [["run", "perplexity", "agreement", "KL", *tasks], ["---"] * (4 + len(tasks))]
+    for name, row in result["rows"].items():
+        scores = [row["tasks"][task] for task in tasks]
+        shown = [f"{score['score']:.3f} [{score['interval'][0]:.3f}, {score['interval'][1]:.3f}]" for score in scores]
+        lines.append([name, f"{row['perplexity']:.3f}", f"{row['top1_agreement']:.1%}", f"{row['kl']:.4f}", *shown])
+    return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
 def _traces(args: argparse.Namespace, folder: Path) -> TraceDataset:
@@ -261,9 +177,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--windows", type=int, default=40, help="texts of the language columns (default: %(default)s)")
     parser.add_argument("--prefill", type=int, default=PREFILL, help="tokens read at once (default: %(default)s)")
     parser.add_argument("--slots", type=int, default=192, help="experts that fit (default: %(default)s)")
+    parser.add_argument("--together", type=int, default=40, help="texts read together (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="what the tasks draw (default: %(default)s)")
     parser.add_argument("--only", nargs="*", default=[], help="rows to measure beside the resident one (default: all)")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write; what it has measured is kept")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     return parser
 
 
