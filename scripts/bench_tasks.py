@@ -97,7 +97,8 @@ class Table:
         for name, row in rows.items():
             if name in known or (args.only and name not in (RESIDENT, *args.only)):
                 continue
-            twin = next((other for other in known if row.executes and rows[other].executes == row.executes), None)
+            alike = [other for other, each in rows.items() if row.executes and each.executes == row.executes]
+            twin = next((other for other in alike if other in known), None)
             known[name] = self._row(row) if twin is None else {**known[twin], "same_as": twin}
             write_json(args.out, self.result)
             print(f"{name}: done", file=sys.stderr, flush=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,9 +42,10 @@ KINDS = {
 Run = Callable[[Any], dict[str, Any]]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Evaluates what the harness takes for a model on both kinds of task."""
+    tmp_path = tmp_path_factory.mktemp("harness")
     lm_eval = pytest.importorskip("lm_eval", reason="pip install 'expertcast[eval]'")
     from lm_eval.tasks import TaskManager
 
@@ -65,6 +65,14 @@ def run(tmp_path: Path) -> Run:
         return {"said": said, "accuracy": found["results"]["own_multiple_choice"]["acc,none"]}
 
     return evaluated
+
+
+@pytest.fixture(scope="module")
+def resident(reference_fp32: PreTrainedModel, reference_tokenizer: Any, run: Run) -> dict[str, Any]:
+    """By the harness's own HFLM."""
+    from lm_eval.models.huggingface import HFLM
+
+    return run(HFLM(pretrained=reference_fp32, tokenizer=reference_tokenizer, batch_size=2))
 
 
 def by_hand(model: PreTrainedModel, tokenizer: Any) -> list[list[float]]:
@@ -87,12 +95,11 @@ def likelihoods(found: dict[str, Any]) -> list[list[float]]:
 
 
 def test_the_harness_takes_an_offloaded_model_as_it_is(
-    reference_fp32: PreTrainedModel, reference_tokenizer: Any, run: Run
+    reference_fp32: PreTrainedModel, reference_tokenizer: Any, run: Run, resident: dict[str, Any]
 ) -> None:
     """Its own HFLM: the resident model's answers, which are those worked out here."""
     from lm_eval.models.huggingface import HFLM
 
-    resident = run(HFLM(pretrained=reference_fp32, tokenizer=reference_tokenizer, batch_size=2))
     expected = by_hand(reference_fp32, reference_tokenizer)
     for got, wanted in zip(likelihoods(resident), expected, strict=True):
         assert got == pytest.approx(wanted, abs=1e-2)
@@ -104,18 +111,19 @@ def test_the_harness_takes_an_offloaded_model_as_it_is(
         assert run(HFLM(pretrained=reference_fp32, tokenizer=reference_tokenizer, batch_size=2)) == resident
 
 
-def test_likelihoods_in_decode_steps(reference_fp32: PreTrainedModel, reference_tokenizer: Any, run: Run) -> None:
+def test_likelihoods_in_decode_steps(
+    reference_fp32: PreTrainedModel, reference_tokenizer: Any, run: Run, resident: dict[str, Any]
+) -> None:
     """What is executed in decode steps only costs nothing in one forward, and something token by token."""
     from lm_eval.models.huggingface import HFLM
 
-    whole = run(HFLM(pretrained=reference_fp32, tokenizer=reference_tokenizer, batch_size=2))
     steps = run(harness_model(reference_fp32, reference_tokenizer, batch_size=2))
-    assert torch.tensor(likelihoods(steps)).allclose(torch.tensor(likelihoods(whole)), atol=1e-2)
-    assert steps["said"]["own_generate_until"] == whole["said"]["own_generate_until"]
+    assert torch.tensor(likelihoods(steps)).allclose(torch.tensor(likelihoods(resident)), atol=1e-2)
+    assert steps["said"]["own_generate_until"] == resident["said"]["own_generate_until"]
     with expertcast.offload(reference_fp32, predictor="router_input", mode="speculate", slots=300):
         unseen = run(HFLM(pretrained=reference_fp32, tokenizer=reference_tokenizer, batch_size=2))
         seen = run(harness_model(reference_fp32, reference_tokenizer, batch_size=2))
-    assert likelihoods(unseen) == likelihoods(whole)
+    assert likelihoods(unseen) == likelihoods(resident)
     moved = torch.tensor(likelihoods(seen)) - torch.tensor(likelihoods(steps))
     assert (moved.abs() > 0.05).sum() >= 6
 
