@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from expertcast.commands.predictors import predictor_config
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, PredictorConfig, names
 from expertcast.predictors.estimator import Estimator, EstimatorConfig, EstimatorNetwork, fitting_width
@@ -222,6 +223,11 @@ class TestHybrid:
             assert isinstance(hybrid, Hybrid)
             assert {layer for (_, layer), name in hybrid.chosen.items() if name == replacement} == low
             assert set(hybrid.chosen.values()) == {"quasi_hidden", replacement}
+
+    def test_paper_rule_is_set_on_the_command_line(self) -> None:
+        config = predictor_config("hybrid", [1], ["rule=paper", "low_recall=0.75"])
+        assert isinstance(config, HybridConfig)
+        assert (config.low_recall, list(config.candidates)) == (0.75, ["quasi_hidden", "estimator"])
 
     def test_fits_its_own_candidates(self, reference_traces: TraceDataset) -> None:
         config = HybridConfig(candidates=["next_norm", "quasi_hidden"], ahead=(1, 2))
