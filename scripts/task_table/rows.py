@@ -79,7 +79,8 @@ def forecast_rows(slots: int, traces: TraceDataset, fitted: Mapping[str, Fitted]
     estimator = fitted[ESTIMATOR].predictor
     recall_P = validation_recall({ESTIMATOR: estimator}, traces, 1, OPTIONS)[ESTIMATOR]
     sure = tuple(layer for layer, value in enumerate(recall_P.tolist(), start=1) if value >= OffloadConfig.min_recall)
-    rows[SURE] = Row(config=OffloadConfig(predictor=estimator, mode="hybrid", layers=sure, slots=slots))
+    config = OffloadConfig(predictor=estimator, mode="hybrid", layers=sure, slots=slots)
+    rows[SURE] = Row(config=config, executes=ESTIMATOR if len(sure) == len(recall_P) else "")
     return rows
 
 
