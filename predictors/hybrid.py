@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from expertcast.predictors.artefacts import CLOSED
 from expertcast.predictors.base import Forecast, Predictor, PredictorConfig, RouterState
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.fields import from_values
+from expertcast.predictors.fields import check_between, from_values
 from expertcast.predictors.plain import Json
 from expertcast.predictors.registry import names, predictor_class
 from expertcast.predictors.view import ModelShape, MoEView
@@ -32,6 +32,10 @@ CANDIDATES = (
     "early_attention",
     "estimator",
 )
+BEST, PAPER = "best", "paper"
+RULES = (BEST, PAPER)
+PAPER_CANDIDATES = ("quasi_hidden", "estimator")
+LOW_RECALL = 0.8
 
 
 class Choice(TypedDict):
@@ -54,6 +58,12 @@ class HybridConfig(PredictorConfig):
     """Predictors to choose from."""
     threshold: float = 0.0
     """How much higher recall on validation a dearer predictor must have to be chosen over a cheaper one at a layer."""
+    rule: str = BEST
+    """best: at each layer the candidate with the highest recall; paper: the first of two (quasi_hidden, estimator), and
+    the second only where the first one's recall is low."""
+    low_recall: float = LOW_RECALL
+    """With rule paper, the recall on validation below which a layer takes the second candidate; the paper says low and
+    gives no number, this one is ours."""
     member_configs: dict[str, Json] = field(default_factory=dict)
     """By predictor: before training, the config to fit a candidate with; after it, that of each chosen predictor."""
     choices: Sequence[Choice] = ()
@@ -61,7 +71,12 @@ class HybridConfig(PredictorConfig):
 
     def __post_init__(self) -> None:
         PredictorConfig.__post_init__(self)
+        if self.rule not in RULES:
+            raise ExpertcastError(f"rule={self.rule!r}: choose from {', '.join(RULES)}")
+        if self.rule == PAPER and tuple(self.candidates) == CANDIDATES:
+            self.candidates = PAPER_CANDIDATES
         self.candidates, self.choices = list(self.candidates), list(self.choices)
+        self._check_rule()
         if not self.candidates or "hybrid" in self.candidates:
             raise ExpertcastError(f"candidates={self.candidates}: name at least one predictor other than hybrid")
         for name in () if self.choices else self.candidates:
@@ -75,6 +90,18 @@ class HybridConfig(PredictorConfig):
         unknown = set(self.member_configs) - set(self.candidates)
         if unknown:
             raise ExpertcastError(f"member_configs for {sorted(unknown)}, which are not among {self.candidates}")
+
+    def _check_rule(self) -> None:
+        check_between(self, 0, 1, "low_recall")
+        if self.rule == BEST and self.low_recall != LOW_RECALL:
+            raise ExpertcastError(f"low_recall={self.low_recall} belongs to rule=paper: give that too, or leave it out")
+        if self.rule == PAPER and self.threshold:
+            raise ExpertcastError(f"threshold={self.threshold} belongs to rule=best: give low_recall for rule=paper")
+        if self.rule == PAPER and len(self.candidates) != 2:
+            raise ExpertcastError(
+                f"candidates={self.candidates}: rule=paper takes two, the one that is used and the one that takes over "
+                "where its recall is low"
+            )
 
 
 class Hybrid(Predictor):

@@ -3,6 +3,10 @@
 Per target layer the candidate with the highest recall on validation wins, unless a cheaper one comes within the
 threshold of it: then the cheapest such one does. At threshold 0 hybrid is on validation at least as good as every
 candidate at every layer, and among equals the cheapest runs; a threshold t gives away at most t per layer.
+
+With `rule=paper` layers are chosen as by Hybrid-PF of Speculating Experts (section 6.3, row B14): the estimator takes
+over where the router's forecast from the quasi-hidden state has a low hit rate, and nowhere else, also where it would
+be better. The paper gives no number for low.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, Predictor
-from expertcast.predictors.hybrid import Choice, Hybrid, HybridConfig
+from expertcast.predictors.hybrid import PAPER, Choice, Hybrid, HybridConfig
 from expertcast.training.options import FitOptions, Fitted
 from expertcast.training.scoring import states_of, validation_batch, validation_recall
 
@@ -44,7 +48,7 @@ def select_hybrid(
     choices: list[Choice] = []
     for ahead in config.ahead:
         cost = forecast_flops(members, source, ahead, options)
-        choices += _choose(validation_recall(members, source, ahead, options), cost, ahead, config.threshold)
+        choices += _choose(validation_recall(members, source, ahead, options), cost, ahead, config)
     chosen = {choice["predictor"] for choice in choices}
     configs = {name: member.config.as_dict() for name, member in members.items() if name in chosen}
     hybrid = Hybrid(replace(config, choices=choices, member_configs=configs), source.view.shape)
@@ -74,18 +78,21 @@ def forecast_flops(
     return flops
 
 
-def _choose(recall: Mapping[str, Tensor], cost: Mapping[str, int], ahead: int, threshold: float) -> list[Choice]:
+def _choose(recall: Mapping[str, Tensor], cost: Mapping[str, int], ahead: int, config: HybridConfig) -> list[Choice]:
     choices: list[Choice] = []
     for pair in range(len(next(iter(recall.values())))):
         values = {name: float(recall_P[pair]) for name, recall_P in recall.items()}
-        best = max(values.values())
-        within = [name for name, value in values.items() if value >= best - threshold]
-        choices.append(
-            {
-                "ahead": ahead,
-                "layer": pair + ahead,
-                "predictor": min(within, key=lambda name: cost[name]),  # the first of equals: registry order
-                "recall": values,
-            }
-        )
+        chosen = _replaced_where_low(values, config) if config.rule == PAPER else _best(values, cost, config)
+        choices.append({"ahead": ahead, "layer": pair + ahead, "predictor": chosen, "recall": values})
     return choices
+
+
+def _best(values: Mapping[str, float], cost: Mapping[str, int], config: HybridConfig) -> str:
+    most = max(values.values())
+    within = [name for name, value in values.items() if value >= most - config.threshold]
+    return min(within, key=lambda name: cost[name])  # the first of equals: registry order
+
+
+def _replaced_where_low(values: Mapping[str, float], config: HybridConfig) -> str:
+    used, replacement = config.candidates
+    return replacement if values[used] < config.low_recall else used

@@ -24,7 +24,7 @@ from benchmarks.study.claims import claims
 from benchmarks.study.figures import colliding, write_figures
 from benchmarks.study.page import page
 from benchmarks.study.quality import Decoding, add_quality, split_windows
-from benchmarks.study.study import QUICK, SHARED, Scale, Study
+from benchmarks.study.study import LEAST_TOKENS, QUICK, SHARED, Scale, Study
 from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.store import load_predictor, save_predictor
 from expertcast.commands.predictors import evaluated_predictors, is_checkpoint
@@ -42,9 +42,9 @@ PAGE, RESULTS, JSON = "policies.md", "results", "policies.json"
 COLLECTED, QUICK_COLLECTED = 510_000, 12_000
 """Tokens that are collected where no traces are given."""
 TOKENS, QUICK_TOKENS = 1_024, 160
-QUALITY_TOKENS, QUICK_QUALITY_TOKENS = 256, 32
-WINDOW = 64
-"""Tokens that are decoded one after another when quality is measured."""
+QUALITY_TOKENS, QUICK_QUALITY_TOKENS = 512, 32
+WINDOW = LEAST_TOKENS
+"""Tokens of a text that quality is measured on: as many as are simulated, prefilled alike."""
 QUICK_STEPS = 20
 """Optimiser steps of a next_token that --quick trains."""
 

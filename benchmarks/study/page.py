@@ -59,10 +59,10 @@ def _method(result: Mapping[str, Any]) -> list[str]:
     )
     block_bytes = ", ".join(f"{name} {count}" for name, count in result["block_bytes"].items())
     predictor = "" if fixed["predictor"] is None else f" by `{fixed['predictor']}`"
-    quality = f"""{result["quality_tokens"]} tokens of the test split's texts were scored, decoded one by one by the
-        runtime with the same policies, copies made at once. *Agreement* is the share of tokens with the exact model's
-        first choice, *KL* nats per token from it. The simulator replays the routing of the exact model: what lossy
-        policies change in the routing that follows is in the quality, not in the speed."""
+    quality = f"""{result["quality_tokens"]} tokens of the test split's texts were scored, prefilled and decoded as they
+        are simulated, by the runtime with the same policies, copies made at once. *Agreement* is the share of tokens
+        with the exact model's first choice, *KL* nats per token from it. The simulator replays the routing of the exact
+        model: what lossy policies change in the routing that follows is in the quality, not in the speed."""
     return [
         f"""Recorded routing of the test split ({result["test_tokens"]} tokens) is replayed in virtual time by the
         policies of the runtime themselves, one event per layer: {whole["steps"]} decode steps in {whole["texts"]} texts

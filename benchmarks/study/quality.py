@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.study.study import PREFILL
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
@@ -24,6 +25,7 @@ from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.quality.forecasts import text_windows
 from expertcast.runtime.quality.policies import measure_policies
+from expertcast.runtime.simulation.trace import prefilled
 
 KEPT = "quality.json"
 EXACT = "exact"
@@ -31,8 +33,6 @@ MEASURES = {"perplexity": "perplexity", "agreement": "top1_agreement", "kl": "kl
 """Names in the rows, and in what is measured."""
 _CHUNK = 8
 """Runs measured beside one exact run."""
-_PREFILLED = 16
-"""Tokens of a window that are read at once and not scored."""
 _TEXT = 2000
 """Characters read of each document: windows come from many documents."""
 _POLICIES = tuple(Policies().as_dict())
@@ -53,7 +53,8 @@ class Decoding:
     @property
     def scored(self) -> int:
         """Tokens."""
-        return self.windows_NW.shape[0] * (self.windows_NW.shape[1] - _PREFILLED)
+        count, length = self.windows_NW.shape
+        return count * (length - prefilled(length, PREFILL))
 
 
 def split_windows(model: str, data: Sequence[str], traces: TraceDataset, *, tokens: int, length: int) -> Tensor:
@@ -89,7 +90,7 @@ def _lossy(row: Row) -> bool:
 
 def _measured(decoding: Decoding, wanted: Mapping[str, Row], path: Path, processes: int | None) -> dict[str, Any]:
     """Results by name; `exact` is among them."""
-    text = [decoding.model, decoding.windows_NW.tolist()]
+    text = [decoding.model, decoding.windows_NW.tolist(), PREFILL]
     kept: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     known: dict[str, Any] = kept.get("runs", {}) if kept.get("text") == text else {}
     runs: list[Run] = [
@@ -140,7 +141,7 @@ class _Worker:
             )
             for name, policies, slots, predictor in chunk
         }
-        found: dict[str, Any] = measure_policies(self._model, decoding.windows_NW, runs, prefill=_PREFILLED)["runs"]
+        found: dict[str, Any] = measure_policies(self._model, decoding.windows_NW, runs, prefill=PREFILL)["runs"]
         return found
 
 

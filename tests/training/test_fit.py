@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from expertcast.commands.predictors import predictor_config
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, PredictorConfig, names
 from expertcast.predictors.estimator import Estimator, EstimatorConfig
@@ -208,6 +209,27 @@ class TestHybrid:
         assert chosen[1.0] == {"quasi_hidden"}
         assert "estimator" in chosen[0.0]
 
+    def test_paper_rule_replaces_where_the_routers_forecast_is_bad_and_nowhere_else(
+        self, fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset
+    ) -> None:
+        """Also where the replacement is worse, and also where it would be better (row B14)."""
+        members = {name: fitted_predictors[name].predictor for name in ("quasi_hidden", "linear", "frequency")}
+        recall_P = validation_recall(members, reference_traces, 1, FitOptions())["quasi_hidden"]
+        middle = float(recall_P.median())
+        low = {layer for layer, value in enumerate(recall_P.tolist(), start=1) if value < middle}
+        assert 3 <= len(low) <= 6
+        for replacement in ("linear", "frequency"):
+            config = HybridConfig(rule="paper", low_recall=middle, candidates=["quasi_hidden", replacement])
+            hybrid = select_hybrid(members, reference_traces, config, FitOptions()).predictor
+            assert isinstance(hybrid, Hybrid)
+            assert {layer for (_, layer), name in hybrid.chosen.items() if name == replacement} == low
+            assert set(hybrid.chosen.values()) == {"quasi_hidden", replacement}
+
+    def test_paper_rule_is_set_on_the_command_line(self) -> None:
+        config = predictor_config("hybrid", [1], ["rule=paper", "low_recall=0.75"])
+        assert isinstance(config, HybridConfig)
+        assert (config.low_recall, list(config.candidates)) == (0.75, ["quasi_hidden", "estimator"])
+
     def test_fits_its_own_candidates(self, reference_traces: TraceDataset) -> None:
         config = HybridConfig(candidates=["next_norm", "quasi_hidden"], ahead=(1, 2))
         fitted = fit("hybrid", reference_traces, config=config, options=FitOptions(validation_tokens=400))
@@ -227,6 +249,11 @@ class TestHybrid:
         (lambda: EstimatorConfig(parameters=0), "parameters=0"),
         (lambda: HybridConfig(candidates=["hybrid"]), "other than hybrid"),
         (lambda: HybridConfig(threshold=-1.0), "threshold=-1"),
+        (lambda: HybridConfig(rule="poem"), "rule='poem'"),
+        (lambda: HybridConfig(rule="paper", low_recall=1.5), "low_recall=1.5"),
+        (lambda: HybridConfig(low_recall=0.5), "belongs to rule=paper"),
+        (lambda: HybridConfig(rule="paper", threshold=0.1), "belongs to rule=best"),
+        (lambda: HybridConfig(rule="paper", candidates=["linear"]), "takes two"),
         (lambda: FitOptions(tokens=0), "tokens=0"),
     ],
 )

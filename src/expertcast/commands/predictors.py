@@ -32,7 +32,7 @@ EVAL_BATCH = 4096
 FORECAST_WINDOW = 256
 """Tokens per window when forecasts are executed: a window is one forward."""
 POLICY_WINDOW = 128
-"""Tokens per window when policies are at work: they are decoded one after another."""
+"""Tokens per window when policies are at work, or twice the prefill: what is left is decoded token by token."""
 
 
 def predictor_config(name: str, ahead: Sequence[int], settings: Sequence[str] = ()) -> PredictorConfig:
@@ -153,17 +153,28 @@ def confident_layers(evaluation: Json, name: str) -> list[int]:
     return [layer for layer, value in zip(evaluation["targets"], recall, strict=True) if value >= least]
 
 
-def policy_quality(options: QualityOptions, name: str, runs: Mapping[str, OffloadConfig]) -> dict[str, Json]:
-    """What lossy policies cost a model that decodes with them in the real runtime, and without any (`exact`)."""
+def policy_quality(
+    options: QualityOptions, name: str, runs: Mapping[str, OffloadConfig], *, prefill: int, batch: int
+) -> dict[str, Json]:
+    """What lossy policies cost a model that decodes with them in the real runtime, and without any (`exact`).
+
+    Args:
+        options: what text, and how much of it.
+        name: the model's.
+        runs: how it is offloaded, by name.
+        prefill: tokens of each text that are read at once, as in the simulation that says what the policies save.
+        batch: texts decoded together, likewise.
+    """
+    length = min(max(POLICY_WINDOW, 2 * prefill), max(options.quality_tokens, 32))
     say(f"measuring what {len(runs)} lossy sets of policies cost {name}")
     model, tokenizer = options.load(name)
     windows_NW = text_windows(
         tokenizer,
         (document.text for document in options.documents()),
-        length=min(POLICY_WINDOW, max(options.quality_tokens, 32)),
-        count=max(1, options.quality_tokens // POLICY_WINDOW),
+        length=length,
+        count=max(batch, options.quality_tokens // length),
     )
-    found = measure_policies(model, windows_NW, runs)["runs"]
+    found = measure_policies(model, windows_NW, runs, prefill=prefill, batch=batch)["runs"]
     return {
         run: {"perplexity": values["perplexity"], "agreement": values["top1_agreement"], "kl": values["kl"]}
         for run, values in found.items()

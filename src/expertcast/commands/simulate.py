@@ -114,7 +114,8 @@ def run(options: Options) -> Outcome:
     )
 
     def measured(wanted: Mapping[str, Case]) -> dict[str, Json]:
-        return policy_quality(options, str(model), _runs(options, wanted, predictors))
+        runs, texts = _runs(options, wanted, predictors), options.texts
+        return policy_quality(options, str(model), runs, prefill=texts.prefill, batch=texts.batch)
 
     found = sweep(
         Workload.of(trace, follower),
