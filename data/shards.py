@@ -76,6 +76,7 @@ class Shard:
         self._logits_TLE = self._column(table, layout.LOGITS, getattr(torch, logits["dtype"]), logits["shape"])
         self._document_T = self._column(table, layout.DOCUMENT, torch.int32, [])
         self._position_T = self._column(table, layout.POSITION, torch.int32, [])
+        self._token_T = self._column(table, layout.TOKEN, torch.int32, [])
 
     def _column(self, table: pa.Table, name: str, dtype: torch.dtype, shape: list[int]) -> Tensor:
         """A column as [T, *shape]: a view of the file."""
@@ -143,6 +144,7 @@ class Shard:
             logits_TLE=self._logits_TLE[index],
             document_T=self._document_T[index].long(),
             position_T=self._position_T[index].long(),
+            token_T=self._token_T[index].long(),
         )
 
 

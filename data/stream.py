@@ -125,6 +125,7 @@ class ActivationStream:
             logits_TLE=capture.logits_TLE.cpu(),
             document_T=batch.document_T,
             position_T=batch.position_T,
+            token_T=batch.token_T,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import MoELayer
 from expertcast.runtime.engine.base import Engine, EngineParts
 from expertcast.runtime.engine.flow import LayerFlow
+from expertcast.runtime.engine.gate import ForecastGate
 from expertcast.runtime.engine.kernels import row_order
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.links.exchange import Readback, Sent
@@ -60,6 +62,11 @@ class HostEngine(Engine):
         self._flow = LayerFlow(
             residency, policies, shape, view=speculator.view, carry=carry, tokens_ahead=parts.tokens_ahead
         )
+        self._gate: ForecastGate | None = None
+        if parts.gated and residency.keep:
+            tokens_ahead = self._flow.tokens_ahead
+            expected = None if tokens_ahead is None else tokens_ahead.missing
+            self._gate = ForecastGate(residency, shape.layers, expected)
         self._observer = residency.observer
         self._last = shape.layers - 1
         self._readback = Readback(parts.link.driver, parts.link.progress)
@@ -73,7 +80,7 @@ class HostEngine(Engine):
     def flow(self) -> LayerFlow:
         return self._flow
 
-    def on_start(self, fresh: bool) -> None:
+    def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
         self._residency.link.follow()
         self._plan = None
         self._known_ids.clear()
@@ -83,7 +90,7 @@ class HostEngine(Engine):
             self._residency.reset()
         elif fresh or not complete:
             self._residency.abandon()
-        self._flow.start_pass(fresh)
+        self._flow.start_pass(fresh, token_BS)
         self._halfway = False
         self._speculator.start(fresh)
 
@@ -100,13 +107,7 @@ class HostEngine(Engine):
             executed, precision = self._decide(call, executed)
         ids_TK = call.ids_TK if executed is None else executed[0]
         plan = self._begin(call.layer, ids_TK, executed is not None and executed is forecast_executed, precision)
-        if self._told is not None:
-            self._told("forecast", call.layer)
-        forecast = self._speculator.forecast(call, executed)
-        if self._told is not None:
-            self._told("policy", call.layer)
-        if forecast is not None:
-            self._hint(forecast)
+        self._foresee(call, executed)
         self._flow.finish(call.layer)
         if len(plan.chunks) == 1:
             self._flow.stream(call.layer)
@@ -114,6 +115,20 @@ class HostEngine(Engine):
             self._told("compute", call.layer)
         self._halfway = False
         return executed
+
+    def _foresee(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> None:
+        """Make the forecast that is due at this layer, and ask for its experts."""
+        gate = self._gate
+        if self._told is not None:
+            self._told("forecast", call.layer)
+        start = 0.0 if gate is None else perf_counter()
+        forecast = self._speculator.forecast(call, executed, pays=None if gate is None else gate.pays)
+        if self._told is not None:
+            self._told("policy", call.layer)
+        if forecast is not None:
+            self._hint(forecast)
+            if gate is not None:
+                gate.took(perf_counter() - start)
 
     def _decide(
         self, call: RouterCall, executed: tuple[Tensor, Tensor] | None

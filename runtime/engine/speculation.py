@@ -82,14 +82,25 @@ class Speculator:
             weights_TK = weights_over(self.view[call.layer], call.logits_TE, forecast.topk_ids_TK)
         return forecast.topk_ids_TK, weights_TK.to(call.weights_TK.dtype)
 
-    def forecast(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> Forecast | None:
-        """The forecast made at this layer, if one is due; `executed` is what :meth:`executed` said."""
+    def forecast(
+        self, call: RouterCall, executed: tuple[Tensor, Tensor] | None, *, pays: Callable[[int], bool] | None = None
+    ) -> Forecast | None:
+        """The forecast made at this layer, if one is due.
+
+        Args:
+            call: of its router.
+            executed: what :meth:`executed` said.
+            pays: whether one for a layer is worth making; layers that execute their forecast get one in any case.
+        """
         if self.predictor is None or self._traced is None:
             return None
         if self._memory is not None:
             self._memory.see(call)
         own = self._forecasts.pop(call.layer, None)
         if call.layer + self.ahead >= len(self.view) or (call.tokens > 1 and not self.prefill):
+            return None
+        target = call.layer + self.ahead
+        if pays is not None and target not in self.layers and not pays(target):
             return None
         ids_TK, weights_TK = (call.ids_TK, call.weights_TK) if executed is None else executed
         chained = own is not None and executed is not None and not self.true_weights
@@ -166,7 +177,7 @@ def speculate(
             observe(call, call.ids_TK if executed is None else executed[0])
         return executed
 
-    taps = RouterTaps(model, view, on_router, speculator.start)
+    taps = RouterTaps(model, view, on_router, lambda fresh, _ids: speculator.start(fresh))
     try:
         yield speculator
     finally:

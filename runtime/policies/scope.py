@@ -32,6 +32,7 @@ class Eviction:
             self.policies = self.by_layer = [choice.make(replace(shape, slots=share)) for share in self.shares]
         self.reads_scores = choice.cls.reads_scores
         self.reads_forecasts = choice.cls.reads_forecasts
+        self.reads_tokens = choice.cls.reads_tokens
 
     def start_pass(self, fresh: bool) -> None:
         """A forward starts."""
