@@ -51,8 +51,8 @@ class RouterTaps:
         model: gets the hooks.
         view: the model's MoE layers.
         on_router: gets the call; returns None to leave the routing, or (ids, weights) to execute instead.
-        on_start: gets True when the forward starts new texts (nothing in the key-value cache), and the ids [B, S] of its
-            tokens, None where the forward is given embeddings in their place; None for no such call.
+        on_start: gets True when the forward starts new texts (nothing in the key-value cache), and the ids [B, S] of
+            its tokens, None where the forward is given embeddings in their place; None for no such call.
     """
 
     def __init__(

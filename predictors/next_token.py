@@ -208,4 +208,5 @@ class NextToken(Predictor):
         else:
             row_B = self.rows_of(token_B)
         logits_BHN = self.network(state.average_BAP.flatten(1), state.residual_BD, row_B)
-        return logits_BHN.sigmoid_().view(*logits_BHN.shape[:2], self.shape.layers, self.shape.experts)
+        probability_BHN: Tensor = logits_BHN.sigmoid_()
+        return probability_BHN.view(*logits_BHN.shape[:2], self.shape.layers, self.shape.experts)

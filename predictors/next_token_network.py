@@ -10,7 +10,8 @@ that stand for an expert, D hidden size, V known token ids, W width, S tokens fo
     logits_h = head(z_h) + bias_h
 
 A token names J of the N experts: what reading it costs, and what a forecast reads, does not grow with N but for the
-head. An earlier form took the averages of all N experts themselves, and stepped from token to token: five times the work.
+head. An earlier form took the averages of all N experts themselves, and stepped from token to token: five times the
+work.
 """
 
 from __future__ import annotations
@@ -61,8 +62,7 @@ class NextTokenNetwork(nn.Module):
         """z_0 [B, W], from averages `text_BF` [B, A * P], standardised residuals and the rows of the tokens' ids."""
         x_BW = self.state(text_BF) + self.residual(residual_BD) + GAIN * self.token_VW[row_B]
         z_BW = functional.silu(self.norm(x_BW))
-        z_BW = z_BW + self.mix(z_BW)
-        return z_BW
+        return z_BW + self.mix(z_BW)  # type: ignore[no-any-return]
 
     def row(self, z_BW: Tensor, row: int) -> Tensor:
         """Logits [B, N] of one row, from z_0: of the token itself (0), the `row`-th after it, or all later ones (S)."""

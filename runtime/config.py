@@ -61,6 +61,8 @@ class OffloadConfig:
     policy `forecast` goes by it."""
     overfetch: float = 1.0
     """Experts prefetched per token as a multiple of K; policies that are given say it themselves."""
+    likely: float = 0.2
+    """The least probability by next_token at which an expert is loaded when a token begins (above 0, 1: none)."""
     forecasts: str = "always"
     """always, or worth: with a cache, only those that are expected to save more waiting than they take; executed ones
     are always made."""
@@ -90,6 +92,8 @@ class OffloadConfig:
             raise ExpertcastError("give slots or memory, not both")
         if self.memory is not None:
             size_bytes(self.memory)
+        if not 0 < self.likely <= 1:
+            raise ExpertcastError(f"likely={self.likely}: give a probability above 0 and up to 1, such as 0.2")
         if self.store_folder is not None and self.store != "disk":
             raise ExpertcastError("store_folder belongs to store='disk': leave it out")
         self.resolved_policies()

@@ -54,6 +54,8 @@ class OffloadParts:
     kernel: SlotKernel
     cache: bool
     """False frees an expert's slot as soon as its layer has run."""
+    likely: float
+    """The least probability by `next_token` at which an expert is loaded when a token begins."""
     gated: bool = False
     """With a cache, make only forecasts that are expected to save more waiting than they cost."""
     observers: Sequence[Observer] = ()
@@ -112,7 +114,7 @@ class OffloadedModel:
                 EngineParts(
                     link=link, pool=self.pool, speculator=speculator, policies=policies, kernel=parts.kernel,
                     tokens_ahead=None if parts.next_token is None else NextTokenTracker(parts.next_token),
-                    keep=parts.cache, gated=parts.gated,
+                    keep=parts.cache, likely=parts.likely, gated=parts.gated,
                 )
             )  # fmt: skip
             self.stats = engine.stats

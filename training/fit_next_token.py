@@ -111,9 +111,10 @@ class TokenDistiller(NetworkTraining):
         """Cross-entropy in nats per token and layer, a mean over the rows of a forecast in which the first one counts
         FEWER times; `row_B` stands for the ids."""
         predictor = self._predictor[0]
-        z_BW = self.network.first(examples.text(), examples.residual_BD, row_B)
+        network = predictor.network
+        z_BW = network.first(examples.text(), examples.residual_BD, row_B)
         everything_B = torch.arange(len(examples), device=row_B.device)
-        loss = _cross_entropy(self.network.row(z_BW, 0), examples.used(0, everything_B))
+        loss = _cross_entropy(network.row(z_BW, 0), examples.used(0, everything_B))
         steps = predictor.config.tokens
         for row in range(1, steps + 1):
             part_B = everything_B[row % FEWER :: FEWER]
@@ -124,12 +125,12 @@ class TokenDistiller(NetworkTraining):
                 used_BN, enough_B = examples.chunk.later(examples.index_B[part_B])
                 part_B, used_BN = part_B[enough_B], used_BN[enough_B]
             if len(part_B):
-                loss = loss + _cross_entropy(self.network.row(z_BW[part_B], row), used_BN) / FEWER
+                loss = loss + _cross_entropy(network.row(z_BW[part_B], row), used_BN) / FEWER
         return loss / (1 + steps / FEWER) * predictor.shape.experts
 
     def training_step(self, examples: TokenExamples, index: int) -> Tensor:
         """The loss of one step."""
-        unknown = len(self.network.token_VW) - 1
+        unknown = self._predictor[0].config.known_ids
         row_B = examples.row_B.clone()
         row_B[index % UNNAMED :: UNNAMED] = unknown
         loss = self.loss(examples, row_B)
@@ -139,7 +140,7 @@ class TokenDistiller(NetworkTraining):
     def validation_step(self, examples: TokenExamples, index: int) -> None:
         """Score one batch of the round."""
         row_B = examples.row_B
-        unknown_B = torch.full_like(row_B, len(self.network.token_VW) - 1)
+        unknown_B = torch.full_like(row_B, self._predictor[0].config.known_ids)
         nats = sum(float(self.loss(examples, given_B)) for given_B in (row_B, unknown_B)) / 2
         self.nats.update(nats, weight=len(examples))
 

@@ -25,7 +25,7 @@ CHUNK_BYTES = 96 * 2**20
 LEAST_CHUNK = 2048
 """Tokens of a chunk at least."""
 WINDOW = 64
-"""Tokens whose averages are computed together: a learned map is applied to what they begin with, not to each token's."""
+"""Tokens whose averages are computed together: a learned map is applied to what they begin with, not to each one's."""
 LEAST_LATER = 8
 """Tokens that a mean over later ones must have to be learnt from."""
 VALIDATION_STRIDE = 4
@@ -215,7 +215,7 @@ def token_chunks(
 
 
 def token_data(predictor: NextToken, source: TraceSource, options: FitOptions) -> TrainingData[TokenExamples]:
-    """Examples of the train split, windows in an order drawn anew in every pass within each chunk; some of validation's.
+    """Examples of the train split, windows in an order drawn anew in every pass within each chunk; some of validation.
 
     A step takes as many windows as hold the tokens that are configured: `windows_per_step`.
     """

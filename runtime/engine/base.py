@@ -23,7 +23,7 @@ from expertcast.predictors.view import MoELayer
 from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.engine.kernels import SlotKernel, combine
 from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.engine.tokens_ahead import TokenForecasts
+from expertcast.runtime.engine.tokens_ahead import LIKELY, TokenForecasts
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies.settings import PolicySet
 from expertcast.runtime.recording.observer import State, heard
@@ -51,6 +51,8 @@ class EngineParts:
     """Forecasts the next tokens' routing."""
     keep: bool = True
     """A cache: False frees an expert's slot as soon as its layer has run."""
+    likely: float = LIKELY
+    """The least probability by a forecast of a whole token at which an expert is loaded early."""
     gated: bool = False
     """With a cache, make only forecasts that are expected to save more waiting than they cost."""
 

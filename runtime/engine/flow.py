@@ -24,7 +24,7 @@ from expertcast.predictors.view import ModelShape, MoEView
 from expertcast.runtime.engine.pace import Pace
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.engine.rewriting import named, rewritten
-from expertcast.runtime.engine.tokens_ahead import TokenForecasts, TokensAhead, early_layers
+from expertcast.runtime.engine.tokens_ahead import LIKELY, TokenForecasts, TokensAhead, early_layers
 from expertcast.runtime.policies.miss import Lookup, Verdict
 from expertcast.runtime.policies.prefetch import Wanted
 from expertcast.runtime.policies.prefetch.none import NoPrefetch
@@ -54,15 +54,16 @@ class LayerFlow:
         policies: all of one model.
         shape: of the model.
         view: the model whose routers route; needed by policies that have them route anew.
-        carry: layers between forecasts and their targets; 0: there are none. Without a cache, and where nothing forecasts
-            whole tokens, so many first layers of the next token get what they needed last, at the last layer.
+        carry: layers between forecasts and their targets; 0: there are none. Without a cache, and where nothing
+            forecasts whole tokens, so many first layers of the next token get what they needed last, at the last layer.
         tokens_ahead: forecasts the next tokens' routing: evictions go by it where the policy takes it, and experts are
             loaded early where anything is.
+        likely: the least probability by it at which an expert is loaded early.
     """
 
     def __init__(
         self, residency: Residency, policies: PolicySet, shape: ModelShape, *, view: MoEView | None = None,
-        carry: int = 0, tokens_ahead: TokenForecasts | None = None,
+        carry: int = 0, tokens_ahead: TokenForecasts | None = None, likely: float = LIKELY,
     ) -> None:  # fmt: skip
         self.residency, self.policies = residency, policies
         self._view = view
@@ -75,7 +76,9 @@ class LayerFlow:
         if tokens_ahead is not None:
             loads = not isinstance(policies.prefetch, NoPrefetch)
             layers = early_layers(shape, keep=residency.keep, loads=loads, forecast_from=carry or None)
-            self.tokens_ahead = TokensAhead(tokens_ahead, residency, policies, shape, layers=layers)
+            self.tokens_ahead = TokensAhead(
+                tokens_ahead, residency, policies.eviction, shape, layers=layers, likely=likely
+            )
         self._reroutes = not isinstance(policies.routing, Standard)
         self.decides = self._reroutes or policies.miss.lossy
         """Whether :meth:`decide` may change anything: then it must be called, with host copies of the routing."""

@@ -6,9 +6,10 @@ already there is little that it could find.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from expertcast.runtime.engine.residency import Residency
+from expertcast.runtime.engine.tokens_ahead import TokensAhead
 from expertcast.runtime.recording.observer import Observer
 
 MEMORY = 0.1
@@ -29,17 +30,16 @@ class ForecastGate(Observer):
     Args:
         residency: tells it what was missing.
         layers: MoE layers of the model.
-        expected: says how many of a layer's experts will be missing; None: unknown.
+        tokens_ahead: says how many of a layer's experts will be missing, where something forecasts whole tokens.
     """
 
-    def __init__(self, residency: Residency, layers: int, expected: Callable[[int], float | None] | None) -> None:
-        self._link = residency.link
-        self._expected = expected
+    def __init__(self, residency: Residency, layers: int, tokens_ahead: TokensAhead | None) -> None:
+        self._link, self._tokens_ahead = residency.link, tokens_ahead
         self._missing: list[float | None] = [None] * layers
         self._cost_s: float | None = None
         residency.tell(self)
 
-    def requested(self, layer: int, keys: list[int], missing: list[int], again: int, forecast: int) -> None:  # type: ignore[override]
+    def requested(self, layer: int, keys: Sequence[int], missing: Sequence[int], again: int, forecast: int) -> None:
         count, known = float(len(missing) + forecast), self._missing[layer]
         self._missing[layer] = count if known is None else known + MEMORY * (count - known)
 
@@ -47,7 +47,7 @@ class ForecastGate(Observer):
         """Whether a forecast for `layer` is expected to save more waiting than it costs."""
         if self._cost_s is None:
             return True
-        missing = None if self._expected is None else self._expected(layer)
+        missing = None if self._tokens_ahead is None else self._tokens_ahead.missing(layer)
         if missing is None:
             missing = self._missing[layer]
         if missing is None or missing * FOUND * self._link.copy_s > self._cost_s:

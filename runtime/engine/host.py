@@ -60,13 +60,11 @@ class HostEngine(Engine):
         )
         carry = 0 if speculator.predictor is None else speculator.ahead
         self._flow = LayerFlow(
-            residency, policies, shape, view=speculator.view, carry=carry, tokens_ahead=parts.tokens_ahead
-        )
-        self._gate: ForecastGate | None = None
-        if parts.gated and residency.keep:
-            tokens_ahead = self._flow.tokens_ahead
-            expected = None if tokens_ahead is None else tokens_ahead.missing
-            self._gate = ForecastGate(residency, shape.layers, expected)
+            residency, policies, shape, view=speculator.view, carry=carry, tokens_ahead=parts.tokens_ahead,
+            likely=parts.likely,
+        )  # fmt: skip
+        gated = parts.gated and residency.keep
+        self._gate = ForecastGate(residency, shape.layers, self._flow.tokens_ahead) if gated else None
         self._observer = residency.observer
         self._last = shape.layers - 1
         self._readback = Readback(parts.link.driver, parts.link.progress)

@@ -1,7 +1,7 @@
-"""What is done with forecasts of whole tokens: evict by them, load early, load on an idle link, say what will be missing.
+"""What is done with forecasts of whole tokens: evict by them, load early and on an idle link, say what will be missing.
 
-A forecast is made when a token begins, for all of its layers and for the tokens after it. Experts that it is sure of are
-asked for some layers before theirs: earlier than any forecast by a layer could, and where no layer comes before.
+A forecast is made when a token begins, for all of its layers and for the tokens after it. Experts that it finds likely
+are asked for some layers before theirs: earlier than by any forecast of a layer, and where no layer comes before.
 
 L MoE layers, E routed experts per layer, B sequences, S tokens of each in a pass, H rows of a forecast, D hidden size.
 A key is layer * E + expert.
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.engine.residency import Residency
-from expertcast.runtime.policies.settings import PolicySet
+from expertcast.runtime.policies.scope import Eviction
 
-LIKELY = 0.5
-"""Experts that are at least so likely to be used are asked for: a wrong copy costs about what a right one saves."""
+LIKELY = 0.2
+"""Experts that are at least so likely to be used are asked for. A miss keeps the model waiting for a whole copy, and a
+wrong copy that has not begun when its layer runs is dropped."""
 REACH = 4
 """Layers that experts are asked for before theirs: copies come in the order in which layers need them, and what a later
 forecast asks for has few of them before it."""
@@ -48,24 +49,26 @@ class TokenForecasts(Protocol):
 
 
 class TokensAhead:
-    """Passes what a forecaster sees on to the policies and the residency.
+    """Passes what a forecaster sees on to the eviction policy and the residency.
 
     Args:
         forecasts: makes them.
         residency: books and rules.
-        policies: all of one model.
+        eviction: goes by the forecasts where it takes them.
         shape: of the model.
         layers: the first so many layers' experts are loaded early.
+        likely: the least probability at which one is.
     """
 
     def __init__(
-        self, forecasts: TokenForecasts, residency: Residency, policies: PolicySet, shape: ModelShape, *, layers: int
-    ) -> None:
-        self._forecasts, self._residency, self._eviction = forecasts, residency, policies.eviction
-        self._shape, self._layers = shape, layers
+        self, forecasts: TokenForecasts, residency: Residency, eviction: Eviction, shape: ModelShape, *, layers: int,
+        likely: float = LIKELY,
+    ) -> None:  # fmt: skip
+        self._forecasts, self._residency, self._eviction = forecasts, residency, eviction
+        self._shape, self._layers, self._least = shape, layers, likely
         self._likely: list[list[tuple[float, int]]] | None = None
-        """Per layer of the token under way, probability and key of the experts that can be thought of; None where nothing
-        is known of it."""
+        """Per layer of the token under way, probability and key of the experts that can be thought of; None where
+        nothing is known of it."""
 
     def start(self, fresh: bool, token_BS: Tensor | None) -> None:
         """A forward starts; arguments are those of :meth:`TokenForecasts.start`."""
@@ -112,7 +115,7 @@ class TokensAhead:
         if self._likely is None:
             return
         slots = self._residency.pool.slots
-        sure = [entry for entry in self._likely[layer] if entry[0] >= LIKELY]
+        sure = [entry for entry in self._likely[layer] if entry[0] >= self._least]
         if any(key not in slots for _, key in sure):
             self._residency.prefetch([key for _, key in sorted(sure, reverse=True)])
 
