@@ -105,6 +105,7 @@ class NextToken(Predictor):
     inverse_D: Tensor
     ids_V: Tensor
     keep_A: Tensor
+    share_A1: Tensor
     first_L1: Tensor
 
     def __init__(self, config: PredictorConfig, shape: ModelShape) -> None:
@@ -116,6 +117,7 @@ class NextToken(Predictor):
         self.register_buffer("ids_V", torch.full((config.known_ids,), NO_ID))
         keep_A = 1 - 1 / torch.tensor(config.memories, dtype=torch.float32)
         self.register_buffer("keep_A", keep_A, persistent=False)
+        self.register_buffer("share_A1", 1 - keep_A[:, None], persistent=False)
         first_L1 = torch.arange(shape.layers)[:, None] * shape.experts
         self.register_buffer("first_L1", first_L1, persistent=False)
         self.network = NextTokenNetwork(
@@ -129,6 +131,8 @@ class NextToken(Predictor):
             width=config.width,
         )
         self._plain = False
+        self._row_of: Tensor | None = None
+        """Row of each token id, as far as known ids reach; made when it is first needed."""
 
     @property
     def rows(self) -> int:
@@ -165,8 +169,19 @@ class NextToken(Predictor):
 
     def rows_of(self, token_B: Tensor) -> Tensor:
         """Where the network keeps what it knows of these token ids [B]."""
-        place_B = torch.searchsorted(self.ids_V, token_B).clamp_(max=len(self.ids_V) - 1)
-        return torch.where(self.ids_V[place_B] == token_B, place_B, len(self.ids_V))
+        if self._row_of is None or self._row_of.device != token_B.device:
+            known = self.ids_V[self.ids_V != NO_ID]
+            # one more than the largest known id: all ids beyond it are looked up there
+            size = int(known.max()) + 2 if len(known) else 1
+            self._row_of = torch.full((size,), len(self.ids_V), device=token_B.device)
+            self._row_of[known] = torch.arange(len(known), device=token_B.device)
+        return self._row_of[token_B.clamp(max=len(self._row_of) - 1)]
+
+    def know(self, ids: Tensor) -> None:
+        """Tell these token ids apart, at most V of them, and no others."""
+        self.ids_V.fill_(NO_ID)
+        self.ids_V[: len(ids)] = ids
+        self._row_of = None
 
     def start(self, batch: int) -> TextState:
         """The state before the first token of `batch` texts."""
@@ -180,11 +195,12 @@ class NextToken(Predictor):
         """The `state` after T more tokens, which used the experts `ids_BTJ`; `residual_BD`: the last one's at the last
         layer."""
         batch, tokens, _ = ids_BTJ.shape
-        stands_BTP = self.network.stand_ins(ids_BTJ.flatten(0, 1)).view(batch, tokens, -1)
-        keep_A1 = self.keep_A[:, None]
         if tokens == 1:
-            average_BAP = state.average_BAP * keep_A1 + (1 - keep_A1) * stands_BTP
+            stands_B1P = self.network.expert_NP[ids_BTJ].sum(dim=2)
+            average_BAP = torch.lerp(state.average_BAP, stands_B1P, self.share_A1)
         else:
+            stands_BTP = self.network.stand_ins(ids_BTJ.flatten(0, 1)).view(batch, tokens, -1)
+            keep_A1 = self.keep_A[:, None]
             age_T = torch.arange(tokens - 1, -1, -1, device=keep_A1.device)
             share_AT = (1 - keep_A1) * keep_A1**age_T
             average_BAP = state.average_BAP * keep_A1**tokens + share_AT @ stands_BTP

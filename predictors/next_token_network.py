@@ -77,5 +77,7 @@ class NextTokenNetwork(nn.Module):
         z_BW = self.first(text_BF, residual_BD, row_B)
         z_B1W = z_BW[:, None]
         z_BRW = torch.cat([z_B1W, z_B1W + self.step(z_BW).view(len(z_BW), -1, z_BW.shape[1])], dim=1)
+        if len(z_BRW) == 1:  # the same, in one operation
+            return torch.addmm(self.bias_RN, z_BRW[0], self.head.weight.t())[None]
         logits_BRN: Tensor = self.head(z_BRW) + self.bias_RN
         return logits_BRN

@@ -36,7 +36,6 @@ class NextTokenTracker:
             return None
         return any_sequence(self._predictor.tokens_ahead(state, None if token_BS is None else token_BS[:, 0]))
 
-    @torch.no_grad()
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
         """The router of `layer` has run: its norm read `residual_TD`, it gave `logits_TE`, for B `sequences` one after
         another."""
@@ -46,9 +45,13 @@ class NextTokenTracker:
             if layer:
                 return
         self._logits.append(logits_TE)
-        if layer < predictor.shape.layers - 1:
-            return
-        state = self._state
+        if layer == predictor.shape.layers - 1:
+            self._read(residual_TD, sequences)
+
+    @torch.no_grad()
+    def _read(self, residual_TD: Tensor, sequences: int) -> None:
+        """All routers of a pass have run."""
+        predictor, state = self._predictor, self._state
         if state is None or len(state.residual_BD) != sequences:
             state = predictor.start(sequences)
         logits_TLE = torch.stack(self._logits, dim=1)

@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric
 from expertcast.data.distributed import Share, sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, PredictorConfig
-from expertcast.predictors.next_token import NO_ID, NextToken, NextTokenConfig
+from expertcast.predictors.next_token import NextToken, NextTokenConfig
 from expertcast.training.network_training import NetworkTraining, steps_of
 from expertcast.training.options import NO_TRAINING, FitOptions, Fitted
 from expertcast.training.scoring import device_of
@@ -72,9 +72,7 @@ def _measure(predictor: NextToken, source: TraceSource, options: FitOptions) -> 
     with torch.no_grad():
         predictor.network.bias_RN.copy_(share_N.logit().expand_as(predictor.network.bias_RN))
     frequent_V = seen_V.argsort(descending=True, stable=True)[: len(predictor.ids_V)]
-    known_V = frequent_V[seen_V[frequent_V] > 0].sort().values
-    predictor.ids_V.fill_(NO_ID)
-    predictor.ids_V[: len(known_V)] = known_V
+    predictor.know(frequent_V[seen_V[frequent_V] > 0].sort().values)
 
 
 def _added(one_V: Tensor, other_V: Tensor) -> Tensor:

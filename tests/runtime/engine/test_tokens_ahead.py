@@ -159,7 +159,7 @@ def next_token(reference_model: PreTrainedModel) -> Predictor:
     predictor = NextToken(NextTokenConfig(tokens=2, width=16, inner=8, known_ids=5000), view.shape)
     for tensor in (predictor.network.head.weight, predictor.network.token_VW):
         torch.nn.init.normal_(tensor)
-    predictor.ids_V.copy_(torch.arange(5000))
+    predictor.know(torch.arange(5000))
     return predictor.eval().bind(view)
 
 
