@@ -27,6 +27,8 @@ class TraceBatch:
     """Index of the document the token belongs to (int64)."""
     position_T: Tensor
     """Position of the token inside its document (int64)."""
+    token_T: Tensor | None = None
+    """The token's own id (int64); None where it is not known."""
     previous_TLE: Tensor | None = None
     """Router logits of the previous token of the text, NaN at a document's first; only where asked for."""
     early_TLD: Tensor | None = None

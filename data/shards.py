@@ -82,6 +82,7 @@ class Shard:
             self._early_TLD = self._column(table, layout.EARLY, torch.bfloat16, early["shape"])
         self._document_T = self._column(table, layout.DOCUMENT, torch.int32, [])
         self._position_T = self._column(table, layout.POSITION, torch.int32, [])
+        self._token_T = self._column(table, layout.TOKEN, torch.int32, [])
 
     def _column(self, table: pa.Table, name: str, dtype: torch.dtype, shape: list[int]) -> Tensor:
         """A column as [T, *shape]: a view of the file."""
@@ -151,6 +152,7 @@ class Shard:
             logits_TLE=self._logits_TLE[index],
             document_T=self._document_T[index].long(),
             position_T=self._position_T[index].long(),
+            token_T=self._token_T[index].long(),
         )
 
 

@@ -97,6 +97,7 @@ class ActivationStream:
             early_TLD=None if capture.early_TLD is None else capture.early_TLD.cpu(),
             document_T=batch.document_T,
             position_T=batch.position_T,
+            token_T=batch.token_T,
         )
 
 

@@ -52,7 +52,8 @@ class RouterTaps:
         model: gets the hooks.
         view: the model's MoE layers.
         on_router: gets the call; returns None to leave the routing, or (ids, weights) to execute instead.
-        on_start: gets True when the forward starts new texts (nothing in the key-value cache); None for no such call.
+        on_start: gets True when the forward starts new texts (nothing in the key-value cache), and the ids [B, S] of
+            its tokens, None where the forward is given embeddings in their place; None for no such call.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class RouterTaps:
         model: PreTrainedModel,
         view: MoEView,
         on_router: Callable[[RouterCall], tuple[Tensor, Tensor] | None],
-        on_start: Callable[[bool], None] | None = None,
+        on_start: Callable[[bool, Tensor | None], None] | None = None,
     ) -> None:
         self._on_router = on_router
         self._muted = False
@@ -90,9 +91,13 @@ class RouterTaps:
         self._stack.callback(layer.router.register_forward_hook(after_router).remove)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before_model(self, _module: nn.Module, _args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def _before_model(self, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         past: Cache | None = kwargs.get("past_key_values")
-        self._on_start(past is None or (not capturing() and not past.get_seq_length()))
+        ids_BS = kwargs.get("input_ids", args[0] if args else None)
+        self._on_start(
+            past is None or (not capturing() and not past.get_seq_length()),
+            ids_BS if isinstance(ids_BS, Tensor) and not ids_BS.is_floating_point() else None,
+        )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _routed(self, layer: MoELayer, router_input: Tensor, output: RouterOutput) -> RouterOutput | None:

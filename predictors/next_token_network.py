@@ -1,10 +1,17 @@
-"""The network of `next_token`: what the text has routed so far, and one residual, to the routing of the coming tokens.
+"""The network of `next_token`: what the text has routed so far, the last residual and the coming token's id, to the
+routing of that token and of those after it.
 
-B sequences (or examples), N = L * E experts of all layers, A averages, D hidden size, W width, S steps rolled out.
+B sequences (or examples), N = L * E experts of all layers, J = L * K experts that a token uses, A averages, P numbers
+that stand for an expert, D hidden size, V known token ids, W width, S tokens forecast one by one.
 
-    z_0 = state(averages, last routing) + residual's map        one map per trigger
-    z_{s+1} = z_s + f(z_s)                                       a learned step from one token to the next
-    logits_s = head(z_s) + what the averages alone say
+    u   = averages over the text of the sum of its experts' P numbers        kept up to date, never computed anew
+    z_0 = z + mix(z),  z = SiLU(norm(state(u) + residual's map + token's row))
+    z_h = z_0 + step_h(z_0)                                                  the h-th token after it; h = S: later ones
+    logits_h = head(z_h) + bias_h
+
+A token names J of the N experts: what reading it costs, and what a forecast reads, does not grow with N but for the
+head. An earlier form took the averages of all N experts themselves, and stepped from token to token: five times the
+work.
 """
 
 from __future__ import annotations
@@ -13,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-FEW, MANY = 2e-3, 1 - 2e-3
-"""Averages are kept within these before their log-odds are taken."""
+GAIN = 4.0
+"""What rows of ids are multiplied by: each is trained by few examples, and must get somewhere in them."""
 
 
 class NextTokenNetwork(nn.Module):
@@ -22,63 +29,55 @@ class NextTokenNetwork(nn.Module):
 
     Args:
         experts: N.
+        used: J.
         hidden: D.
         averages: A moving averages of the routing.
-        triggers: points in a token's pass at which a forecast can be made, each with its own residual.
+        inner: P.
+        known_ids: V.
         steps: S.
         width: W.
-        spread: by what averages and last routing are multiplied to be of unit size.
     """
 
-    usual_N: Tensor
-
     def __init__(
-        self, *, experts: int, hidden: int, averages: int, triggers: int, steps: int, width: int, spread: float
+        self, *, experts: int, used: int, hidden: int, averages: int, inner: int, known_ids: int, steps: int, width: int
     ) -> None:
         super().__init__()
-        self.steps, self._spread = steps, spread
-        self.register_buffer("usual_N", torch.zeros(experts))
-        """Log-odds of each expert's use over the train split."""
-        self.state = nn.Linear((averages + 1) * experts, width)
-        self.residual = nn.ModuleList(nn.Linear(hidden, width) for _ in range(triggers))
+        self.expert_NP = nn.Parameter(torch.randn(experts, inner) / used**0.5)
+        self.state = nn.Linear(averages * inner, width)
+        self.residual = nn.Linear(hidden, width)
+        self.token_VW = nn.Parameter(torch.zeros(known_ids + 1, width))
+        """Row V is of ids that are not known."""
         self.norm = nn.LayerNorm(width)
         self.mix = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
-        self.step = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width)
-        )
+        self.step = nn.Linear(width, steps * width)
         self.head = nn.Linear(width, experts, bias=False)
-        self.later_head = nn.Linear(width, experts, bias=False)
-        for head in (self.head, self.later_head):  # it begins as what the averages say, and adds to it
-            nn.init.zeros_(head.weight)
-        rows = steps + 1
-        self.bias_RN = nn.Parameter(torch.zeros(rows, experts))
-        self.usual_R = nn.Parameter(torch.ones(rows))
-        self.average_RA = nn.Parameter(torch.full((rows, averages), 0.5 / averages))
-        self.last_R = nn.Parameter(torch.zeros(rows))
+        nn.init.zeros_(self.head.weight)  # it begins with how often experts are used
+        self.bias_RN = nn.Parameter(torch.zeros(steps + 1, experts))
 
-    def start(self, average_BAN: Tensor, last_BN: Tensor) -> Tensor:
-        """What the state of the text adds to z_0 [B, W]: the same at every trigger of a token."""
-        x = torch.cat([average_BAN.flatten(1), last_BN], dim=1) * self._spread
-        return self.state(x)  # type: ignore[no-any-return]
+    def stand_ins(self, ids_XJ: Tensor) -> Tensor:
+        """What stands for tokens that use some experts (numbered 0..N-1): [X, P]."""
+        return functional.embedding_bag(ids_XJ, self.expert_NP, mode="sum")
 
-    def forward(self, start_BW: Tensor, average_BAN: Tensor, last_BN: Tensor, residual_BD: Tensor, at: int) -> Tensor:
-        """Logits [B, S + 1, N]; the last row is the mean of the tokens after the first S.
+    def first(self, text_BF: Tensor, residual_BD: Tensor, row_B: Tensor) -> Tensor:
+        """z_0 [B, W], from averages `text_BF` [B, A * P], standardised residuals and the rows of the tokens' ids."""
+        x_BW = self.state(text_BF) + self.residual(residual_BD) + GAIN * self.token_VW[row_B]
+        z_BW = functional.silu(self.norm(x_BW))
+        return z_BW + self.mix(z_BW)  # type: ignore[no-any-return]
 
-        `start_BW` is what :meth:`start` gave for `average_BAN`, the moving averages of the routing, and `last_BN`, the
-        last token's router probabilities; `residual_BD` is standardised, and of the trigger with the number `at`.
-        """
-        z_BW = functional.silu(self.norm(start_BW + self.residual[at](residual_BD)))
-        z_BW = z_BW + self.mix(z_BW)
-        steps = []
-        for _ in range(self.steps):
-            steps.append(z_BW)
-            z_BW = z_BW + self.step(z_BW)
-        coming_BSN = self.head(torch.stack(steps, dim=1))
-        later_B1N = self.later_head(z_BW)[:, None]
-        return torch.cat([coming_BSN, later_B1N], dim=1) + self._known(average_BAN, last_BN)
+    def row(self, z_BW: Tensor, row: int) -> Tensor:
+        """Logits [B, N] of one row, from z_0: of the token itself (0), the `row`-th after it, or all later ones (S)."""
+        if row:
+            part = slice((row - 1) * z_BW.shape[1], row * z_BW.shape[1])
+            z_BW = z_BW + functional.linear(z_BW, self.step.weight[part], self.step.bias[part])
+        logits_BN: Tensor = self.head(z_BW) + self.bias_RN[row]
+        return logits_BN
 
-    def _known(self, average_BAN: Tensor, last_BN: Tensor) -> Tensor:
-        """Logits [B, S + 1, N] without any mixing of experts."""
-        odds_BAN = average_BAN.clamp(FEW, MANY).logit() - self.usual_N
-        known_BRN = torch.einsum("ban,ra->brn", odds_BAN, self.average_RA) + self.bias_RN
-        return known_BRN + self.usual_R[:, None] * self.usual_N + self.last_R[:, None] * last_BN[:, None]
+    def forward(self, text_BF: Tensor, residual_BD: Tensor, row_B: Tensor) -> Tensor:
+        """Logits [B, S + 1, N] of all rows; arguments are those of :meth:`first`."""
+        z_BW = self.first(text_BF, residual_BD, row_B)
+        z_B1W = z_BW[:, None]
+        z_BRW = torch.cat([z_B1W, z_B1W + self.step(z_BW).view(len(z_BW), -1, z_BW.shape[1])], dim=1)
+        if len(z_BRW) == 1:  # the same, in one operation
+            return torch.addmm(self.bias_RN, z_BRW[0], self.head.weight.t())[None]
+        logits_BRN: Tensor = self.head(z_BRW) + self.bias_RN
+        return logits_BRN

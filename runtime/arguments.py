@@ -122,11 +122,11 @@ def resolve_next_token(
     Args:
         given: a checkpoint's folder, or the predictor itself; None where nothing looks tokens ahead.
         view: the model's MoE layers.
-        policies: one of which must read its forecasts.
+        policies: which must do something with its forecasts.
         device: where the model computes.
 
     Raises:
-        ExpertcastError: another predictor, or no policy that reads its forecasts.
+        ExpertcastError: another predictor, or no policy that does anything with its forecasts.
     """
     if given is None:
         return None
@@ -135,10 +135,10 @@ def resolve_next_token(
         raise ExpertcastError(
             f"next_token={str(given)!r} forecasts no tokens: give what `expertcast train --predictor next_token` wrote"
         )
-    if not policies.eviction.cls.reads_tokens:
+    if not policies.eviction.cls.reads_tokens and policies.prefetch.name == "none":
         raise ExpertcastError(
-            f"next_token serves the eviction policy 'forecast', not {policies.eviction.name!r}: give "
-            "policies=Policies(eviction='forecast')"
+            f"next_token serves prefetching and the eviction policy 'forecast', here are prefetch 'none' and eviction "
+            f"{policies.eviction.name!r}: give policies=Policies(eviction='forecast'), or another prefetch"
         )
     return found.to(device)
 
@@ -162,6 +162,8 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
             "the kernel link decides on the device: lru over all slots, top_k prefetches, every miss fetched; "
             "take link='cuda' for other policies"
         )
+    if (link == "kernel" or isinstance(link, KernelLink)) and config.next_token is not None:
+        raise ExpertcastError("the kernel link decides on the device, where no next_token is followed: leave one out")
     if isinstance(link, Link):
         return link
     if link == "auto" and device != "cuda":

@@ -23,6 +23,7 @@ from expertcast.runtime.storage.store import ExpertStore
 
 MODES = ("exact", "speculate", "hybrid")
 STORES = ("memory", "disk")
+FORECASTS = ("always", "worth")
 LINKS = ("auto", "instant", "emulated", "cuda", "kernel")
 
 
@@ -56,9 +57,15 @@ class OffloadConfig:
     policies: Policies | str | None = None
     """Which experts are kept, loaded and dropped, or a preset's name (default: lru, the forecast's own, every miss)."""
     next_token: str | Path | Predictor | None = None
-    """Checkpoint of a next_token predictor, for the eviction policy `forecast`."""
+    """Checkpoint of a next_token predictor: experts that a token surely needs come when it begins, and the eviction
+    policy `forecast` goes by it."""
     overfetch: float = 1.0
     """Experts prefetched per token as a multiple of K; policies that are given say it themselves."""
+    likely: float = 0.2
+    """The least probability by next_token at which an expert is loaded when a token begins (above 0, 1: none)."""
+    forecasts: str = "always"
+    """always, or worth: with a cache, only those that are expected to save more waiting than they take; executed ones
+    are always made."""
     ahead: int = 1
     """Layers between a forecast and its target."""
     reach: int | None = None
@@ -84,10 +91,13 @@ class OffloadConfig:
         _check_choice("mode", self.mode, MODES)
         _check_choice("store", self.store, STORES)
         _check_choice("link", self.link, LINKS)
+        _check_choice("forecasts", self.forecasts, FORECASTS)
         if self.slots is not None and self.memory is not None:
             raise ExpertcastError("give slots or memory, not both")
         if self.memory is not None:
             size_bytes(self.memory)
+        if not 0 < self.likely <= 1:
+            raise ExpertcastError(f"likely={self.likely}: give a probability above 0 and up to 1, such as 0.2")
         if self.store_folder is not None and self.store != "disk":
             raise ExpertcastError("store_folder belongs to store='disk': leave it out")
         if self.reach is not None and self.reach < self.ahead:

@@ -50,10 +50,14 @@ class OffloadParts:
     speculator: Speculator
     """Which knows the model's MoE layers."""
     next_token: NextToken | None
-    """Forecasts the next tokens' routing, for an eviction policy that takes it."""
+    """Forecasts the next tokens' routing."""
     kernel: SlotKernel
     cache: bool
     """False frees an expert's slot as soon as its layer has run."""
+    likely: float
+    """The least probability by `next_token` at which an expert is loaded when a token begins."""
+    gated: bool = False
+    """With a cache, make only forecasts that are expected to save more waiting than they cost."""
     observers: Sequence[Observer] = ()
 
 
@@ -96,7 +100,8 @@ class OffloadedModel:
             undo.callback(self.pool.free)
             link = parts.link
             if link is None:
-                link = fastest_link(store, self.pool) if device_decides(parts.policies) else CudaLink()
+                decides = parts.next_token is None and device_decides(parts.policies)
+                link = fastest_link(store, self.pool) if decides else CudaLink()
             self.link = link
             link.observer = observer
             link.attach(store, self.pool)
@@ -109,7 +114,7 @@ class OffloadedModel:
                 EngineParts(
                     link=link, pool=self.pool, speculator=speculator, policies=policies, kernel=parts.kernel,
                     tokens_ahead=None if parts.next_token is None else NextTokenTracker(parts.next_token),
-                    keep=parts.cache,
+                    keep=parts.cache, likely=parts.likely, gated=parts.gated,
                 )
             )  # fmt: skip
             self.stats = engine.stats

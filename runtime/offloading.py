@@ -81,6 +81,8 @@ def offload(
         next_token=resolve_next_token(config.next_token, view, policies, device),
         kernel=SlotKernel(kernel_of(model), count),
         cache=config.cache,
+        likely=config.likely,
+        gated=config.forecasts == "worth",
         observers=observers,
     )
     return OffloadedModel(model, parts)

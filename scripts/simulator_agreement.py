@@ -87,7 +87,7 @@ def measure(model: PreTrainedModel, prompt_ids: Tensor, config: OffloadConfig, *
     )
     name = None if predictor is None else predictor.name
     return Measured(
-        trace=_trace(view, seen, prompt_ids.shape[1], predictor),
+        trace=_trace(view, seen, prompt_ids[0], decoding.tokens, predictor),
         case=Case(policies=policies, slots=slots, machine=machine, predictor=name, cache=config.cache),
         counts=counts,
         tpot_s=statistics.median(decoding.steps_s),
@@ -152,7 +152,7 @@ def _of_top_k(times: LayerTimes, stats: RunStatistics, top_k: int) -> LayerTimes
 
 
 @torch.no_grad()
-def _trace(view: MoEView, seen: _Seen, prompt: int, predictor: Predictor | None) -> Trace:
+def _trace(view: MoEView, seen: _Seen, prompt_T: Tensor, decoded: list[int], predictor: Predictor | None) -> Trace:
     """The routing of a decoding as its routers chose by their logits."""
     residual, logits = (
         [torch.cat([call[part] for call in seen.calls[layer]]) for layer in range(len(view))] for part in (0, 1)
@@ -164,10 +164,11 @@ def _trace(view: MoEView, seen: _Seen, prompt: int, predictor: Predictor | None)
         ids=[ids_TK for ids_TK, _ in routed],
         weights=[weights_TK for _, weights_TK in routed],
         residual=residual,
+        token_T=torch.cat([prompt_T, torch.tensor(decoded)])[: len(logits[0])],
     )
     document_T = torch.zeros(len(logits[0]), dtype=torch.long)
     hints = {} if predictor is None else {predictor.name: _hints(view, routes, predictor)}
-    return trace_of(view.shape, routes, document_T, prefill=prompt, hints=hints)
+    return trace_of(view.shape, routes, document_T, prefill=len(prompt_T), hints=hints)
 
 
 def _hints(view: MoEView, routes: Routes, predictor: Predictor) -> Hints:

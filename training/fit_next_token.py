@@ -1,6 +1,7 @@
 """Fitting `next_token` with Lightning: cross-entropy of every expert's use, at all tokens ahead together.
 
-B examples, N experts of all layers, L layers, E routed experts, D hidden size, R triggers, S tokens one by one.
+T tokens, B examples, N experts of all layers, L layers, E routed experts, D hidden size, V known token ids, W width,
+S tokens one by one.
 """
 
 from __future__ import annotations
@@ -10,22 +11,27 @@ from torch import Tensor
 from torch.nn import functional
 from torchmetrics import MeanMetric
 
-from expertcast.data.distributed import sum_over_ranks, training_share
+from expertcast.data.distributed import Share, sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, PredictorConfig
 from expertcast.predictors.next_token import NextToken, NextTokenConfig
 from expertcast.training.network_training import NetworkTraining, steps_of
 from expertcast.training.options import NO_TRAINING, FitOptions, Fitted
 from expertcast.training.scoring import device_of
-from expertcast.training.token_examples import LEAST_CHUNK, TokenExamples, token_data
+from expertcast.training.token_examples import LEAST_CHUNK, TokenExamples, token_data, token_ids
 from expertcast.training.trainer import run
 
 RARE = 1e-4
 """An expert's least frequency, where log-odds are taken."""
+UNNAMED = 3
+"""One example in so many is learnt from without its token's id: a forecast may be asked for before that is known."""
+FEWER = 4
+"""Rows of later tokens are learnt from one example in so many each: there is less to learn, and the head is most of the
+work."""
 
 
 def fit_next_token(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
-    """Frequencies and spreads in one pass, then the network; it is left at its best validation round."""
+    """Frequencies, spreads and ids in one pass, then the network; it is left at its best validation round."""
     assert isinstance(config, NextTokenConfig)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
@@ -38,71 +44,102 @@ def fit_next_token(source: TraceSource, config: PredictorConfig, options: FitOpt
 
 
 def _measure(predictor: NextToken, source: TraceSource, options: FitOptions) -> None:
-    """Set what a predictor knows of the train split as a whole: frequencies, mean and spread of the residuals."""
-    shape, layers, device = predictor.shape, list(predictor.layers), predictor.usual_LE.device
+    """Set what a predictor knows of the train split as a whole: frequencies of experts, mean and spread of residuals,
+    and which token ids are the most frequent."""
+    shape, device = predictor.shape, predictor.usual_LE.device
     share = training_share()
     count_N = torch.zeros(shape.layers * shape.experts, dtype=torch.float64, device=device)
-    sums_2RD = torch.zeros(2, len(layers), shape.hidden, dtype=torch.float64, device=device)
+    sums_2D = torch.zeros(2, shape.hidden, dtype=torch.float64, device=device)
     tokens_1 = torch.zeros(1, dtype=torch.float64, device=device)
+    seen_V = torch.zeros(1, dtype=torch.float64, device=device)
     for batch in source.batches("train", LEAST_CHUNK, max_tokens=options.tokens, share=share):
-        count_N += predictor.membership(predictor.chosen(batch.logits_TLE.to(device).float())).sum(dim=0)
-        residual_TRD = batch.residual_TLD[:, layers].to(device).double()
-        sums_2RD += torch.stack([residual_TRD.sum(dim=0), residual_TRD.square().sum(dim=0)])
+        ids_TJ = predictor.chosen(batch.logits_TLE.to(device).float())
+        count_N += torch.bincount(ids_TJ.flatten(), minlength=len(count_N))
+        residual_TD = batch.residual_TLD[:, -1].to(device).double()
+        sums_2D += torch.stack([residual_TD.sum(dim=0), residual_TD.square().sum(dim=0)])
         tokens_1 += len(batch)
-    sum_over_ranks(share, [count_N, sums_2RD, tokens_1])
+        seen_V = _added(seen_V, torch.bincount(token_ids(batch).to(device)).double())
+    seen_V = _of_one_length(share, seen_V)
+    sum_over_ranks(share, [count_N, sums_2D, tokens_1, seen_V])
     if not tokens_1:
         raise ExpertcastError(NO_TRAINING)
-    mean_RD, square_RD = sums_2RD / tokens_1
-    spread_RD = (square_RD - mean_RD.square()).clamp(min=0).sqrt()
-    predictor.mean_RD.copy_(mean_RD)
-    predictor.inverse_RD.copy_(torch.where(spread_RD > 0, 1 / spread_RD, 0.0))
+    mean_D, square_D = sums_2D / tokens_1
+    spread_D = (square_D - mean_D.square()).clamp(min=0).sqrt()
+    predictor.mean_D.copy_(mean_D)
+    predictor.inverse_D.copy_(torch.where(spread_D > 0, 1 / spread_D, 0.0))
     share_N = (count_N / tokens_1).clamp(RARE, 1 - RARE)
     predictor.usual_LE.copy_(share_N.view_as(predictor.usual_LE))
-    predictor.network.usual_N.copy_(share_N.logit())
+    with torch.no_grad():
+        predictor.network.bias_RN.copy_(share_N.logit().expand_as(predictor.network.bias_RN))
+    frequent_V = seen_V.argsort(descending=True, stable=True)[: len(predictor.ids_V)]
+    predictor.know(frequent_V[seen_V[frequent_V] > 0].sort().values)
+
+
+def _added(one_V: Tensor, other_V: Tensor) -> Tensor:
+    """Counts of two lengths together."""
+    longer, shorter = (one_V, other_V) if len(one_V) >= len(other_V) else (other_V, one_V)
+    longer[: len(shorter)] += shorter
+    return longer
+
+
+def _of_one_length(share: Share, count_V: Tensor) -> Tensor:
+    """Counts as long as the longest rank's: each says its length in a place of its own."""
+    length_R = count_V.new_zeros(share.world)
+    length_R[share.rank] = len(count_V)
+    sum_over_ranks(share, [length_R])
+    return _added(count_V.new_zeros(int(length_R.max())), count_V)
 
 
 class TokenDistiller(NetworkTraining):
-    """Trains the network of a `next_token`; each step divides its examples among the triggers.
+    """Trains the network of a `next_token`.
 
-    Logs `loss` per step, and per validation round `nats` (the mean over triggers).
+    Logs `loss` per step, and per validation round `nats` (the mean with the token's id known and without).
     """
 
     watched = "nats"
     mode = "min"
 
     def __init__(self, predictor: NextToken, steps: int) -> None:
-        """Train the network of `predictor`, whose frequencies and spreads are set, for `steps` optimiser steps."""
+        """Train the network of `predictor`, whose frequencies, spreads and ids are set, for `steps` optimiser steps."""
         super().__init__(predictor.network, predictor.config, steps)
         self._predictor = [predictor]  # in a list: only the network is trained, synchronised and moved
         self.nats = MeanMetric(nan_strategy="disable", sync_on_compute=False).set_dtype(torch.float64)
 
-    def loss(self, examples: TokenExamples, trigger: int) -> Tensor:
-        """Cross-entropy in nats per token and layer, mean over the tokens ahead, from one trigger."""
-        start_BW = self._predictor[0].network.start(examples.average_BAN, examples.last_BN)
-        logits_BSN = self.network(
-            start_BW, examples.average_BAN, examples.last_BN, examples.residual_RBD[trigger], trigger
-        )
-        shape = self._predictor[0].shape
-        ran = 0 if trigger == 0 else (self._predictor[0].layers[trigger] + 1) * shape.experts
-        losses = [
-            _cross_entropy(logits_BSN[:, step, skip:], examples.used_BSN[:, step, skip:], examples.known_BS[:, step])
-            for step, skip in enumerate([ran] + [0] * (examples.used_BSN.shape[1] - 1))
-        ]
-        losses.append(_cross_entropy(logits_BSN[:, -1], examples.later_BN, examples.later_B))
-        return torch.stack(losses).mean() * shape.experts
+    def loss(self, examples: TokenExamples, row_B: Tensor) -> Tensor:
+        """Cross-entropy in nats per token and layer, a mean over the rows of a forecast in which the first one counts
+        FEWER times; `row_B` stands for the ids."""
+        predictor = self._predictor[0]
+        network = predictor.network
+        z_BW = network.first(examples.text(), examples.residual_BD, row_B)
+        everything_B = torch.arange(len(examples), device=row_B.device)
+        loss = _cross_entropy(network.row(z_BW, 0), examples.used(0, everything_B))
+        steps = predictor.config.tokens
+        for row in range(1, steps + 1):
+            part_B = everything_B[row % FEWER :: FEWER]
+            if row < steps:
+                part_B = part_B[examples.known(row)[part_B]]
+                used_BN = examples.used(row, part_B)
+            else:
+                used_BN, enough_B = examples.chunk.later(examples.index_B[part_B])
+                part_B, used_BN = part_B[enough_B], used_BN[enough_B]
+            if len(part_B):
+                loss = loss + _cross_entropy(network.row(z_BW[part_B], row), used_BN) / FEWER
+        return loss / (1 + steps / FEWER) * predictor.shape.experts
 
     def training_step(self, examples: TokenExamples, index: int) -> Tensor:
         """The loss of one step."""
-        triggers = len(self._predictor[0].layers)
-        losses = [self.loss(examples.part(trigger, triggers), trigger) for trigger in range(triggers)]
-        loss = torch.stack(losses).mean()
+        unknown = self._predictor[0].config.known_ids
+        row_B = examples.row_B.clone()
+        row_B[index % UNNAMED :: UNNAMED] = unknown
+        loss = self.loss(examples, row_B)
         self.log("loss", loss, batch_size=len(examples))
         return loss
 
     def validation_step(self, examples: TokenExamples, index: int) -> None:
         """Score one batch of the round."""
-        triggers = range(len(self._predictor[0].layers))
-        nats = sum(float(self.loss(examples, trigger)) for trigger in triggers) / len(triggers)
+        row_B = examples.row_B
+        unknown_B = torch.full_like(row_B, self._predictor[0].config.known_ids)
+        nats = sum(float(self.loss(examples, given_B)) for given_B in (row_B, unknown_B)) / 2
         self.nats.update(nats, weight=len(examples))
 
     def on_validation_epoch_end(self) -> None:
@@ -118,7 +155,6 @@ class TokenDistiller(NetworkTraining):
         return batch
 
 
-def _cross_entropy(logits_BN: Tensor, used_BN: Tensor, known_B: Tensor) -> Tensor:
-    """Mean over experts and known examples; 0 where none is known."""
-    nats_B = functional.binary_cross_entropy_with_logits(logits_BN, used_BN, reduction="none").mean(dim=1)
-    return (nats_B * known_B).sum() / known_B.sum().clamp(min=1)
+def _cross_entropy(logits_BN: Tensor, used_BN: Tensor) -> Tensor:
+    """Mean over experts and examples."""
+    return functional.binary_cross_entropy_with_logits(logits_BN, used_BN)

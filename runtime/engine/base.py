@@ -20,9 +20,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from expertcast.data.taps import RouterCall
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer
-from expertcast.runtime.engine.flow import LayerFlow, TokenForecasts
+from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.engine.kernels import SlotKernel, combine
 from expertcast.runtime.engine.speculation import Speculator
+from expertcast.runtime.engine.tokens_ahead import LIKELY, TokenForecasts
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies.settings import PolicySet
 from expertcast.runtime.recording.observer import State, heard
@@ -47,9 +48,13 @@ class EngineParts:
     policies: PolicySet
     kernel: SlotKernel
     tokens_ahead: TokenForecasts | None = None
-    """Forecasts the next tokens' routing, for an eviction policy that takes it."""
+    """Forecasts the next tokens' routing."""
     keep: bool = True
     """A cache: False frees an expert's slot as soon as its layer has run."""
+    likely: float = LIKELY
+    """The least probability by a forecast of a whole token at which an expert is loaded early."""
+    gated: bool = False
+    """With a cache, make only forecasts that are expected to save more waiting than they cost."""
 
 
 class Engine(ABC):
@@ -97,8 +102,11 @@ class Engine(ABC):
         return any(module in _RUNNING for module in model.modules())
 
     @abstractmethod
-    def on_start(self, fresh: bool) -> None:
-        """A forward starts, with new texts if `fresh`; what an earlier one left that was cut short is cleared."""
+    def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
+        """A forward starts, with new texts if `fresh`; what an earlier one left that was cut short is cleared.
+
+        `token_BS` are the ids of its tokens, None where it is given embeddings in their place.
+        """
 
     @abstractmethod
     def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:

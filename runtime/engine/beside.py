@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from expertcast.predictors.base import Forecast
 from expertcast.runtime.links.driver import CudaDevice
-from expertcast.runtime.links.exchange import Pending, Readback
 
 
 class Beside:
@@ -26,12 +24,3 @@ class Beside:
         self._stream.wait_stream(self._driver.current_stream())
         with self._driver.use(self._stream):
             yield
-
-
-class Read:
-    """A forecast, and its ids and weights on their way to the host."""
-
-    def __init__(self, forecast: Forecast, readback: Readback) -> None:
-        self.forecast = forecast
-        self.ids: Pending = readback.start(forecast.topk_ids_TK)
-        self.weights: Pending = readback.start(forecast.topk_weights_TK)

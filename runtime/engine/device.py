@@ -43,7 +43,7 @@ class DeviceEngine(Engine):
         if not capturing():  # nothing runs while a graph is captured
             super()._enter(state, layer)
 
-    def on_start(self, fresh: bool) -> None:
+    def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
         self._link.follow()
         if self._halfway:  # else the tables are true, whatever cut the last forward short
             self._tables.clear()

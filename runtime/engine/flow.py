@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from expertcast.predictors.view import ModelShape, MoEView
 from expertcast.runtime.engine.pace import Pace
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.engine.rewriting import named, rewritten
+from expertcast.runtime.engine.tokens_ahead import LIKELY, TokenForecasts, TokensAhead, early_layers
 from expertcast.runtime.policies.miss import Lookup, Verdict
 from expertcast.runtime.policies.prefetch import Wanted
 from expertcast.runtime.policies.prefetch.none import NoPrefetch
@@ -46,21 +46,6 @@ class Decision:
     """By key; experts that are not named come in full."""
 
 
-class TokenForecasts(Protocol):
-    """What follows a run and forecasts the routing of the next tokens."""
-
-    def start(self, fresh: bool) -> None:
-        """A forward starts; `fresh`: with new texts."""
-
-    def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> Tensor | None:
-        """A router has run: `residual_TD`, `logits_TE` and `sequences` as for :meth:`LayerFlow.see`.
-
-        Returns:
-            New probabilities [H, L, E] when this layer triggers a forecast: of this token's coming layers and of all
-            layers of the H - 1 tokens after it.
-        """
-
-
 class LayerFlow:
     """Drives a residency and a set of policies. All calls come from the thread that runs the model.
 
@@ -69,21 +54,31 @@ class LayerFlow:
         policies: all of one model.
         shape: of the model.
         view: the model whose routers route; needed by policies that have them route anew.
-        carry: without a cache, how many first layers of the next token get what they needed last, at the last layer.
-        tokens_ahead: forecasts the next tokens' routing for an eviction policy that takes it.
+        carry: layers between forecasts and their targets; 0: there are none. Without a cache, and where nothing
+            forecasts whole tokens, so many first layers of the next token get what they needed last, at the last layer.
+        tokens_ahead: forecasts the next tokens' routing: evictions go by it where the policy takes it, and experts are
+            loaded early where anything is.
+        likely: the least probability by it at which an expert is loaded early.
     """
 
     def __init__(
         self, residency: Residency, policies: PolicySet, shape: ModelShape, *, view: MoEView | None = None,
-        carry: int = 0, tokens_ahead: TokenForecasts | None = None,
+        carry: int = 0, tokens_ahead: TokenForecasts | None = None, likely: float = LIKELY,
     ) -> None:  # fmt: skip
         self.residency, self.policies = residency, policies
         self._view = view
         self._experts = shape.experts
         self._last = shape.layers - 1
-        self._carry = 0 if residency.keep else carry
+        self._carry = 0 if residency.keep or tokens_ahead is not None else carry
         self._carried: dict[int, list[int]] = {}
-        self._tokens_ahead = tokens_ahead
+        self.tokens_ahead: TokensAhead | None = None
+        """Where something forecasts whole tokens."""
+        if tokens_ahead is not None:
+            loads = not isinstance(policies.prefetch, NoPrefetch)
+            layers = early_layers(shape, keep=residency.keep, loads=loads, forecast_from=carry or None)
+            self.tokens_ahead = TokensAhead(
+                tokens_ahead, residency, policies.eviction, shape, layers=layers, likely=likely
+            )
         self._reroutes = not isinstance(policies.routing, Standard)
         self.decides = self._reroutes or policies.miss.lossy
         """Whether :meth:`decide` may change anything: then it must be called, with host copies of the routing."""
@@ -95,13 +90,13 @@ class LayerFlow:
         reads = policies.prefetch.reads_transfer
         self._pace = Pace(residency, shape.layers) if reads else None
 
-    def start_pass(self, fresh: bool) -> None:
-        """A forward starts; `fresh`: with new texts."""
+    def start_pass(self, fresh: bool, token_BS: Tensor | None = None) -> None:
+        """A forward starts; `fresh`: with new texts; `token_BS`: the ids of its tokens, where they are known."""
         self.residency.start_pass(fresh)
-        if self._tokens_ahead is not None:
-            self._tokens_ahead.start(fresh)
         if self._pace is not None:
             self._pace.start_pass(fresh)
+        if self.tokens_ahead is not None:
+            self.tokens_ahead.start(fresh, token_BS)
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
         """A router has run: its scores and what follows from them for the next tokens, to those who read them.
@@ -114,10 +109,8 @@ class LayerFlow:
         eviction = self.policies.eviction
         if eviction.reads_scores:
             eviction.see_scores(layer, logits_TE.float().softmax(dim=-1).mean(dim=0).tolist())
-        if self._tokens_ahead is not None:
-            probability_HLE = self._tokens_ahead.see(layer, residual_TD, logits_TE, sequences)
-            if probability_HLE is not None:
-                eviction.see_tokens(layer, probability_HLE)
+        if self.tokens_ahead is not None:
+            self.tokens_ahead.see(layer, residual_TD, logits_TE, sequences)
 
     def decide(
         self, layer: int, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, routed: bool = True
@@ -237,14 +230,5 @@ class LayerFlow:
         if layer == self._last:
             for keys in self._carried.values():
                 self.residency.prefetch(keys)
-        if self._tokens_ahead is not None and self.residency.idle:
-            self._load_idle(layer)
-
-    def _load_idle(self, layer: int) -> None:
-        """The link has nothing to do: experts of coming tokens that are likelier than those they replace."""
-        residency, by_layer = self.residency, self.policies.eviction.by_layer
-        for key, worth in by_layer[layer].wanted():
-            victim = residency.victim(key // self._experts)
-            lost = 0.0 if victim is None else by_layer[victim // self._experts].worth(victim) or 0.0
-            if worth > lost:
-                residency.load_idle(key)
+        if self.tokens_ahead is not None:
+            self.tokens_ahead.finish(layer)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -15,11 +14,11 @@ from torch import Tensor
 from expertcast.data.taps import RouterCall
 from expertcast.predictors.view import MoELayer
 from expertcast.runtime.engine.base import Engine, EngineParts
-from expertcast.runtime.engine.beside import Beside, Read
 from expertcast.runtime.engine.flow import LayerFlow
+from expertcast.runtime.engine.foresight import Foresight
+from expertcast.runtime.engine.gate import ForecastGate
 from expertcast.runtime.engine.kernels import row_order
 from expertcast.runtime.engine.plan import Plan
-from expertcast.runtime.engine.quick import QuickForecasts
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.links.exchange import Readback, Sent
 from expertcast.runtime.policies.eviction.base import PROMPT_ROWS
@@ -41,21 +40,16 @@ class HostEngine(Engine):
         )
         carry = 0 if speculator.predictor is None else speculator.ahead
         self._flow = LayerFlow(
-            residency, policies, shape, view=speculator.view, carry=carry, tokens_ahead=parts.tokens_ahead
-        )
+            residency, policies, shape, view=speculator.view, carry=carry, tokens_ahead=parts.tokens_ahead,
+            likely=parts.likely,
+        )  # fmt: skip
+        gated = parts.gated and residency.keep
         self._observer = residency.observer
         self._last = shape.layers - 1
         self._readback = Readback(parts.link.driver, parts.link.progress)
+        gate = ForecastGate(residency, shape.layers, self._flow.tokens_ahead) if gated else None
+        self._foresight = Foresight(speculator, self._flow, self._readback, gate=gate, told=self._told)
         self._plan: Plan | None = None
-        self._known_ids: dict[int, list[int]] = {}
-        """Ids (flat) of forecasts by target layer, as far as the host has them."""
-        self._quick = QuickForecasts(shape.layers)
-        driver = parts.link.driver
-        self._looks_early = speculator.early is not None
-        self._beside = Beside(driver) if driver is not None and self._looks_early else None
-        """Where early attention runs, on CUDA."""
-        self._later: tuple[RouterCall, Read | None, bool] | None = None
-        """A forecast that has not been asked for, and whether its layer runs as a whole."""
         self._complete = False
         """The last forward ran to its last layer."""
 
@@ -63,18 +57,17 @@ class HostEngine(Engine):
     def flow(self) -> LayerFlow:
         return self._flow
 
-    def on_start(self, fresh: bool) -> None:
+    def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
         self._residency.link.follow()
-        self._plan = self._later = None
-        self._known_ids.clear()
-        self._quick.start()
+        self._plan = None
+        self._foresight.start()
         halfway, self._halfway = self._halfway, True
         complete, self._complete = self._complete, False
         if halfway:
             self._residency.reset()
         elif fresh or not complete:
             self._residency.abandon()
-        self._flow.start_pass(fresh)
+        self._flow.start_pass(fresh, token_BS)
         self._halfway = False
         self._speculator.start(fresh)
 
@@ -94,15 +87,7 @@ class HostEngine(Engine):
             executed, precision = self._decide(call, executed)
         ids_TK = call.ids_TK if executed is None else executed[0]
         plan = self._begin(call.layer, ids_TK, executed is not None and executed is forecast_executed, precision)
-        if self._told is not None:
-            self._told("forecast", call.layer)
-        quick = self._quick_hint if self._looks_early and self._residency.idle else None
-        with nullcontext() if self._beside is None else self._beside.running():
-            forecast = self._speculator.forecast(call, executed, quick)
-            read = None if forecast is None else Read(forecast, self._readback)
-        self._later = call, read, len(plan.chunks) == 1
-        if self._beside is None:
-            self._take_forecast()
+        self._foresight.make(call, executed, len(plan.chunks) == 1)
         if self._told is not None:
             self._told("compute", call.layer)
         self._halfway = False
@@ -118,36 +103,6 @@ class HostEngine(Engine):
             return executed, None
         return (decision.ids_TK, decision.weights_TK), decision.precision
 
-    def _quick_hint(self, layer: int, ids_TK: Tensor) -> None:
-        """Ask at once for what a quick forecast is sure of."""
-        sure = self._quick.sure(layer, self._readback.start(ids_TK).tolist())
-        self._residency.prefetch([layer * self._experts + expert for expert in sure])
-
-    def _take_forecast(self) -> None:
-        """Ask for what has been forecast at this layer. On CUDA the host waits for it here: the link must know what
-        comes next before it has made the layer's own copies."""
-        later, self._later = self._later, None
-        if later is None:
-            return
-        call, read, whole = later
-        if self._told is not None:
-            self._told("policy", call.layer)
-        if read is not None:
-            self._hint(read)
-        for further in self._speculator.further(call):
-            if not self._residency.idle:  # the link has nearer layers' experts to bring
-                break
-            self._hint(Read(further, self._readback))
-        self._flow.finish(call.layer)
-        if whole:
-            self._flow.stream(call.layer)
-
-    def _hint(self, read: Read) -> None:
-        """Ask for a forecast's experts."""
-        ids_T = read.ids.tolist()
-        self._known_ids[read.forecast.layer] = [expert for row in ids_T for expert in row]
-        self._flow.hint(read.forecast, ids_T, read.weights.tolist())
-
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self._halfway = True
         if self._told is not None:
@@ -162,7 +117,7 @@ class HostEngine(Engine):
             output_TD = self._run_whole(layer, plan, hidden_TD, ids_TK, weights_TK)
         else:
             output_TD = self._run_chunks(layer, hidden_TD, weights_TK, self._chunks(plan, ids_TK.reshape(-1)))
-        self._take_forecast()
+        self._foresight.take()
         self._complete = layer.index == self._last
         if self._told is not None:
             self._told("compute", layer.index + 1)
@@ -172,7 +127,7 @@ class HostEngine(Engine):
     def _begin(self, layer: int, ids_TK: Tensor, forecast: bool, precision: dict[int, str] | None = None) -> Plan:
         """Request what a layer executes; `forecast`: these are the ids of the layer's forecast."""
         first = layer * self._experts
-        flat: list[int] | None = self._known_ids.pop(layer, None)
+        flat: list[int] | None = self._foresight.ids.pop(layer, None)
         if not forecast or flat is None:
             few = ids_TK.numel() <= _FEW_IDS
             flat = self._readback.start(ids_TK.reshape(-1)).tolist() if few else None
@@ -186,8 +141,7 @@ class HostEngine(Engine):
             counts = self._readback.start(counts_E).tolist()  # torch.unique would keep the host from the link
             pairs = {first + expert: count for expert, count in enumerate(counts) if count}
             distinct = list(pairs)
-        if self._quick.made:
-            self._quick.learn(layer, {key - first for key in distinct})
+        self._foresight.learn(layer, [key - first for key in distinct])
         chunks = self._flow.begin(layer, distinct, precision)
         plan = self._plan = Plan(layer, ids_TK, all_keys, pairs, chunks, precision)
         if len(chunks) == 1:

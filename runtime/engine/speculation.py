@@ -128,7 +128,12 @@ class Speculator:
         return forecast.topk_ids_TK, weights_TK.to(call.weights_TK.dtype)
 
     def forecast(
-        self, call: RouterCall, executed: tuple[Tensor, Tensor] | None, quick: Quick | None = None
+        self,
+        call: RouterCall,
+        executed: tuple[Tensor, Tensor] | None,
+        *,
+        quick: Quick | None = None,
+        pays: Callable[[int], bool] | None = None,
     ) -> Forecast | None:
         """The forecast made at this layer, if one is due.
 
@@ -136,6 +141,7 @@ class Speculator:
             call: the layer's.
             executed: what :meth:`executed` said.
             quick: is told of a first forecast in a decode step, where the better one has to wait for early attention.
+            pays: whether one for a layer is worth making; layers that execute their forecast get one in any case.
         """
         if self.predictor is None or self._traced is None:
             return None
@@ -143,6 +149,9 @@ class Speculator:
             self._memory.see(call)
         own = self._forecasts.pop(call.layer, None)
         if call.layer + self.ahead >= len(self.view) or (call.tokens > 1 and not self.prefill):
+            return None
+        target = call.layer + self.ahead
+        if pays is not None and target not in self.layers and not pays(target):
             return None
         ids_TK, weights_TK = (call.ids_TK, call.weights_TK) if executed is None else executed
         chained = own is not None and executed is not None and not self.true_weights
@@ -245,5 +254,6 @@ def speculate(
             observe(call, call.ids_TK if executed is None else executed[0])
         return executed if execute else None
 
-    with closing(RouterTaps(model, view, on_router, speculator.start)), speculator.following():
+    taps = RouterTaps(model, view, on_router, lambda fresh, _ids: speculator.start(fresh))
+    with closing(taps), speculator.following():
         yield speculator

@@ -33,6 +33,7 @@ class Eviction:
         self.reads_scores = choice.cls.reads_scores
         self.reads_routing = choice.cls.reads_routing
         self.reads_forecasts = choice.cls.reads_forecasts
+        self.reads_tokens = choice.cls.reads_tokens
 
     def start_pass(self, fresh: bool) -> None:
         """A forward starts."""

@@ -76,7 +76,12 @@ def load_trace(
     ]
     if not parts:
         raise ExpertcastError(f"split {texts.split!r} holds no tokens: collect more text or choose another split")
-    routes = Routes(view=view, **{name: _joined([getattr(part.routes, name) for part in parts]) for name in _COLUMNS})
+    ids = [part.routes.token_T for part in parts if part.routes.token_T is not None]
+    routes = Routes(
+        view=view,
+        **{name: _joined([getattr(part.routes, name) for part in parts]) for name in _COLUMNS},
+        token_T=torch.cat(ids) if len(ids) == len(parts) else None,
+    )
     document_T = torch.cat([part.document_T for part in parts])
     hints = {}
     for name in predictors:
@@ -95,7 +100,10 @@ def _part(rows: TraceBatch, view: MoEView, predictors: Mapping[str, Predictor], 
         for name, predictor in predictors.items()
     }
     kept = rows.residual_TLD if residuals else rows.residual_TLD[:, :, :0]
-    routes = Routes(logits=list(rows.logits_TLE.unbind(1)), ids=ids, weights=weights, residual=list(kept.unbind(1)))
+    routes = Routes(
+        logits=list(rows.logits_TLE.unbind(1)), ids=ids, weights=weights, residual=list(kept.unbind(1)),
+        token_T=rows.token_T,
+    )  # fmt: skip
     return _Part(routes=routes, document_T=rows.document_T, forecasts=forecasts)
 
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from expertcast.runtime.engine.flow import LayerFlow, TokenForecasts
+from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.engine.residency import Residency
+from expertcast.runtime.engine.tokens_ahead import TokenForecasts
 from expertcast.runtime.policies.eviction.base import PROMPT_ROWS
 from expertcast.runtime.policies.registry import CacheShape
 from expertcast.runtime.recording.layer_times import LayerTimes
@@ -74,7 +75,7 @@ class VirtualRuntime:
         start = link.now
         if forward.fresh:
             self.residency.abandon()
-        flow.start_pass(forward.fresh)
+        flow.start_pass(forward.fresh, None if flow.tokens_ahead is None else self.trace.token_ids(forward))
         told = forward.fresh and self.trace.routes is not None and self.policies.eviction.reads_routing
         for layer, keys in enumerate(forward.keys):
             link.spend(until_request_s[layer])

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.engine.flow import TokenForecasts
+from expertcast.runtime.engine.tokens_ahead import TokenForecasts
 from expertcast.runtime.policies.registry import CacheShape
 from expertcast.runtime.policies.settings import Policies
 from expertcast.runtime.simulation.machine import Case, Machine, check_slots

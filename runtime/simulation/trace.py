@@ -52,6 +52,8 @@ class Routes:
     """[T, K]"""
     residual: list[Tensor]
     """[T, D], or [T, 0] where they were not asked for."""
+    token_T: Tensor | None = None
+    """The tokens' own ids; None where they are not known."""
 
 
 class ForecastSource(ABC):
@@ -125,6 +127,13 @@ class Trace:
     def steps(self) -> int:
         """Number of decode steps."""
         return len(self.decode)
+
+    def token_ids(self, forward: Forward) -> Tensor | None:
+        """The ids [B, S] of a forward's tokens, where they are known; None for prompts of different lengths as well."""
+        if self.routes is None or self.routes.token_T is None:
+            return None
+        token_T = self.routes.token_T[forward.rows]
+        return None if len(token_T) % forward.sequences else token_T.view(forward.sequences, -1)
 
     def known_routes(self) -> Routes:
         """What policies read that look further than keys.

@@ -22,7 +22,7 @@ METRICS = {"split": "test", **SCORES, "validation": SCORES}
 CONFIGS = {
     "linear": LinearConfig(),
     "estimator": EstimatorConfig(parameters=20_000),
-    "next_token": NextTokenConfig(tokens=2, width=8, memories=(2, 8)),
+    "next_token": NextTokenConfig(tokens=2, width=8, inner=4, known_ids=6, memories=(2, 8)),
     "hybrid": HybridConfig(
         candidates=["next_norm", "linear"],
         choices=[{"ahead": 1, "layer": 1 + at, "predictor": "linear", "recall": {"linear": 0.5}} for at in range(3)],

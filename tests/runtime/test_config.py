@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import InstantLink, OffloadConfig, offload
-from expertcast.runtime.config import LINKS, MODES
+from expertcast.runtime.config import FORECASTS, LINKS, MODES
 from expertcast.runtime.policies import PRESETS, Policies
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
@@ -40,6 +40,8 @@ def _field_values() -> dict[str, st.SearchStrategy[Any]]:
         "latency": _NUMBER,
         "link": st.sampled_from(LINKS),
         "next_token": _PLACES,
+        "likely": st.floats(0.001, 1),
+        "forecasts": st.sampled_from(FORECASTS),
         "ahead": _COUNT,
         "layers": st.none() | st.lists(_COUNT).map(tuple),
         "min_recall": _NUMBER,

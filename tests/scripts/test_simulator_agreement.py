@@ -57,17 +57,21 @@ def test_same_counts(
 
 
 def test_same_forecasts_of_tokens(reference_model: PreTrainedModel, prompt_ids: torch.Tensor) -> None:
-    """Both sides look ahead with the same predictor: an untrained one, which goes by the averages of the routing. Loads
-    while the link is idle would depend on time."""
+    """Both sides look ahead with the same predictor, of random weights. Loads while the link is idle, or when a token
+    begins, would depend on time."""
     view = find_moe_layers(reference_model)
+    torch.manual_seed(0)
     next_token = NextToken(NextTokenConfig(tokens=2, width=16), view.shape).eval().bind(view)
     assert isinstance(next_token, NextToken)
+    torch.nn.init.normal_(next_token.network.head.weight)
+    torch.nn.init.normal_(next_token.network.token_VW)
+    next_token.know(torch.arange(5000))
     found = {
         name: compare(
             measure(
                 reference_model,
                 prompt_ids,
-                replace(LINK, policies=Policies(eviction=name), slots=100, next_token=given),
+                replace(LINK, policies=Policies(eviction=name, prefetch="none"), slots=100, next_token=given),
                 new_tokens=24,
             )
         )

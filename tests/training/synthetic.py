@@ -30,6 +30,7 @@ def random_batch(view: MoEView, tokens: int, *, seed: int = 0, document_tokens: 
         logits_TLE=torch.stack(logits, dim=1),
         document_T=index_T // document_tokens,
         position_T=index_T % document_tokens,
+        token_T=torch.randint(0, 10, (tokens,), generator=generator),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from expertcast.training.token_examples import TokenChunk, token_chunks
 from tests.training.synthetic import random_batch, tiny_view
 
 WORDS = 6
-SMALL = NextTokenConfig(tokens=2, width=32, memories=(2, 8), later_tokens=8, steps=200, step_tokens=64, passes=99)
+SMALL = NextTokenConfig(
+    tokens=2, width=32, inner=16, known_ids=20, memories=(1, 8), later_tokens=8, steps=200, step_tokens=64, passes=99
+)
 
 
 class Cyclic:
@@ -43,6 +46,7 @@ class Cyclic:
             logits_TLE=words.logits_TLE[word_T],
             document_T=document_T,
             position_T=position_T,
+            token_T=10 * word_T,
         )
         self._rows = {"train": slice(0, tokens * 2 // 3), "validation": slice(tokens * 2 // 3, tokens)}
         self.info: dict[str, Any] = {"id": "cyclic", "model": view.model_id}
@@ -87,7 +91,7 @@ def test_it_learns_what_follows(source: Cyclic, fitted: NextToken) -> None:
     found = evaluate_tokens(fitted, source, "validation")
     means = {name: values["recall_at_k"]["mean"] for name, values in found["tokens_ahead"].items()}
     assert min(means["next_token"]) > 0.95
-    assert min(means["next_token_from_0"]) > 0.95
+    assert min(means["next_token_by_id"]) > 0.95
     assert max(means["frequency"] + means["previous_token"]) < 0.7
 
 
@@ -112,24 +116,55 @@ def test_scores_by_hand(source: Cyclic, fitted: NextToken) -> None:
         scored = found["tokens_ahead"][name]
         assert scored["recall_at_k"]["mean"][1] == pytest.approx(value / count, abs=1e-6)
         assert len(scored["recall_at_k_plus_3"]["per_layer"][0]) == len(source.view)
-    assert found["tokens_ahead"]["next_token_from_0"]["recall_at_k"]["per_layer"][0][0] is None
     assert "previous_token recall_at_k_plus_3" in tokens_table(found["tokens_ahead"])
+
+
+def test_it_knows_which_token_comes(source: Cyclic) -> None:
+    """Texts in which any word follows any other: only the token's own id tells its routing."""
+    drawn = Cyclic(source.view)
+    word_T = torch.randint(0, WORDS, (1200,), generator=torch.Generator().manual_seed(1))
+    words = drawn._batch[:WORDS]  # the first document's: each of the six once
+    drawn._batch = replace(words[word_T], document_T=drawn._batch.document_T, position_T=drawn._batch.position_T)
+    predictor = fit("next_token", drawn, config=SMALL).predictor
+    assert isinstance(predictor, NextToken)
+    assert predictor.ids_V[:WORDS].tolist() == [0, 10, 20, 30, 40, 50]
+    found = evaluate_tokens(predictor, drawn, "validation")["tokens_ahead"]
+    assert found["next_token_by_id"]["recall_at_k"]["mean"][0] > 0.95
+    assert found["next_token"]["recall_at_k"]["mean"][0] < 0.8
+    assert found["next_token_by_id"]["recall_at_k"]["mean"][1] < 0.8
+
+
+def test_only_the_most_frequent_ids_are_known(source: Cyclic) -> None:
+    few = Cyclic(source.view, tokens=60, document_tokens=20)
+    few._batch = replace(few._batch, token_T=torch.tensor([5] * 20 + [90] * 12 + [7] * 8 + [1] * 20))
+    config = NextTokenConfig(tokens=1, width=8, inner=4, known_ids=2, memories=(4,), steps=1, step_tokens=32)
+    predictor = fit("next_token", few, config=config).predictor
+    assert isinstance(predictor, NextToken)
+    assert predictor.ids_V.tolist() == [5, 90]
+
+
+def test_it_needs_ids(source: Cyclic) -> None:
+    without = Cyclic(source.view)
+    without._batch = replace(without._batch, token_T=None)
+    with pytest.raises(ExpertcastError, match="hold no token ids"):
+        fit("next_token", without, config=SMALL)
 
 
 def test_chunks_carry_the_text_on(source: Cyclic, fitted: NextToken, monkeypatch: pytest.MonkeyPatch) -> None:
     """A split in chunks of 30 tokens gives the states that it gives in one; what comes ends with the chunk."""
     whole = TokenChunk(fitted, next(source.batches("validation", 10_000)))
-    expected = whole.examples(torch.arange(len(whole)))
+    expected = whole.examples(torch.arange(whole.windows))
+    assert expected.index_B.tolist() == list(range(len(whole)))
     before, begin = None, 0
     for batch in source.batches("validation", 30):
         before = TokenChunk(fitted, batch, before)
-        rows = slice(begin, begin + len(batch))
-        found = before.examples(torch.arange(len(batch)))
-        torch.testing.assert_close(found.average_BAN, expected.average_BAN[rows], atol=2e-3, rtol=0)
-        assert torch.equal(found.last_BN, expected.last_BN[rows])
-        assert torch.equal(found.residual_RBD, expected.residual_RBD[:, rows])
-        assert torch.equal(found.used_BSN[:-1], expected.used_BSN[rows][:-1])
-        assert not found.known_BS[-1, 1:].any()
+        found, rows = before.examples(torch.arange(before.windows)), slice(begin, begin + len(batch))
+        torch.testing.assert_close(found.text(), expected.text()[rows], atol=5e-3, rtol=0)
+        assert torch.equal(found.residual_BD, expected.residual_BD[rows])
+        assert torch.equal(found.row_B, expected.row_B[rows])
+        numbers_B = torch.arange(len(batch))
+        assert torch.equal(found.used(0, numbers_B), expected.used(0, numbers_B + begin))
+        assert not found.known(1)[-1]
         begin += len(batch)
     monkeypatch.setattr("expertcast.training.token_examples.CHUNK_BYTES", 0)
     assert sum(len(chunk) for chunk in token_chunks(fitted, source, "train")) == 800
@@ -138,12 +173,12 @@ def test_chunks_carry_the_text_on(source: Cyclic, fitted: NextToken, monkeypatch
 def test_later_use_is_a_mean(source: Cyclic, fitted: NextToken) -> None:
     """Two tokens one by one, then the mean over the eight after them, inside the document."""
     chunk = TokenChunk(fitted, next(source.batches("validation", 80)))
-    examples = chunk.examples(torch.tensor([0, 29, 30, 31, 39, 40]))
-    mean_N = chunk.member_TN[2:10].mean(dim=0)
-    torch.testing.assert_close(examples.later_BN[0], mean_N)
-    torch.testing.assert_close(examples.later_BN[2], chunk.member_TN[32:40].mean(dim=0))
-    assert examples.later_B.tolist() == [True, True, True, False, False, True]
-    assert examples.known_BS.tolist() == [[True, True]] * 4 + [[True, False], [True, True]]
+    later_BN, enough_B = chunk.later(torch.tensor([0, 29, 30, 31, 39, 40]))
+    torch.testing.assert_close(later_BN[0], chunk.membership(torch.arange(2, 10)).mean(dim=0))
+    torch.testing.assert_close(later_BN[2], chunk.membership(torch.arange(32, 40)).mean(dim=0))
+    assert enough_B.tolist() == [True, True, True, False, False, True]
+    examples = chunk.examples(torch.arange(chunk.windows))
+    assert examples.known(1)[[0, 38, 39, 40]].tolist() == [True, True, False, True]
 
 
 def test_checkpoint_round_trip(source: Cyclic, fitted: NextToken, tmp_path: Path) -> None:
@@ -151,8 +186,8 @@ def test_checkpoint_round_trip(source: Cyclic, fitted: NextToken, tmp_path: Path
     loaded = load_predictor(tmp_path / "saved", source.view)
     assert isinstance(loaded, NextToken)
     assert loaded.config == fitted.config
-    state = loaded.start(2)
-    assert torch.equal(loaded.tokens_ahead(state), fitted.tokens_ahead(fitted.start(2)))
+    ids_B = torch.tensor([10, 11])
+    assert torch.equal(loaded.tokens_ahead(loaded.start(2), ids_B), fitted.tokens_ahead(fitted.start(2), ids_B))
     assert "1 to 2 tokens ahead" in (tmp_path / "saved" / "README.md").read_text()
 
 
@@ -170,7 +205,7 @@ def test_commands(reference_traces: TraceDataset, tmp_path: Path) -> None:
     small = ["--set", "steps=4", "width=8", "tokens=2", "memories=4,16"]
     assert main(["train", traces, "--predictor", "next_token", "--out", saved, *small]) == 0
     metrics = json.loads((tmp_path / "saved" / "metrics.json").read_text())
-    assert set(metrics["tokens_ahead"]) == {"next_token", "next_token_from_0", "frequency", "previous_token"}
+    assert set(metrics["tokens_ahead"]) == {"next_token", "next_token_by_id", "frequency", "previous_token"}
     results = {}
     for name, given in (("with", [saved, "frequency", "previous_token"]), ("without", ["frequency", "previous_token"])):
         path = tmp_path / f"{name}.json"

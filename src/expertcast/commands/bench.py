@@ -24,7 +24,7 @@ from expertcast.runtime.benchmarking.bench import Bench, BenchSettings, decode_r
 from expertcast.runtime.benchmarking.peer import measure_peer
 from expertcast.runtime.benchmarking.routing_process import RoutingProcess
 from expertcast.runtime.benchmarking.shapes import weight_bytes
-from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.config import FORECASTS, OffloadConfig
 from expertcast.runtime.recording.timeline import draw_steps
 from expertcast.runtime.recording.timeline import write_timeline as write_trace
 
@@ -42,6 +42,10 @@ class Options(TargetOptions):
     """Whether experts stay in their slots when a layer has run."""
     ahead: Count = 1
     """Layers ahead."""
+    next_token: Annotated[str | None, Option(metavar="CKPT")] = None
+    """Checkpoint of a next_token predictor: runs with forecasts also load experts when a token begins."""
+    forecasts: Annotated[str, Option(choices=FORECASTS)] = "always"
+    """Make all forecasts, or with a cache only those that are expected to save more waiting than they take."""
     prompt_tokens: tuple[Count, ...] = (1024,)
     """Prompts of these lengths."""
     settings: Annotated[BenchSettings, Fields(new_tokens=COUNT, repetitions=COUNT)]
@@ -157,6 +161,8 @@ def ways(
         layers = range(options.ahead, len(target.view), 2)
     on_demand = replace(target.config(link), ahead=options.ahead)
     modes = usual_runs(on_demand, target.forecaster(process, options.ahead), layers)
+    for mode in MODES[1:]:
+        modes[mode] = replace(modes[mode], next_token=options.next_token, forecasts=options.forecasts)
     caches = {"both": (False, True), "without": (False,), "with": (True,)}[options.cache]
     return {
         f"{mode}_cache" if cache else mode: replace(modes[mode], cache=cache)

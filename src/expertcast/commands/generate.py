@@ -11,7 +11,7 @@ from expertcast.commands.options import BANDWIDTH, COUNT, Count, Fields, Given, 
 from expertcast.commands.output import Outcome, table
 from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.config import MODES, OffloadConfig
+from expertcast.runtime.config import FORECASTS, MODES, OffloadConfig
 from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.option_values import check_predictor
 from expertcast.runtime.policies import Policies
@@ -22,6 +22,7 @@ _OFFLOAD = Fields(
     slots=COUNT,
     memory=Option(metavar="BYTES"),
     next_token=Option(metavar="CKPT"),
+    forecasts=Option(choices=FORECASTS),
     bandwidth=BANDWIDTH,
 )
 

@@ -53,8 +53,10 @@ class EveryOther:
         self.calls: list[tuple[bool, int]] = []
         self._fresh = False
 
-    def start(self, fresh: bool) -> None:
+    def start(self, fresh: bool, token_BS: Tensor | None = None) -> Tensor | None:
         self._fresh = fresh
+        self.calls.append((fresh, -1))
+        return None if fresh else torch.linspace(0.8, 0.1, 6).expand(2, 3, 6)
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> Tensor | None:
         self.calls.append((self._fresh, layer))
@@ -66,7 +68,7 @@ def test_next_tokens_are_forecast_once() -> None:
     trace = made.random_trace(4, tokens=30)
     live, recorded = EveryOther(), EveryOther()
     table = TokenTable.of(trace, recorded)
-    assert recorded.calls == [(forward.fresh, layer) for forward in trace.forwards for layer in range(3)]
+    assert recorded.calls == [(forward.fresh, layer) for forward in trace.forwards for layer in range(-1, 3)]
     policies, machine = Policies(eviction="forecast"), made.machine(3)
     direct = summary(simulate(trace, policies, 6, machine, tokens_ahead=lambda: live))
     assert live.calls == recorded.calls
