@@ -19,7 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.discovery import experts_implementation
-from expertcast.data.means import MeanOutputs
+from expertcast.data.means import MeanOutputs, adds_block, adds_experts
 from expertcast.data.plan import Window
 from expertcast.data.taps import RouterCall, RouterTaps
 from expertcast.predictors.errors import ExpertcastError
@@ -118,6 +118,7 @@ class ActivationStream:
                 attention_mask=batch.mask_BS.to(model.device),
                 use_cache=False,
             )
+        capture.finish()
         if self.means is not None:
             self.means.token_count += len(batch)
         return TraceBatch(
@@ -135,7 +136,7 @@ class Capture:
         padded = len(batch) < batch.mask_BS.numel()
         self.keep_T = batch.mask_BS.reshape(-1).nonzero().squeeze(1) if padded else None
         """Indices of the real tokens in the flattened batch, None when there is no padding."""
-        self.means = stream.means
+        self.means, self._view = stream.means, stream.view
         size = (len(batch), stream.view.shape.layers, stream.view.shape.hidden)
         device = stream.view[0].experts.get_parameter("down_proj").device
         self.residual_TLD = torch.empty(size, dtype=stream.residual_dtype, device=device)
@@ -152,6 +153,16 @@ class Capture:
             self.logits_TLE = call.logits_TE.new_empty(*self.residual_TLD.shape[:2], call.logits_TE.shape[-1])
         self.residual_TLD[:, call.layer] = self.rows(call.residual_TD)
         self.logits_TLE[:, call.layer] = self.rows(call.logits_TE)
+
+    def finish(self) -> None:
+        """The model has run: the steps from residual to residual, for layers that add more than their block's output or
+        another thing."""
+        if self.means is None:
+            return
+        for layer in list(self._view)[:-1]:
+            if not adds_block(layer):
+                before_TD, after_TD = self.residual_TLD[:, layer.index].float(), self.residual_TLD[:, layer.index + 1]
+                self.means.add_shared(layer.index, after_TD.float() - before_TD)
 
 
 class LayerCapture:
@@ -173,6 +184,15 @@ class LayerCapture:
         means.add_shared(self.layer.index, rows(block).float() - rows(self.routed_TD).float())
         self.routed_TD = None
 
+    def ran(self, output_TD: Tensor) -> None:
+        """The routed experts have put this out."""
+        layer, means = self.layer, self.capture.means
+        if adds_block(layer):
+            self.routed_TD = output_TD if layer.has_shared else None
+        elif means is not None and layer.adds is not None and adds_experts(layer):
+            if layer.index + 1 < len(means.inner_EI):  # of the step that `Capture.finish` adds
+                means.add_shared(layer.index, -layer.adds.factor * self.capture.rows(output_TD).float())
+
     def add_inner(self, inner_SI: Tensor, ids_TK: Tensor) -> None:
         """Add inner activations of the routed experts, rows sorted by expert."""
         assert self.capture.means is not None
@@ -187,7 +207,7 @@ def attached(model: PreTrainedModel, view: MoEView, capture: Capture) -> Iterato
         stack.callback(RouterTaps(model, view, capture.see).close)
         for layer in view:
             own = LayerCapture(layer, capture)
-            if layer.has_shared:
+            if layer.has_shared and adds_block(layer):
                 stack.callback(layer.block.register_forward_hook(own.after_block).remove)
             _ACTIVE[layer.experts] = own
             stack.callback(_ACTIVE.pop, layer.experts)
@@ -207,14 +227,13 @@ def _collecting_experts(
         keep_T = keep_T.to(hidden_states.device)
         output_TD = torch.zeros_like(hidden_states)
         output_TD[keep_T] = _grouped(own, experts, hidden_states[keep_T], top_k_index[keep_T], top_k_weights[keep_T])
-    if own.layer.has_shared:
-        own.routed_TD = output_TD
+    own.ran(output_TD)
     return output_TD
 
 
 def _grouped(own: LayerCapture, experts: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     with ExitStack() as stack:
-        if own.capture.means is not None:
+        if own.capture.means is not None and adds_experts(own.layer):
             stack.enter_context(_inner_activations(experts, lambda inner_SI: own.add_inner(inner_SI, ids_TK)))
         output_TD: Tensor = grouped_mm_experts_forward(experts, hidden_TD, ids_TK, weights_TK)
     return output_TD

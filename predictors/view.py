@@ -8,12 +8,42 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from expertcast.predictors.routing_rule import route
+
+
+@dataclass(frozen=True, slots=True)
+class Adds:
+    """How a layer's experts' output enters the residual stream: as a term of a sum."""
+
+    factor: float = 1.0
+    """What it is multiplied with there."""
+    beside: bool = False
+    """Whether the layer adds something else there than its block's output."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTensor:
+    """A parameter or buffer that a router is given by its block; it is looked up when it is needed."""
+
+    path: str
+    """In the model."""
+    owner: nn.Module
+
+    @property
+    def name(self) -> str:
+        """In its owner."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def tensor(self) -> Tensor:
+        """As it is now."""
+        tensor: Tensor = getattr(self.owner, self.name)
+        return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +55,8 @@ class MoELayer:
     block_name: str
     """Path of the MoE block in the model."""
     norm_name: str
-    """Path of the norm whose output is the block's input."""
+    """Path of the norm whose output is the router's input; empty where that is no norm's: the residual is the router's
+    input itself then, and `norm` an identity of our own."""
     router_name: str
     """Path of the router module."""
     experts_name: str
@@ -42,18 +73,38 @@ class MoELayer:
     """D"""
     has_shared: bool
     """Whether shared experts add to the block's output."""
+    adds: Adds | None = field(default_factory=Adds)
+    """None: the experts' output is no term of the residual stream, but normalised, gated or projected before."""
+    router_dims: int = 2
+    """Dimensions of what the block gives its router: 2 for [T, D], 3 for [B, S, D]."""
+    router_arguments: tuple[tuple[str, OwnTensor | float | None], ...] = ()
+    """What else the block gives its router, by name."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the experts' weights, which read what the router reads; norms and routers may keep another for their own."""
+        own = (each.dtype for each in self.experts.parameters() if each.is_floating_point())
+        return next(own, next(self.router.parameters()).dtype)
 
     def router_input(self, residual_TD: Tensor) -> Tensor:
         """LN of this layer over [T, D] of any float dtype: s_l for its own residual, q for an earlier one's r + d."""
         parameter = next(self.norm.parameters(), None)
-        dtype = residual_TD.dtype if parameter is None else parameter.dtype
+        dtype = self.dtype if parameter is None else parameter.dtype
         output: Tensor = self.norm(residual_TD.to(dtype))
         return output
 
     def router_logits(self, hidden_TD: Tensor) -> Tensor:
         """Logits [T, E] that this layer's own router gives for [T, D] inputs."""
-        logits: Tensor = self.router(hidden_TD)[0]
-        return logits
+        return self.routed(hidden_TD)[0]
+
+    def routed(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What this layer's own router returns for [T, D] inputs: logits [T, E], weights and ids [T, K]."""
+        given = hidden_TD if self.router_dims == 2 else hidden_TD.unsqueeze(0)
+        arguments = {
+            name: value.tensor if isinstance(value, OwnTensor) else value for name, value in self.router_arguments
+        }
+        logits_TE, weights_TK, ids_TK = self.router(given, **arguments)
+        return logits_TE, weights_TK, ids_TK
 
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Expert ids (int64) and combine weights [T, K] that this layer's router would return with these logits."""

@@ -149,7 +149,7 @@ def _random_state(view: MoEView, layer: int, previous: bool, generator: torch.Ge
     weight = next(own.router.parameters())
     residual_1D = torch.randn(1, shape.hidden, generator=generator).to(weight)
     router_input_1D = own.router_input(residual_1D)
-    logits_1E, weights_1K, ids_1K = own.router(router_input_1D)
+    logits_1E, weights_1K, ids_1K = own.routed(router_input_1D)
     return RouterState(
         layer=layer, residual_TD=residual_1D, router_input_TD=router_input_1D, logits_TE=logits_1E,
         topk_ids_TK=ids_1K, topk_weights_TK=weights_1K,
