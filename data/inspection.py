@@ -156,4 +156,4 @@ def _with_real_router(layer: MoELayer) -> MoELayer:
             owner.register_buffer(value.name, torch.zeros(value.tensor.shape))
             value = OwnTensor(value.path, owner)
         arguments.append((name, value))
-    return replace(layer, router=router.float(), experts=router, router_arguments=tuple(arguments))
+    return replace(layer, norm=nn.Identity(), router=router.float(), experts=router, router_arguments=tuple(arguments))

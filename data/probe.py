@@ -6,6 +6,7 @@ Experts are answered with their own input, so nothing of their weights is needed
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -65,7 +66,11 @@ class Probed:
         factor = added.get(self.experts)
         if factor is None or self.depends or any(atom in self.residual for atom in added):
             return None
-        return Adds(factor=factor, beside=added != self.block)
+        behind = factor / self.block.get(self.experts, factor)  # what the layer multiplies its block's output with
+        alike = added.keys() == self.block.keys() and all(
+            math.isclose(value, behind * self.block[atom]) for atom, value in added.items()
+        )
+        return Adds(factor=factor, beside=not alike)
 
 
 def probe(model: PreTrainedModel, blocks: Sequence[BlockNames]) -> dict[str, Probed]:

@@ -9,6 +9,7 @@ A skeleton is a folder that lets traces be scored and predictors be trained wher
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,7 +63,9 @@ class _Description(TypedDict):
 def save_skeleton(view: MoEView, model: PreTrainedModel, folder: Path) -> None:
     """Write the router skeleton of `model` into `folder` (see the module's docstring)."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.config.save_pretrained(folder)
+    config = copy.deepcopy(model.config)
+    config.dtype = view[0].dtype  # what it says may be what the weights were once
+    config.save_pretrained(folder)
     weights = save({name: tensor.detach().cpu().contiguous() for name, tensor in _tensors(view).items()})
     (folder / WEIGHTS).write_bytes(weights)
     description = {

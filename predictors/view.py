@@ -82,15 +82,17 @@ class MoELayer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the experts' weights, which read what the router reads; norms and routers may keep another for their own."""
-        own = (each.dtype for each in self.experts.parameters() if each.is_floating_point())
-        return next(own, next(self.router.parameters()).dtype)
+        """Of the router's inputs: that of the norm's weight, or of the experts' where it has none. A router may keep
+        another for its own weight."""
+        for module in (self.norm, self.experts, self.router):
+            for parameter in module.parameters():
+                if parameter.is_floating_point():
+                    return parameter.dtype
+        return torch.get_default_dtype()
 
     def router_input(self, residual_TD: Tensor) -> Tensor:
         """LN of this layer over [T, D] of any float dtype: s_l for its own residual, q for an earlier one's r + d."""
-        parameter = next(self.norm.parameters(), None)
-        dtype = self.dtype if parameter is None else parameter.dtype
-        output: Tensor = self.norm(residual_TD.to(dtype))
+        output: Tensor = self.norm(residual_TD.to(self.dtype))
         return output
 
     def router_logits(self, hidden_TD: Tensor) -> Tensor:
