@@ -7,13 +7,16 @@ Finding the layers in a model is :mod:`expertcast.data.discovery`; this module o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from expertcast.predictors.routing_rule import route
+
+_SAMPLED = 8
+"""Places of each of an expert's tensors that its fingerprint looks at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +102,15 @@ class MoELayer:
         """Logits [T, E] that this layer's own router gives for [T, D] inputs."""
         return self.routed(hidden_TD)[0]
 
-    def routed(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What this layer's own router returns for [T, D] inputs: logits [T, E], weights and ids [T, K]."""
+    def routed(self, hidden_TD: Tensor, *, hooks: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """What this layer's own router returns for [T, D] inputs: logits [T, E], weights and ids [T, K]; without `hooks`
+        whatever is hooked to it."""
         given = hidden_TD if self.router_dims == 2 else hidden_TD.unsqueeze(0)
         arguments = {
             name: value.tensor if isinstance(value, OwnTensor) else value for name, value in self.router_arguments
         }
-        logits_TE, weights_TK, ids_TK = self.router(given, **arguments)
+        run = self.router if hooks else self.router.forward
+        logits_TE, weights_TK, ids_TK = run(given, **arguments)
         return logits_TE, weights_TK, ids_TK
 
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,6 +125,8 @@ class MoEView:
     layers: tuple[MoELayer, ...]
     model_id: str
     """Hub id or local path the model came from."""
+    experts_known: str | None = None
+    """What :meth:`experts_fingerprint` gave when the experts were at hand; a skeleton has none."""
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -138,14 +145,50 @@ class MoEView:
         return ModelShape(layers=layers, experts=experts, top_k=first.top_k, hidden=first.hidden_size)
 
     def fingerprint(self) -> str:
-        """SHA-256 over the routers' weights, rounded to bf16 so that the loading dtype does not matter."""
+        """SHA-256 over the weights of the routers, of what their blocks give them, and of the norms before them, rounded
+        to bf16 so that the loading dtype does not matter."""
         digest = hashlib.sha256()
         for layer in self.layers:
-            for name, tensor in sorted(layer.router.state_dict().items()):
-                digest.update(f"{layer.index}.{name}{tuple(tensor.shape)}".encode())
-                rounded = tensor.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
-                digest.update(rounded.view(torch.uint8).numpy().tobytes())
+            _add(digest, f"{layer.index}.router", layer.router.state_dict())
+            _add(digest, f"{layer.index}.norm", layer.norm.state_dict())
+            given = {name: value.tensor for name, value in layer.router_arguments if isinstance(value, OwnTensor)}
+            _add(digest, f"{layer.index}.given", given)
         return digest.hexdigest()
+
+    def router_fingerprint(self) -> str:
+        """The same over the routers alone: what was called the fingerprint before norms were in it."""
+        digest = hashlib.sha256()
+        for layer in self.layers:
+            _add(digest, str(layer.index), layer.router.state_dict())
+        return digest.hexdigest()
+
+    def experts_fingerprint(self) -> str | None:
+        """SHA-256 over a sample of the experts' weights, eight places of every tensor of every expert, in bf16.
+
+        None where they are not at hand: on the meta device, in a skeleton of which nothing is known, in slots, or rounded
+        to fp16, which is not undone. So whoever compares it compares what is there.
+        """
+        if self.experts_known is not None:
+            return self.experts_known
+        digest = hashlib.sha256()
+        places: set[int] = set()
+        for layer in self.layers:
+            for name, tensor in sorted(layer.experts.named_parameters()):
+                whole = len(tensor) == layer.num_experts and tensor.data_ptr() not in places
+                if tensor.is_meta or not whole or tensor.dtype not in (torch.float32, torch.bfloat16):
+                    return None
+                places.add(tensor.data_ptr())  # layers in slots share one place
+                flat_EN = tensor.detach().reshape(len(tensor), -1)
+                at = torch.linspace(0, flat_EN.shape[1] - 1, _SAMPLED).long().to(tensor.device)
+                _add(digest, f"{layer.index}.experts", {name: flat_EN[:, at]})
+        return digest.hexdigest()
+
+
+def _add(digest: hashlib._Hash, where: str, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{where}.{name}{tuple(tensor.shape)}".encode())
+        rounded = tensor.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
+        digest.update(rounded.view(torch.uint8).numpy().tobytes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.data.taps import RouterCall, RouterTaps
+from expertcast.data.taps import RouterCall, RouterTaps, capturing
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.routing_rule import weights_over
+from expertcast.predictors.rule_check import RuleCheck
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.engine.traced import TracedForecasts
 
@@ -59,11 +60,16 @@ class Speculator:
         self._memory = _TokenMemory(len(view)) if predictor is not None and predictor.uses_previous_token else None
         self._traced = None if predictor is None else TracedForecasts(predictor)
         self._forecasts: dict[int, Forecast] = {}
+        self._check = RuleCheck(view)
+        if predictor is None:
+            self._check.unseen.clear()
+        else:
+            self._check.try_out()
 
     def prepare(self) -> None:
         """Get ready for decode steps of one text."""
         if self._traced is not None:
-            self._traced.prepare(self.view, self.ahead)
+            self._traced.prepare(self.view, self.ahead, self._check.wrong)
 
     def start(self, fresh: bool) -> None:
         """A forward starts; `fresh`: with new texts."""
@@ -73,6 +79,8 @@ class Speculator:
 
     def executed(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
         """(ids, weights) that the layer executes in place of its router's, or None: the router's own."""
+        if self._check.unseen and not capturing():
+            self._see(call)
         forecast = self._forecasts.get(call.layer)
         if forecast is None or call.layer not in self.layers:
             self._forecasts.pop(call.layer, None)
@@ -91,6 +99,8 @@ class Speculator:
         own = self._forecasts.pop(call.layer, None)
         if call.layer + self.ahead >= len(self.view) or (call.tokens > 1 and not self.prefill):
             return None
+        if call.layer + self.ahead in self._check.wrong:
+            return None
         ids_TK, weights_TK = (call.ids_TK, call.weights_TK) if executed is None else executed
         chained = own is not None and executed is not None and not self.true_weights
         state = RouterState(
@@ -101,6 +111,13 @@ class Speculator:
         made = (self._traced if call.tokens == 1 else self.predictor).forecast(state, self.ahead)
         self._forecasts[made.layer] = made
         return made
+
+    def _see(self, call: RouterCall) -> None:
+        """A layer whose router does not follow the rule that was read from it gets no forecast."""
+        if call.layer in self._check.unseen:
+            self._check.see(call.layer, call.router_input_TD)
+        for layer in self._check.wrong:
+            self._forecasts.pop(layer, None)
 
     def _previous(self, call: RouterCall) -> Tensor | None:
         if self.previous_logits_TLE is not None:

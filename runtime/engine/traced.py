@@ -9,7 +9,7 @@ T tokens, E routed experts per layer, K experts per token.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,12 +55,13 @@ class TracedForecasts:
         self._programs: dict[tuple[int, int, int, bool], _Program] = {}
 
     @torch.no_grad()
-    def prepare(self, view: MoEView, ahead: int) -> None:
-        """Trace the forecasts of a single text's decode steps, and check them, before the first one is due."""
+    def prepare(self, view: MoEView, ahead: int, without: Container[int] = ()) -> None:
+        """Trace the forecasts of a single text's decode steps, and check them, before the first one is due; none for
+        layers `without` any."""
         if not self._predictor.traceable:
             return
         generator = torch.Generator().manual_seed(0)  # its own: sampled generation must not change
-        for layer in range(len(view) - ahead):
+        for layer in (layer for layer in range(len(view) - ahead) if layer + ahead not in without):
             for _ in range(_CHECKED_CALLS):
                 self.forecast(_random_state(view, layer, self._predictor.uses_previous_token, generator), ahead)
 

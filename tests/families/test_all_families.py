@@ -6,7 +6,6 @@ One tiny random model per family, shared by its tests.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch

@@ -165,7 +165,9 @@ def test_default_vectors_are_what_a_layer_adds(tmp_path: Path) -> None:
             for expert in range(8):
                 took_T = (ids_TK == expert).any(-1)
                 if took_T.any():
-                    all_TD = layer.experts(hidden_TD[took_T], torch.full((int(took_T.sum()), 1), expert), ones_T1[took_T])
+                    all_TD = layer.experts(
+                        hidden_TD[took_T], torch.full((int(took_T.sum()), 1), expert), ones_T1[took_T]
+                    )
                     torch.testing.assert_close(
                         defaults.expert_LED[layer.index, expert], 0.25 * all_TD.mean(0), rtol=1e-3, atol=1e-4
                     )
