@@ -151,8 +151,8 @@ def load_predictor(folder: str | Path, view: MoEView | None = None) -> Predictor
     """The predictor of a checkpoint, bound to the model when one is given.
 
     Raises:
-        ExpertcastError: a file missing, damaged or of a newer format, or a model whose routers, norms or experts are not
-            those it was trained for.
+        ExpertcastError: a file missing, damaged or of a newer format, or a model whose routers, norms or experts are
+            not those it was trained for.
     """
     return PredictorCheckpoint.open(folder).load(view)
 

@@ -110,9 +110,11 @@ class LayerCapture:
         layer, means = self.layer, self.capture.means
         if adds_block(layer):
             self.routed_TD = output_TD if layer.has_shared else None
-        elif means is not None and layer.adds is not None and adds_experts(layer):
-            if layer.index + 1 < len(means.inner_EI):  # of the step that `Capture.finish` adds
-                means.add_shared(layer.index, -layer.adds.factor * self.capture.rows(output_TD).float())
+            return
+        if means is None or layer.adds is None or not adds_experts(layer) or layer.index + 1 == len(means.inner_EI):
+            return
+        # of the step that `Capture.finish` adds
+        means.add_shared(layer.index, -layer.adds.factor * self.capture.rows(output_TD).float())
 
     def add_inner(self, inner_SI: Tensor, ids_TK: Tensor) -> None:
         """Add inner activations of the routed experts, rows sorted by expert."""

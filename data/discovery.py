@@ -2,8 +2,9 @@
 
 Router: the class that the model records as `router_logits`. Experts: the module decorated with
 `use_experts_implementation`. Norm: the module whose output is the router's input, seen in one probe forward of two
-tokens (:mod:`expertcast.data.probe`), which also shows what the block gives its router beside that, and how the experts'
-output enters the residual stream. Where no norm's output is the router's input, that input stands for the residual too.
+tokens (:mod:`expertcast.data.probe`), which also shows what the block gives its router beside that, and how what the
+experts put out enters the residual stream. Where no norm's output is the router's input, that input stands for the
+residual too.
 """
 
 from __future__ import annotations

@@ -28,11 +28,11 @@ _PLUS = {_aten.add: 1.0, _aten.add_: 1.0, _aten.sub: -1.0, _aten.sub_: -1.0}
 _TIMES = {_aten.mul, _aten.mul_, _aten.div, _aten.div_}
 
 
-class Sums(TorchDispatchMode):
+class Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows every operation that runs inside."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._sums: dict[int, Sum] = {}
         self._behind: list[frozenset[int]] = []
         """By atom, the marked atoms that it was computed from."""

@@ -1,9 +1,10 @@
 """Streaming means of what experts put out: the sums from which default vectors are made.
 
-Where a layer's experts' output is a term of the residual stream, an expert's default vector is its mean output, with the
-factor that it has there. The shared one is the mean of what else comes to the stream: of the block's shared experts, or,
-where the layer adds more beside its block or multiplies, of the whole step to the next MoE layer's residual less the
-routed part. Where the output is no term (it is normalised, gated or projected first), the mean step is all there is.
+Where a layer's experts' output is a term of the residual stream, an expert's default vector is its mean output, with
+the factor that it has there. The shared one is the mean of what else comes to the stream: of the block's shared
+experts, or, where the layer adds more beside its block or multiplies, of the whole step to the next MoE layer's
+residual less the routed part. Where the output is no term (it is normalised, gated or projected first), the mean step
+is all there is.
 
 L MoE layers, E routed experts per layer, D hidden size, I inner width of an expert, S rows (token-expert pairs).
 The down projection is linear, so the mean output of expert e is W_down,e applied to the mean of its inner activations

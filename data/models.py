@@ -96,10 +96,8 @@ def meta_model(model: str | PretrainedConfig, dtype: torch.dtype | None = None) 
 def auto_class(config: PretrainedConfig) -> Any:
     """The class of `transformers` that loads the model of a configuration: the causal LM's, or, for a family that has
     none, that of models that read images too."""
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        if type(config) in AutoModelForImageTextToText._model_mapping:
-            return AutoModelForImageTextToText
-    return AutoModelForCausalLM
+    choices = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    return next((cls for cls in choices if type(config) in cls._model_mapping), AutoModelForCausalLM)
 
 
 def torch_dtype(name: str) -> torch.dtype | None:

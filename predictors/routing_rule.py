@@ -170,12 +170,12 @@ def _logits_of(layer: MoELayer) -> _MadeLogits:
     known = _MADE.setdefault(layer.router, {})
     if key not in known:
         tracing = torch._C._get_tracing_state()
-        torch._C._set_tracing_state(None)  # a trace of a forecast shall not hold this run
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]  # a trace of a forecast shall not hold this run
         try:
             with torch.no_grad(), _Watched() as watched:
                 logits_TE = layer.routed(placeholder_1D)[0]
         finally:
-            torch._C._set_tracing_state(tracing)
+            torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
         made = [number for number, result in enumerate(watched.results) if result is logits_TE]
         if not made:
             raise ExpertcastError(

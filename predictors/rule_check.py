@@ -1,4 +1,4 @@
-"""Whether the routing rule that is read from a model's routers is theirs: asked once per layer, of the first inputs seen.
+"""Whether the routing rule that is read from a model's routers is theirs: asked once per layer, of its first inputs.
 
 T tokens, D hidden size.
 """
@@ -43,8 +43,8 @@ class RuleCheck:
 
     @torch.no_grad()
     def try_out(self) -> None:
-        """The same of made inputs, before there are any: a router that ends in an error on its own logits shall not do so
-        in a forecast. The layers stay unseen."""
+        """The same of made inputs, before there are any: a router that ends in an error on its own logits shall not do
+        so in a forecast. The layers stay unseen."""
         generator = torch.Generator().manual_seed(0)  # its own: sampled generation must not change
         for layer in self._view:
             weight = next(layer.router.parameters())
@@ -69,8 +69,8 @@ class RuleCheck:
     def _line(self) -> str:
         layer = min(self.wrong)
         return (
-            f"router {type(self._view[layer].router).__name__} of MoE layer {layer} does not give the experts and weights "
-            "that its own logits say: it goes by more than these"
+            f"router {type(self._view[layer].router).__name__} of MoE layer {layer} does not give the experts and "
+            "weights that its own logits say: it goes by more than these"
         )
 
 

@@ -103,8 +103,8 @@ class MoELayer:
         return self.routed(hidden_TD)[0]
 
     def routed(self, hidden_TD: Tensor, *, hooks: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """What this layer's own router returns for [T, D] inputs: logits [T, E], weights and ids [T, K]; without `hooks`
-        whatever is hooked to it."""
+        """What this layer's own router returns for [T, D] inputs: logits [T, E], weights and ids [T, K]; without
+        `hooks` whatever is hooked to it."""
         given = hidden_TD if self.router_dims == 2 else hidden_TD.unsqueeze(0)
         arguments = {
             name: value.tensor if isinstance(value, OwnTensor) else value for name, value in self.router_arguments
@@ -145,8 +145,8 @@ class MoEView:
         return ModelShape(layers=layers, experts=experts, top_k=first.top_k, hidden=first.hidden_size)
 
     def fingerprint(self) -> str:
-        """SHA-256 over the weights of the routers, of what their blocks give them, and of the norms before them, rounded
-        to bf16 so that the loading dtype does not matter."""
+        """SHA-256 over the weights of the routers, of what their blocks give them, and of the norms before them,
+        rounded to bf16 so that the loading dtype does not matter."""
         digest = hashlib.sha256()
         for layer in self.layers:
             _add(digest, f"{layer.index}.router", layer.router.state_dict())
@@ -165,8 +165,8 @@ class MoEView:
     def experts_fingerprint(self) -> str | None:
         """SHA-256 over a sample of the experts' weights, eight places of every tensor of every expert, in bf16.
 
-        None where they are not at hand: on the meta device, in a skeleton of which nothing is known, in slots, or rounded
-        to fp16, which is not undone. So whoever compares it compares what is there.
+        None where they are not at hand: on the meta device, in a skeleton of which nothing is known, in slots, or
+        rounded to fp16, which is not undone. So whoever compares it compares what is there.
         """
         if self.experts_known is not None:
             return self.experts_known

@@ -47,10 +47,11 @@ def _one_expert(model: PreTrainedModel) -> None:
     model.model.layers[1].mlp.experts.down_proj.data[5] *= 1.25
 
 
+ROUTING = "routers' or norms'"
 CHANGES: dict[str, tuple[Callable[[PreTrainedModel], object], str]] = {
-    "router": (lambda model: model.model.layers[1].mlp.gate.weight.data[3].mul_(1.25), "routers' or norms'"),
-    "norm": (lambda model: model.model.layers[2].post_attention_layernorm.weight.data[3].mul_(1.25), "routers' or norms'"),
-    "bias": (lambda model: model.model.layers[1].mlp.e_score_correction_bias[3].add_(1.0), "routers' or norms'"),
+    "router": (lambda model: model.model.layers[1].mlp.gate.weight.data[3].mul_(1.25), ROUTING),
+    "norm": (lambda model: model.model.layers[2].post_attention_layernorm.weight.data[3].mul_(1.25), ROUTING),
+    "bias": (lambda model: model.model.layers[1].mlp.e_score_correction_bias[3].add_(1.0), ROUTING),
     "expert": (_one_expert, "experts'"),
 }  # fmt: skip
 
@@ -109,6 +110,5 @@ def test_from_before_norms_were_in_it(checkpoint: Path, traces: TraceDataset, tm
 
 def _rewrite(path: Path, **members: str | None) -> None:
     values = {**json.loads(path.read_text()), **members}
-    path.write_text(
-        json.dumps(seal({name: value for name, value in values.items() if value is not None and name != SEAL}))
-    )
+    kept = {name: value for name, value in values.items() if value is not None and name != SEAL}
+    path.write_text(json.dumps(seal(kept)))

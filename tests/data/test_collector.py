@@ -208,6 +208,7 @@ def test_experts_with_an_output_norm_leave_the_mean_step() -> None:
     model = tiny_model("qwen3_moe")
     view = find_moe_layers(model)
     view[1].experts.has_post_expert_norm = True
+    view[1].experts.post_expert_norm = nn.Identity()
     means = MeanOutputs(view)
     windows = [Window(0, 0, np.arange(3, 40))]
     (batch,) = ActivationStream(model, view, windows, means=means, residual_dtype=torch.float32)

@@ -149,7 +149,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "qwen3_vl_moe": _MROPE,
-    "qwen4_exp": {**_INDEXED, "indexer_budget": 16, "indexer_compress_ratio": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+    "qwen4_exp": {
+        **_INDEXED, "indexer_budget": 16, "indexer_compress_ratio": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+    },
     "solar_open": {},
     "unlimited_ocr": {**_OCR, "sliding_window": 16},
     "zaya": {"num_experts_per_tok": 1},
@@ -158,7 +161,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 REFUSED = {
     "deepseek_v4": "experts is routed by something else than DeepseekV4TopKRouter (by a table of token ids",
     "diffusion_gemma": "for 2 tokens its router DiffusionGemmaTextRouter returns [[256, 8], [256, 2], [256, 2]], not",
-    "ernie4_5_vl_moe": "experts is routed by something else than Ernie4_5_VLMoeMoeBlock (by a table of token ids, or per",
+    "ernie4_5_vl_moe": "experts is routed by something else than Ernie4_5_VLMoeMoeBlock (by a table",
     "inkling": "its router InklingTopkRouter returns 4 values, not logits, weights and ids",
     "openai_privacy_filter": "Unrecognized configuration class",
     "zaya": "its router ZayaRouter returns 4 values, not logits, weights and ids",

@@ -1,4 +1,4 @@
-"""Every decorated family: offloaded bit for bit, its forecasts routed by its own rule, collected, speculated; or refused.
+"""Every decorated family: offloaded bit for bit, forecasts routed by its own rule, collected, speculated; or refused.
 
 One tiny random model per family, shared by its tests.
 """
