@@ -145,10 +145,10 @@ def _match(name: str, chosen_TK: Tensor, weights_TK: Tensor, logits_TK: Tensor) 
 
 
 def _with_real_router(layer: MoELayer) -> MoELayer:
-    """The same layer with a router of zeros on the CPU in fp32: the rule needs no weights, only logits."""
+    """The same layer with a router of zeros (its scales ones) on the CPU in fp32: the rule needs logits alone."""
     router = deepcopy(layer.router).to_empty(device="cpu")
-    for tensor in [*router.parameters(), *router.buffers()]:
-        tensor.data.zero_()
+    for name, tensor in (*router.named_parameters(), *router.named_buffers()):
+        tensor.data.fill_(1.0 if "scale" in name else 0.0)
     arguments: list[tuple[str, OwnTensor | float | None]] = []
     for name, value in layer.router_arguments:
         if isinstance(value, OwnTensor):

@@ -5,6 +5,7 @@ One tiny random model per family, shared by its tests.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -24,6 +25,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.engine.speculation import speculate
 from expertcast.training.fit import fit
+from tests.families.page import PAGE
 from tests.families.table import FAMILIES, REFUSED, decorated, tiny_config, tiny_family
 
 WORKING = [family for family in FAMILIES if family not in REFUSED]
@@ -69,6 +71,15 @@ def traces(made: Made, tmp_path_factory: pytest.TempPathFactory) -> TraceDataset
 
 def test_every_family_of_the_installed_transformers_is_listed() -> None:
     assert decorated() == list(FAMILIES), "transformers decorates other families than tests/families/table.py lists"
+
+
+def test_the_page_names_them_all() -> None:
+    """Written by `python -m tests.families.page`."""
+    works, refused = PAGE.read_text().split("## Refused")
+    assert re.findall(r"^\| `(\w+)` \|", works, flags=re.MULTILINE) == WORKING
+    found = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", refused, flags=re.MULTILINE))
+    assert list(found) == list(REFUSED)
+    assert all(REFUSED[family] in line or "no language model" in line for family, line in found.items())
 
 
 @pytest.mark.parametrize("family", REFUSED)
