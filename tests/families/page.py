@@ -16,8 +16,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 
 _TEXT = """# Families
 
-transformers {version} decorates the experts of {all} model families. With each of {working} of them, as a tiny random model
-(hidden size 32, 8 experts, bf16), `tests/families/test_all_families.py` checks that
+transformers {version} decorates the experts of {all} model families. With each of {working} of them, as a tiny random
+model (hidden size 32, 8 experts, bf16), `tests/families/test_all_families.py` checks that
 
 - an offloaded model, with and without forecasts, generates the resident model's logits bit for bit from 5 slots;
 - the router's own logits, sent through the routing rule as forecasts are, give its own ids and weights bit for bit, in
@@ -26,17 +26,18 @@ transformers {version} decorates the experts of {all} model families. With each 
 - forecasts are executed, resident and offloaded;
 - the configuration alone (`expertcast inspect MODEL`) says the same as the model.
 
-The other {refused} are refused, each with the line below. The test fails when transformers decorates a family that is not in
-`tests/families/table.py`. No family is named in the code: everything is read from one forward of two tokens.
+The other {refused} are refused, each with the line below. The test fails when transformers decorates a family that is
+not in `tests/families/table.py`. No family is named in the code: everything is read from one forward of two tokens.
 
-Models that nobody has tried are asked when they run: a layer's router must give its own ids and weights back from its own
-logits, on made inputs and on the first real ones. Where it does not, its layer gets no forecast and follows its own router
-in every mode, and one warning says so; `collect` refuses.
+Models that nobody has tried are asked when they run: a layer's router must give its own ids and weights back from its
+own logits, on made inputs and on the first real ones. Where it does not, its layer gets no forecast and follows its own
+router in every mode, and one warning says so; `collect` refuses.
 
 Columns: *reads*: what the router is given. *default vectors*: what stands for experts that have not run
-(`quasi_hidden`, `estimator`). Where their output does not come to the residual stream as a term of a sum, it is the mean
-step to the next MoE layer, and forecasts of routing are that much worse; bits are not concerned. All but the first two
-columns are of the tiny configuration: a checkpoint's own factors are what `expertcast inspect` says.
+(`quasi_hidden`, `estimator`). Where their output does not come to the residual stream as a term of a sum, it is the
+mean step to the next MoE layer, and forecasts are that much worse; bits are not concerned. The last two columns are of
+the tiny configuration: a checkpoint's own factors are what `expertcast inspect` says. This page is written by
+`python -m tests.families.page`.
 
 | family | class | reads | default vectors | routing |
 |---|---|---|---|---|
