@@ -21,7 +21,7 @@ Forecasts which experts `{model_id}` routes to {ahead} ahead.
 | model | {model_id} |
 | MoE layers, experts, experts per token, hidden size | {L}, {E}, {K}, {D} |
 | reads | {tap_point} |
-| fingerprint of the routers | `{fingerprint}` |
+| fingerprint of routers and norms | `{fingerprint}` |
 | made by | `{command}` |
 | expertcast, git revision | {expertcast_version}, {git_revision} |
 {recall}

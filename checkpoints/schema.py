@@ -36,7 +36,7 @@ _Files.__pydantic_config__ = CLOSED  # type: ignore[attr-defined]
 
 class ConfigFile(TypedDict):
     """config.json; `files` and `digest` are missing from what was written before there were digests, `calibration` from
-    what was before it."""
+    what was before it, and `experts_fingerprint` where the experts were not at hand."""
 
     __pydantic_config__ = CLOSED  # type: ignore[misc]
     format: Annotated[int, Field(ge=1, le=files.FORMAT)]
@@ -44,6 +44,7 @@ class ConfigFile(TypedDict):
     predictor_config: _Free
     model_id: str
     fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    experts_fingerprint: NotRequired[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
     shape: _Shape
     tap_point: str
     expertcast_version: str

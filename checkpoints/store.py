@@ -1,8 +1,9 @@
 """Saving, verifying and loading predictor checkpoints.
 
-    folder/config.json         predictor name, its config, model id, fingerprint of the routers, L, D, E, K, tap point,
-                               calibration, expertcast version, command, git revision, versions; digests of the next
-                               two files, and one of itself
+    folder/config.json         predictor name, its config, model id, fingerprint of routers and norms, one of a sample
+                               of the experts' weights where they were at hand, L, D, E, K, tap point, calibration,
+                               expertcast version, command, git revision, versions; digests of the next two files, and
+                               one of itself
     folder/model.safetensors   the predictor's state dict (default vectors included)
     folder/metrics.json        what evaluation found, with the data it came from
     folder/README.md           model card
@@ -27,6 +28,7 @@ from safetensors.torch import save
 from expertcast.checkpoints import files
 from expertcast.checkpoints.calibration import calibrate, readings_of
 from expertcast.checkpoints.card import model_card
+from expertcast.checkpoints.fingerprints import check_fingerprints, fingerprints
 from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.schema import REMEDY, ConfigFile, read_config, read_metrics
 from expertcast.checkpoints.weights import check_tensors, load_into
@@ -81,13 +83,9 @@ class PredictorCheckpoint:
         """Check that the predictor was made for this very model.
 
         Raises:
-            ExpertcastError: the fingerprint of the routers' weights differs.
+            ExpertcastError: the fingerprint of routers and norms differs, or that of the experts, where both are known.
         """
-        if view.fingerprint() != self.config["fingerprint"]:
-            raise ExpertcastError(
-                f"{self.folder} was trained for {self.config['model_id']!r} and its routers' weights are not those of "
-                f"{view.model_id!r}: train a predictor for this model with `expertcast train`"
-            )
+        check_fingerprints(self.config, view, str(self.folder))
 
     def load(self, view: MoEView | None = None) -> Predictor:
         """The predictor in eval mode, bound to the model when one is given.
@@ -155,8 +153,8 @@ def load_predictor(folder: str | Path, view: MoEView | None = None) -> Predictor
     """The predictor of a checkpoint, bound to the model when one is given.
 
     Raises:
-        ExpertcastError: a file missing, damaged or of a newer format, or a model whose routers' weights are not those
-            it was trained for.
+        ExpertcastError: a file missing, damaged or of a newer format, or a model whose routers, norms or experts are
+            not those it was trained for.
     """
     return PredictorCheckpoint.open(folder).load(view)
 
@@ -168,7 +166,7 @@ def describe(predictor: Predictor, view: MoEView) -> Json:
         "predictor": predictor.name,
         "predictor_config": predictor.config.as_dict(),
         "model_id": view.model_id,
-        "fingerprint": view.fingerprint(),
+        **fingerprints(view),
         "shape": predictor.shape.as_dict(),
         "tap_point": _reads(predictor),
         **readings_of(predictor),

@@ -1,26 +1,23 @@
 """Finding the MoE layers of a `transformers` model by structure, never by model name.
 
 Router: the class that the model records as `router_logits`. Experts: the module decorated with
-`use_experts_implementation`. Norm: the module whose output is the MoE block's input, seen in one probe
-forward of two tokens, which also checks that the block's output is added to the norm's input unchanged.
+`use_experts_implementation`. Norm: the module whose output is the router's input, seen in one probe forward of two
+tokens (:mod:`expertcast.data.probe`), which also shows what the block gives its router beside that, and how what the
+experts put out enters the residual stream. Where no norm's output is the router's input, that input stands for the
+residual too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from expertcast.data.named_layers import LayerPaths, layers_by_name
+from expertcast.data.probe import BlockNames, Probed, experts_implementation, probe
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoEView
 
-PROBE_EXPERTS = "expertcast_probe"
+__all__ = ["experts_implementation", "find_moe_layers"]
 
 
 def find_moe_layers(model: PreTrainedModel) -> MoEView:
@@ -32,13 +29,13 @@ def find_moe_layers(model: PreTrainedModel) -> MoEView:
         ExpertcastError: the model has no MoE layers of the supported shape; the line says why.
     """
     blocks = _moe_blocks(model)
-    norms = _probe(model, [block for block, _, _ in blocks])
-    names: list[LayerPaths] = [
-        {"block": block, "norm": norms[block], "router": f"{block}.{router}", "experts": f"{block}.{experts}"}
-        for block, router, experts in blocks
-    ]
-    view = layers_by_name(model, names, None, str(model.config._name_or_path or type(model).__name__))
-    shapes = {(layer.num_experts, layer.top_k, layer.hidden_size) for layer in view}
+    seen = probe(model, blocks)
+    names = [_paths(model, block, seen[block.block]) for block in blocks]
+    adds = [seen[block.block].adds() for block in blocks]
+    model_id = str(model.config._name_or_path or type(model).__name__)
+    top_k = [_top_k(model, block, seen[block.block]) for block in blocks]
+    view = layers_by_name(model, names, top_k[0], model_id, adds=adds)
+    shapes = {(layer.num_experts, own, layer.hidden_size) for layer, own in zip(view, top_k, strict=True)}
     if len(shapes) > 1:
         raise ExpertcastError(
             f"{type(model).__name__} mixes MoE layers of different shape (E, K, D): {sorted(shapes)}; not supported"
@@ -46,24 +43,13 @@ def find_moe_layers(model: PreTrainedModel) -> MoEView:
     return view
 
 
-@contextmanager
-def experts_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Run the model's experts with another registered function, and put the old one back at the end."""
-    before = model.get_experts_implementation()
-    model.set_experts_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_experts_implementation(before)
-
-
 def _is_experts_module(module: nn.Module) -> bool:
     """Whether the module's class is decorated with `use_experts_implementation`."""
     return all(hasattr(module, mark) for mark in ("has_gate", "is_transposed", "_is_expert_parallel"))
 
 
-def _moe_blocks(model: PreTrainedModel) -> list[tuple[str, str, str]]:
-    """(block path, router's name in it, experts' name in it) per MoE layer, in model order."""
+def _moe_blocks(model: PreTrainedModel) -> list[BlockNames]:
+    """Per MoE layer, in model order."""
     router_classes = _router_classes(model)
     if not router_classes:
         raise ExpertcastError(
@@ -76,9 +62,16 @@ def _moe_blocks(model: PreTrainedModel) -> list[tuple[str, str, str]]:
         routers = [child for child, m in children if isinstance(m, router_classes)]
         experts = [child for child, m in children if _is_experts_module(m)]
         if routers and experts:
-            found.append((name, routers[0], experts[0]))
-    if not found:
+            found.append(BlockNames(block=name, router=f"{name}.{routers[0]}", experts=f"{name}.{experts[0]}"))
+    own = {names.experts for names in found}
+    others = [name for name, module in model.named_modules() if _is_experts_module(module) and name not in own]
+    if not found and not others:
         _refuse_experts(model, router_classes)
+    if others:
+        raise ExpertcastError(
+            f"{type(model).__name__} is not supported: {others[0]} is routed by something else than "
+            f"{' or '.join(cls.__name__ for cls in router_classes)} (by a table of token ids, or per modality)"
+        )
     return found
 
 
@@ -109,80 +102,64 @@ def _router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
     return tuple(classes)
 
 
-def _probe_experts(experts: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    return hidden_TD.clone()
+def _paths(model: PreTrainedModel, names: BlockNames, seen: Probed) -> LayerPaths:
+    """What a skeleton keeps of one layer's place.
 
-
-def _probe(model: PreTrainedModel, block_names: list[str]) -> dict[str, str]:
-    """Path of the norm before each block. Raises ExpertcastError when the block is no plain residual branch."""
-    ALL_EXPERTS_FUNCTIONS.register(PROBE_EXPERTS, _probe_experts)
-    producers: dict[int, tuple[str, Tensor]] = {}
-    seen: dict[str, _Probed] = {}
-    owners = {name.rpartition(".")[0]: name for name in block_names}
-    keep: list[object] = []  # ids stay unique only while the tensors live
-
-    def after(name: str, args: tuple[object, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-        first = output[0] if isinstance(output, tuple) else output
-        keep.append(output)
-        if name in owners and owners[name] in seen:
-            seen[owners[name]].layer_output = first
-        if name in block_names:
-            seen[name].block_output = first
-        elif isinstance(output, Tensor) and args and isinstance(args[0], Tensor):
-            producers[id(output)] = (name, args[0])
-
-    def before(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        seen[name] = _Probed(*producers.get(id(hidden), ("", None)))
-
-    training = model.training
-    with ExitStack() as stack:
-        for name in block_names:
-            hook = model.get_submodule(name).register_forward_pre_hook(
-                lambda _m, args, kwargs, name=name: before(name, args, kwargs), with_kwargs=True
-            )
-            stack.callback(hook.remove)
-        for name, module in model.named_modules():
-            if name:
-                hook = module.register_forward_hook(lambda _m, args, output, name=name: after(name, args, output))
-                stack.callback(hook.remove)
-        stack.enter_context(experts_implementation(model, PROBE_EXPERTS))
-        stack.callback(model.train, training)
-        model.eval()
-        device = next(model.parameters()).device
-        padding = getattr(model.config.get_text_config(), "pad_token_id", None)  # its embedding may be zero
-        tokens = [token for token in (1, 2, 3) if token != padding][:2]
-        with torch.no_grad():
-            # a ready 4-d mask: transformers builds none of its own, which a meta model could not do
-            model.base_model(
-                input_ids=torch.tensor([tokens], device=device),
-                attention_mask=torch.zeros(1, 1, 2, 2, dtype=model.dtype, device=device),
-                use_cache=False,
-            )
-    for name in block_names:
-        _check_probed(model, name, seen.get(name))
-    return {name: seen[name].norm_name for name in block_names}
-
-
-@dataclass(slots=True)
-class _Probed:
-    """What the probe saw around one MoE block."""
-
-    norm_name: str
-    residual: Tensor | None
-    block_output: Tensor | None = None
-    layer_output: Tensor | None = None
-
-
-def _check_probed(model: PreTrainedModel, name: str, probed: _Probed | None) -> None:
-    if probed is None or not probed.norm_name or probed.residual is None:
+    Raises:
+        ExpertcastError: the block did not run, or its router returns or is given what has no place here.
+    """
+    kind, router = type(model).__name__, type(model.get_submodule(names.router)).__name__
+    if seen.router_input is None:
+        raise ExpertcastError(f"{kind} is not supported: {names.block} does not run on text")
+    if not isinstance(seen.output, tuple) or len(seen.output) != 3:
+        count = len(seen.output) if isinstance(seen.output, tuple) else 1
         raise ExpertcastError(
-            f"{type(model).__name__} is not supported: no norm's output is the input of {name} (not a pre-norm MoE)"
+            f"{kind} is not supported: its router {router} returns {count} values, not logits, weights and ids"
         )
-    if probed.layer_output is None or probed.block_output is None or probed.layer_output.is_meta:
-        return
-    expected = probed.residual + probed.block_output.reshape(probed.residual.shape)
-    if not torch.allclose(expected.float(), probed.layer_output.float(), rtol=1e-2, atol=1e-3):
+    norm = seen.norm if seen.router_input == seen.normed else ""
+    paths: LayerPaths = {"block": names.block, "norm": norm, "router": names.router, "experts": names.experts}
+    if seen.dims != 2:
+        paths["router_dims"] = seen.dims
+    if seen.arguments:
+        paths["router_arguments"] = {
+            name: _argument(model, names, name, value) for name, value in seen.arguments.items()
+        }
+    return paths
+
+
+def _argument(model: PreTrainedModel, names: BlockNames, name: str, value: object) -> str | float | bool | None:
+    """Where in the model what a router is given beside its input lies, or what it is.
+
+    Raises:
+        ExpertcastError: it is nothing that stays as it is from token to token.
+    """
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    block = model.get_submodule(names.block)
+    for own, tensor in (*block.named_parameters(), *block.named_buffers()):
+        if tensor is value:
+            return f"{names.block}.{own}"
+    router = type(model.get_submodule(names.router)).__name__
+    raise ExpertcastError(
+        f"{type(model).__name__} is not supported: its router {router} is given {name!r}, which is no weight of "
+        f"{names.block}: it goes by more than its logits"
+    )
+
+
+def _top_k(model: PreTrainedModel, names: BlockNames, seen: Probed) -> int:
+    """K, by what a router returned.
+
+    Raises:
+        ExpertcastError: that is not logits over all experts, and weights and ids of K of them.
+    """
+    assert isinstance(seen.output, tuple)
+    shapes = [list(each.shape) if isinstance(each, Tensor) else None for each in seen.output]
+    top_k = (shapes[2] or [0])[-1]
+    experts = getattr(model.get_submodule(names.experts), "num_experts", None)
+    if shapes != [[2, experts], [2, top_k], [2, top_k]]:
         raise ExpertcastError(
-            f"{type(model).__name__} is not supported: the output of {name} is not simply added to the residual stream"
+            f"{type(model).__name__} is not supported: for 2 tokens its router "
+            f"{type(model.get_submodule(names.router)).__name__} returns {shapes}, not logits [2, {experts}], weights "
+            "and ids [2, K]"
         )
+    return top_k

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
+from expertcast.data.means import adds_block
 from expertcast.predictors.view import MoEView
 
 FIRST = "no MoE layer stands before it"
@@ -29,6 +30,10 @@ def static_refusals(model: PreTrainedModel, view: MoEView, *, whole: bool = Fals
     for layer in view.layers[1:]:
         before, own = paths[view[layer.index - 1].decoder], paths[layer.decoder]
         reason = _refusal(before, own, kind_of(model, layer.decoder), cache_index(layer.decoder))
+        if not reason and not adds_block(view[layer.index - 1]):
+            reason = "the layer before it adds more to the residual stream than its block's output, or another thing"
+        if not reason and not layer.norm_name:
+            reason = "no norm stands before its router, where its block could be left"
         if not reason and whole and not takes_masks(model):
             reason = f"attention by {_implementation(model)} takes no mask of ours (sdpa does)"
         if reason:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.early_layers import static_refusals, told
+from expertcast.data.means import adds_experts
 from expertcast.data.models import meta_model
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.view import MoELayer
+from expertcast.predictors.view import MoELayer, MoEView, OwnTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,9 @@ class ModelReport:
     """D: hidden size."""
     shared_experts: bool = False
     routing_rule: str = ""
+    default_vectors: str = ""
+    """What stands for experts that have not run, in forecasts from default vectors."""
+    router_reads: str = ""
     dtype: str = ""
     expert_bytes: int = 0
     """Bytes of one routed expert."""
@@ -82,6 +87,8 @@ def describe(model: PreTrainedModel, model_id: str) -> ModelReport:
         hidden=first.hidden_size,
         shared_experts=first.has_shared,
         routing_rule=routing_rule(first),
+        default_vectors=_each(view, _default_vectors),
+        router_reads=_each(view, _router_reads),
         dtype=str(model.dtype).removeprefix("torch."),
         expert_bytes=expert_bytes,
         all_experts_bytes=all_experts,
@@ -91,10 +98,33 @@ def describe(model: PreTrainedModel, model_id: str) -> ModelReport:
     )
 
 
+def _each(view: MoEView, say: Callable[[MoELayer], str]) -> str:
+    """What is said of the layers, with their numbers where it differs."""
+    said: dict[str, list[int]] = {}
+    for layer in view:
+        said.setdefault(say(layer), []).append(layer.index)
+    if len(said) == 1:
+        return next(iter(said))
+    return "; ".join(f"{words} (layers {', '.join(map(str, layers))})" for words, layers in said.items())
+
+
+def _default_vectors(layer: MoELayer) -> str:
+    if layer.adds is None or not adds_experts(layer):
+        return "one per layer, the mean step to the next: what experts put out is normalised, gated or projected"
+    words = "one per expert" + ("" if layer.adds.factor == 1 else f", times {layer.adds.factor:.3g}")
+    if layer.has_shared or layer.adds.beside:
+        words += ", and one of what is added beside them"
+    return words
+
+
+def _router_reads(layer: MoELayer) -> str:
+    words = "the output of a norm" if layer.norm_name else "the residual itself"
+    return words + "".join(f", and {name}" for name, value in layer.router_arguments if value is not None)
+
+
 def routing_rule(layer: MoELayer) -> str:
     """The layer's routing rule in words, found by comparing it with the known rules on sample logits."""
-    if next(layer.router.parameters()).is_meta:
-        layer = _with_real_router(layer)
+    layer = _with_real_router(layer)
     logits_TE = torch.randn(64, layer.num_experts, generator=torch.Generator().manual_seed(0))
     ids_TK, weights_TK = layer.route(logits_TE)
     weights_TK = weights_TK.float()
@@ -123,8 +153,15 @@ def _match(name: str, chosen_TK: Tensor, weights_TK: Tensor, logits_TK: Tensor) 
 
 
 def _with_real_router(layer: MoELayer) -> MoELayer:
-    """The same layer with a zero-weight router on the CPU: the rule needs no weights, only logits."""
+    """The same layer with a router of zeros (its scales ones) on the CPU in fp32: the rule needs logits alone."""
     router = deepcopy(layer.router).to_empty(device="cpu")
-    for tensor in [*router.parameters(), *router.buffers()]:
-        tensor.data.zero_()
-    return replace(layer, router=router.float())
+    for name, tensor in (*router.named_parameters(), *router.named_buffers()):
+        tensor.data.fill_(1.0 if "scale" in name else 0.0)
+    arguments: list[tuple[str, OwnTensor | float | None]] = []
+    for name, value in layer.router_arguments:
+        if isinstance(value, OwnTensor):
+            owner = nn.Module()
+            owner.register_buffer(value.name, torch.zeros(value.tensor.shape))
+            value = OwnTensor(value.path, owner)
+        arguments.append((name, value))
+    return replace(layer, norm=nn.Identity(), router=router.float(), experts=router, router_arguments=tuple(arguments))

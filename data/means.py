@@ -1,5 +1,11 @@
 """Streaming means of what experts put out: the sums from which default vectors are made.
 
+Where a layer's experts' output is a term of the residual stream, an expert's default vector is its mean output, with
+the factor that it has there. The shared one is the mean of what else comes to the stream: of the block's shared
+experts, or, where the layer adds more beside its block or multiplies, of the whole step to the next MoE layer's
+residual less the routed part. Where the output is no term (it is normalised, gated or projected first), the mean step
+is all there is.
+
 L MoE layers, E routed experts per layer, D hidden size, I inner width of an expert, S rows (token-expert pairs).
 The down projection is linear, so the mean output of expert e is W_down,e applied to the mean of its inner activations
 (plus its bias): only I numbers per expert are summed, and no expert runs twice.
@@ -10,23 +16,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.quasi_hidden import DefaultVectors
-from expertcast.predictors.view import MoEView
+from expertcast.predictors.view import Adds, MoELayer, MoEView
 
 
 class MeanOutputs:
     """Sums over tokens, per layer; a batch is summed in fp32, batches in fp64."""
 
     def __init__(self, view: MoEView) -> None:
-        for layer in view:
-            if getattr(layer.experts, "has_post_expert_norm", False):
-                raise ExpertcastError(
-                    f"{type(layer.experts).__name__} is not supported: it normalises each expert's output, so its mean "
-                    "is not linear in the expert's inner activations"
-                )
         self.inner_EI: list[Tensor] = []
         self.count_E: list[Tensor] = []
         self.shared_D: list[Tensor] = []
@@ -45,7 +44,7 @@ class MeanOutputs:
         self.count_E[layer] += count_E
 
     def add_shared(self, layer: int, shared_TD: Tensor) -> None:
-        """Add the shared experts' outputs of one batch."""
+        """Add what one batch's tokens get beside their experts' output."""
         self.shared_D[layer] += shared_TD.sum(0, dtype=torch.float32)
 
     def merge(self, other: MeanOutputs) -> None:
@@ -57,9 +56,8 @@ class MeanOutputs:
     @torch.no_grad()
     def default_vectors(self, view: MoEView) -> DefaultVectors:
         """The means so far, on the CPU; zero for experts that no token was routed to."""
-        experts = [layer.experts for layer in view]
         return DefaultVectors(
-            expert_LED=torch.stack([*map(_mean_outputs, experts, self.inner_EI, self.count_E)]),
+            expert_LED=torch.stack([*map(_mean_outputs, view, self.inner_EI, self.count_E)]),
             shared_LD=torch.stack([(sums_D / max(self.token_count, 1)).float().cpu() for sums_D in self.shared_D]),
             count_LE=torch.stack([count_E.cpu() for count_E in self.count_E]),
             token_count=self.token_count,
@@ -85,8 +83,21 @@ class MeanOutputs:
                 yield f"{name}.{layer}", tensor
 
 
-def _mean_outputs(experts: nn.Module, inner_EI: Tensor, count_E: Tensor) -> Tensor:
+def adds_experts(layer: MoELayer) -> bool:
+    """Whether an expert's mean output follows from its mean inner activations, and is a term of the residual stream."""
+    return layer.adds is not None and not getattr(layer.experts, "has_post_expert_norm", False)
+
+
+def adds_block(layer: MoELayer) -> bool:
+    """Whether the layer adds its block's output to the residual stream, as it is and nothing else."""
+    return adds_experts(layer) and layer.adds == Adds()
+
+
+def _mean_outputs(layer: MoELayer, inner_EI: Tensor, count_E: Tensor) -> Tensor:
     """[E, D] fp32 on the CPU: the down projection of each expert's mean inner activation."""
+    experts = layer.experts
+    if not adds_experts(layer) or layer.adds is None:
+        return torch.zeros(layer.num_experts, layer.hidden_size)
     weight = experts.get_parameter("down_proj")
     bias_ED = experts.get_parameter("down_proj_bias") if experts.has_bias else None
     mean_EI = (inner_EI / count_E.clamp(min=1)[:, None]).float()
@@ -95,4 +106,4 @@ def _mean_outputs(experts: nn.Module, inner_EI: Tensor, count_E: Tensor) -> Tens
         weight_DI = weight[expert].float()
         row_D = mean_I @ weight_DI if experts.is_transposed else weight_DI @ mean_I
         rows.append(row_D if bias_ED is None else row_D + bias_ED[expert].float())
-    return (torch.stack(rows) * (count_E > 0)[:, None]).cpu()
+    return (torch.stack(rows) * (count_E > 0)[:, None] * layer.adds.factor).cpu()

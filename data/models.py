@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -30,14 +32,15 @@ def resolve_model(model_id: str) -> str:
 
 
 def load_model(model_id: str, *, dtype: str = "auto", device: str = "cpu") -> PreTrainedModel:
-    """A causal LM in eval mode, from a local folder or the hub.
+    """A causal LM (or one that reads images beside text) in eval mode, from a local folder or the hub.
 
     Raises:
         ExpertcastError: the folder or hub id cannot be loaded; the line carries the reason.
     """
     path = resolve_model(model_id)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch_dtype(dtype) or "auto")
+        config = AutoConfig.from_pretrained(path)
+        model = auto_class(config).from_pretrained(path, config=config, dtype=torch_dtype(dtype) or "auto")
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:  # missing, foreign or damaged
         raise ExpertcastError(f"cannot load model {model_id!r}: {first_line(error)}") from error
     model.config._name_or_path = model_id
@@ -82,12 +85,19 @@ def meta_model(model: str | PretrainedConfig, dtype: torch.dtype | None = None) 
     config = load_config(model) if isinstance(model, str) else model
     try:
         with torch.device("meta"):
-            made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype)
+            made: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype or config.dtype)
     except Exception as error:  # a config that is not right fails in whatever way its family's classes fail
         raise ExpertcastError(f"cannot load model {str(model)!r}: {first_line(error)}") from error
     if isinstance(model, str):
         made.config._name_or_path = model
     return made.eval()
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """The class of `transformers` that loads the model of a configuration: the causal LM's, or, for a family that has
+    none, that of models that read images too."""
+    choices = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    return next((cls for cls in choices if type(config) in cls._model_mapping), AutoModelForCausalLM)
 
 
 def torch_dtype(name: str) -> torch.dtype | None:

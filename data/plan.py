@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
+from expertcast.checkpoints.fingerprints import fingerprints
 from expertcast.checkpoints.provenance import provenance
 from expertcast.data.text import Document
 from expertcast.predictors.errors import ExpertcastError
@@ -120,7 +121,7 @@ class Plan(Documented):
         """What traces say of where they come from: the model that is run, the text, the documents, the versions."""
         return {
             "model": view.model_id,
-            "fingerprint": view.fingerprint(),
+            **fingerprints(view),
             "shape": view.shape.as_dict(),
             "tokens": self.token_count(),
             "window": self.options.window,

@@ -9,6 +9,7 @@ A skeleton is a folder that lets traces be scored and predictors be trained wher
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
 from expertcast.data.models import meta_model
-from expertcast.data.named_layers import LayerPaths, layers_by_name
+from expertcast.data.named_layers import LayerPaths, layers_by_name, paths_of
 from expertcast.data.tensor_files import read_tensors
 from expertcast.predictors.artefacts import (
     CLOSED,
@@ -34,7 +35,7 @@ from expertcast.predictors.artefacts import (
     warn_unsealed,
 )
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.view import MoEView
+from expertcast.predictors.view import MoEView, OwnTensor
 
 CONFIG, WEIGHTS, LAYERS = "config.json", "model.safetensors", "layers.json"
 REMEDY = "collect the traces again"
@@ -62,16 +63,15 @@ class _Description(TypedDict):
 def save_skeleton(view: MoEView, model: PreTrainedModel, folder: Path) -> None:
     """Write the router skeleton of `model` into `folder` (see the module's docstring)."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.config.save_pretrained(folder)
+    config = copy.deepcopy(model.config)
+    config.dtype = view[0].dtype  # what it says may be what the weights were once
+    config.save_pretrained(folder)
     weights = save({name: tensor.detach().cpu().contiguous() for name, tensor in _tensors(view).items()})
     (folder / WEIGHTS).write_bytes(weights)
     description = {
         "model_id": view.model_id,
         "top_k": view.shape.top_k,
-        "layers": [
-            {"block": x.block_name, "norm": x.norm_name, "router": x.router_name, "experts": x.experts_name}
-            for x in view
-        ],
+        "layers": [paths_of(layer) for layer in view],
         "files": {CONFIG: file_digest(folder / CONFIG), WEIGHTS: digest(weights)},
     }
     (folder / LAYERS).write_text(json.dumps(seal(description), indent=2))
@@ -101,6 +101,11 @@ def load_skeleton(folder: Path) -> MoEView:
         module.load_state_dict(own, assign=True)
         module.requires_grad_(False)
         module.eval()
+    for given in _given(view):
+        if given.name in given.owner._parameters:
+            given.owner._parameters[given.name] = nn.Parameter(tensors[given.path], requires_grad=False)
+        else:
+            given.owner._buffers[given.name] = tensors[given.path]
     return view
 
 
@@ -119,11 +124,19 @@ def _check_files(path: Path, description: _Description) -> None:
 
 def _tensors(view: MoEView) -> dict[str, Tensor]:
     """All that a skeleton holds, by name in the model."""
-    return {f"{name}.{key}": tensor for name, module in _kept(view) for key, tensor in module.state_dict().items()}
+    own = {f"{name}.{key}": tensor for name, module in _kept(view) for key, tensor in module.state_dict().items()}
+    return own | {given.path: given.tensor.detach() for given in _given(view)}
+
+
+def _given(view: MoEView) -> Iterator[OwnTensor]:
+    """What blocks give their routers beside the input."""
+    for layer in view:
+        yield from (value for _, value in layer.router_arguments if isinstance(value, OwnTensor))
 
 
 def _kept(view: MoEView) -> Iterator[tuple[str, nn.Module]]:
     """The modules that a skeleton holds, with their paths in the model."""
     for layer in view:
-        yield layer.norm_name, layer.norm
+        if layer.norm_name:
+            yield layer.norm_name, layer.norm
         yield layer.router_name, layer.router

@@ -1,34 +1,25 @@
 """Batches of windows through the running model, out comes one TraceBatch each.
 
-T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token, I inner width, S = T x K.
-Hooks are attached for one forward at a time and only look (they return None): between batches, and after an error, the
-model is as it was.
+T tokens, B windows, S the tokens of the longest of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.discovery import experts_implementation
+from expertcast.data.capture import Capture, EarlyRun, attached
 from expertcast.data.early import EarlyAttention
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import Window
-from expertcast.data.taps import RouterCall, RouterTaps
 from expertcast.data.window_batch import WindowBatch, window_batches
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.rule_check import RuleCheck
 from expertcast.predictors.stand_in import StandIn
-from expertcast.predictors.view import MoELayer, MoEView
-
-COLLECT_EXPERTS = "expertcast_collect"
-_ACTIVE: dict[nn.Module, LayerCapture] = {}
-"""Experts modules whose layer is being captured."""
+from expertcast.predictors.view import MoEView
 
 
 class ActivationStream:
@@ -70,6 +61,7 @@ class ActivationStream:
         self.batch_size, self.means, self.residual_dtype = batch_size, means, residual_dtype
         self.stand_in = None if stand_in is None else stand_in.to(model.device)
         self.early = None if stand_in is None else early or EarlyAttention(model, view, whole=True)
+        self._check = RuleCheck(view)
 
     def __iter__(self) -> Iterator[TraceBatch]:
         for batch in window_batches(self.windows, self.batch_size):
@@ -77,9 +69,19 @@ class ActivationStream:
 
     @torch.no_grad()
     def run(self, batch: WindowBatch) -> TraceBatch:
-        """One forward. Rows are the batch's real tokens in order, on the CPU."""
+        """One forward. Rows are the batch's real tokens in order, on the CPU.
+
+        Raises:
+            ExpertcastError: a router goes by more than the logits that are kept of it.
+        """
         model = self.model
-        capture = Capture(self, batch)
+        early = None
+        if self.early is not None and self.stand_in is not None:
+            early = EarlyRun(self.early, self.stand_in)
+        capture = Capture(
+            self.view, batch.mask_BS, means=self.means, check=self._check, residual_dtype=self.residual_dtype,
+            early=early,
+        )  # fmt: skip
         with attached(model, self.view, capture) as stack:
             if model.training:
                 stack.callback(model.train)
@@ -89,6 +91,7 @@ class ActivationStream:
                 attention_mask=batch.mask_BS.to(model.device),
                 use_cache=False,
             )
+        capture.finish()
         if self.means is not None:
             self.means.token_count += len(batch)
         return TraceBatch(
@@ -99,137 +102,3 @@ class ActivationStream:
             position_T=batch.position_T,
             token_T=batch.token_T,
         )
-
-
-class Capture:
-    """Captures one batch of a stream: fills `residual_TLD` and `logits_TLE`, and adds to `means` when there is one."""
-
-    def __init__(self, stream: ActivationStream, batch: WindowBatch) -> None:
-        padded = len(batch) < batch.mask_BS.numel()
-        self.keep_T = batch.mask_BS.reshape(-1).nonzero().squeeze(1) if padded else None
-        """Indices of the real tokens in the flattened batch, None when there is no padding."""
-        self.means = stream.means
-        size = (len(batch), stream.view.shape.layers, stream.view.shape.hidden)
-        device = stream.view[0].experts.get_parameter("down_proj").device
-        self.residual_TLD = torch.empty(size, dtype=stream.residual_dtype, device=device)
-        self.logits_TLE = torch.empty(0)
-        self.early, self._stand_in = stream.early, stream.stand_in
-        self.early_TLD: Tensor | None = None
-        if self.early is not None:
-            tokens, layers, hidden = size
-            self.early_TLD = torch.empty(tokens, layers - 1, hidden, dtype=stream.residual_dtype, device=device)
-        self._standing_TD = torch.empty(0)
-        """What stands for the output of the layer before, rows of padding included."""
-
-    def rows(self, flat: Tensor) -> Tensor:
-        """The real tokens of [B, S, n] or [B*S, n]."""
-        rows = flat.reshape(-1, flat.shape[-1])
-        return rows if self.keep_T is None else rows[self.keep_T.to(rows.device)]
-
-    def see(self, call: RouterCall) -> None:
-        """Take what one layer's router was given and gave."""
-        if call.layer == 0:
-            self.logits_TLE = call.logits_TE.new_empty(*self.residual_TLD.shape[:2], call.logits_TE.shape[-1])
-        self.residual_TLD[:, call.layer] = self.rows(call.residual_TD)
-        self.logits_TLE[:, call.layer] = self.rows(call.logits_TE)
-        if self.early is not None and self.early_TLD is not None and self._stand_in is not None:
-            if call.layer:
-                found_TD = self.early.attend_whole(call.layer, self._standing_TD)
-                self.early_TLD[:, call.layer - 1] = self.rows(self._standing_TD if found_TD is None else found_TD)
-            output_TD = self._stand_in.output(call.layer, call.router_input_TD, call.ids_TK, call.weights_TK)
-            self._standing_TD = call.residual_TD.float() + output_TD
-
-
-class LayerCapture:
-    """What one layer's experts add to a capture's means."""
-
-    def __init__(self, layer: MoELayer, capture: Capture) -> None:
-        self.layer = layer
-        self.capture = capture
-        self.routed_TD: Tensor | None = None
-        """Output of the routed experts, kept until the block has added the shared ones."""
-
-    def after_block(self, _module: nn.Module, _args: tuple[object, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-        """A hook on the block: what it puts out beyond its routed experts is the shared experts' output."""
-        means = self.capture.means
-        if means is None or self.routed_TD is None:
-            return
-        block = output[0] if isinstance(output, tuple) else output
-        rows = self.capture.rows
-        means.add_shared(self.layer.index, rows(block).float() - rows(self.routed_TD).float())
-        self.routed_TD = None
-
-    def add_inner(self, inner_SI: Tensor, ids_TK: Tensor) -> None:
-        """Add inner activations of the routed experts, rows sorted by expert."""
-        assert self.capture.means is not None
-        count_E = torch.bincount(ids_TK.reshape(-1), minlength=self.layer.num_experts)
-        self.capture.means.add_experts(self.layer.index, inner_SI, count_E)
-
-
-@contextmanager
-def attached(model: PreTrainedModel, view: MoEView, capture: Capture) -> Iterator[ExitStack]:
-    """Capture the forwards run inside; what is given is closed afterwards."""
-    with ExitStack() as stack:
-        if capture.early is not None:
-            capture.early.start()
-            capture.early.attach()
-            stack.callback(capture.early.close)
-        stack.callback(RouterTaps(model, view, capture.see).close)
-        for layer in view:
-            own = LayerCapture(layer, capture)
-            if layer.has_shared:
-                stack.callback(layer.block.register_forward_hook(own.after_block).remove)
-            _ACTIVE[layer.experts] = own
-            stack.callback(_ACTIVE.pop, layer.experts)
-        stack.enter_context(experts_implementation(model, COLLECT_EXPERTS))
-        yield stack
-
-
-def _collecting_experts(
-    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """transformers' grouped_mm over the real tokens only; rows of padding come out as zero."""
-    own = _ACTIVE[experts]
-    keep_T = own.capture.keep_T
-    if keep_T is None:
-        output_TD = _grouped(own, experts, hidden_states, top_k_index, top_k_weights)
-    else:
-        keep_T = keep_T.to(hidden_states.device)
-        output_TD = torch.zeros_like(hidden_states)
-        output_TD[keep_T] = _grouped(own, experts, hidden_states[keep_T], top_k_index[keep_T], top_k_weights[keep_T])
-    if own.layer.has_shared:
-        own.routed_TD = output_TD
-    return output_TD
-
-
-def _grouped(own: LayerCapture, experts: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    with ExitStack() as stack:
-        if own.capture.means is not None:
-            stack.enter_context(_inner_activations(experts, lambda inner_SI: own.add_inner(inner_SI, ids_TK)))
-        output_TD: Tensor = grouped_mm_experts_forward(experts, hidden_TD, ids_TK, weights_TK)
-    return output_TD
-
-
-@contextmanager
-def _inner_activations(experts: nn.Module, observe: Callable[[Tensor], None]) -> Iterator[None]:
-    """Show what enters the down projection: the gate's result, rows sorted by expert."""
-    with ExitStack() as stack:
-        if experts.has_gate:
-            gate: Callable[[Tensor], Tensor] = experts._apply_gate  # type: ignore[assignment]
-
-            def observed(gate_up: Tensor) -> Tensor:
-                inner_SI = gate(gate_up)
-                observe(inner_SI)
-                return inner_SI
-
-            experts.__dict__["_apply_gate"] = observed  # shadows the class's own for this call
-            stack.callback(experts.__dict__.pop, "_apply_gate")
-        elif isinstance(experts.act_fn, nn.Module):
-            hook = experts.act_fn.register_forward_hook(lambda _m, _args, output: observe(output))
-            stack.callback(hook.remove)
-        else:
-            raise ExpertcastError(f"{type(experts).__name__} is not supported: its activation is no module")
-        yield
-
-
-ALL_EXPERTS_FUNCTIONS.register(COLLECT_EXPERTS, _collecting_experts)

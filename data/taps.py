@@ -87,7 +87,14 @@ class RouterTaps:
         def after_router(_module: nn.Module, args: tuple[Tensor, ...], output: RouterOutput) -> RouterOutput | None:
             return None if self._muted else self._routed(layer, args[0], output)
 
-        self._stack.callback(layer.norm.register_forward_pre_hook(before_norm).remove)
+        def before_block(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            if not self._muted:  # how many sequences there are is not to be seen in a router's flat input
+                self._residuals[layer.index] = args[0] if args else kwargs["hidden_states"]
+
+        if layer.norm_name:
+            self._stack.callback(layer.norm.register_forward_pre_hook(before_norm).remove)
+        else:
+            self._stack.callback(layer.block.register_forward_pre_hook(before_block, with_kwargs=True).remove)
         self._stack.callback(layer.router.register_forward_hook(after_router).remove)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -106,6 +113,8 @@ class RouterTaps:
         assert residual is not None, "the router ran without its norm"
         self._residuals[layer.index] = None
         sequences, tokens = residual.shape[:2] if residual.dim() == 3 else (residual.shape[0], 1)
+        if not layer.norm_name:
+            residual = router_input
         call = RouterCall(
             layer=layer.index,
             sequences=sequences,

@@ -104,6 +104,8 @@ class TraceInfo(TypedDict):
     columns: _Columns
     model: str
     fingerprint: str
+    experts_fingerprint: NotRequired[str]
+    """Where the experts were at hand."""
     shape: _Shape
     tokens: _Count
     window: _Count

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -165,9 +166,11 @@ class TraceDataset(TraceSource):
         folder = self.folder / layout.SKELETON_FOLDER
         self._check(f"{layout.SKELETON_FOLDER}/{LAYERS}")
         view = load_skeleton(folder)
-        if view.shape != self._shape or view.fingerprint() != self.info["fingerprint"]:
+        # traces from before norms were in it have that of routers alone
+        own = (view.fingerprint(), view.router_fingerprint())
+        if view.shape != self._shape or self.info["fingerprint"] not in own:
             raise ExpertcastError(f"{folder} is not of the model that {TRACE_FILE} was collected from; {REMEDY}")
-        return view
+        return replace(view, experts_known=self.info.get("experts_fingerprint"))
 
     @cached_property
     def defaults(self) -> DefaultVectors:  # type: ignore[override]

@@ -1,19 +1,23 @@
 """The routing rule: how a layer's own router turns logits into expert ids and combine weights.
 
 T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token.
-The rule is never written down here: the router module itself runs, and is answered in place of its linear map (with
-the given logits) and, where ids are given, in place of its last choice.
+The rule is never written down here: the router module itself runs, and is answered in place of the operation whose
+result it returns as its logits (with the given ones) and, where ids are given, in place of its last choice. What it
+does to its linear map's result before (a multiplier, a soft cap, a softmax) belongs to the logits, not to the rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from expertcast.predictors.errors import ExpertcastError
 
 if TYPE_CHECKING:
     from expertcast.predictors.view import MoELayer, MoEView
@@ -79,14 +83,36 @@ def goes_by_logits(view: MoEView) -> bool:
     return True
 
 
+class _Watched(TorchFunctionMode):
+    """Keeps the result of every operation, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[object] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        result = func(*args, **kwargs or {})
+        self.results.append(result)
+        return result
+
+
 class _Answers(TorchFunctionMode):
-    """Answers a router's linear map (`F.linear` against an [E, D] weight) with given logits, and its choice
-    (`topk(scores [T, E], K)`, and one of groups of experts before it) with given ids; everything else runs."""
+    """Answers the operation that makes a router's logits with given ones, and its choice (`topk(scores [T, E], K)`, and
+    one of groups of experts before it) with given ids; everything else runs."""
 
     def __init__(self, layer: MoELayer, logits_TE: Tensor, ids_TK: Tensor | None = None) -> None:
         super().__init__()
-        self.weight_ED, self.logits_TE = _linear_weight(layer), logits_TE
+        self._made = _logits_of(layer)
+        self.logits_TE, self._experts = logits_TE, layer.num_experts
         self._ids_TK = ids_TK
+        self._left = self._made.number
+        """Operations to come before the one that is answered."""
         self.chose = False
         """Whether the ids have been answered."""
 
@@ -98,8 +124,9 @@ class _Answers(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        if func is functional.linear and args[1].shape == self.weight_ED.shape:
-            return self.logits_TE.to(dtype=args[0].dtype, device=args[0].device)
+        self._left -= 1
+        if self._left == -1:
+            return self.logits_TE.to(dtype=self._made.dtype, device=self._made.device)
         if self._ids_TK is not None and func in (torch.topk, Tensor.topk) and args[0].dim() == 2:
             chosen = self._choice(self._ids_TK, args[0], args[1] if len(args) > 1 else kwargs["k"])
             if chosen is not None:
@@ -107,7 +134,7 @@ class _Answers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _choice(self, ids_TK: Tensor, scores: Tensor, count: int) -> Tensor | None:
-        experts = len(self.weight_ED)
+        experts = self._experts
         if scores.shape[1] == experts and count == ids_TK.shape[1]:
             self.chose = True
             return ids_TK
@@ -118,17 +145,56 @@ class _Answers(TorchFunctionMode):
         return torch.zeros_like(scores).scatter(-1, group_TK, 1.0).topk(count).indices
 
 
+@dataclass(frozen=True, slots=True)
+class _MadeLogits:
+    """Which of a router's operations makes what it returns as logits."""
+
+    number: int
+    """Of the operation, in order."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+_MADE: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], _MadeLogits]] = WeakKeyDictionary()
+
+
+def _logits_of(layer: MoELayer) -> _MadeLogits:
+    """Looked for once per router, and again when it changes its device or dtype.
+
+    Raises:
+        ExpertcastError: none of its operations does.
+    """
+    weight = next(layer.router.parameters())
+    placeholder_1D = _placeholder(layer, 1)
+    key = (weight.device, weight.dtype, placeholder_1D.dtype, layer.router.training)
+    known = _MADE.setdefault(layer.router, {})
+    if key not in known:
+        tracing = torch._C._get_tracing_state()
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]  # a trace of a forecast shall not hold this run
+        try:
+            with torch.no_grad(), _Watched() as watched:
+                logits_TE = layer.routed(placeholder_1D)[0]
+        finally:
+            torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
+        made = [number for number, result in enumerate(watched.results) if result is logits_TE]
+        if not made:
+            raise ExpertcastError(
+                f"{type(layer.router).__name__} returns logits that none of its operations made: expertcast cannot "
+                "apply its routing rule"
+            )
+        known[key] = _MadeLogits(made[-1], logits_TE.dtype, logits_TE.device)
+    return known[key]
+
+
 @torch.no_grad()
 def _run(layer: MoELayer, answers: _Answers) -> tuple[Tensor, Tensor]:
     """What the router returns, given answers in place of what it would work out from its input."""
-    placeholder_TD = answers.weight_ED.new_zeros(1, 1).expand(len(answers.logits_TE), layer.hidden_size)
+    placeholder_TD = _placeholder(layer, len(answers.logits_TE))
     with answers:
-        _, weights_TK, ids_TK = layer.router(placeholder_TD)
+        _, weights_TK, ids_TK = layer.routed(placeholder_TD)
     return ids_TK, weights_TK
 
 
-def _linear_weight(layer: MoELayer) -> Tensor:
-    for parameter in layer.router.parameters():
-        if parameter.shape == (layer.num_experts, layer.hidden_size):
-            return parameter
-    raise AssertionError(f"{type(layer.router).__name__} holds no [E, D] weight; discovery should have refused it")
+def _placeholder(layer: MoELayer, tokens: int) -> Tensor:
+    weight = next(layer.router.parameters())
+    return weight.new_zeros(1, 1, dtype=layer.dtype).expand(tokens, layer.hidden_size)

@@ -26,5 +26,5 @@ class ThroughRouter(Predictor):
 
     def _forecast(self, state: RouterState, target: int, ahead: int) -> Forecast:
         # the router's own three outputs: a second run of it for the routing rule would cost a decode step twice
-        logits_TE, weights_TK, ids_TK = self.view[target].router(self.input_vector(state, ahead))
+        logits_TE, weights_TK, ids_TK = self.view[target].routed(self.input_vector(state, ahead))
         return Forecast(layer=target, logits_TE=logits_TE, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK)

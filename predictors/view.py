@@ -8,13 +8,46 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from expertcast.predictors.routing_rule import route
+
+_SAMPLED = 8
+"""Places of each of an expert's tensors that its fingerprint looks at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adds:
+    """How a layer's experts' output enters the residual stream: as a term of a sum."""
+
+    factor: float = 1.0
+    """What it is multiplied with there."""
+    beside: bool = False
+    """Whether the layer adds something else there than its block's output."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTensor:
+    """A parameter or buffer that a router is given by its block; it is looked up when it is needed."""
+
+    path: str
+    """In the model."""
+    owner: nn.Module
+
+    @property
+    def name(self) -> str:
+        """In its owner."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def tensor(self) -> Tensor:
+        """As it is now."""
+        tensor: Tensor = getattr(self.owner, self.name)
+        return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +59,8 @@ class MoELayer:
     block_name: str
     """Path of the MoE block in the model."""
     norm_name: str
-    """Path of the norm whose output is the block's input."""
+    """Path of the norm whose output is the router's input; empty where that is no norm's: the residual is the router's
+    input itself then, and `norm` an identity of our own."""
     router_name: str
     """Path of the router module."""
     experts_name: str
@@ -45,18 +79,42 @@ class MoELayer:
     """D"""
     has_shared: bool
     """Whether shared experts add to the block's output."""
+    adds: Adds | None = field(default_factory=Adds)
+    """None: the experts' output is no term of the residual stream, but normalised, gated or projected before."""
+    router_dims: int = 2
+    """Dimensions of what the block gives its router: 2 for [T, D], 3 for [B, S, D]."""
+    router_arguments: tuple[tuple[str, OwnTensor | float | None], ...] = ()
+    """What else the block gives its router, by name."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the router's inputs: that of the norm's weight, or of the experts' where it has none. A router may keep
+        another for its own weight."""
+        for module in (self.norm, self.experts, self.router):
+            for parameter in module.parameters():
+                if parameter.is_floating_point():
+                    return parameter.dtype
+        return torch.get_default_dtype()
 
     def router_input(self, residual_TD: Tensor) -> Tensor:
         """LN of this layer over [T, D] of any float dtype: s_l for its own residual, q for an earlier one's r + d."""
-        parameter = next(self.norm.parameters(), None)
-        dtype = residual_TD.dtype if parameter is None else parameter.dtype
-        output: Tensor = self.norm(residual_TD.to(dtype))
+        output: Tensor = self.norm(residual_TD.to(self.dtype))
         return output
 
     def router_logits(self, hidden_TD: Tensor) -> Tensor:
         """Logits [T, E] that this layer's own router gives for [T, D] inputs."""
-        logits: Tensor = self.router(hidden_TD)[0]
-        return logits
+        return self.routed(hidden_TD)[0]
+
+    def routed(self, hidden_TD: Tensor, *, hooks: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """What this layer's own router returns for [T, D] inputs: logits [T, E], weights and ids [T, K]; without
+        `hooks` whatever is hooked to it."""
+        given = hidden_TD if self.router_dims == 2 else hidden_TD.unsqueeze(0)
+        arguments = {
+            name: value.tensor if isinstance(value, OwnTensor) else value for name, value in self.router_arguments
+        }
+        run = self.router if hooks else self.router.forward
+        logits_TE, weights_TK, ids_TK = run(given, **arguments)
+        return logits_TE, weights_TK, ids_TK
 
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Expert ids (int64) and combine weights [T, K] that this layer's router would return with these logits."""
@@ -70,6 +128,8 @@ class MoEView:
     layers: tuple[MoELayer, ...]
     model_id: str
     """Hub id or local path the model came from."""
+    experts_known: str | None = None
+    """What :meth:`experts_fingerprint` gave when the experts were at hand; a skeleton has none."""
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -88,14 +148,50 @@ class MoEView:
         return ModelShape(layers=layers, experts=experts, top_k=first.top_k, hidden=first.hidden_size)
 
     def fingerprint(self) -> str:
-        """SHA-256 over the routers' weights, rounded to bf16 so that the loading dtype does not matter."""
+        """SHA-256 over the weights of the routers, of what their blocks give them, and of the norms before them,
+        rounded to bf16 so that the loading dtype does not matter."""
         digest = hashlib.sha256()
         for layer in self.layers:
-            for name, tensor in sorted(layer.router.state_dict().items()):
-                digest.update(f"{layer.index}.{name}{tuple(tensor.shape)}".encode())
-                rounded = tensor.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
-                digest.update(rounded.view(torch.uint8).numpy().tobytes())
+            _add(digest, f"{layer.index}.router", layer.router.state_dict())
+            _add(digest, f"{layer.index}.norm", layer.norm.state_dict())
+            given = {name: value.tensor for name, value in layer.router_arguments if isinstance(value, OwnTensor)}
+            _add(digest, f"{layer.index}.given", given)
         return digest.hexdigest()
+
+    def router_fingerprint(self) -> str:
+        """The same over the routers alone: what was called the fingerprint before norms were in it."""
+        digest = hashlib.sha256()
+        for layer in self.layers:
+            _add(digest, str(layer.index), layer.router.state_dict())
+        return digest.hexdigest()
+
+    def experts_fingerprint(self) -> str | None:
+        """SHA-256 over a sample of the experts' weights, eight places of every tensor of every expert, in bf16.
+
+        None where they are not at hand: on the meta device, in a skeleton of which nothing is known, in slots, or
+        rounded to fp16, which is not undone. So whoever compares it compares what is there.
+        """
+        if self.experts_known is not None:
+            return self.experts_known
+        digest = hashlib.sha256()
+        places: set[int] = set()
+        for layer in self.layers:
+            for name, tensor in sorted(layer.experts.named_parameters()):
+                whole = len(tensor) == layer.num_experts and tensor.data_ptr() not in places
+                if tensor.is_meta or not whole or tensor.dtype not in (torch.float32, torch.bfloat16):
+                    return None
+                places.add(tensor.data_ptr())  # layers in slots share one place
+                flat_EN = tensor.detach().reshape(len(tensor), -1)
+                at = torch.linspace(0, flat_EN.shape[1] - 1, _SAMPLED).long().to(tensor.device)
+                _add(digest, f"{layer.index}.experts", {name: flat_EN[:, at]})
+        return digest.hexdigest()
+
+
+def _add(digest: hashlib._Hash, where: str, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{where}.{name}{tuple(tensor.shape)}".encode())
+        rounded = tensor.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
+        digest.update(rounded.view(torch.uint8).numpy().tobytes())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from expertcast.data.discovery import PROBE_EXPERTS
+from expertcast.data.probe import PROBE_EXPERTS
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoEView
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertcast.data.early import EarlyAttention
-from expertcast.data.taps import RouterCall, RouterTaps
+from expertcast.data.taps import RouterCall, RouterTaps, capturing
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.routing_rule import weights_over
+from expertcast.predictors.rule_check import RuleCheck
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.engine.router_free import routers_left_out
 from expertcast.runtime.engine.token_memory import TokenMemory
@@ -83,11 +84,16 @@ class Speculator:
         """What the last forecast was made from."""
         self._waiting: dict[int, tuple[RouterState, Tensor]] = {}
         """By source layer, forecasts of whole texts that wait for the next block's attention."""
+        self._check = RuleCheck(view)
+        if predictor is None:
+            self._check.unseen.clear()
+        else:
+            self._check.try_out()
 
     def prepare(self) -> None:
         """Get ready for decode steps of one text."""
         if self._traced is not None:
-            self._traced.prepare(self.view, self.ahead)
+            self._traced.prepare(self.view, self.ahead, self._check.wrong)
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -117,6 +123,8 @@ class Speculator:
 
     def executed(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
         """(ids, weights) that the layer executes in place of its router's, or None: the router's own."""
+        if self._check.unseen and not capturing():
+            self._see(call)
         self._make_waiting(call.layer)
         forecast = self._forecasts.get(call.layer)
         if forecast is None or call.layer not in self.layers:
@@ -151,7 +159,7 @@ class Speculator:
         if call.layer + self.ahead >= len(self.view) or (call.tokens > 1 and not self.prefill):
             return None
         target = call.layer + self.ahead
-        if pays is not None and target not in self.layers and not pays(target):
+        if target in self._check.wrong or (pays is not None and target not in self.layers and not pays(target)):
             return None
         ids_TK, weights_TK = (call.ids_TK, call.weights_TK) if executed is None else executed
         chained = own is not None and executed is not None and not self.true_weights
@@ -200,6 +208,13 @@ class Speculator:
         state.early_TD = _residual(self.early.attend_whole(layer, standing_TD), standing_TD, state)
         made = self.predictor.forecast(state, self.ahead)
         self._forecasts[made.layer] = made
+
+    def _see(self, call: RouterCall) -> None:
+        """A layer whose router does not follow the rule that was read from it gets no forecast."""
+        if call.layer in self._check.unseen:
+            self._check.see(call.layer, call.router_input_TD)
+        for layer in self._check.wrong:
+            self._forecasts.pop(layer, None)
 
     def _previous(self, call: RouterCall) -> Tensor | None:
         if self.previous_logits_TLE is not None:

@@ -9,7 +9,7 @@ T tokens, E routed experts per layer, K experts per token.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,12 +56,13 @@ class TracedForecasts:
         self._programs: dict[tuple[object, ...], _Program] = {}
 
     @torch.no_grad()
-    def prepare(self, view: MoEView, ahead: int) -> None:
-        """Trace the forecasts of a single text's decode steps, and check them, before the first one is due."""
+    def prepare(self, view: MoEView, ahead: int, without: Container[int] = ()) -> None:
+        """Trace the forecasts of a single text's decode steps, and check them, before the first one is due; none for
+        layers `without` any."""
         if not self._predictor.traceable:
             return
         generator = torch.Generator().manual_seed(0)  # its own: sampled generation must not change
-        for layer in range(len(view) - ahead):
+        for layer in (layer for layer in range(len(view) - ahead) if layer + ahead not in without):
             for _ in range(_CHECKED_CALLS):
                 state = _random_state(view, layer, self._predictor.uses_previous_token, generator)
                 if self._predictor.wants_early(layer, ahead):
@@ -92,7 +93,7 @@ class TracedForecasts:
 
         def outputs(given: RouterState) -> _Inputs:
             assert given.early_TD is not None
-            return (following.router(following.router_input(given.early_TD))[2],)
+            return (following.routed(following.router_input(given.early_TD))[2],)
 
         (ids_TK,) = self._run(("routed",), outputs, state, following.index)
         return ids_TK
@@ -188,7 +189,7 @@ def _random_state(view: MoEView, layer: int, previous: bool, generator: torch.Ge
     weight = next(own.router.parameters())
     residual_1D = torch.randn(1, shape.hidden, generator=generator).to(weight)
     router_input_1D = own.router_input(residual_1D)
-    logits_1E, weights_1K, ids_1K = own.router(router_input_1D)
+    logits_1E, weights_1K, ids_1K = own.routed(router_input_1D)
     return RouterState(
         layer=layer, residual_TD=residual_1D, router_input_TD=router_input_1D, logits_TE=logits_1E,
         topk_ids_TK=ids_1K, topk_weights_TK=weights_1K,

@@ -91,7 +91,7 @@ def test_another_models_routers_are_refused(linear: Path, fitted_predictors: dic
     try:
         with torch.no_grad():
             weight[0, 0] += 1.0
-        with pytest.raises(ExpertcastError, match="routers' weights are not those of"):
+        with pytest.raises(ExpertcastError, match="routers' or norms' weights are not those of"):
             load_predictor(linear, view)
         assert PredictorCheckpoint.open(linear).load().bind(view).name == "linear"
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -203,13 +204,20 @@ def test_padding_changes_nothing() -> None:
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-4)
 
 
-def test_experts_with_an_output_norm_are_refused() -> None:
+def test_experts_with_an_output_norm_leave_the_mean_step() -> None:
+    """A normalised output is not linear in what is summed: no expert has a default vector then."""
     model = tiny_model("qwen3_moe")
     view = find_moe_layers(model)
-    for layer in view:
-        layer.experts.has_post_expert_norm = True
-    with pytest.raises(ExpertcastError, match="normalises each expert's output"):
-        MeanOutputs(view)
+    view[1].experts.has_post_expert_norm = True
+    view[1].experts.post_expert_norm = nn.Identity()
+    means = MeanOutputs(view)
+    windows = [Window(0, 0, np.arange(3, 40))]
+    (batch,) = ActivationStream(model, view, windows, means=means, residual_dtype=torch.float32)
+    defaults = means.default_vectors(view)
+    assert [bool(vectors_ED.any()) for vectors_ED in defaults.expert_LED] == [True, False, True, True]
+    step_D = (batch.residual_TLD[:, 2] - batch.residual_TLD[:, 1]).mean(0)
+    torch.testing.assert_close(defaults.shared_LD[1], step_D, rtol=1e-4, atol=1e-5)
+    assert not defaults.shared_LD[[0, 2, 3]].any()
 
 
 def test_windows_longer_than_the_context_are_refused(reference_tokenizer: Any, tmp_path: Path) -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.discovery import experts_implementation, find_moe_layers
 from expertcast.data.inspection import describe, inspect_model
+from expertcast.data.means import MeanOutputs
 from expertcast.data.models import load_model, meta_model
+from expertcast.data.plan import Window
 from expertcast.data.skeleton import load_skeleton, save_skeleton
+from expertcast.data.stream import ActivationStream
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import Adds
 from tests.families.models import CONFIGS, DENSE_LAYERS, SHARED, tiny_model
+from tests.families.table import tiny_family
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -119,13 +126,53 @@ def test_undecorated_experts_are_refused_by_name() -> None:
         find_moe_layers(model)
 
 
-def test_scaled_block_output_is_refused() -> None:
-    """A block whose output does not enter the residual stream as it is would make q_l wrong without a word."""
+@pytest.mark.parametrize("scale", [0.02, 1.0])
+def test_what_the_layer_does_to_its_experts_output_is_seen(scale: float) -> None:
+    """However small the output is beside the residual: no values are compared."""
     model = tiny_model("qwen3_moe")
-    layer = model.model.layers[1]
-    layer.register_forward_hook(lambda _m, _a, output: output * 0.5)
-    with pytest.raises(ExpertcastError, match="not simply added"):
-        find_moe_layers(model)
+    layers = model.model.layers
+    layers[0].mlp.experts.down_proj.data *= scale
+    layers[0].mlp.register_forward_hook(lambda _m, _a, output: output * 0.5 - output * 0.25)
+    layers[1].register_forward_hook(lambda _m, _a, output: output * 0.5)
+    layers[2].register_forward_hook(lambda _m, args, output: output + 2 * args[0].float().sin().to(output.dtype))
+    layers[3].mlp.register_forward_hook(lambda _m, _a, output: output.tanh())
+    for found in (model, _on_meta(model)):
+        adds = [layer.adds for layer in find_moe_layers(found)]
+        assert adds == [Adds(0.25), None, Adds(beside=True), None]
+
+
+def _on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    return copy.deepcopy(model).to("meta")
+
+
+def test_default_vectors_are_what_a_layer_adds(tmp_path: Path) -> None:
+    """With a factor behind the block, and something added beside it: the sum of both is the mean step."""
+    model = tiny_family("granitemoe").float()
+    view = find_moe_layers(model)
+    assert [layer.adds for layer in view] == [Adds(0.25)] * 3
+    means = MeanOutputs(view)
+    windows = [Window(0, 0, np.arange(3, 40))]
+    stream = ActivationStream(model, view, windows, means=means, residual_dtype=torch.float32)
+    (batch,) = stream
+    defaults = means.default_vectors(view)
+    for layer in list(view)[:-1]:
+        ids_TK, weights_TK = layer.route(batch.logits_TLE[:, layer.index])
+        routed = torch.zeros(37, 32)
+        with experts_implementation(model, "eager"), torch.no_grad():
+            hidden_TD = layer.router_input(batch.residual_TLD[:, layer.index])
+            routed += layer.experts(hidden_TD, ids_TK, weights_TK) * 0.25
+            ones_T1 = torch.ones(37, 1)
+            for expert in range(8):
+                took_T = (ids_TK == expert).any(-1)
+                if took_T.any():
+                    all_TD = layer.experts(
+                        hidden_TD[took_T], torch.full((int(took_T.sum()), 1), expert), ones_T1[took_T]
+                    )
+                    torch.testing.assert_close(
+                        defaults.expert_LED[layer.index, expert], 0.25 * all_TD.mean(0), rtol=1e-3, atol=1e-4
+                    )
+        step_D = (batch.residual_TLD[:, layer.index + 1] - batch.residual_TLD[:, layer.index]).mean(0)
+        torch.testing.assert_close(defaults.shared_LD[layer.index], step_D - routed.mean(0), rtol=1e-3, atol=1e-4)
 
 
 def test_missing_model_is_one_line() -> None:

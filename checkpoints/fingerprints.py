@@ -1,0 +1,49 @@
+"""Which model an artefact was made for: what it says of that, and whether a model is the one."""
+
+from __future__ import annotations
+
+import warnings
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import Json
+from expertcast.predictors.view import MoEView
+
+
+def fingerprints(view: MoEView) -> dict[str, str]:
+    """Members `fingerprint` and, where the experts' weights are at hand or known, `experts_fingerprint`."""
+    experts = view.experts_fingerprint()
+    return {"fingerprint": view.fingerprint()} | ({} if experts is None else {"experts_fingerprint": experts})
+
+
+def check_fingerprints(recorded: Json, view: MoEView, what: str) -> None:
+    """Compare what :func:`fingerprints` gave for the model that a predictor was trained for with those of another.
+
+    Experts are compared where both sides know theirs: a model that is read straight into its offloaded form does not,
+    nor does one in fp16. From before norms were in the fingerprint, routers alone are compared, with a warning.
+
+    Args:
+        recorded: has these members, and `model_id`.
+        view: of the other model.
+        what: for messages, the checkpoint.
+
+    Raises:
+        ExpertcastError: it is another model.
+    """
+    different = ""
+    if recorded["fingerprint"] == view.fingerprint():
+        experts = recorded.get("experts_fingerprint")
+        if experts is not None and view.experts_fingerprint() not in (None, experts):
+            different = "experts' weights"
+    elif recorded["fingerprint"] == view.router_fingerprint():
+        warnings.warn(
+            f"{what} was written when fingerprints were of routers alone: whether the norms and experts of "
+            f"{view.model_id!r} are those it was trained for is not known",
+            stacklevel=3,
+        )
+    else:
+        different = "routers' or norms' weights"
+    if different:
+        raise ExpertcastError(
+            f"{what} was trained for {recorded['model_id']!r} and its {different} are not those of {view.model_id!r}: "
+            "train a predictor for this model with `expertcast train`"
+        )

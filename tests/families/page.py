@@ -1,0 +1,84 @@
+"""docs/families.md from the models themselves: `python -m tests.families.page` writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+from expertcast.data.inspection import ModelReport, describe
+from expertcast.data.models import meta_model
+from expertcast.predictors.errors import ExpertcastError
+from tests.families.table import FAMILIES, REFUSED, tiny_config
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+
+_TEXT = """# Families
+
+transformers {version} decorates the experts of {all} model families. With each of {working} of them, as a tiny random
+model (hidden size 32, 8 experts, bf16), `tests/families/test_all_families.py` checks that
+
+- an offloaded model, with and without forecasts, generates the resident model's logits bit for bit from 5 slots;
+- the router's own logits, sent through the routing rule as forecasts are, give its own ids and weights bit for bit, in
+  prefill and in decode steps;
+- traces are collected, and their skeleton (norms and routers alone, on disk) routes as the model does;
+- forecasts are executed, resident and offloaded;
+- the configuration alone (`expertcast inspect MODEL`) says the same as the model.
+
+The other {refused} are refused, each with the line below. The test fails when transformers decorates a family that is
+not in `tests/families/table.py`. No family is named in the code: everything is read from one forward of two tokens.
+
+Models that nobody has tried are asked when they run: a layer's router must give its own ids and weights back from its
+own logits, on made inputs and on the first real ones. Where it does not, its layer gets no forecast and follows its own
+router in every mode, and one warning says so; `collect` refuses.
+
+Columns: *reads*: what the router is given. *default vectors*: what stands for experts that have not run
+(`quasi_hidden`, `estimator`). Where their output does not come to the residual stream as a term of a sum, it is the
+mean step to the next MoE layer, and forecasts are that much worse; bits are not concerned. The last two columns are of
+the tiny configuration: a checkpoint's own factors are what `expertcast inspect` says. This page is written by
+`python -m tests.families.page`.
+
+| family | class | reads | default vectors | routing |
+|---|---|---|---|---|
+{rows}
+
+## Refused
+
+| family | reason |
+|---|---|
+{reasons}
+"""
+
+
+def report(family: str) -> ModelReport | str:
+    """What `inspect` says of the family's tiny configuration; a line where there is no model of it to load."""
+    try:
+        return describe(meta_model(tiny_config(family), torch.bfloat16), family)
+    except ExpertcastError as error:
+        return str(error)
+
+
+def page() -> str:
+    """The page's text."""
+    rows, reasons = [], []
+    for family in FAMILIES:
+        said = report(family)
+        if isinstance(said, str):
+            reasons.append(f"| `{family}` | no language model: transformers' AutoModelForCausalLM has none of it |")
+        elif not said.supported:
+            reasons.append(f"| `{family}` | {said.reason.partition(' is not supported: ')[2] or said.reason} |")
+        else:
+            rows.append(
+                f"| `{family}` | {said.architecture} | {said.router_reads} | {said.default_vectors} | "
+                f"{said.routing_rule.rpartition(' (')[0]} |"
+            )
+    return _TEXT.format(
+        version=".".join(transformers.__version__.split(".")[:2]),
+        all=len(FAMILIES), working=len(FAMILIES) - len(REFUSED), refused=len(REFUSED),
+        rows="\n".join(rows), reasons="\n".join(reasons),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

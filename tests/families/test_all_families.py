@@ -1,0 +1,158 @@
+"""Every decorated family: offloaded bit for bit, forecasts routed by its own rule, collected, speculated; or refused.
+
+One tiny random model per family, shared by its tests.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import expertcast
+from expertcast.data.collector import collect
+from expertcast.data.discovery import find_moe_layers
+from expertcast.data.inspection import describe
+from expertcast.data.models import load_tokenizer, meta_model
+from expertcast.data.taps import RouterCall, RouterTaps
+from expertcast.data.text import load_documents
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors import ExpertcastError
+from expertcast.predictors.view import MoEView
+from expertcast.runtime.engine.speculation import speculate
+from expertcast.training.fit import fit
+from tests.families.page import PAGE
+from tests.families.table import FAMILIES, REFUSED, decorated, tiny_config, tiny_family
+
+WORKING = [family for family in FAMILIES if family not in REFUSED]
+SLOTS = 5
+"""Of 16 to 32 experts: every decode step evicts."""
+
+
+@dataclass
+class Made:
+    """A family's model, and what it says of a prompt."""
+
+    family: str
+    model: PreTrainedModel
+    view: MoEView
+    prompt: Tensor
+    tokens: Tensor
+    logits: Tensor
+
+
+def greedy(model: PreTrainedModel, prompt: Tensor) -> tuple[Tensor, Tensor]:
+    output = model.generate(
+        prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
+    return output.sequences, torch.stack(output.logits)
+
+
+@pytest.fixture(scope="module", params=WORKING)
+def made(request: pytest.FixtureRequest) -> Made:
+    model = tiny_family(request.param)
+    prompt = torch.randint(10, 4096, (1, 7), generator=torch.Generator().manual_seed(3))
+    tokens, logits = greedy(model, prompt)
+    return Made(request.param, model, find_moe_layers(model), prompt, tokens, logits)
+
+
+@pytest.fixture(scope="module")
+def traces(made: Made, tmp_path_factory: pytest.TempPathFactory) -> TraceDataset:
+    folder = tmp_path_factory.mktemp(made.family)
+    return collect(
+        made.model, load_tokenizer("reference"), load_documents(["reference"]), folder / "traces",
+        tokens=200, window=20, batch_size=4,
+    )  # fmt: skip
+
+
+def test_every_family_of_the_installed_transformers_is_listed() -> None:
+    assert decorated() == list(FAMILIES), "transformers decorates other families than tests/families/table.py lists"
+
+
+def test_the_page_names_them_all() -> None:
+    """Written by `python -m tests.families.page`."""
+    works, refused = PAGE.read_text().split("## Refused")
+    assert re.findall(r"^\| `(\w+)` \|", works, flags=re.MULTILINE) == WORKING
+    found = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", refused, flags=re.MULTILINE))
+    assert list(found) == list(REFUSED)
+    assert all(REFUSED[family] in line or "no language model" in line for family, line in found.items())
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_refused_in_one_line(family: str) -> None:
+    with pytest.raises(ExpertcastError) as caught:
+        find_moe_layers(meta_model(tiny_config(family)))
+    assert REFUSED[family] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_rule_gives_the_routers_own_ids_and_weights(made: Made) -> None:
+    """Bit for bit, in the router's own forward, in prefill and in a decode step."""
+    seen: list[int] = []
+
+    def check(call: RouterCall) -> None:
+        ids_TK, weights_TK = made.view[call.layer].route(call.logits_TE)
+        assert torch.equal(ids_TK, call.ids_TK)
+        assert torch.equal(weights_TK, call.weights_TK)
+        assert weights_TK.dtype == call.weights_TK.dtype
+        seen.append(call.layer)
+
+    taps = RouterTaps(made.model, made.view, check)
+    try:
+        greedy(made.model, made.prompt)
+    finally:
+        taps.close()
+    assert seen == [layer.index for layer in made.view] * 3
+
+
+def test_meta_model_says_the_same(made: Made) -> None:
+    config = tiny_config(made.family)
+    report = describe(meta_model(config, torch.bfloat16), made.family)
+    assert report.supported, report.reason
+    here = describe(made.model, made.family)
+    assert (report.layers, report.experts, report.top_k, report.hidden) == (here.layers, 8, here.top_k, 32)
+    assert (report.default_vectors, report.routing_rule) == (here.default_vectors, here.routing_rule)
+
+
+def test_traces_route_as_the_model_does(made: Made, traces: TraceDataset) -> None:
+    """From the skeleton on disk, which holds norms and routers alone."""
+    batch = next(traces.batches("all", 64))
+    for layer in traces.view:
+        logits_TE = batch.logits_TLE[:, layer.index].to(made.model.dtype)
+        for kept, own in zip(layer.route(logits_TE), made.view[layer.index].route(logits_TE), strict=True):
+            assert torch.equal(kept, own)
+        state = batch.state(traces.view, layer.index)
+        torch.testing.assert_close(
+            layer.router_logits(state.router_input_TD).float(), state.logits_TE.float(), rtol=2e-2, atol=2e-2
+        )
+    defaults = traces.defaults
+    assert torch.isfinite(defaults.expert_LED).all()
+    for layer in made.view:
+        assert bool(defaults.expert_LED[layer.index].any()) == (layer.adds is not None)
+
+
+def test_offloaded_with_forecasts_is_bit_identical(made: Made, traces: TraceDataset) -> None:
+    predictor = fit("quasi_hidden", traces).predictor
+    for given in (None, predictor):
+        with expertcast.offload(made.model, predictor=given, slots=SLOTS) as offloaded:
+            tokens, logits = greedy(made.model, made.prompt)
+            assert offloaded.stats.as_dict()["bytes_moved"] > 0
+        assert torch.equal(tokens, made.tokens)
+        assert torch.equal(logits, made.logits)
+
+
+def test_forecasts_are_executed(made: Made, traces: TraceDataset) -> None:
+    predictor = fit("quasi_hidden", traces).predictor
+    with expertcast.offload(made.model, predictor=predictor, mode="speculate", slots=SLOTS):
+        _, logits = greedy(made.model, made.prompt)
+    assert torch.isfinite(logits).all()
+    ran: dict[int, Tensor] = {}
+    with speculate(
+        made.model, made.view, predictor.bind(made.view), observe=lambda call, ids: ran.update({call.layer: ids})
+    ):
+        made.model(input_ids=made.prompt, use_cache=False)
+    assert sorted(ran) == [layer.index for layer in made.view]
