@@ -23,6 +23,7 @@ from expertcast.runtime.storage.store import ExpertStore
 
 MODES = ("exact", "speculate", "hybrid")
 STORES = ("memory", "disk")
+MOST_REFIT_MS = 1000.0
 LINKS = ("auto", "instant", "emulated", "cuda", "kernel")
 
 
@@ -69,6 +70,10 @@ class OffloadConfig:
     """Executed forecasts get the true router's weights over the forecast's ids."""
     speculate_prefill: bool = False
     """Forecast and execute in prefill steps too; they are exact otherwise."""
+    drift: bool = True
+    """Follow the forecasts' recall, and warn once when it falls below the checkpoint's."""
+    refit: float = 0.0
+    """Milliseconds per token for refitting forecasts to the text while it runs; 0 leaves them as they were trained."""
     store: str | ExpertStore = "memory"
     """Where the experts lie: memory (page-locked for CUDA, as far as there is room), or disk (a mapped file)."""
     store_folder: str | Path | None = None
@@ -84,6 +89,8 @@ class OffloadConfig:
             raise ExpertcastError("give slots or memory, not both")
         if self.memory is not None:
             size_bytes(self.memory)
+        if not 0 <= self.refit <= MOST_REFIT_MS:
+            raise ExpertcastError(f"refit={self.refit}: give milliseconds per token, 0 to {MOST_REFIT_MS:g}")
         if self.store_folder is not None and self.store != "disk":
             raise ExpertcastError("store_folder belongs to store='disk': leave it out")
         self.resolved_policies()

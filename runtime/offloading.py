@@ -12,6 +12,8 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime.arguments import (
     executed_layers,
     make_link,
+    make_monitor,
+    make_refit,
     make_store,
     recall_per_layer,
     resolve_next_token,
@@ -65,6 +67,7 @@ def offload(
         prefill=config.speculate_prefill,
         ahead=config.ahead,
     )
+    speculator.refit = make_refit(config, bound)
     if config.mode == "exact" and (config.true_weights or config.layers is not None):
         warnings.warn("layers and true_weights have no effect in mode 'exact'", stacklevel=2)
     count = slot_count(config, view)
@@ -77,6 +80,7 @@ def offload(
         next_token=resolve_next_token(config.next_token, view, policies, device),
         kernel=SlotKernel(kernel_of(model), count),
         cache=config.cache,
+        drift=make_monitor(config, view, bound, checkpoint),
         observers=observers,
     )
     return OffloadedModel(model, parts)

@@ -20,6 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from expertcast.data.taps import RouterCall
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer
+from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.flow import LayerFlow, TokenForecasts
 from expertcast.runtime.engine.kernels import SlotKernel, combine
 from expertcast.runtime.engine.speculation import Speculator
@@ -48,6 +49,8 @@ class EngineParts:
     kernel: SlotKernel
     tokens_ahead: TokenForecasts | None = None
     """Forecasts the next tokens' routing, for an eviction policy that takes it."""
+    drift: DriftMonitor | None = None
+    """Is told what was forecast and what was chosen, by an engine whose host knows."""
     keep: bool = True
     """A cache: False frees an expert's slot as soon as its layer has run."""
 

@@ -40,6 +40,8 @@ class _Plan:
     """Distinct keys, chunk by chunk; one chunk when all fit the slots."""
     precision: dict[int, str] | None
     """Of the keys that need not come in full."""
+    ids: list[int] | None
+    """The T x K ids, when the host has them."""
     slots: list[int] | None = None
     """Slot of each of the T x K ids, when they are few and one chunk."""
     sent: Sent | None = None
@@ -64,6 +66,7 @@ class HostEngine(Engine):
         self._last = shape.layers - 1
         self._readback = Readback(parts.link.driver, parts.link.progress)
         self._plan: _Plan | None = None
+        self._drift, self._refit = parts.drift, speculator.refit
         self._known_ids: dict[int, list[int]] = {}
         """Ids (flat) of forecasts by target layer, as far as the host has them."""
         self._complete = False
@@ -86,6 +89,8 @@ class HostEngine(Engine):
         self._flow.start_pass(fresh)
         self._halfway = False
         self._speculator.start(fresh)
+        if self._drift is not None:
+            self._drift.start()
 
     def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
         self._halfway = True
@@ -99,7 +104,10 @@ class HostEngine(Engine):
         if self._flow.decides:
             executed, precision = self._decide(call, executed)
         ids_TK = call.ids_TK if executed is None else executed[0]
+        known = self._known_ids.get(call.layer)
         plan = self._begin(call.layer, ids_TK, executed is not None and executed is forecast_executed, precision)
+        if known is not None and self._drift is not None:
+            self._drift.compare(call, known, plan.ids if executed is None else None, self._readback)
         if self._told is not None:
             self._told("forecast", call.layer)
         forecast = self._speculator.forecast(call, executed)
@@ -110,6 +118,8 @@ class HostEngine(Engine):
         self._flow.finish(call.layer)
         if len(plan.chunks) == 1:
             self._flow.stream(call.layer)
+        if self._refit is not None:
+            self._refit.work()
         if self._told is not None:
             self._told("compute", call.layer)
         self._halfway = False
@@ -171,7 +181,7 @@ class HostEngine(Engine):
             pairs = {first + expert: count for expert, count in enumerate(counts) if count}
             distinct = list(pairs)
         chunks = self._flow.begin(layer, distinct, precision)
-        plan = self._plan = _Plan(layer, ids_TK, all_keys, pairs, chunks, precision)
+        plan = self._plan = _Plan(layer, ids_TK, all_keys, pairs, chunks, precision, flat)
         if len(chunks) == 1:
             self._send_slots(plan)
         return plan

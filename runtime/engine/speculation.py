@@ -17,6 +17,7 @@ from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.routing_rule import weights_over
 from expertcast.predictors.view import MoEView
+from expertcast.runtime.engine.refit import OnlineRefit
 from expertcast.runtime.engine.traced import TracedForecasts
 
 
@@ -59,6 +60,8 @@ class Speculator:
         self._memory = _TokenMemory(len(view)) if predictor is not None and predictor.uses_previous_token else None
         self._traced = None if predictor is None else TracedForecasts(predictor)
         self._forecasts: dict[int, Forecast] = {}
+        self.refit: OnlineRefit | None = None
+        """Follows the text with the predictor's weights, where it is set before the first forward."""
 
     def prepare(self) -> None:
         """Get ready for decode steps of one text."""
@@ -70,6 +73,8 @@ class Speculator:
         self._forecasts.clear()
         if self._memory is not None:
             self._memory.start(fresh)
+        if self.refit is not None:
+            self.refit.start()
 
     def executed(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
         """(ids, weights) that the layer executes in place of its router's, or None: the router's own."""
@@ -89,6 +94,8 @@ class Speculator:
         if self._memory is not None:
             self._memory.see(call)
         own = self._forecasts.pop(call.layer, None)
+        if self.refit is not None:
+            self.refit.routed(call)
         if call.layer + self.ahead >= len(self.view) or (call.tokens > 1 and not self.prefill):
             return None
         ids_TK, weights_TK = (call.ids_TK, call.weights_TK) if executed is None else executed
@@ -100,6 +107,8 @@ class Speculator:
         )  # fmt: skip
         made = (self._traced if call.tokens == 1 else self.predictor).forecast(state, self.ahead)
         self._forecasts[made.layer] = made
+        if self.refit is not None:
+            self.refit.made(state)
         return made
 
     def _previous(self, call: RouterCall) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from expertcast.predictors.plain import Json
@@ -51,6 +51,9 @@ class RunStatistics(Observer):
     Args:
         layers: MoE layers of the model.
     """
+
+    reports: Sequence[Callable[[], Json]] = ()
+    """Further entries for :meth:`as_dict`, from those who keep them."""
 
     def __init__(self, layers: int) -> None:
         self.layers = [LayerStatistics() for _ in range(layers)]
@@ -101,5 +104,10 @@ class RunStatistics(Observer):
         return total.hits / total.requests if total.requests else 0.0
 
     def as_dict(self) -> Json:
-        """Totals and `hit_rate`, with `per_layer` beside them."""
-        return {**asdict(self.total), "hit_rate": self.hit_rate, "per_layer": [asdict(layer) for layer in self.layers]}
+        """Totals and `hit_rate`, with `per_layer` beside them; `drift` and `forecast_recall` of
+        :class:`expertcast.runtime.engine.drift.DriftMonitor` (`drift` is None where nothing can be said: no forecasts,
+        a predictor without metrics, books on the device), and `refit` where forecasts are refitted."""
+        values = {**asdict(self.total), "hit_rate": self.hit_rate, "drift": None}
+        for report in self.reports:
+            values |= report()
+        return {**values, "per_layer": [asdict(layer) for layer in self.layers]}
