@@ -74,6 +74,8 @@ class OffloadedModel:
         self.model = model
         self.view = view = speculator.view
         self.predictor = speculator.predictor
+        self.refit = speculator.refit
+        """Refits the forecasts while the model runs, where it was asked to."""
         self.policies = parts.policies
         """Which policies decide what is kept, loaded and dropped."""
         self.executed_layers = speculator.layers

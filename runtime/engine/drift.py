@@ -23,7 +23,7 @@ from expertcast.runtime.links.exchange import Readback
 
 BLOCK = 32
 """Forwards that are summed before anything is computed."""
-MEMORY = 64
+MEMORY = 32
 """Blocks over which the running means fade to 1/e."""
 FIRST = 16
 """Blocks before anything is said."""

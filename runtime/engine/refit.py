@@ -42,7 +42,9 @@ class OnlineRefit:
     def __init__(
         self, predictor: Predictor, ahead: int, budget_ms: float, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._ahead, self._budget_s, self._clock = ahead, budget_ms / 1e3, clock
+        self._ahead, self._budget_s = ahead, budget_ms / 1e3
+        self.clock = clock
+        """Says what the time is."""
         self._layers: dict[int, LayerRefit] = {}
         """By target layer."""
         for layer in range(len(predictor.view) - ahead):
@@ -73,7 +75,7 @@ class OnlineRefit:
         """A forecast was made from this state."""
         layer = self._layers.get(state.layer + self._ahead)
         if self._collects and layer is not None and layer.takes(state):
-            begin = self._clock()
+            begin = self.clock()
             self._made[state.layer + self._ahead] = _kept(state)
             self._spent(begin)
 
@@ -82,7 +84,7 @@ class OnlineRefit:
         state = self._made.pop(call.layer, None)
         if state is None or len(state.residual_TD) != len(call.logits_TE):
             return
-        begin = self._clock()
+        begin = self.clock()
         layer = self._layers[call.layer]
         layer.collect(Example(state, call.logits_TE.clone(), call.ids_TK.clone()))
         if layer.full:
@@ -92,7 +94,7 @@ class OnlineRefit:
     def work(self) -> None:
         """Learn from a block that waits, if there is time; called while the layer's copies are under way."""
         if self._due and self._credit_s > 0:
-            begin = self._clock()
+            begin = self.clock()
             layer = self._due[0]
             with torch.inference_mode(False), torch.no_grad():
                 if layer.work():
@@ -100,7 +102,7 @@ class OnlineRefit:
             self._spent(begin)
 
     def _spent(self, begin: float) -> None:
-        seconds = self._clock() - begin
+        seconds = self.clock() - begin
         self._credit_s -= seconds
         self.seconds += seconds
         self.longest_s = max(self.longest_s, seconds)
@@ -112,8 +114,8 @@ class OnlineRefit:
                 layer.part.apply(None)
 
     def as_dict(self) -> Json:
-        """`refit`, with `seconds` and `longest_ms`; by target layer, `tokens` learned from, whether it is `used`, and `gain`: the
-        recall of the refitted map less that of the frozen one, on tokens that neither had seen."""
+        """`refit`, with `seconds` and `longest_ms`; by target layer, `tokens` learned from, whether it is `used`, and
+        `gain`: the recall of the refitted map less that of the frozen one, on tokens that neither had seen."""
         layers = {target: layer.as_dict() for target, layer in self._layers.items()}
         return {"refit": {"seconds": self.seconds, "longest_ms": self.longest_s * 1e3, "layers": layers}}
 

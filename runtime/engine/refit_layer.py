@@ -24,11 +24,11 @@ from expertcast.runtime.engine.refit_part import RidgePart, changed
 
 BLOCK = 32
 """Tokens that are learned from at once."""
-SOLVE_EVERY = 8
-"""Blocks between two solutions of a layer; the first ones come after 1, 2 and 4."""
-PRIOR = 100.0
+SOLVE_EVERY = 4
+"""Blocks between two solutions of a layer; the first ones come after 1 and 2."""
+PRIOR = 50.0
 """Tokens that the frozen map counts for."""
-MEMORY = 16_000
+MEMORY = 1000
 """Tokens over which what was learned fades to 1/e."""
 MARGIN = 0.005
 """Recall that the refitted map must be better by to be used."""
@@ -75,6 +75,11 @@ class LayerRefit:
         """Whether a block waits to be learned from."""
         return self._rows >= BLOCK
 
+    @property
+    def due(self) -> bool:
+        """Whether the refitted map is to be solved for after as many blocks as were learned from."""
+        return self._blocks in (1, 2) or self._blocks % SOLVE_EVERY == 0
+
     def takes(self, state: RouterState) -> bool:
         """Whether a token of this state can join the block."""
         known = state.previous_logits_TLE is not None or not self.part.predictor.uses_previous_token
@@ -90,7 +95,7 @@ class LayerRefit:
         if not self._solves:
             self.learn(_joined(self._examples))
             self._examples.clear()
-            self._solves = self._blocks in (1, 2, 4) or self._blocks % SOLVE_EVERY == 0
+            self._solves = self.due
         else:
             self.solve()
             self._solves = False
