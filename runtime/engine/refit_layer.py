@@ -2,7 +2,7 @@
 
 The frozen map and the refitted one, which has not seen the block, both forecast it. The refitted one is used from the
 block on after which the running difference in recall is above `MARGIN` and above `ERRORS` of its standard errors, until
-the running difference is no longer above nothing.
+that is no longer above nothing or the recent one is below `-LOSS`.
 
 T tokens, R directions (:mod:`expertcast.runtime.engine.refit_part`), E routed experts, K experts per token.
 """
@@ -38,6 +38,10 @@ FIRST = 6
 """Blocks before it may be used."""
 TESTED = 16
 """Blocks over which the running difference fades to 1/e."""
+RECENT = 4
+"""The same, of a difference that notices soon when the text is as it was again."""
+LOSS = 0.01
+"""Recall that the refitted map may lack of late before it is left."""
 
 _TENSORS = ("residual_TD", "router_input_TD", "logits_TE", "topk_ids_TK", "topk_weights_TK")
 
@@ -146,14 +150,17 @@ class Guard:
     def __init__(self) -> None:
         self.used = False
         self.gain = FadingMean(TESTED)
+        self._recent = FadingMean(RECENT)
 
     def add(self, gain: float) -> bool:
         """Take the gain on a block that what is tried had not seen; whether it may be used from now on."""
         self.gain.add(gain)
+        self._recent.add(gain)
+        mean, recent = self.gain.mean, self._recent.mean
         if self.used:
-            self.used = self.gain.mean > 0
+            self.used = mean > 0 and recent > -LOSS
         else:
-            self.used = self.gain.count >= FIRST and self.gain.mean > max(MARGIN, ERRORS * self.gain.error)
+            self.used = self.gain.count >= FIRST and recent > 0 and mean > max(MARGIN, ERRORS * self.gain.error)
         return self.used
 
 
