@@ -12,6 +12,8 @@ from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor, predictor_class
 from expertcast.predictors.view import overfetched
 from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.engine.drift import DriftMonitor
+from expertcast.runtime.engine.refit import OnlineRefit
 from expertcast.runtime.links.base import InstantLink, Link
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.emulated import EmulatedLink
@@ -85,6 +87,40 @@ def recall_per_layer(checkpoint: PredictorCheckpoint | None) -> dict[int, float]
         return None
     targets = metrics.get("targets", range(1, len(per_layer) + 1))
     return {int(layer): float(value) for layer, value in zip(targets, per_layer, strict=True)}
+
+
+def make_monitor(
+    config: OffloadConfig, view: MoEView, predictor: Predictor | None, checkpoint: PredictorCheckpoint | None
+) -> DriftMonitor | None:
+    """What `drift` stands for: compares forecasts with their checkpoint's recall at the distance that they are made at.
+
+    Args:
+        config: the options.
+        view: the model's MoE layers.
+        predictor: what forecasts; None where nothing does.
+        checkpoint: where it comes from.
+    """
+    if predictor is None or not config.drift:
+        return None
+    expected = recall_per_layer(checkpoint)
+    if expected is not None and min(expected, default=0) != config.ahead:
+        expected = None
+    return DriftMonitor(view.shape.layers, view.shape.top_k, expected, predictor.name)
+
+
+def make_refit(config: OffloadConfig, predictor: Predictor | None) -> OnlineRefit | None:
+    """What `refit` stands for; `predictor` is bound to the model and on its device.
+
+    Raises:
+        ExpertcastError: nothing to refit, or a link that leaves the host nothing to learn from.
+    """
+    if not config.refit:
+        return None
+    if predictor is None:
+        raise ExpertcastError("refit changes forecasts: give a predictor")
+    if config.link == "kernel" or isinstance(config.link, KernelLink):
+        raise ExpertcastError("refit works on the host, which the kernel link leaves out: take link='cuda'")
+    return OnlineRefit(predictor, config.ahead, config.refit)
 
 
 def slot_count(config: OffloadConfig, view: MoEView) -> int:

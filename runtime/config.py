@@ -24,6 +24,7 @@ from expertcast.runtime.storage.store import ExpertStore
 MODES = ("exact", "speculate", "hybrid")
 STORES = ("memory", "disk")
 FORECASTS = ("always", "worth")
+MOST_REFIT_MS = 1000.0
 LINKS = ("auto", "instant", "emulated", "cuda", "kernel")
 
 
@@ -80,6 +81,10 @@ class OffloadConfig:
     """Layers that execute their forecast leave their router out: its logits are never known there."""
     speculate_prefill: bool = False
     """Forecast and execute in prefill steps too; they are exact otherwise."""
+    drift: bool = True
+    """Follow the forecasts' recall, and warn once when it falls below the checkpoint's."""
+    refit: float = 0.0
+    """Milliseconds per token for refitting forecasts to the text while it runs; 0 leaves them as they were trained."""
     store: str | ExpertStore = "memory"
     """Where the experts lie: memory (page-locked for CUDA, as far as there is room), or disk (a mapped file)."""
     store_folder: str | Path | None = None
@@ -98,6 +103,8 @@ class OffloadConfig:
             size_bytes(self.memory)
         if not 0 < self.likely <= 1:
             raise ExpertcastError(f"likely={self.likely}: give a probability above 0 and up to 1, such as 0.2")
+        if not 0 <= self.refit <= MOST_REFIT_MS:
+            raise ExpertcastError(f"refit={self.refit}: give milliseconds per token, 0 to {MOST_REFIT_MS:g}")
         if self.store_folder is not None and self.store != "disk":
             raise ExpertcastError("store_folder belongs to store='disk': leave it out")
         if self.reach is not None and self.reach < self.ahead:

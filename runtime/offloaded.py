@@ -22,6 +22,7 @@ from expertcast.predictors.next_token_tracker import NextTokenTracker
 from expertcast.runtime.arguments import device_decides
 from expertcast.runtime.engine.base import EXPERTS_NAME, Engine, EngineParts
 from expertcast.runtime.engine.device import DeviceEngine
+from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.engine.guards import ForwardGuard, in_use, weights_guarded
 from expertcast.runtime.engine.host import HostEngine
@@ -58,6 +59,8 @@ class OffloadParts:
     """The least probability by `next_token` at which an expert is loaded when a token begins."""
     gated: bool = False
     """With a cache, make only forecasts that are expected to save more waiting than they cost."""
+    drift: DriftMonitor | None = None
+    """Follows the forecasts' recall."""
     observers: Sequence[Observer] = ()
 
 
@@ -75,6 +78,8 @@ class OffloadedModel:
         self.model = model
         self.view = view = speculator.view
         self.predictor = speculator.predictor
+        self.refit = speculator.refit
+        """Refits the forecasts while the model runs, where it was asked to."""
         self.policies = parts.policies
         """Which policies decide what is kept, loaded and dropped."""
         self.executed_layers = speculator.layers
@@ -100,7 +105,7 @@ class OffloadedModel:
             undo.callback(self.pool.free)
             link = parts.link
             if link is None:
-                decides = parts.next_token is None and device_decides(parts.policies)
+                decides = parts.next_token is None and speculator.refit is None and device_decides(parts.policies)
                 link = fastest_link(store, self.pool) if decides else CudaLink()
             self.link = link
             link.observer = observer
@@ -109,18 +114,22 @@ class OffloadedModel:
             dropped = weakref.finalize(model, link.close)  # whose thread would keep the store of a dropped model
             dropped.atexit = False
             undo.callback(dropped.detach)
+            self._drift = None if link.decides_on_device else parts.drift
             made = DeviceEngine if link.decides_on_device else HostEngine
             self._engine = engine = made(
                 EngineParts(
                     link=link, pool=self.pool, speculator=speculator, policies=policies, kernel=parts.kernel,
                     tokens_ahead=None if parts.next_token is None else NextTokenTracker(parts.next_token),
-                    keep=parts.cache, likely=parts.likely, gated=parts.gated,
+                    drift=self._drift, keep=parts.cache, likely=parts.likely, gated=parts.gated,
                 )
             )  # fmt: skip
             self.stats = engine.stats
+            self.stats.reports = [each.as_dict for each in (self._drift, speculator.refit) if each is not None]
             for layer in view:
                 undo.callback(Engine.detach, layer)
                 engine.attach(layer)
+            if speculator.refit is not None:
+                undo.callback(speculator.refit.restore)
             undo.enter_context(weights_guarded(model, view))
             speculator.prepare()
             self._guard = ForwardGuard(model, view, EXPERTS_NAME)
@@ -173,6 +182,8 @@ class OffloadedModel:
     def reset_stats(self) -> None:
         """Set the counters of the run and of the link to zero."""
         self.stats.reset()
+        if self._drift is not None:
+            self._drift.reset()
         self.link.reset()
 
     def close(self) -> None:

@@ -13,6 +13,8 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime.arguments import (
     executed_layers,
     make_link,
+    make_monitor,
+    make_refit,
     make_store,
     recall_per_layer,
     resolve_next_token,
@@ -69,6 +71,7 @@ def offload(
         reach=config.reach,
         early=EarlyAttention(model, view) if bound is not None and bound.uses_early else None,
     )
+    speculator.refit = make_refit(config, bound)
     if config.mode == "exact" and (config.true_weights or config.layers is not None):
         warnings.warn("layers and true_weights have no effect in mode 'exact'", stacklevel=2)
     count = slot_count(config, view)
@@ -83,6 +86,7 @@ def offload(
         cache=config.cache,
         likely=config.likely,
         gated=config.forecasts == "worth",
+        drift=make_monitor(config, view, bound, checkpoint),
         observers=observers,
     )
     return OffloadedModel(model, parts)

@@ -4,7 +4,8 @@
 
 The real engine runs decode steps of a model with 128 experts per layer, 8 per token, and 512 slots, from recorded
 routing in which half of the requests miss. What it would launch is replaced: the link's copies arrive at once and move
-nothing, the experts' kernels return their input, forecasts are read from a list. `--profile` shows where time goes.
+nothing, the experts' kernels return their input, forecasts are read from a list; `followed`: the drift monitor compares
+them with the routing. `--profile` shows where time goes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from expertcast.data.taps import RouterCall
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.engine.base import EngineParts
+from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.host import HostEngine
 from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
 from expertcast.runtime.engine.speculation import Speculator
@@ -95,11 +97,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     steps = make_steps(args.tokens, missing=0.5)
-    seconds: dict[str, list[float]] = {"on_demand": [], "prefetch": []}
+    seconds: dict[str, list[float]] = {"on_demand": [], "prefetch": [], "prefetch_followed": []}
     missing: dict[str, float] = {}
     for _ in range(args.repetitions):
         for name, times in seconds.items():
-            per_layer, missing[name] = run(steps, forecasts=name == "prefetch")
+            per_layer, missing[name] = run(steps, forecasts=name != "on_demand", drift=name == "prefetch_followed")
             times.append(per_layer)
     runs = {
         name: {"seconds_per_layer": statistics.median(times), "best": min(times), "not_resident": missing[name]}
@@ -138,9 +140,9 @@ def make_steps(tokens: int, missing: float) -> list[Step]:
     return steps
 
 
-def run(steps: list[Step], *, forecasts: bool) -> tuple[float, float]:
+def run(steps: list[Step], *, forecasts: bool, drift: bool = False) -> tuple[float, float]:
     """(seconds per layer and token, copies per request) of all steps but the first few, which fill the slots."""
-    engine, layers, speculator, stats = build()
+    engine, layers, speculator, stats = build(drift)
     hidden_TD = torch.zeros(1, HIDDEN)
     warm = len(steps) // 4
     begin = 0.0
@@ -158,8 +160,8 @@ def run(steps: list[Step], *, forecasts: bool) -> tuple[float, float]:
     return seconds / ((len(steps) - warm) * LAYERS), (total.misses + total.prefetched) / total.requests
 
 
-def build() -> tuple[HostEngine, MoEView, ListedForecasts, RunStatistics]:
-    """The runtime's own parts around a link and a kernel that do nothing."""
+def build(drift: bool) -> tuple[HostEngine, MoEView, ListedForecasts, RunStatistics]:
+    """The runtime's own parts around a link and a kernel that do nothing; `drift`: forecasts' recall is followed."""
     config = Qwen3MoeConfig(
         vocab_size=32, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
         moe_intermediate_size=HIDDEN, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
@@ -174,7 +176,12 @@ def build() -> tuple[HostEngine, MoEView, ListedForecasts, RunStatistics]:
     policies = Policies().make(CacheShape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, slots=SLOTS))
     engine = HostEngine(
         EngineParts(
-            link=link, pool=pool, speculator=speculator, policies=policies, kernel=NoKernel(kernel_of(model), SLOTS)
+            link=link,
+            pool=pool,
+            speculator=speculator,
+            policies=policies,
+            kernel=NoKernel(kernel_of(model), SLOTS),
+            drift=DriftMonitor(LAYERS, TOP_K, dict.fromkeys(range(1, LAYERS), 0.9)) if drift else None,
         )
     )
     for layer in view:

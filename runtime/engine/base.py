@@ -20,6 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from expertcast.data.taps import RouterCall
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer
+from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.engine.kernels import SlotKernel, combine
 from expertcast.runtime.engine.speculation import Speculator
@@ -49,6 +50,8 @@ class EngineParts:
     kernel: SlotKernel
     tokens_ahead: TokenForecasts | None = None
     """Forecasts the next tokens' routing."""
+    drift: DriftMonitor | None = None
+    """Is told what was forecast and what was chosen, by an engine whose host knows."""
     keep: bool = True
     """A cache: False frees an expert's slot as soon as its layer has run."""
     likely: float = LIKELY

@@ -50,6 +50,7 @@ class HostEngine(Engine):
         gate = ForecastGate(residency, shape.layers, self._flow.tokens_ahead) if gated else None
         self._foresight = Foresight(speculator, self._flow, self._readback, gate=gate, told=self._told)
         self._plan: Plan | None = None
+        self._drift, self._refit = parts.drift, speculator.refit
         self._complete = False
         """The last forward ran to its last layer."""
 
@@ -70,6 +71,8 @@ class HostEngine(Engine):
         self._flow.start_pass(fresh, token_BS)
         self._halfway = False
         self._speculator.start(fresh)
+        if self._drift is not None:
+            self._drift.start()
 
     def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
         self._halfway = True
@@ -86,8 +89,17 @@ class HostEngine(Engine):
         if self._flow.decides:
             executed, precision = self._decide(call, executed)
         ids_TK = call.ids_TK if executed is None else executed[0]
+        known = self._foresight.ids.get(call.layer)
         plan = self._begin(call.layer, ids_TK, executed is not None and executed is forecast_executed, precision)
+        if (
+            known is not None
+            and self._drift is not None
+            and not (self._speculator.router_free and executed is not None)
+        ):
+            self._drift.compare(call, known, plan.ids if executed is None else None, self._readback)
         self._foresight.make(call, executed, len(plan.chunks) == 1)
+        if self._refit is not None:
+            self._refit.work()
         if self._told is not None:
             self._told("compute", call.layer)
         self._halfway = False
@@ -143,7 +155,7 @@ class HostEngine(Engine):
             distinct = list(pairs)
         self._foresight.learn(layer, [key - first for key in distinct])
         chunks = self._flow.begin(layer, distinct, precision)
-        plan = self._plan = Plan(layer, ids_TK, all_keys, pairs, chunks, precision)
+        plan = self._plan = Plan(layer, ids_TK, all_keys, pairs, chunks, precision, flat)
         if len(chunks) == 1:
             self._send_slots(plan)
         return plan

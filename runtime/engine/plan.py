@@ -27,6 +27,8 @@ class Plan:
     """Distinct keys, chunk by chunk; one chunk when all fit the slots."""
     precision: dict[int, str] | None
     """Of the keys that need not come in full."""
+    ids: list[int] | None
+    """The T x K ids, when the host has them."""
     slots: list[int] | None = None
     """Slot of each of the T x K ids, when they are few and one chunk."""
     sent: Sent | None = None

@@ -20,6 +20,7 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.routing_rule import weights_over
 from expertcast.predictors.rule_check import RuleCheck
 from expertcast.predictors.view import MoEView
+from expertcast.runtime.engine.refit import OnlineRefit
 from expertcast.runtime.engine.router_free import routers_left_out
 from expertcast.runtime.engine.token_memory import TokenMemory
 from expertcast.runtime.engine.traced import TracedForecasts
@@ -79,7 +80,7 @@ class Speculator:
         self._memory = TokenMemory(len(view)) if predictor is not None and predictor.uses_previous_token else None
         self._traced = None if predictor is None else TracedForecasts(predictor)
         self._forecasts: dict[int, Forecast] = {}
-        self.early, self._router_free = early, router_free
+        self.early, self.router_free = early, router_free
         self._state: RouterState | None = None
         """What the last forecast was made from."""
         self._waiting: dict[int, tuple[RouterState, Tensor]] = {}
@@ -89,6 +90,8 @@ class Speculator:
             self._check.unseen.clear()
         else:
             self._check.try_out()
+        self.refit: OnlineRefit | None = None
+        """Follows the text with the predictor's weights, where it is set before the first forward."""
 
     def prepare(self) -> None:
         """Get ready for decode steps of one text."""
@@ -102,7 +105,7 @@ class Speculator:
             if self.early is not None:
                 self.early.attach()
                 stack.callback(self.early.close)
-            if self._router_free:
+            if self.router_free:
                 stack.enter_context(routers_left_out([self.view[layer] for layer in self.layers], self._ready))
             yield
 
@@ -115,6 +118,8 @@ class Speculator:
             self.early.start()
         if self._memory is not None:
             self._memory.start(fresh)
+        if self.refit is not None:
+            self.refit.start()
 
     def _ready(self, layer: int) -> Forecast | None:
         """The forecast that a layer will execute; whole texts' forecasts are made now."""
@@ -156,6 +161,8 @@ class Speculator:
         if self._memory is not None:
             self._memory.see(call)
         own = self._forecasts.pop(call.layer, None)
+        if self.refit is not None:
+            self.refit.routed(call)
         if call.layer + self.ahead >= len(self.view) or (call.tokens > 1 and not self.prefill):
             return None
         target = call.layer + self.ahead
@@ -173,6 +180,8 @@ class Speculator:
             return None
         made = (self._traced if call.tokens == 1 else self.predictor).forecast(state, self.ahead)
         self._forecasts[made.layer] = made
+        if self.refit is not None:
+            self.refit.made(state)
         return made
 
     def further(self, call: RouterCall) -> Iterator[Forecast]:

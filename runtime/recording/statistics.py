@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from expertcast.predictors.plain import Json
@@ -51,6 +51,9 @@ class RunStatistics(Observer):
     Args:
         layers: MoE layers of the model.
     """
+
+    reports: Sequence[Callable[[], Json]] = ()
+    """Further entries for :meth:`as_dict`, from those who keep them."""
 
     def __init__(self, layers: int) -> None:
         self.layers = [LayerStatistics() for _ in range(layers)]
@@ -118,14 +121,19 @@ class RunStatistics(Observer):
         return share(total.prefetched_used, total.prefetched)
 
     def as_dict(self) -> Json:
-        """Totals, `hit_rate`, `prefetch_precision` and `issued_precision`, with `per_layer` beside them."""
-        return {
+        """Totals, `hit_rate`, `prefetch_precision` and `issued_precision`, with `per_layer` beside them; `drift` and
+        `forecast_recall` of :class:`expertcast.runtime.engine.drift.DriftMonitor` (`drift` is None where nothing can be
+        said: no forecasts, a predictor without metrics, books on the device), and `refit` where forecasts are refitted."""
+        values = {
             **asdict(self.total),
             "hit_rate": self.hit_rate,
             "prefetch_precision": self.prefetch_precision,
             "issued_precision": self.issued_precision,
-            "per_layer": [asdict(layer) for layer in self.layers],
+            "drift": None,
         }
+        for report in self.reports:
+            values |= report()
+        return {**values, "per_layer": [asdict(layer) for layer in self.layers]}
 
 
 def share(part: int, whole: int) -> float | None:

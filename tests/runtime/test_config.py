@@ -47,6 +47,8 @@ def _field_values() -> dict[str, st.SearchStrategy[Any]]:
         "min_recall": _NUMBER,
         "true_weights": st.booleans(),
         "speculate_prefill": st.booleans(),
+        "drift": st.booleans(),
+        "refit": st.floats(0, 1000),
     }
 
 

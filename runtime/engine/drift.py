@@ -1,0 +1,159 @@
+"""Whether forecasts are still as good as their checkpoint says: running recall, and one warning when it has fallen.
+
+Recall is that of recall@k: the share of a router's own K experts that the forecast for its layer named, whatever was
+executed. Tokens are summed in blocks, and blocks averaged with weights that fade. The warning takes
+
+    drift = mean over layers of (checkpoint's recall - block's recall)
+
+of each block: it comes once the running mean of the blocks is above `LEAST` and above `ERRORS` of its own standard
+errors, which are those of block means: neighbouring tokens are alike, single ones would make it look too sure. It is
+looked at after every block: at four standard errors one look in 30,000 goes wrong by chance if there is no drift at
+all, and the least drift guards against differences that are certain and small.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+from expertcast.data.taps import RouterCall
+from expertcast.predictors.plain import Json
+from expertcast.runtime.engine.fading import FadingMean
+from expertcast.runtime.links.exchange import Readback
+
+BLOCK = 32
+"""Forwards that are summed before anything is computed."""
+MEMORY = 32
+"""Blocks over which the running means fade to 1/e."""
+FIRST = 16
+"""Blocks before anything is said."""
+LEAST = 0.05
+"""Drift below which nothing is said."""
+ERRORS = 4.0
+"""Standard errors that the drift must be above 0."""
+SAMPLED = 16
+"""One forward in so many is looked at where the router's own choice is not on the host anyway."""
+
+MOST_IDS = 512
+"""Up to so many ids of a step are read back."""
+
+
+class DriftMonitor:
+    """Follows the recall of the forecasts of one run.
+
+    Args:
+        layers: L.
+        top_k: K.
+        expected: the checkpoint's recall@k by target layer; None where it has none: nothing to drift from.
+        name: what forecasts, for the warning.
+    """
+
+    def __init__(self, layers: int, top_k: int, expected: Mapping[int, float] | None, name: str = "") -> None:
+        self.expected = None if expected is None else dict(expected)
+        self.top_k = top_k
+        self._name, self._layers = name, layers
+        self._warned = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was seen; what was warned of is not warned of again."""
+        self._hits, self._ids = [0] * self._layers, [0] * self._layers
+        self._forwards = 0
+        self._recall: list[FadingMean | None] = [None] * self._layers
+        self._drift = FadingMean(MEMORY)
+        self.tokens = 0
+        """Tokens looked at, of the layer with most of them."""
+        self.sampled = True
+        """Whether this forward is one of those that are looked at where that costs a copy to the host."""
+
+    def start(self) -> None:
+        """A forward starts."""
+        self._forwards += 1
+        self.sampled = self._forwards % SAMPLED == 0
+        if self._forwards % BLOCK == 0:
+            self._close()
+
+    def compare(self, call: RouterCall, forecast: list[int], routed: list[int] | None, readback: Readback) -> None:
+        """A router has run whose layer had a forecast.
+
+        Args:
+            call: of the router.
+            forecast: the forecast's ids, T rows of K, flat.
+            routed: the router's, or None where the host has them not: they are read back in one forward of `SAMPLED`.
+            readback: reads them.
+        """
+        if routed is None and self.sampled and len(forecast) <= MOST_IDS:
+            routed = readback.start(call.ids_TK.reshape(-1)).tolist()
+        if routed is not None:
+            self.see(call.layer, forecast, routed)
+
+    def see(self, layer: int, forecast: Sequence[int], routed: Sequence[int]) -> None:
+        """A router has run.
+
+        Args:
+            layer: whose.
+            forecast, routed: ids of the layer's forecast and of its router's choice, T rows of K, flat.
+        """
+        count, top_k = len(routed), self.top_k
+        if count == top_k:
+            self._hits[layer] += len(set(forecast).intersection(routed))
+        elif count == len(forecast):
+            self._hits[layer] += sum(
+                len(set(forecast[row : row + top_k]).intersection(routed[row : row + top_k]))
+                for row in range(0, count, top_k)
+            )
+        else:
+            return
+        self._ids[layer] += count
+
+    def _close(self) -> None:
+        """A block is full."""
+        self.tokens += max(self._ids) // self.top_k
+        fallen = []
+        for layer, (hits, ids) in enumerate(zip(self._hits, self._ids, strict=True)):
+            if not ids:
+                continue
+            recall = hits / ids
+            running = self._recall[layer]
+            if running is None:
+                running = self._recall[layer] = FadingMean(MEMORY)
+            running.add(recall)
+            if self.expected is not None and layer in self.expected:
+                fallen.append(self.expected[layer] - recall)
+        self._hits, self._ids = [0] * self._layers, [0] * self._layers
+        if fallen:
+            self._drift.add(sum(fallen) / len(fallen))
+            if not self._warned and self._fell():
+                self._warned = True
+                self._warn()
+
+    def _fell(self) -> bool:
+        drift = self._drift
+        return drift.count >= FIRST and drift.mean > max(LEAST, ERRORS * drift.error)
+
+    def _warn(self) -> None:
+        warnings.warn(
+            f"forecasts by {self._name} name {self._drift.mean:.3f} less of what the routers choose than their "
+            f"checkpoint's metrics say (last {min(self.tokens, BLOCK * MEMORY)} tokens): train on such text, or "
+            "offload with refit=1.0",
+            stacklevel=2,
+        )
+
+    @property
+    def drift(self) -> float | None:
+        """Mean over layers of the checkpoint's recall less the running one; None before there is any, or to compare."""
+        return self._drift.mean if self._drift.count else None
+
+    def as_dict(self) -> Json:
+        """`drift`, and `forecast_recall`: what it comes from, by target layer."""
+        recall = {layer: running.mean for layer, running in enumerate(self._recall) if running is not None}
+        return {
+            "drift": self.drift,
+            "forecast_recall": {
+                "mean": sum(recall.values()) / len(recall) if recall else None,
+                "per_layer": recall,
+                "checkpoint": self.expected,
+                "tokens": self.tokens,
+                "warned": self._warned,
+            },
+        }

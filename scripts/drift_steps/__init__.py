@@ -1,0 +1,1 @@
+"""What `scripts/bench_drift.py` is made of."""
