@@ -2,7 +2,7 @@
 
 from expertcast.runtime.benchmarking.bench import benchmark
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.engine.speculation import speculate
+from expertcast.runtime.engine.speculate import speculate
 from expertcast.runtime.graph import GraphDecoder
 from expertcast.runtime.links.base import InstantLink, Link
 from expertcast.runtime.links.cuda import CudaLink

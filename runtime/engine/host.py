@@ -91,11 +91,8 @@ class HostEngine(Engine):
         ids_TK = call.ids_TK if executed is None else executed[0]
         known = self._foresight.ids.get(call.layer)
         plan = self._begin(call.layer, ids_TK, executed is not None and executed is forecast_executed, precision)
-        if (
-            known is not None
-            and self._drift is not None
-            and not (self._speculator.router_free and executed is not None)
-        ):
+        routed = executed is None or not self._speculator.router_free
+        if known is not None and self._drift is not None and routed:
             self._drift.compare(call, known, plan.ids if executed is None else None, self._readback)
         self._foresight.make(call, executed, len(plan.chunks) == 1)
         if self._refit is not None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from expertcast.data.taps import RouterCall
 from expertcast.predictors import MoEView, Predictor
-from expertcast.runtime.engine.speculation import speculate
+from expertcast.runtime.engine.speculate import speculate
 from expertcast.training.metrics.means import Recall
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from expertcast.data.taps import RouterCall, RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.plain import Json
-from expertcast.runtime.engine.speculation import speculate
+from expertcast.runtime.engine.speculate import speculate
 from expertcast.training.metrics.means import Agreement, Divergence, Perplexity, Recall
 
 EXACT = "exact"

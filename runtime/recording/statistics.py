@@ -123,7 +123,7 @@ class RunStatistics(Observer):
     def as_dict(self) -> Json:
         """Totals, `hit_rate`, `prefetch_precision` and `issued_precision`, with `per_layer` beside them; `drift` and
         `forecast_recall` of :class:`expertcast.runtime.engine.drift.DriftMonitor` (`drift` is None where nothing can be
-        said: no forecasts, a predictor without metrics, books on the device), and `refit` where forecasts are refitted."""
+        said: no forecasts, a predictor without metrics, books on the device), and `refit` where they are refitted."""
         values = {
             **asdict(self.total),
             "hit_rate": self.hit_rate,

@@ -23,7 +23,7 @@ from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.engine.speculation import speculate
+from expertcast.runtime.engine.speculate import speculate
 from expertcast.training.fit import fit
 from tests.families.page import PAGE
 from tests.families.table import FAMILIES, REFUSED, decorated, tiny_config, tiny_family

@@ -20,7 +20,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors.base import PredictorConfig
 from expertcast.predictors.next_norm import NextNorm
 from expertcast.predictors.rule_check import RuleCheck, follows_rule
-from expertcast.runtime.engine.speculation import speculate
+from expertcast.runtime.engine.speculate import speculate
 from tests.families.models import tiny_model
 
 WRONG = 2
