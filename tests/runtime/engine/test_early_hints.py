@@ -59,10 +59,10 @@ def test_a_forecast_beside_the_experts_is_asked_for_once_they_are_launched(
     told: list[str] = []
     with offload(reference_model, predictor=early, slots=96) as offloaded:
         engine = offloaded._engine
-        engine._beside = _Order(told)
-        run, hint = engine._kernel.run, engine._hint
+        engine._foresight._beside = _Order(told)
+        run, hint = engine._kernel.run, engine._foresight._hint
         monkeypatch.setattr(engine._kernel, "run", lambda *given: (told.append("experts"), run(*given))[1])
-        monkeypatch.setattr(engine, "_hint", lambda read: (told.append("hint"), hint(read))[1])
+        monkeypatch.setattr(engine._foresight, "_hint", lambda read: (told.append("hint"), hint(read))[1])
         assert_same(greedy(offloaded, one), expected)
         beside = offloaded.stats.as_dict()
     step = told[-(12 + 12 + 11) :]  # a token: 12 layers, of which 11 have a forecast
