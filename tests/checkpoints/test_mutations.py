@@ -138,7 +138,7 @@ def test_fields_of_sealed_files(folder: Path, view: MoEView) -> None:
         (folder / name).write_text(content)
 
 
-OPTIONAL = {"training", "extra", "versions", "choices", "member_configs"}
+OPTIONAL = {"experts_fingerprint", "training", "extra", "versions", "choices", "member_configs"}
 """Members that may be missing, or hold what they like: nothing else tells a field of theirs is wrong but the seal."""
 
 
