@@ -7,8 +7,9 @@ An array is [tokens, layers, K] of expert ids, as vLLM returns routed experts.
 
 from __future__ import annotations
 
-import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ _MOST = 2**31
 """Cells of the array that a table may fill."""
 
 Column = npt.NDArray[np.int64]
+T = TypeVar("T")
 
 
 def is_routing_file(path: Path | str) -> bool:
@@ -47,25 +49,40 @@ def read_routing(path: Path | str, *, experts: int | None = None) -> Routing:
     path = Path(path)
     if not path.is_file():
         raise ExpertcastError(f"{path}: there is no such file; give a routing file ({', '.join(SUFFIXES)})")
-    read = _from_arrays if path.suffix.lower() in (".npy", ".npz") else _from_table
+    if path.suffix.lower() in (".npy", ".npz"):
+        return _from_arrays(path, experts)
+    return _from_table(path, experts)
+
+
+def _arrays(path: Path) -> dict[str, npt.NDArray[np.int64]]:
+    """What a file of numpy holds, by name; the one array of an .npy file as `DECODED`."""
+    loaded = np.load(path, allow_pickle=False)
+    return {DECODED: loaded} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
+
+
+def _table(path: Path) -> pyarrow.Table:
+    """A table whose names and values can all be read."""
+    read = pyarrow.csv.read_csv if path.suffix.lower() == ".csv" else pyarrow.parquet.read_table
+    table = read(path)
+    table.validate(full=True)
+    assert all(isinstance(name, str) for name in table.column_names)
+    return table
+
+
+def _parsed(path: Path, parse: Callable[[Path], T]) -> T:
+    """What a library makes of a file; whatever it fails with is one line."""
     try:
-        return read(path, experts)
-    except (pyarrow.ArrowException, OSError, EOFError, ValueError, zipfile.BadZipFile, MemoryError) as error:
-        if isinstance(error, ExpertcastError):
-            raise
+        return parse(path)
+    except Exception as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
         raise ExpertcastError(f"{path} cannot be read as {path.suffix[1:]}: {first}; write it again") from None
 
 
 def _from_arrays(path: Path, experts: int | None) -> Routing:
-    loaded = np.load(path, allow_pickle=False)
-    parts = (
-        [loaded] if isinstance(loaded, np.ndarray) else [loaded[name] for name in (PROMPT, DECODED) if name in loaded]
-    )
-    if not isinstance(loaded, np.ndarray) and DECODED not in loaded:
-        raise ExpertcastError(
-            f"{path} has no array {DECODED!r}: save it as np.savez(path, {DECODED}=..., {PROMPT}=...)"
-        )
+    arrays = _parsed(path, _arrays)
+    if DECODED not in arrays:
+        raise ExpertcastError(f"{path} has no array {DECODED!r}: save it with np.savez(path, {DECODED}=...)")
+    parts = [arrays[name] for name in (PROMPT, DECODED) if name in arrays]
     for part in parts:
         if part.ndim != 3 or part.dtype.kind not in "iu" or part.shape[1:] != parts[0].shape[1:] or 0 in part.shape[1:]:
             raise ExpertcastError(
@@ -79,7 +96,7 @@ def _from_arrays(path: Path, experts: int | None) -> Routing:
 
 
 def _from_table(path: Path, experts: int | None) -> Routing:
-    table = (pyarrow.csv.read_csv if path.suffix.lower() == ".csv" else pyarrow.parquet.read_table)(path)
+    table = _parsed(path, _table)
     names = table.column_names
     doubled = sorted({name for name in names if names.count(name) > 1})
     token_name = next((name for name in ("token", "step") if name in names), None)

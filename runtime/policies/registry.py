@@ -28,6 +28,8 @@ class CacheShape:
     """K, per token."""
     slots: int
     """Slots that the policy's experts share: all of them, or one layer's share."""
+    sharing: int | None = None
+    """Layers whose experts share them; None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)

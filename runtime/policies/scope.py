@@ -29,7 +29,9 @@ class Eviction:
             self.by_layer = self.policies * shape.layers
         else:
             self.shares = layer_shares(shape)
-            self.policies = self.by_layer = [choice.make(replace(shape, slots=share)) for share in self.shares]
+            self.policies = self.by_layer = [
+                choice.make(replace(shape, slots=share, sharing=1)) for share in self.shares
+            ]
         self.reads_scores = choice.cls.reads_scores
         self.reads_routing = choice.cls.reads_routing
         self.reads_forecasts = choice.cls.reads_forecasts

@@ -115,7 +115,7 @@ def replay(
         )
     slots = max(int(memory // bytes_LE.mean()), top_k * (1 if scope == "global" else layers))
     shape = CacheShape(layers=layers, experts=experts, top_k=top_k, slots=min(slots, layers * experts))
-    cache = _Cache(Eviction(choice, shape, scope), bytes_LE, share)
+    cache = ByteCache(Eviction(choice, shape, scope), bytes_LE, share)
     for layer, policy in enumerate(cache.eviction.policies):
         if isinstance(policy, Belady):
             events = itertools.chain.from_iterable(forwards)
@@ -130,7 +130,7 @@ def replay(
     return Replayed(counts[False], counts[True])
 
 
-class _Cache:
+class ByteCache:
     """What is held, in bytes, by one budget or by one for each layer."""
 
     def __init__(self, eviction: Eviction, bytes_LE: Ids, share: int) -> None:

@@ -68,7 +68,7 @@ class NextUse(EvictionPolicy):
 
     def __init__(self, config: NextUseConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
-        held = shape.slots / (shape.layers * shape.top_k)
+        held = shape.slots / ((shape.sharing or shape.layers) * shape.top_k)
         horizon = config.horizon or min(_FARTHEST, max(1, round(1.5 * held)))
         self._model = UsageModel(experts=shape.experts, top_k=shape.top_k, horizon=horizon, prior=config.prior)
         self._pass = 0

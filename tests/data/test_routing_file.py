@@ -1,0 +1,216 @@
+"""Routing files: what is read of good ones, and the one line that says what is wrong with a damaged one."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+
+from expertcast.data.routing_file import is_routing_file, read_routing
+from expertcast.predictors import ExpertcastError
+
+Columns = dict[str, list[Any]]
+
+
+def good() -> Columns:
+    """3 tokens, the first of a prompt, 2 layers, 2 of 4 experts."""
+    columns: Columns = {name: [] for name in ("token", "layer", "rank", "expert", "weight", "prefill", "expert_bytes")}
+    for token in range(3):
+        for layer in range(2):
+            for rank in range(2):
+                values = (token + 5, layer, rank, (token + layer + rank) % 4, 0.5, token == 0, 100 + layer)
+                for name, value in zip(columns, values, strict=True):
+                    columns[name].append(value)
+    return columns
+
+
+def write(path: Path, columns: Columns) -> Path:
+    table = pyarrow.table(columns)
+    (pyarrow.csv.write_csv if path.suffix == ".csv" else pyarrow.parquet.write_table)(table, path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv"])
+def test_a_table(tmp_path: Path, suffix: str) -> None:
+    columns = good()
+    columns["expert_bytes"][0] = 0
+    order = random.Random(0).sample(range(12), 12)
+    routing = read_routing(write(tmp_path / f"a{suffix}", {name: [v[i] for i in order] for name, v in columns.items()}))
+    assert routing.ids_TLK.tolist() == [[[t, t + 1], [(t + 1) % 4, (t + 2) % 4]] for t in range(3)]
+    assert routing.prompt_T.tolist() == [True, False, False]
+    assert routing.experts == 4
+    assert routing.bytes_LE is not None
+    assert routing.bytes_LE.tolist() == [[100] * 4, [101] * 4], "of experts that were not loaded, the layer's"
+    steps = list(routing.steps())
+    assert [(step.fresh, step.rows[1]) for step in steps] == [(True, [[1, 2]]), (False, [[2, 3]]), (False, [[3, 0]])]
+
+
+def test_only_what_is_needed(tmp_path: Path) -> None:
+    columns = {name: values for name, values in good().items() if name in ("token", "layer", "rank", "expert")}
+    columns["step"] = columns.pop("token")
+    routing = read_routing(write(tmp_path / "a.parquet", columns), experts=8)
+    assert not routing.prompt_T.any()
+    assert routing.experts == 8
+    assert routing.sized(7).tolist() == [[7] * 8] * 2
+    with pytest.raises(ExpertcastError, match="does not say how large an expert is: give --expert-bytes"):
+        routing.sized(None)
+
+
+def test_arrays_as_vllm_returns_them(tmp_path: Path) -> None:
+    ids_TLK = np.array([[[0, 1], [2, 3]], [[1, 2], [3, 0]], [[2, 3], [0, 1]]], dtype=np.int16)
+    np.save(tmp_path / "a.npy", ids_TLK)
+    assert read_routing(tmp_path / "a.npy").ids_TLK.tolist() == ids_TLK.tolist()
+    np.savez(tmp_path / "a.npz", prompt_routed_experts=ids_TLK[:2], routed_experts=ids_TLK[2:])
+    routing = read_routing(tmp_path / "a.npz")
+    assert routing.ids_TLK.tolist() == ids_TLK.tolist()
+    assert routing.prompt_T.tolist() == [True, True, False]
+
+
+def test_what_is_a_routing_file(tmp_path: Path) -> None:
+    assert is_routing_file("no/such.parquet")
+    assert not is_routing_file("traces")
+    (tmp_path / "folder.csv").mkdir()
+    assert not is_routing_file(tmp_path / "folder.csv")
+
+
+def _set(name: str, row: int, value: Any) -> Callable[[Columns], None]:
+    def change(columns: Columns) -> None:
+        columns[name][row] = value
+
+    return change
+
+
+def _each(name: str, change: Callable[[Any], Any]) -> Callable[[Columns], None]:
+    def apply(columns: Columns) -> None:
+        columns[name] = [change(value) for value in columns[name]]
+
+    return apply
+
+
+def _drop(keep: Callable[[Columns, int], bool]) -> Callable[[Columns], None]:
+    def apply(columns: Columns) -> None:
+        rows = [row for row in range(len(columns["token"])) if keep(columns, row)]
+        for name in columns:
+            columns[name] = [columns[name][row] for row in rows]
+
+    return apply
+
+
+def _without(name: str) -> Callable[[Columns], None]:
+    def apply(columns: Columns) -> None:
+        del columns[name]
+
+    return apply
+
+
+DAMAGE: dict[str, tuple[Callable[[Columns], None], str]] = {
+    "no token": (_without("token"), "lacks the column token: a routing table has token"),
+    "no layer": (_without("layer"), "lacks the column layer"),
+    "no rank": (_without("rank"), "lacks the column rank"),
+    "no expert": (_without("expert"), "lacks the column expert"),
+    "no rows": (_drop(lambda columns, row: False), "has no rows"),
+    "empty cell": (_set("expert", 3, None), "column expert is empty in some rows"),
+    "text": (_each("layer", str), "column layer holds string: give whole numbers"),
+    "fraction": (_each("expert", lambda value: value + 0.5), "column expert holds double: give whole numbers"),
+    "nan": (_each("rank", lambda value: float("nan")), "column rank holds double"),
+    "negative": (_set("expert", 4, -2), "column expert holds -2: give whole numbers of 0 or more"),
+    "nan weight": (_set("weight", 1, float("nan")), "column weight is not a finite number"),
+    "endless weight": (_set("weight", 1, float("inf")), "column weight is not a finite number"),
+    "expert out of range": (_set("expert", 5, 9), "names expert 9 of 4: ids are 0 to 3"),
+    "gap in layers": (_each("layer", lambda value: 2 * value), "has no experts at layer 1: number the MoE layers"),
+    "from layer 1": (_each("layer", lambda value: value + 1), "has no experts at layer 0: number the MoE layers"),
+    "layer missing once": (
+        _drop(lambda columns, row: (columns["token"][row], columns["layer"][row]) != (6, 1)),
+        "token 1 has no experts at layer 1",
+    ),
+    "rank twice": (_set("rank", 1, 0), "token 5, layer 0 has rank 0 twice"),
+    "rank from 1": (_each("rank", lambda value: value + 1), "token 5, layer 0 has no rank 0 before rank 1"),
+    "expert twice": (_set("expert", 1, 0), "token 0, layer 0 names expert 0 twice"),
+    "huge layer": (_set("layer", 2, 2**40), "number both from 0"),
+    "half a prompt": (_set("prefill", 0, False), "token 5 is of a prompt in some rows only"),
+    "nothing decoded": (_each("prefill", lambda value: True), "holds no decoded token"),
+    "two sizes": (_set("expert_bytes", 1, 7), "bytes: give one size per expert"),
+    "no size": (_each("expert_bytes", lambda value: 0), "expert_bytes is 0 throughout layer 0"),
+    "negative size": (_set("expert_bytes", 2, -5), "column expert_bytes holds -5"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_one_line_with_a_remedy(tmp_path: Path, name: str) -> None:
+    change, message = DAMAGE[name]
+    columns = good()
+    change(columns)
+    path = write(tmp_path / "a.parquet", columns)
+    with pytest.raises(ExpertcastError, match=re.escape(message)) as caught:
+        read_routing(path, experts=4)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+ARRAYS: dict[str, tuple[Any, str]] = {
+    "flat": (np.zeros((4, 2), dtype=np.int16), "an array of int16 [4, 2]: give whole numbers [tokens, layers"),
+    "floats": (np.zeros((4, 2, 1)), "an array of float64"),
+    "zeros": (np.zeros((4, 2, 2), dtype=np.int16), "names expert 0 twice: leave out rows that were not captured"),
+    "no layers": (np.zeros((4, 0, 2), dtype=np.int16), "an array of int16 [4, 0, 2]"),
+    "no tokens": (np.zeros((0, 2, 2), dtype=np.int16), "holds no decoded token"),
+    "too small": (np.full((1, 1, 1), -3), "names expert -3 of 1"),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_damaged_arrays(tmp_path: Path, name: str) -> None:
+    array, message = ARRAYS[name]
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(ExpertcastError, match=re.escape(message)):
+        read_routing(tmp_path / "a.npy")
+
+
+def test_archives_without_the_array(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", other=np.zeros(3))
+    with pytest.raises(ExpertcastError, match="has no array 'routed_experts'"):
+        read_routing(tmp_path / "a.npz")
+    ids = np.zeros((2, 2, 1), dtype=np.int16)
+    np.savez(tmp_path / "a.npz", routed_experts=ids, prompt_routed_experts=ids[:, :1])
+    with pytest.raises(ExpertcastError, match="equal layers and experts in all arrays"):
+        read_routing(tmp_path / "a.npz")
+
+
+def refusal(path: Path) -> str | None:
+    try:
+        read_routing(path)
+    except ExpertcastError as error:
+        return str(error)
+    return None
+
+
+def test_damaged_bytes(tmp_path: Path) -> None:
+    """Cut short, changed at any place, or something else altogether: read, or refused in one line."""
+    choose = random.Random(0)
+    columns, ids = good(), np.array([[[0, 1], [2, 3]]] * 3, dtype=np.int16)
+    write(tmp_path / "a.parquet", columns)
+    write(tmp_path / "a.csv", columns)
+    np.save(tmp_path / "a.npy", ids)
+    np.savez(tmp_path / "a.npz", routed_experts=ids)
+    refused = 0
+    for suffix in (".parquet", ".csv", ".npy", ".npz"):
+        whole = (tmp_path / f"a{suffix}").read_bytes()
+        path = tmp_path / f"b{suffix}"
+        for _ in range(60):
+            data = bytearray(whole[: choose.randint(0, len(whole))] if choose.random() < 0.5 else whole)
+            for _ in range(choose.randint(0, 4) if data else 0):
+                data[choose.randrange(len(data))] = choose.randrange(256)
+            path.write_bytes(data)
+            line = refusal(path)
+            assert line is None or "\n" not in line
+            refused += line is not None
+    assert refused > 120
+    with pytest.raises(ExpertcastError, match="there is no such file"):
+        read_routing(tmp_path / "none.csv")
