@@ -1,8 +1,9 @@
 """The routing of the coming tokens at all layers, from the routing of the text so far and the next token's own id.
 
 B sequences, T tokens, L MoE layers, E routed experts, N = L * E, K experts per token, J = L * K, D hidden size,
-A averages, P numbers that stand for an expert, V known token ids, S tokens forecast one by one, H = S + 1 rows of a
-forecast: the token that is about to run (h = 0), the tokens after it one by one, and in the last row each later one.
+A averages, P numbers that stand for an expert, V known token ids, C first layers, S tokens forecast one by one,
+H = S + 1 rows of a forecast: the token that is about to run (h = 0), the tokens after it one by one, and in the last
+row each later one.
 
 Source: that the sequence of whole-stack routing states tells the next ones, and that eviction should go by them, is
 SeqMoE's (2609.12978), which reads the routing alone with a Mamba2. Moving averages do here, and a residual and the
@@ -25,6 +26,8 @@ from expertcast.predictors.routing_rule import goes_by_logits, route_all
 from expertcast.predictors.view import ModelShape, MoEView
 
 MOST_MEMORIES = 64
+PRIOR = 2.0
+"""Tokens of an id that the network's word for it weighs as much as, against counts at the first layers."""
 NO_ID = torch.iinfo(torch.int64).max
 """Fills the list of known ids where the text has fewer."""
 
@@ -43,6 +46,8 @@ class NextTokenConfig(PredictorConfig):
     """Numbers that stand for an expert in the averages."""
     known_ids: int = 8192
     """Token ids that are told apart: the most frequent ones of the train split."""
+    counted_layers: int = 2
+    """First layers at which experts are counted for each known id: there the routing depends on little else."""
     width: int = 128
     """Width of the network."""
     later_tokens: int = 64
@@ -73,6 +78,7 @@ class NextTokenConfig(PredictorConfig):
         check_between(self, 1, 10_000, "tokens")
         check_between(self, 1, 10**6, "width", "inner", "later_tokens")
         check_between(self, 1, 10**7, "known_ids")
+        check_between(self, 1, 10_000, "counted_layers")
         check_between(self, 1, 10**9, "steps", "passes", "step_tokens", "patience")
         check_between(self, 1e-12, 1e3, "learning_rate")
         check_between(self, 0, 1e3, "weight_decay")
@@ -104,6 +110,8 @@ class NextToken(Predictor):
     mean_D: Tensor
     inverse_D: Tensor
     ids_V: Tensor
+    count_VCE: Tensor
+    count_V: Tensor
     keep_A: Tensor
     share_A1: Tensor
     first_L1: Tensor
@@ -115,6 +123,9 @@ class NextToken(Predictor):
         self.register_buffer("mean_D", torch.zeros(shape.hidden))
         self.register_buffer("inverse_D", torch.ones(shape.hidden))
         self.register_buffer("ids_V", torch.full((config.known_ids,), NO_ID))
+        counted = min(config.counted_layers, shape.layers)
+        self.register_buffer("count_VCE", torch.zeros(config.known_ids + 1, counted, shape.experts))
+        self.register_buffer("count_V", torch.zeros(config.known_ids + 1))
         keep_A = 1 - 1 / torch.tensor(config.memories, dtype=torch.float32)
         self.register_buffer("keep_A", keep_A, persistent=False)
         self.register_buffer("share_A1", 1 - keep_A[:, None], persistent=False)
@@ -223,6 +234,15 @@ class NextToken(Predictor):
             row_B = state.residual_BD.new_full((len(state.residual_BD),), len(self.ids_V), dtype=torch.long)
         else:
             row_B = self.rows_of(token_B)
-        logits_BHN = self.network(state.average_BAP.flatten(1), state.residual_BD, row_B)
-        probability_BHN: Tensor = logits_BHN.sigmoid_()
-        return probability_BHN.view(*logits_BHN.shape[:2], self.shape.layers, self.shape.experts)
+        return self.probability(state.average_BAP.flatten(1), state.residual_BD, row_B)
+
+    def probability(self, text_BF: Tensor, residual_BD: Tensor, row_B: Tensor) -> Tensor:
+        """That an expert is used, [B, H, L, E], from what the network reads: at the first layers of the token itself as
+        often as in the id's tokens so far, the network's word counting as that of PRIOR more."""
+        shape = self.shape
+        probability_BHN: Tensor = self.network(text_BF, residual_BD, row_B).sigmoid_()
+        probability_BHLE = probability_BHN.view(*probability_BHN.shape[:2], shape.layers, shape.experts)
+        own_BCE = probability_BHLE[:, 0, : self.count_VCE.shape[1]]
+        total_B = self.count_V[row_B] + PRIOR
+        own_BCE.mul_(PRIOR).add_(self.count_VCE[row_B]).div_(total_B[:, None, None])
+        return probability_BHLE

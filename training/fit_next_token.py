@@ -51,16 +51,17 @@ def _measure(predictor: NextToken, source: TraceSource, options: FitOptions) -> 
     count_N = torch.zeros(shape.layers * shape.experts, dtype=torch.float64, device=device)
     sums_2D = torch.zeros(2, shape.hidden, dtype=torch.float64, device=device)
     tokens_1 = torch.zeros(1, dtype=torch.float64, device=device)
-    seen_V = torch.zeros(1, dtype=torch.float64, device=device)
+    count_XCE = torch.zeros(1, *predictor.count_VCE.shape[1:], device=device)
     for batch in source.batches("train", LEAST_CHUNK, max_tokens=options.tokens, share=share):
         ids_TJ = predictor.chosen(batch.logits_TLE.to(device).float())
         count_N += torch.bincount(ids_TJ.flatten(), minlength=len(count_N))
         residual_TD = batch.residual_TLD[:, -1].to(device).double()
         sums_2D += torch.stack([residual_TD.sum(dim=0), residual_TD.square().sum(dim=0)])
         tokens_1 += len(batch)
-        seen_V = _added(seen_V, torch.bincount(token_ids(batch).to(device)).double())
-    seen_V = _of_one_length(share, seen_V)
-    sum_over_ranks(share, [count_N, sums_2D, tokens_1, seen_V])
+        first_TI = ids_TJ[:, : count_XCE.shape[1] * shape.top_k]
+        count_XCE = _counted(count_XCE, token_ids(batch).to(device), first_TI)
+    count_XCE = _of_one_length(share, count_XCE)
+    sum_over_ranks(share, [count_N, sums_2D, tokens_1, count_XCE])
     if not tokens_1:
         raise ExpertcastError(NO_TRAINING)
     mean_D, square_D = sums_2D / tokens_1
@@ -71,23 +72,36 @@ def _measure(predictor: NextToken, source: TraceSource, options: FitOptions) -> 
     predictor.usual_LE.copy_(share_N.view_as(predictor.usual_LE))
     with torch.no_grad():
         predictor.network.bias_RN.copy_(share_N.logit().expand_as(predictor.network.bias_RN))
-    frequent_V = seen_V.argsort(descending=True, stable=True)[: len(predictor.ids_V)]
-    predictor.know(frequent_V[seen_V[frequent_V] > 0].sort().values)
+    seen_X = (count_XCE[:, 0].sum(dim=1) / shape.top_k).round()
+    frequent_V = seen_X.argsort(descending=True, stable=True)[: len(predictor.ids_V)]
+    known_V = frequent_V[seen_X[frequent_V] > 0].sort().values
+    predictor.know(known_V)
+    predictor.count_VCE[: len(known_V)] = count_XCE[known_V]
+    predictor.count_V[: len(known_V)] = seen_X[known_V]
 
 
-def _added(one_V: Tensor, other_V: Tensor) -> Tensor:
-    """Counts of two lengths together."""
-    longer, shorter = (one_V, other_V) if len(one_V) >= len(other_V) else (other_V, one_V)
-    longer[: len(shorter)] += shorter
-    return longer
+def _counted(count_XCE: Tensor, token_T: Tensor, first_TI: Tensor) -> Tensor:
+    """Counts per token id X, with those of some more tokens, which used the experts `first_TI` of the first layers."""
+    count_XCE = _longer(count_XCE, int(token_T.max()) + 1)
+    per_token = count_XCE[0].numel()
+    place_TI = token_T[:, None] * per_token + first_TI
+    count_XCE.view(-1).index_add_(0, place_TI.flatten(), count_XCE.new_ones(place_TI.numel()))
+    return count_XCE
 
 
-def _of_one_length(share: Share, count_V: Tensor) -> Tensor:
+def _longer(count_XCE: Tensor, length: int) -> Tensor:
+    """Counts of at least so many ids."""
+    if len(count_XCE) >= length:
+        return count_XCE
+    return torch.cat([count_XCE, count_XCE.new_zeros(length - len(count_XCE), *count_XCE.shape[1:])])
+
+
+def _of_one_length(share: Share, count_XCE: Tensor) -> Tensor:
     """Counts as long as the longest rank's: each says its length in a place of its own."""
-    length_R = count_V.new_zeros(share.world)
-    length_R[share.rank] = len(count_V)
+    length_R = count_XCE.new_zeros(share.world)
+    length_R[share.rank] = len(count_XCE)
     sum_over_ranks(share, [length_R])
-    return _added(count_V.new_zeros(int(length_R.max())), count_V)
+    return _longer(count_XCE, int(length_R.max()))
 
 
 class TokenDistiller(NetworkTraining):

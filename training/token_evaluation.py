@@ -71,11 +71,11 @@ def tokens_table(tokens_ahead: Mapping[str, Json]) -> str:
 
 def _forecasts(predictor: NextToken, examples: TokenExamples) -> Iterator[tuple[str, Tensor]]:
     """Name, and something to rank experts by [B, S, N]."""
-    steps, network, chunk = predictor.config.tokens, predictor.network, examples.chunk
+    steps, chunk = predictor.config.tokens, examples.chunk
     text_BF, row_B = examples.text(), examples.row_B
     unknown_B = torch.full_like(row_B, predictor.config.known_ids)
     for name, given_B in (("next_token", unknown_B), ("next_token_by_id", row_B)):
-        yield name, network(text_BF, examples.residual_BD, given_B)[:, :steps]
+        yield name, predictor.probability(text_BF, examples.residual_BD, given_B)[:, :steps]
     yield "frequency", predictor.usual_LE.flatten().expand(len(examples), steps, -1)
     # the last token's own experts in front, whatever the router's rule, then its next likeliest ones
     before_B = examples.index_B - 1

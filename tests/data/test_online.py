@@ -72,6 +72,9 @@ def test_unshuffled_batches_are_the_traces_own(online: OnlineTraces, reference_t
             assert torch.equal(first.logits_TLE.float(), second.logits_TLE)
             assert torch.equal(first.document_T, second.document_T)
             assert torch.equal(first.position_T, second.position_T)
+            assert first.token_T is not None
+            assert second.token_T is not None
+            assert torch.equal(first.token_T, second.token_T)
 
 
 def test_online_default_vectors_are_the_traces_own(

@@ -38,6 +38,8 @@ def test_datasets_reads_the_same_rows(reference_traces: TraceDataset, reference_
     assert torch.equal(bits.reshape(20, *reference_traces.info["columns"]["residual"]["shape"]), ours.residual_TLD)
     assert torch.equal(torch.from_numpy(rows["router_logits"]).reshape(ours.logits_TLE.shape), ours.logits_TLE)
     assert rows["position"].tolist() == ours.position_T.tolist()
+    assert ours.token_T is not None
+    assert rows["token"].tolist() == ours.token_T.tolist()
     assert reference_tokenizer.decode(rows["token"].tolist()).strip()
 
 

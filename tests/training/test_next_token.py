@@ -18,7 +18,7 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.distributed import Share
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView
-from expertcast.predictors.next_token import NextToken, NextTokenConfig
+from expertcast.predictors.next_token import PRIOR, NextToken, NextTokenConfig
 from expertcast.predictors.quasi_hidden import DefaultVectors
 from expertcast.training.fit import fit
 from expertcast.training.options import FitOptions
@@ -132,6 +132,37 @@ def test_it_knows_which_token_comes(source: Cyclic) -> None:
     assert found["next_token_by_id"]["recall_at_k"]["mean"][0] > 0.95
     assert found["next_token"]["recall_at_k"]["mean"][0] < 0.8
     assert found["next_token_by_id"]["recall_at_k"]["mean"][1] < 0.8
+
+
+def test_first_layers_are_counted_by_id(source: Cyclic, fitted: NextToken) -> None:
+    """Each word has one routing: its experts were used by every token of it, all others by none."""
+    assert fitted.count_V.tolist() == _words_seen(source)
+    words = next(source.batches("train", 800))
+    ids_TLK = torch.stack([layer.route(words.logits_TLE[:, layer.index])[0] for layer in source.view], dim=1)
+    assert words.token_T is not None
+    for row, word in enumerate(fitted.ids_V[:WORDS].tolist()):
+        first = int((words.token_T == word).nonzero()[0])
+        for layer in (0, 1):
+            expected_E = torch.zeros(source.view.shape.experts)
+            expected_E[ids_TLK[first, layer]] = fitted.count_V[row]
+            assert torch.equal(fitted.count_VCE[row, layer], expected_E)
+    blind_BHLE, knowing_BHLE = (fitted.tokens_ahead(fitted.start(1), ids_B) for ids_B in (None, torch.tensor([10])))
+    share_CE = (fitted.count_VCE[1] + PRIOR * _network_alone(fitted)) / (fitted.count_V[1] + PRIOR)
+    torch.testing.assert_close(knowing_BHLE[0, 0, :2], share_CE)
+    assert not torch.allclose(blind_BHLE[0, 0, :2], share_CE)
+
+
+def _words_seen(source: Cyclic) -> list[int]:
+    token_T = next(source.batches("train", 800)).token_T
+    assert token_T is not None
+    return [*torch.bincount(token_T // 10).tolist(), *[0] * (SMALL.known_ids + 1 - WORDS)]
+
+
+def _network_alone(predictor: NextToken) -> torch.Tensor:
+    """Its probabilities at the first two layers for the word 10, before counts."""
+    state = predictor.start(1)
+    logits_1HN = predictor.network(state.average_BAP.flatten(1), state.residual_BD, torch.tensor([1]))
+    return logits_1HN[0, 0].sigmoid().view(predictor.shape.layers, -1)[:2]
 
 
 def test_only_the_most_frequent_ids_are_known(source: Cyclic) -> None:
