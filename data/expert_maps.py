@@ -87,12 +87,6 @@ class _Moments:
         self.sum_D = self.sum_D + hidden_TD.sum(dim=0)
         self.product_DD = self.product_DD + hidden_TD.T @ hidden_TD
 
-    def add_pairs(self, rows_SD: Tensor, output_SD: Tensor, ids_S: Tensor) -> None:
-        """Outputs are not looked at."""
-
-    def add_shared(self, hidden_TD: Tensor, shared_TD: Tensor) -> None:
-        """Nor those of shared experts."""
-
     def principal(self, rank: int) -> tuple[Tensor, Tensor]:
         """The mean [D], and the `rank` directions [D, R] of the largest variance, orthonormal."""
         assert isinstance(self.sum_D, Tensor)
@@ -118,9 +112,6 @@ class _Sums:
         stand_in = self._stand_in
         z_SR = hidden_SD.float() @ stand_in.projection_LDR[self._layer] - stand_in.centre_LR[self._layer]
         return torch.cat([torch.ones_like(z_SR[:, :0]).new_ones(len(z_SR), 1), z_SR], dim=1)
-
-    def add(self, hidden_TD: Tensor) -> None:
-        """Inputs are looked at pair by pair."""
 
     def add_pairs(self, rows_SD: Tensor, output_SD: Tensor, ids_S: Tensor) -> None:
         """Pairs sorted by expert: their inputs, the experts' outputs, and which expert."""
@@ -211,14 +202,18 @@ class _Look:
         return self.batch.mask_BS.reshape(-1).nonzero().squeeze(1).to(device)
 
     def experts(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """In place of the experts' forward: each pair as a token of its own, so that its output is seen."""
+        """In place of the experts' forward; where outputs are asked for, each pair as a token of its own."""
         keep_T = self._keep(hidden_TD.device)
         hidden, ids, weights = hidden_TD[keep_T], ids_TK[keep_T], weights_TK[keep_T]
+        if isinstance(self._sums, _Moments):
+            self._sums.add(hidden)
+            routed_TD = torch.zeros_like(hidden_TD)
+            routed_TD[keep_T] = grouped_mm_experts_forward(self.layer.experts, hidden, ids, weights)
+            return routed_TD
         ids_S, order_S = ids.reshape(-1).sort(stable=True)
         rows_SD = hidden[order_S // ids.shape[1]]
         ones_S1 = torch.ones_like(ids_S[:, None], dtype=weights.dtype)
         output_SD = grouped_mm_experts_forward(self.layer.experts, rows_SD, ids_S[:, None], ones_S1)
-        self._sums.add(hidden)
         self._sums.add_pairs(rows_SD, output_SD, ids_S)
         pairs_SD = torch.empty_like(output_SD)
         pairs_SD[order_S] = output_SD
@@ -234,6 +229,7 @@ class _Look:
             return
         block = output[0] if isinstance(output, tuple) else output
         (hidden_TD, routed_TD), self._routed = self._routed, None
+        assert isinstance(self._sums, _Sums)
         keep_T = self._keep(routed_TD.device)
         shared_TD = block.reshape(routed_TD.shape)[keep_T].float() - routed_TD[keep_T].float()
         self._sums.add_shared(hidden_TD[keep_T], shared_TD)

@@ -199,8 +199,10 @@ def _contradiction(info: TraceInfo) -> str | None:
     if shape["K"] > shape["E"]:
         return f"shape.K is {shape['K']}, more than the {shape['E']} experts"
     early = [("early", columns["early"]["shape"], [shape["L"] - 1, shape["D"]])] if "early" in columns else []
-    if ("early" in columns) != ("early_rank" in info["settings"]):
-        return "columns and settings do not agree on early attention"
+    if early and "early_rank" not in info["settings"]:
+        return "settings.early_rank is missing, and there is a column early"
+    if not early and "early_rank" in info["settings"]:
+        return "columns.early is missing, and settings have early_rank"
     for name, found, wanted in (
         ("residual", columns["residual"]["shape"], [shape["L"], shape["D"]]),
         ("router_logits", columns["router_logits"]["shape"], [shape["L"], shape["E"]]),

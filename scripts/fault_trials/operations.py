@@ -66,11 +66,12 @@ def _open_traces(_: Made, target: Path, __: Path) -> Any:
     from expertcast.predictors.artefacts import digest
 
     traces = TraceDataset.open(target)
-    batches = [(b.residual_TLD, b.logits_TLE, b.document_T, b.position_T) for b in traces.batches("all", 100)]
+    columns = "residual_TLD", "logits_TLE", "early_TLD", "document_T", "position_T"
+    batches = [[getattr(batch, name) for name in columns] for batch in traces.batches("all", 100)]
     read = [digest(tensor.float().contiguous().numpy().tobytes()) for batch in batches for tensor in batch]
     splits = {split: traces.token_count(split) for split in ("train", "validation", "test")}
-    return {"rows": read, "splits": splits, "defaults": _tensors(traces.defaults.as_tensors()), "fingerprint":
-            traces.view.fingerprint()}  # fmt: skip
+    return {"rows": read, "splits": splits, "defaults": _tensors(traces.defaults.as_tensors()), "stand_in":
+            _tensors(traces.stand_in.as_tensors()), "fingerprint": traces.view.fingerprint()}  # fmt: skip
 
 
 def _open_checkpoint(_: Made, target: Path, __: Path) -> Any:
@@ -102,6 +103,7 @@ def _eval_checkpoint(made: Made, target: Path, _: Path) -> list[str]:
     return ["eval", str(made[TRACES]), "--predictor", str(target)]
 
 
+_PREDICTORS = ("quasi_hidden", "early_attention", "linear")
 _CHECKPOINT: dict[str, tuple[int, Operation]] = {
     "open": (4, _open_checkpoint),
     "inspect": (3, _command(_inspect)),
@@ -112,7 +114,7 @@ OPERATIONS: dict[str, dict[str, tuple[int, Operation]]] = {
     TRACES: {
         "open": (3, _open_traces),
         "inspect": (3, _command(_inspect)),
-        "eval": (3, _command(lambda _, target, __: ["eval", str(target), "--predictor", "quasi_hidden", "linear"])),
+        "eval": (3, _command(lambda _, target, __: ["eval", str(target), "--predictor", *_PREDICTORS])),
         "simulate": (2, _command(_simulate)),
         "train": (2, _command(lambda _, target, out: train_words(target, "linear", out / "trained"))),
     },

@@ -10,7 +10,7 @@ import torch
 from expertcast.data.batch import TraceBatch
 from expertcast.data.traces import TraceDataset
 
-SETTINGS: dict[str, Any] = {"tokens": 600, "window": 64, "batch_size": 4, "shard_bytes": 300 * 7692}
+SETTINGS: dict[str, Any] = {"tokens": 600, "window": 64, "batch_size": 4, "shard_bytes": 300 * 11_916}
 
 
 def content(folder: Path) -> list[Any]:
@@ -18,6 +18,9 @@ def content(folder: Path) -> list[Any]:
     traces = TraceDataset.open(folder)
     batch = TraceBatch.cat(list(traces.batches("all", 128)))
     tensors = [batch.residual_TLD.float(), batch.logits_TLE, batch.document_T, batch.position_T]
-    tensors += traces.defaults.as_tensors().values()
+    assert batch.early_TLD is not None
+    assert traces.stand_in is not None
+    tensors += [batch.early_TLD.float(), *traces.defaults.as_tensors().values()]
+    tensors += [tensor.float() for tensor in traces.stand_in.as_tensors().values()]
     tensors += [layer.router_input(torch.ones(1, 192)) for layer in traces.view]
     return [*(tensor.tolist() for tensor in tensors), traces.view.fingerprint(), traces.documents, traces.info["model"]]

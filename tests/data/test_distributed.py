@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {"tokens": 2500, "window": 64, "batch_size": 4}
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """The folder that two ranks wrote, and what each of them reports."""
     folder = tmp_path_factory.mktemp("ranks")
-    settings = {**SETTINGS, "shard_bytes": 700 * 7692}
+    settings = {**SETTINGS, "shard_bytes": 700 * 11_916}
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
          "-m", "tests.data.two_ranks_script", str(folder), json.dumps(settings)],

@@ -24,7 +24,7 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors.errors import ExpertcastError
 
 ROOT = Path(__file__).parents[2]
-SETTINGS: dict[str, Any] = {"tokens": 3600, "window": 64, "batch_size": 4, "shard_bytes": 500 * 7692}
+SETTINGS: dict[str, Any] = {"tokens": 3600, "window": 64, "batch_size": 4, "shard_bytes": 500 * 11_916}
 
 
 @pytest.fixture(scope="module")

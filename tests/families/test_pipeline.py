@@ -25,6 +25,7 @@ CONFIGURED: dict[str, PredictorConfig | None] = {
     "router_input": None,
     "quasi_hidden": None,
     "linear": None,
+    "early_attention": None,
     "estimator": EstimatorConfig(parameters=20_000, steps=12, step_tokens=128),
 }
 

@@ -19,7 +19,7 @@ from expertcast.runtime.engine.traced import TracedForecasts
 from expertcast.training.options import Fitted
 
 
-def _state(view: MoEView, layer: int, tokens: int, previous: bool) -> RouterState:
+def _state(view: MoEView, layer: int, tokens: int, previous: bool, early: bool = False) -> RouterState:
     shape = view.shape
     residual_TD = torch.randn(tokens, shape.hidden, dtype=torch.bfloat16)
     router_input_TD = view[layer].router_input(residual_TD)
@@ -32,6 +32,7 @@ def _state(view: MoEView, layer: int, tokens: int, previous: bool) -> RouterStat
         topk_ids_TK=ids_TK,
         topk_weights_TK=weights_TK,
         previous_logits_TLE=torch.randn(tokens, shape.layers, shape.experts) if previous else None,
+        early_TD=torch.randn_like(residual_TD) if early else None,
     )
 
 
@@ -45,7 +46,10 @@ def test_the_predictors_own_bits(
         traced = TracedForecasts(fitted.predictor)
         for layer in (0, 7):
             for call in range(8):
-                state = _state(reference_view, layer, tokens, previous=call % 2 == 0)
+                early = fitted.predictor.wants_early(layer, 1)
+                state = _state(reference_view, layer, tokens, previous=call % 2 == 0, early=early)
+                if early:
+                    assert torch.equal(traced.stand_in(state), fitted.predictor.stand_in(state))
                 got, own = traced.forecast(state, 1), fitted.predictor.forecast(state, 1)
                 assert got.layer == own.layer == layer + 1
                 assert got.log_odds == own.log_odds
