@@ -135,7 +135,7 @@ def test_running_recall_is_that_of_a_count_by_hand(
             found[call.layer, step] = len(set(forecast_TK[0].tolist()) & set(call.ids_TK[0].tolist())) / 4
         state["residual"] = call.residual_TD
 
-    taps = RouterTaps(reference_model, reference_view, on_router, lambda _fresh: None)
+    taps = RouterTaps(reference_model, reference_view, on_router, lambda _fresh, _ids: None)
     _decode(reference_model, ids, 2 * block)
     taps.close()
     with offload(reference_model, predictor=predictor, slots=96) as offloaded:
