@@ -89,6 +89,9 @@ class Follower:
         """One forward; by source layer what early attention gave."""
         self.found = []
         self.early.attach()
-        with closing(self.early), closing(RouterTaps(self._model, self._view, self._see, lambda _fresh, _ids: self.early.start())):
+        with (
+            closing(self.early),
+            closing(RouterTaps(self._model, self._view, self._see, lambda _fresh, _ids: self.early.start())),
+        ):
             self._model.base_model(**kwargs)
         return self.found
