@@ -6,7 +6,8 @@ early attention on the model's own routing only), further distances, millisecond
 machine, and perplexity and agreement of executed forecasts with and without their routers. With --ranks also recall of
 `early_attention`, which is not trained, by rank of the stand-in, each of which needs traces of its own.
 
-    python scripts/bench_early.py --tokens 260000 --rank 16 --ranks 0 8 16 --out benchmarks/results/early.json
+    python scripts/bench_early.py --tokens 260000 --rank 16 --ranks 0 4 8 16 \\
+        --set parameters=1300000 steps=1600 step_tokens=768 --out benchmarks/results/early.json
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +37,7 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig
 from expertcast.predictors.early_attention import EarlyConfig
 from expertcast.predictors.estimator import INPUTS, EstimatorConfig
+from expertcast.predictors.fields import parse_settings
 from expertcast.predictors.plain import Json
 from expertcast.runtime import offload
 from expertcast.runtime.quality.chains import chained_recall
@@ -56,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rank-tokens", type=int, default=100_000, help="tokens of their traces (default: %(default)s)"
     )
-    parser.add_argument("--steps", type=int, default=1500, help="of the estimators' training (default: %(default)s)")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="fields of the estimators' config")
     parser.add_argument("--checkpoints", type=Path, help="folder where trained estimators are kept and looked for")
     parser.add_argument("--threads", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
@@ -81,7 +84,9 @@ def measured(args: argparse.Namespace, scratch: Path) -> Json:
         collect(model, tokenizer, documents, folder, tokens=args.tokens, early_rank=args.rank)
     result: Json = {"collection_s": time.perf_counter() - begun}
     traces = TraceDataset.open(folder)
-    predictors, result["fit_s"] = _fitted(traces, args.checkpoints or scratch / "checkpoints", args.steps)
+    config = parse_settings(args.set, EstimatorConfig, "--set")
+    predictors, result["fit_s"] = _fitted(traces, args.checkpoints or scratch / "checkpoints", config)
+    result["estimator"] = config.as_dict()
     result["splits"], result["rank"] = traces.info["splits"], traces.info["settings"].get("early_rank")
     result["recall_at_k"] = _recall(predictors, traces, 1)
     plan = make_plan(documents, tokenizer, tokens=traces.info["tokens"])
@@ -100,21 +105,27 @@ def measured(args: argparse.Namespace, scratch: Path) -> Json:
     return result | provenance()
 
 
-def _fitted(traces: TraceDataset, folder: Path, steps: int) -> tuple[dict[str, Predictor], dict[str, float]]:
-    """Predictors by name, and the seconds that each took to fit."""
+def _fitted(
+    traces: TraceDataset, folder: Path, config: EstimatorConfig
+) -> tuple[dict[str, Predictor], dict[str, float]]:
+    """Predictors by name, and the seconds that each took to fit.
+
+    The estimators have this `config`. What lies in the `folder` already is not fitted again.
+    """
     without = [name for name in INPUTS if name != "early"]
     configs = {
         "quasi_hidden": None,
         "linear": None,
         "early_attention": None,
-        "estimator without early attention": EstimatorConfig(inputs=without, steps=steps),
-        "estimator": EstimatorConfig(steps=steps),
+        "estimator": config,
+        "estimator without early attention": replace(config, inputs=without),
     }
     found, seconds = {}, {}
-    for name, config in configs.items():
+    for name, own in configs.items():
         path = folder / name.replace(" ", "-")
         if not path.is_dir():
-            fitted = fit(name.split()[0], traces, config=config)
+            path.parent.mkdir(exist_ok=True)
+            fitted = fit(name.split()[0], traces, config=own)
             save_predictor(fitted.predictor, path, view=traces.view, extra={"training": fitted.report})
             seconds[name] = fitted.report["seconds"]
         found[name] = load_predictor(path, traces.view)
