@@ -113,13 +113,11 @@ class TraceDataset(TraceSource):
         self._files = info.get("files")
         for name in (layout.DATASET_STATE_FILE, layout.DATASET_INFO_FILE):
             self._check(name)
-        shards = []
-        begin = 0
+        shards, begin = [], 0
         for name in shard_names(folder):
             self._digest_of(name)
-            shard = Shard(folder / name, info, partial(places, self.documents, begin))
-            shards.append((begin, shard))
-            begin += len(shard)
+            shards.append((begin, Shard(folder / name, info, partial(places, self.documents, begin))))
+            begin += len(shards[-1][1])
         self._shards = shards
         """Each with the number of its first row."""
         if begin != info["tokens"]:
