@@ -243,6 +243,8 @@ def test_commands(reference_traces: TraceDataset, tmp_path: Path) -> None:
         assert main(["eval", traces, "--predictor", *given, "--json", str(path)]) == 0
         results[name] = json.loads(path.read_text())
     assert results["with"].pop("tokens_ahead") == metrics["tokens_ahead"]
+    ledgers = {name: found.pop("ledger") for name, found in results.items()}  # times are of each run
+    assert set(ledgers["with"]) == {"next_token", *ledgers["without"]}
     assert results["with"] == results["without"]
     assert main(["eval", traces, "--predictor", saved, "--json", str(tmp_path / "alone.json")]) == 0
     assert json.loads((tmp_path / "alone.json").read_text())["tokens_ahead"] == metrics["tokens_ahead"]
