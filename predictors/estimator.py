@@ -33,6 +33,7 @@ INPUTS = (*HIDDEN_INPUTS, "routing", "previous")
 class EstimatorConfig(LinearConfig):
     """How large an estimator is, what it reads, and how it is trained."""
 
+    added: ClassVar[tuple[str, ...]] = ("stand_in_rank",)
     form: str = "residual"
     """`residual` adds a network to the ridge solution; `paper` is the published network alone, trained by plain KL."""
     parameters: int = 800_000
