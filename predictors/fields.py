@@ -16,9 +16,9 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NotRequired, TypeVar
 
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from expertcast.predictors.artefacts import CLOSED, check_values
 from expertcast.predictors.errors import ExpertcastError

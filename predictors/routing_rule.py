@@ -173,7 +173,7 @@ def _logits_of(layer: MoELayer) -> _MadeLogits:
         torch._C._set_tracing_state(None)  # type: ignore[attr-defined]  # a trace of a forecast shall not hold this run
         try:
             with torch.no_grad(), _Watched() as watched:
-                logits_TE = layer.routed(placeholder_1D)[0]
+                logits_TE = layer.routed(placeholder_1D, hooks=False)[0]
         finally:
             torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
         made = [number for number, result in enumerate(watched.results) if result is logits_TE]
@@ -191,7 +191,7 @@ def _run(layer: MoELayer, answers: _Answers) -> tuple[Tensor, Tensor]:
     """What the router returns, given answers in place of what it would work out from its input."""
     placeholder_TD = _placeholder(layer, len(answers.logits_TE))
     with answers:
-        _, weights_TK, ids_TK = layer.routed(placeholder_TD)
+        _, weights_TK, ids_TK = layer.routed(placeholder_TD, hooks=False)
     return ids_TK, weights_TK
 
 

@@ -89,6 +89,8 @@ class Speculator:
             self._check.unseen.clear()
         else:
             self._check.try_out()
+            if router_free:
+                self._check.unseen -= self.layers  # their routers will not run
         self.refit: OnlineRefit | None = None
         """Follows the text with the predictor's weights, where it is set before the first forward."""
 
