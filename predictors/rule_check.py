@@ -78,6 +78,8 @@ class RuleCheck:
 def follows_rule(layer: MoELayer, router_input_TD: Tensor) -> bool:
     """Whether a router's own logits, sent through the rule, give the router's own ids and weights, bit for bit."""
     logits_TE, weights_TK, ids_TK = layer.routed(router_input_TD, hooks=False)
+    if not logits_TE.isfinite().all():  # NaN is like nothing, itself included: others refuse it
+        return True
     try:
         routed_TK, given_TK = layer.route(logits_TE)
     except Exception:  # whatever a router does that is not given what it goes by

@@ -138,7 +138,17 @@ def test_fields_of_sealed_files(folder: Path, view: MoEView) -> None:
         (folder / name).write_text(content)
 
 
-OPTIONAL = {"experts_fingerprint", "training", "extra", "versions", "choices", "member_configs"}
+OPTIONAL = {
+    "stand_in_rank",
+    "rule",
+    "low_recall",
+    "experts_fingerprint",
+    "training",
+    "extra",
+    "versions",
+    "choices",
+    "member_configs",
+}
 """Members that may be missing, or hold what they like: nothing else tells a field of theirs is wrong but the seal."""
 
 

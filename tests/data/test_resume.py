@@ -118,6 +118,6 @@ def test_estimate_is_printed_and_a_full_disk_refused(
 ) -> None:  # fmt: skip
     usage = collector.shutil.disk_usage(tmp_path)._replace(free=10**6)
     monkeypatch.setattr(collector.shutil, "disk_usage", lambda _path: usage)
-    with pytest.raises(ExpertcastError, match=r"need 23.1 MB more .* 1 MB are free: collect fewer tokens"):
+    with pytest.raises(ExpertcastError, match=r"need 35.7 MB more .* 1 MB are free: collect fewer tokens"):
         collect(reference_model, reference_tokenizer, text, tmp_path / "traces", tokens=3000)
     assert "3,000 tokens of 7,692 bytes, about 23.1 MB on disk" in capsys.readouterr().err

@@ -22,16 +22,16 @@ _TARGET = {"--layers", "--slots", "--memory", "--bandwidth", "--copy-over-comput
            "--device"}  # fmt: skip
 COMMANDS = {
     "demo": {"--tokens", "--steps"},
-    "collect": {"--data", "--tokens", "--out", "--window", "--batch-size", "--dtype", "--device"},
+    "collect": {"--data", "--tokens", "--out", "--window", "--batch-size", "--early-rank", "--dtype", "--device"},
     "train": {"--predictor", "--out", "--ahead", "--set", "--tokens", "--data", "--log", "--seed", "--window",
-              "--batch-size", "--dtype", "--device"},
+              "--batch-size", "--early-rank", "--dtype", "--device"},
     "eval": {"--predictor", "--split", "--ahead", "--report", "--curve", "--model", "--data", "--quality-tokens",
              "--bandwidth", "--layer-time", "--expert-bytes", "--dtype", "--device"},
     "generate": {"--prompt", "--predictor", "--mode", "--slots", "--memory", "--policies", "--next-token",
-                 "--store-folder", "--bandwidth", "--new-tokens", "--config", "--dtype", "--device"},
+                 "--store-folder", "--bandwidth", "--new-tokens", "--config", "--forecasts", "--dtype", "--device"},
     "inspect": {"--verify"},
     "bench": {*_TARGET, "--mode", "--cache", "--ahead", "--prompt-tokens", "--new-tokens", "--repetitions",
-              "--no-advice", "--peer", "--minutes", "--timeline"},
+              "--no-advice", "--peer", "--minutes", "--timeline", "--next-token", "--forecasts"},
     "advise": {*_TARGET, "--prompt-tokens", "--new-tokens", "--save", "--gpu", "--capacity", "--host",
                "--experts", "--expert-bytes"},
     "simulate": {"--sweep", "--policy", "--prefetch", "--miss", "--routing", "--pre-eviction", "--scope", "--preset",
@@ -255,7 +255,7 @@ def test_inspect_verify(
     shutil.copytree(reference_traces.folder, traces)
     store = tmp_path / "store"
     offload(reference_model, store="disk", store_folder=store).close()
-    for target, kinds in ((checkpoint, 3), (traces, 4), (store, 1)):
+    for target, kinds in ((checkpoint, 3), (traces, 5), (store, 1)):
         assert main(["inspect", str(target), "--verify"]) == 0
         assert capsys.readouterr().out.count(": right\n") == kinds
         for path in sorted(target.rglob("*")):

@@ -24,7 +24,7 @@ STAND_INS = {
 FEW_TOKENS = ["--prompt-tokens", "8", "--new-tokens", "4", "--repetitions", "1", "--slots", "96"]
 SHORT = ["--set", "steps=8", "step_tokens=128"]
 """Fewer steps than a user would take; the rest of each command is the README's."""
-SMALLER = {"estimator": ["parameters=60000"], "next_token": ["width=32"]}
+SMALLER = {"estimator": ["parameters=80000"], "next_token": ["width=32"]}
 
 
 def readme_commands() -> list[list[str]]:

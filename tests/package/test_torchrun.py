@@ -30,7 +30,7 @@ def test_collect_and_train_with_two_ranks(tmp_path: Path) -> None:
     rows = list(dataset.batches("all", 1000))
     places = {(int(d), int(p)) for batch in rows for d, p in zip(batch.document_T, batch.position_T, strict=True)}
     assert len(places) == sum(map(len, rows)) == dataset.token_count("all")
-    settings = ["steps=6", "step_tokens=128", "parameters=60000"]
+    settings = ["steps=6", "step_tokens=128", "parameters=80000"]
     text = two_ranks(
         "train", traces, "--predictor", "estimator", "--out", checkpoint, "--json", result, "--set", *settings
     )

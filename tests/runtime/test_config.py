@@ -59,8 +59,12 @@ def configs(draw: st.DrawFn) -> OffloadConfig:
     sizes = _COUNT if room == "slots" else _COUNT | st.sampled_from(["2GB", "512 MiB", " 1.5kb"])
     policies = draw(st.none() | st.sampled_from(list(PRESETS)) | _POLICIES)
     store = draw(st.sampled_from(["memory", "disk"]))
+    values = {name: draw(drawn) for name, drawn in _field_values().items()}
+    routers = values["mode"] == "exact" or values["true_weights"]
     return OffloadConfig(
-        **{name: draw(values) for name, values in _field_values().items()},
+        **values,
+        reach=draw(st.none() | st.integers(values["ahead"], values["ahead"] + 9)),
+        router_free=not routers and draw(st.booleans()),
         **{room: draw(st.none() | sizes)},
         policies=policies,
         overfetch=draw(st.floats(1.0, 9.0)) if policies is None else 1.0,
@@ -79,7 +83,7 @@ def test_what_is_saved_is_loaded(tmp_path_factory: pytest.TempPathFactory, confi
 
 
 def test_every_field_is_tried() -> None:
-    others = {"slots", "memory", "policies", "overfetch", "store", "store_folder"}
+    others = {"reach", "router_free", "slots", "memory", "policies", "overfetch", "store", "store_folder"}
     assert set(_field_values()) | others == {field.name for field in dataclasses.fields(OffloadConfig)}
 
 

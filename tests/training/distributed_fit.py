@@ -18,7 +18,7 @@ from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.training.fit import fit
 from expertcast.training.options import FitOptions
 
-ESTIMATOR = EstimatorConfig(parameters=60_000, steps=12, step_tokens=64, patience=12)
+ESTIMATOR = EstimatorConfig(parameters=80_000, steps=12, step_tokens=64, patience=12)
 OPTIONS = FitOptions(validation_tokens=300)
 CONFIGS: dict[str, PredictorConfig | None] = {"frequency": None, "linear": None, "estimator": ESTIMATOR}
 

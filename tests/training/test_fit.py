@@ -33,7 +33,7 @@ def recall(fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset)
 
 
 def test_all_eight_are_there_and_ranked_as_expected(recall: dict[str, Any]) -> None:
-    assert list(recall) == names()[:8]
+    assert list(recall) == names()[:9]
     mean = {name: value["mean"] for name, value in recall.items()}
     assert mean["frequency"] < mean["router_input"] < mean["quasi_hidden"] < mean["linear"]
     assert mean["linear"] < mean["estimator"] <= mean["hybrid"] + 1e-9
@@ -90,7 +90,7 @@ def test_fewer_tokens_are_the_first_ones(reference_traces: TraceDataset) -> None
 
 
 def test_same_seed_same_estimator(reference_traces: TraceDataset) -> None:
-    config = EstimatorConfig(parameters=60_000, steps=4, step_tokens=64)
+    config = EstimatorConfig(parameters=80_000, steps=4, step_tokens=64)
     options = FitOptions(tokens=2000, validation_tokens=500)
     one, two = (fit("estimator", reference_traces, config=config, options=options).predictor for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))

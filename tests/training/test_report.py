@@ -213,7 +213,7 @@ def test_small_helpers() -> None:
     assert [short(number) for number in (500, 20_000, 1_500_000)] == ["500", "20k", "1.5M"]
     assert floor([0.58, None, 0.9]) == pytest.approx(0.55)
     assert floor([0.01]) == 0.0
-    assert len(set(STYLES.values())) == len({colour for colour, _ in STYLES.values()}) == 8
+    assert len(set(STYLES.values())) == len(STYLES) == 9
     assert style("anything") == style("anything")
     assert run_colour("speculate quasi_hidden") == STYLES["quasi_hidden"][0]
     assert run_colour("exact") not in {colour for colour, _ in STYLES.values()}

@@ -34,12 +34,12 @@ from tests.training.synthetic import tiny_view
 from tests.training.test_next_token import Cyclic
 
 ROOT = Path(__file__).parents[2]
-ESTIMATOR = EstimatorConfig(parameters=60_000, steps=40, step_tokens=256, passes=9, patience=20, temperatures=[1, 2])
+ESTIMATOR = EstimatorConfig(parameters=80_000, steps=40, step_tokens=256, passes=9, patience=20, temperatures=[1, 2])
 NEXT_TOKEN = NextTokenConfig(
     tokens=2, width=8, memories=(2, 8), later_tokens=8, steps=60, step_tokens=64, passes=9, patience=20
 )
 TOKENS = 2000
-COMMAND = ["--predictor", "estimator", "--set", "parameters=60000", "steps=60", "step_tokens=256", "passes=99"]
+COMMAND = ["--predictor", "estimator", "--set", "parameters=80000", "steps=60", "step_tokens=256", "passes=99"]
 
 
 class KilledError(BaseException):
@@ -107,7 +107,7 @@ def test_a_running_model_as_the_source(
         documents = load_documents("reference")
         return OnlineTraces(reference_model, reference_tokenizer, documents, tokens=4000, buffer_tokens=700)
 
-    config = EstimatorConfig(parameters=60_000, steps=30, step_tokens=256, passes=9, patience=20)
+    config = EstimatorConfig(parameters=80_000, steps=30, step_tokens=256, passes=9, patience=20)
     whole = fit("estimator", source(), config=config, options=options(None))
     for batches in (11, 12):
         with pytest.raises(KilledError):
@@ -154,7 +154,7 @@ def test_a_state_of_something_else_is_not_used(
         with pytest.raises(KilledError):
             fit("estimator", Fatal(reference_traces, batches), config=config, options=options(tmp_path))
 
-    plain = {"parameters": 60_000, "steps": 20, "step_tokens": 256, "passes": 9}
+    plain = {"parameters": 80_000, "steps": 20, "step_tokens": 256, "passes": 9}
     killed(EstimatorConfig(**plain), 12)
     path = tmp_path / "ahead1.safetensors"
     before = read_state(path)["global_step"]
