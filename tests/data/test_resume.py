@@ -120,4 +120,4 @@ def test_estimate_is_printed_and_a_full_disk_refused(
     monkeypatch.setattr(collector.shutil, "disk_usage", lambda _path: usage)
     with pytest.raises(ExpertcastError, match=r"need 35.7 MB more .* 1 MB are free: collect fewer tokens"):
         collect(reference_model, reference_tokenizer, text, tmp_path / "traces", tokens=3000)
-    assert "3,000 tokens of 7,692 bytes, about 23.1 MB on disk" in capsys.readouterr().err
+    assert "3,000 tokens of 11,916 bytes, about 35.7 MB on disk" in capsys.readouterr().err

@@ -154,7 +154,7 @@ def test_a_state_of_something_else_is_not_used(
         with pytest.raises(KilledError):
             fit("estimator", Fatal(reference_traces, batches), config=config, options=options(tmp_path))
 
-    plain = {"parameters": 80_000, "steps": 20, "step_tokens": 256, "passes": 9}
+    plain = {"parameters": 80_000, "steps": 20, "step_tokens": 256, "passes": 9, "patience": 20}
     killed(EstimatorConfig(**plain), 12)
     path = tmp_path / "ahead1.safetensors"
     before = read_state(path)["global_step"]
