@@ -30,6 +30,7 @@ from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.store import load_predictor, save_predictor
 from expertcast.commands.output import write_json
 from expertcast.data.collector import collect
+from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.plan import make_plan
 from expertcast.data.text import load_documents
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rank-tokens", type=int, default=100_000, help="tokens of their traces (default: %(default)s)"
     )
+    parser.add_argument("--without", action="store_true", help="train the estimator without early inputs, too")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="fields of the estimators' config")
     parser.add_argument("--checkpoints", type=Path, help="folder where trained estimators are kept and looked for")
     parser.add_argument("--threads", type=int, default=1, help="(default: %(default)s)")
@@ -85,16 +87,19 @@ def measured(args: argparse.Namespace, scratch: Path) -> Json:
     result: Json = {"collection_s": time.perf_counter() - begun}
     traces = TraceDataset.open(folder)
     config = parse_settings(args.set, EstimatorConfig, "--set")
-    predictors, result["fit_s"] = _fitted(traces, args.checkpoints or scratch / "checkpoints", config)
+    folder = args.checkpoints or scratch / "checkpoints"
+    predictors, result["fit_s"] = _fitted(traces, folder, config, without=args.without)
     result["estimator"] = config.as_dict()
     result["splits"], result["rank"] = traces.info["splits"], traces.info["settings"].get("early_rank")
     result["recall_at_k"] = _recall(predictors, traces, 1)
     plan = make_plan(documents, tokenizer, tokens=traces.info["tokens"])
     windows = [window.token_ids for window in plan.windows_of(plan.documents, "test")]
+    view = find_moe_layers(model)
+    bound = {name: predictor.bind(view) for name, predictor in predictors.items()}
     whole = torch.from_numpy(np.stack([ids for ids in windows if len(ids) == WINDOW][:WINDOWS]).astype(np.int64))
     result["recall_at_k_chained"] = {
         name: {"mean": statistics.mean(values), "per_layer": values}
-        for name, values in chained_recall(model, traces.view, whole, predictors).items()
+        for name, values in chained_recall(model, view, whole, bound).items()
     }
     result["distances"] = {str(ahead): _recall(_far(traces, ahead), traces, ahead) for ahead in DISTANCES}
     result["decode"] = _decode(model, predictors, whole[:2])
@@ -106,20 +111,25 @@ def measured(args: argparse.Namespace, scratch: Path) -> Json:
 
 
 def _fitted(
-    traces: TraceDataset, folder: Path, config: EstimatorConfig
+    traces: TraceDataset, folder: Path, config: EstimatorConfig, *, without: bool
 ) -> tuple[dict[str, Predictor], dict[str, float]]:
     """Predictors by name, and the seconds that each took to fit.
 
-    The estimators have this `config`. What lies in the `folder` already is not fitted again.
+    Args:
+        traces: what they learn from.
+        folder: where they are kept; what lies there already is not fitted again.
+        config: of the estimators.
+        without: one of them without early inputs.
     """
-    without = [name for name in INPUTS if name != "early"]
-    configs = {
+    configs: dict[str, PredictorConfig | None] = {
         "quasi_hidden": None,
         "linear": None,
         "early_attention": None,
         "estimator": config,
-        "estimator without early attention": replace(config, inputs=without),
     }
+    if without:
+        others = [name for name in INPUTS if name != "early"]
+        configs["estimator without early attention"] = replace(config, inputs=others)
     found, seconds = {}, {}
     for name, own in configs.items():
         path = folder / name.replace(" ", "-")
