@@ -40,7 +40,7 @@ WINDOW = 256
 class Options:
     """What `expertcast demo` takes."""
 
-    tokens: Count = 120_000
+    tokens: Count = 60_000
     """Tokens to collect."""
     steps: Count = 300
     """Steps of the estimator."""
