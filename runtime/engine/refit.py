@@ -126,4 +126,5 @@ def _kept(state: RouterState) -> RouterState:
         layer=state.layer, residual_TD=state.residual_TD.clone(), router_input_TD=state.router_input_TD.clone(),
         logits_TE=state.logits_TE[:, :0], topk_ids_TK=state.topk_ids_TK.clone(),
         topk_weights_TK=state.topk_weights_TK.clone(), previous_logits_TLE=state.previous_logits_TLE,
+        early_TD=None if state.early_TD is None else state.early_TD.clone(),
     )  # fmt: skip

@@ -43,7 +43,10 @@ RECENT = 4
 LOSS = 0.01
 """Recall that the refitted map may lack of late before it is left."""
 
-_TENSORS = ("residual_TD", "router_input_TD", "logits_TE", "topk_ids_TK", "topk_weights_TK")
+_TENSORS = (
+    "residual_TD", "router_input_TD", "logits_TE", "topk_ids_TK", "topk_weights_TK", "previous_logits_TLE", "early_TD"
+)  # fmt: skip
+"""A state's tensors; the last two may be missing."""
 
 
 @dataclass(slots=True)
@@ -167,12 +170,10 @@ class Guard:
 def _joined(examples: Sequence[Example]) -> Example:
     """All tokens of some examples of one layer."""
     states = [example.state for example in examples]
-    previous = [state.previous_logits_TLE for state in states if state.previous_logits_TLE is not None]
-    tensors = {name: torch.cat([getattr(state, name) for state in states]) for name in _TENSORS}
-    if len(previous) == len(states):
-        tensors["previous_logits_TLE"] = torch.cat(previous)
+    tensors = {name: [getattr(state, name) for state in states] for name in _TENSORS}
+    known = {name: torch.cat(parts) for name, parts in tensors.items() if all(part is not None for part in parts)}
     return Example(
-        RouterState(layer=states[0].layer, **tensors),
+        RouterState(layer=states[0].layer, **known),
         torch.cat([each.logits_TE for each in examples]),
         torch.cat([each.ids_TK for each in examples]),
     )

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from expertcast.data.taps import RouterCall
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, RouterState
-from expertcast.predictors.estimator import Estimator, EstimatorConfig
+from expertcast.predictors.estimator import INPUTS, Estimator, EstimatorConfig
 from expertcast.predictors.linear import Linear, LinearConfig
 from expertcast.runtime import offload
 from expertcast.runtime.engine import refit_layer, refit_part
@@ -23,7 +23,7 @@ from expertcast.runtime.engine.traced import TracedForecasts
 from tests.runtime.conftest import assert_same, greedy
 
 
-@pytest.fixture(params=["linear", "estimator"])
+@pytest.fixture(params=["linear", "estimator", "estimator with early attention"])
 def predictor(request: pytest.FixtureRequest, reference_view: MoEView) -> Linear | Estimator:
     """A ridge part that is the next router: what `next_norm` does, as a map that can change."""
     made: Linear | Estimator
@@ -32,7 +32,8 @@ def predictor(request: pytest.FixtureRequest, reference_view: MoEView) -> Linear
         made = Linear(LinearConfig(), shape)
         weight_PFE = made.get_buffer("weight_PDE_1")
     else:
-        made = Estimator(EstimatorConfig(parameters=60_000), shape)
+        inputs = INPUTS if "early" in request.param else ()
+        made = Estimator(EstimatorConfig(parameters=80_000, inputs=inputs), shape)
         weight_PFE = made.get_buffer("weight_PFE_1")
         made.get_buffer("mean_PF_1").copy_(torch.randn(made.get_buffer("mean_PF_1").shape, generator=generator))
         torch.nn.init.normal_(made.network(1).head_GWE, generator=generator)
@@ -50,6 +51,7 @@ def _state(view: MoEView, layer: int, tokens: int, generator: torch.Generator) -
         layer=layer, residual_TD=residual_TD, router_input_TD=router_input_TD, logits_TE=logits_TE, topk_ids_TK=ids_TK,
         topk_weights_TK=weights_TK,
         previous_logits_TLE=torch.randn(tokens, view.shape.layers, view.shape.experts, generator=generator),
+        early_TD=torch.randn(tokens, view.shape.hidden, generator=generator).bfloat16(),
     )  # fmt: skip
 
 
