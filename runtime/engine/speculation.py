@@ -188,10 +188,16 @@ class Speculator:
     def further(self, call: RouterCall) -> Iterator[Forecast]:
         """Forecasts of decode steps for layers beyond the one that :meth:`forecast` looked at, nearest first: hints,
         made when they are asked for."""
-        for distance in self._further if call.tokens == 1 else ():
-            if self._state is not None and call.layer + distance < len(self.view):
-                assert self._traced is not None
-                yield self._traced.forecast(self._state, distance)
+        state = self._state
+        if self.predictor is None or self._traced is None or state is None or call.tokens > 1:
+            return
+        for distance in self._further:
+            target = call.layer + distance
+            if target >= len(self.view) or target in self._check.wrong:
+                continue
+            if state.early_TD is None and self.predictor.wants_early(call.layer, distance):
+                self._look_early(call, state, None)
+            yield self._traced.forecast(state, distance)
 
     def _look_early(self, call: RouterCall, state: RouterState, quick: Quick | None) -> bool:
         """Fill in early attention; False: of whole texts it is known when the next block's own has run."""

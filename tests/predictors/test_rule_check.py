@@ -113,6 +113,19 @@ def test_offloaded_in_every_mode(model: PreTrainedModel) -> None:
             assert torch.equal(greedy(model), expected) == (mode == "hybrid")
 
 
+def test_nothing_is_asked_for_from_further_off(model: PreTrainedModel) -> None:
+    view, hinted = find_moe_layers(model), []
+    predictor = NextNorm(PredictorConfig(ahead=(1, 2)), view.shape).bind(view)
+    with pytest.warns(UserWarning, match="no forecast is made"):
+        offloaded = expertcast.offload(model, predictor=predictor, reach=2, slots=32)
+    with offloaded:
+        hint = offloaded.flow.hint
+        offloaded.flow.hint = lambda *given: (hinted.append(given[0].layer), hint(*given))[1]  # type: ignore[method-assign]
+        for _ in range(3):  # until nothing misses: then the link is idle
+            greedy(model)
+    assert set(hinted) == {1, 3}
+
+
 def test_the_first_batch_is_asked_too() -> None:
     """What made inputs do not show: a router that changes its ways at a size that only the text reaches."""
     model = tiny_model("mixtral")

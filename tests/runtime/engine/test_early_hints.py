@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, PredictorConfig
-from expertcast.predictors.early_attention import EarlyConfig
+from expertcast.predictors.base import Forecast
+from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
+from expertcast.predictors.hybrid import Choice, Hybrid, HybridConfig
 from expertcast.predictors.quasi_hidden import QuasiHidden
 from expertcast.runtime import offload
 from expertcast.runtime.engine.quick import FIRST_SEEN, QuickForecasts
@@ -99,8 +101,47 @@ def test_further_layers_are_asked_for_while_the_link_idles(
     assert set(all_distances) == {1, 2, 3}, "an instant link is always idle"
     assert all(before == now - 1 for before, now in pairwise(all_distances) if now > 1), "the nearest first"
     assert_same(far, near)
-    _, slow = run(reach=3, bandwidth=1e5)
+    _, slow = run(reach=3, bandwidth=2e6)
     assert slow.count(3) < all_distances.count(3) / 2, "a busy link gets the nearest layer's experts only"
+
+
+def test_further_layers_have_early_attention_where_the_nearest_needs_none(
+    reference_model: PreTrainedModel, reference_view: MoEView, one: dict[str, Tensor]
+) -> None:
+    """A hybrid may choose early attention for the second layer ahead alone, whose forecasts are then its own."""
+    config = EarlyConfig(ahead=(1, 2))
+    choices = [
+        Choice(ahead=ahead, layer=layer, predictor="early_attention" if ahead == 2 else "next_norm", recall={})
+        for ahead in config.ahead
+        for layer in range(ahead, len(reference_view))
+    ]
+    members = {"next_norm": PredictorConfig(ahead=config.ahead).as_dict(), "early_attention": config.as_dict()}
+    hybrid = HybridConfig(ahead=config.ahead, candidates=list(members), member_configs=members, choices=choices)
+
+    def run(predictor: Predictor) -> tuple[tuple[Tensor, list[Tensor]], dict[tuple[int, int], list[list[int]]]]:
+        second: dict[tuple[int, int], list[list[int]]] = {}
+        with offload(reference_model, predictor=predictor, reach=2, slots=128) as offloaded:
+            flow, here = offloaded.flow, [0, 0]
+            begin, hint = flow.begin, flow.hint
+
+            def begun(layer: int, *given: object) -> object:
+                here[:] = here[0] + (layer == 0), layer
+                return begin(layer, *given)  # type: ignore[arg-type]
+
+            def hinted(forecast: Forecast, ids: list[list[int]], *given: object) -> None:
+                if forecast.layer == here[1] + 2:
+                    second[here[0], forecast.layer] = ids
+                hint(forecast, ids, *given)  # type: ignore[arg-type]
+
+            flow.begin, flow.hint = begun, hinted  # type: ignore[assignment, method-assign]
+            return greedy(offloaded, one), second
+
+    expected, by_early = run(EarlyAttention(config, reference_view.shape).bind(reference_view))
+    got, by_hybrid = run(Hybrid(hybrid, reference_view.shape).bind(reference_view))
+    assert_same(got, expected)
+    both = by_early.keys() & by_hybrid.keys()
+    assert len(both) > 20
+    assert all(by_hybrid[key] == by_early[key] for key in both)
 
 
 def test_a_distance_that_was_not_trained_is_refused(reference_model: PreTrainedModel, quasi: Predictor) -> None:
