@@ -66,10 +66,10 @@ class Foresight:
         self.ids.clear()
         self._quick.start()
 
-    def learn(self, layer: int, experts: Sequence[int]) -> None:
-        """The experts that a layer executes are known."""
+    def learn(self, layer: int, keys: Sequence[int]) -> None:
+        """The experts that a layer executes are known, by their keys."""
         if self._quick.made:
-            self._quick.learn(layer, set(experts))
+            self._quick.learn(layer, {key - layer * self._experts for key in keys})
 
     def make(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None, whole: bool) -> None:
         """Make the forecast that is due at a layer.

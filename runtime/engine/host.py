@@ -150,7 +150,7 @@ class HostEngine(Engine):
             counts = self._readback.start(counts_E).tolist()  # torch.unique would keep the host from the link
             pairs = {first + expert: count for expert, count in enumerate(counts) if count}
             distinct = list(pairs)
-        self._foresight.learn(layer, [key - first for key in distinct])
+        self._foresight.learn(layer, distinct)
         chunks = self._flow.begin(layer, distinct, precision)
         plan = self._plan = Plan(layer, ids_TK, all_keys, pairs, chunks, precision, flat)
         if len(chunks) == 1:
