@@ -9,14 +9,16 @@ N windows, W tokens per window, T = B x W tokens, L MoE layers, E routed experts
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.data.taps import RouterCall
+from expertcast.data.taps import RouterCall, RouterTaps
 from expertcast.predictors import MoEView, Predictor
 from expertcast.runtime.engine.speculate import speculate
+from expertcast.runtime.quality.forecasts import previous_logits
 from expertcast.training.metrics.means import Recall
 
 
@@ -35,28 +37,21 @@ def chained_recall(
     """
     recall = {name: Recall(len(view), sync_on_compute=False) for name in predictors}
     for ids_BW in torch.split(windows_NW, batch_size):
-        previous = _previous_logits(model, view, ids_BW)
+        previous_TLE = _own_previous(model, view, ids_BW)
         for name, predictor in predictors.items():
 
             def observe(call: RouterCall, ids_TK: Tensor, own: Recall = recall[name]) -> None:
                 own.to(ids_TK.device).update(call.layer, ids_TK, call.ids_TK)
 
             with speculate(model, view, predictor, execute=False, observe=observe) as speculator:
-                speculator.previous_logits_TLE = previous
+                speculator.previous_logits_TLE = previous_TLE
                 model.base_model(input_ids=ids_BW.to(model.device), use_cache=False)
     return {name: own.per_row()[1:].tolist() for name, own in recall.items()}
 
 
-def _previous_logits(model: PreTrainedModel, view: MoEView, ids_BW: Tensor) -> Tensor:
-    """[T, L, E] router logits of the token before in the same window, NaN at each window's first."""
+def _own_previous(model: PreTrainedModel, view: MoEView, ids_BW: Tensor) -> Tensor:
+    """What the model's own routing of each window's tokens says of the token before, [T, L, E]."""
     logits: list[Tensor] = []
-    hooks = [layer.router.register_forward_hook(lambda _m, _a, output: logits.append(output[0])) for layer in view]
-    try:
+    with closing(RouterTaps(model, view, lambda call: logits.append(call.logits_TE))):
         model.base_model(input_ids=ids_BW.to(model.device), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    by_window = torch.stack(logits, dim=1).view(*ids_BW.shape, len(view), -1)
-    shifted = by_window.roll(1, dims=1).clone()
-    shifted[:, 0] = float("nan")
-    return shifted.flatten(0, 1)
+    return previous_logits(logits, ids_BW)

@@ -191,17 +191,17 @@ def _speculative(model: PreTrainedModel, view: MoEView, run: QualityRun, ids_BW:
         observe=lambda _call, ids_TK: executed.append(ids_TK),
     ) as speculator:
         if run.predictor.uses_previous_token:
-            speculator.previous_logits_TLE = _shifted(exact.logits, *ids_BW.shape)
+            speculator.previous_logits_TLE = previous_logits(exact.logits, ids_BW)
         return Pass(_log_probs(model, ids_BW), executed, [])
 
 
-def _shifted(logits: list[Tensor], batch: int, window: int) -> Tensor:
-    """[T, L, E] router logits of the token before in the same window, NaN at each window's first."""
-    stacked = torch.stack(logits, dim=1)
-    by_window = stacked.view(batch, window, *stacked.shape[1:])
-    shifted = by_window.roll(1, dims=1).clone()
+def previous_logits(logits: Sequence[Tensor], ids_BW: Tensor) -> Tensor:
+    """[T, L, E] router logits of the token before in the same window, NaN at each window's first: from those [T, E] of
+    each layer in a forward over `ids_BW`."""
+    stacked_TLE = torch.stack(list(logits), dim=1)
+    shifted = stacked_TLE.view(*ids_BW.shape, *stacked_TLE.shape[1:]).roll(1, dims=1)
     shifted[:, 0] = float("nan")
-    return shifted.view_as(stacked)
+    return shifted.view_as(stacked_TLE)
 
 
 def _log_probs(model: PreTrainedModel, ids_BW: Tensor) -> Tensor:
