@@ -20,7 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from expertcast.data.discovery import experts_implementation
 from expertcast.data.plan import Window
-from expertcast.data.window_batch import WindowBatch, window_batches
+from expertcast.data.window_batch import window_batches
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.stand_in import MOST_RANK, StandIn
 from expertcast.predictors.view import MoELayer, MoEView
@@ -69,7 +69,7 @@ def fit_stand_in(
     sums = _run(model, view, windows, batch_size, lambda layer: _Sums(layer, stand_in))
     for layer, own in enumerate(sums):
         own.solve_into(stand_in, layer)
-    return StandIn(**{name: tensor.cpu() for name, tensor in stand_in.as_tensors().items()})
+    return stand_in.to("cpu")
 
 
 class _Moments:
@@ -98,7 +98,7 @@ class _Moments:
 
 
 class _Sums:
-    """Of the regressions of one layer's experts and of its shared experts' sum (row E)."""
+    """Of the regressions of one layer's experts and of its shared experts' sum, which comes last."""
 
     def __init__(self, layer: MoELayer, stand_in: StandIn) -> None:
         self._layer, self._stand_in = layer.index, stand_in
@@ -109,9 +109,7 @@ class _Sums:
         self.zy_EZD = torch.zeros(layer.num_experts + 1, width, layer.hidden_size, device=device)
 
     def _z(self, hidden_SD: Tensor) -> Tensor:
-        stand_in = self._stand_in
-        z_SR = hidden_SD.float() @ stand_in.projection_LDR[self._layer] - stand_in.centre_LR[self._layer]
-        return torch.cat([torch.ones_like(z_SR[:, :0]).new_ones(len(z_SR), 1), z_SR], dim=1)
+        return nn.functional.pad(self._stand_in.directions(self._layer, hidden_SD), (1, 0), value=1.0)
 
     def add_pairs(self, rows_SD: Tensor, output_SD: Tensor, ids_S: Tensor) -> None:
         """Pairs sorted by expert: their inputs, the experts' outputs, and which expert."""
@@ -179,8 +177,9 @@ def _run(
                 stack.callback(look.layer.block.register_forward_hook(look.after_block).remove)
         stack.enter_context(experts_implementation(model, PAIR_EXPERTS))
         for batch in window_batches(windows, batch_size):
+            keep_T = batch.mask_BS.reshape(-1).nonzero().squeeze(1).to(model.device)
             for look in looks:
-                look.batch = batch
+                look.keep_T = keep_T
             model.base_model(
                 input_ids=batch.input_ids_BS.to(model.device),
                 attention_mask=batch.mask_BS.to(model.device),
@@ -194,16 +193,13 @@ class _Look:
 
     def __init__(self, layer: MoELayer, sums: _Moments | _Sums) -> None:
         self.layer, self._sums = layer, sums
-        self.batch: WindowBatch | None = None
+        self.keep_T = torch.empty(0, dtype=torch.int64)
+        """Indices of the batch's real tokens."""
         self._routed: tuple[Tensor, Tensor] | None = None
-
-    def _keep(self, device: torch.device) -> Tensor:
-        assert self.batch is not None
-        return self.batch.mask_BS.reshape(-1).nonzero().squeeze(1).to(device)
 
     def experts(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """In place of the experts' forward; where outputs are asked for, each pair as a token of its own."""
-        keep_T = self._keep(hidden_TD.device)
+        keep_T = self.keep_T.to(hidden_TD.device)
         hidden, ids, weights = hidden_TD[keep_T], ids_TK[keep_T], weights_TK[keep_T]
         if isinstance(self._sums, _Moments):
             self._sums.add(hidden)
@@ -230,7 +226,7 @@ class _Look:
         block = output[0] if isinstance(output, tuple) else output
         (hidden_TD, routed_TD), self._routed = self._routed, None
         assert isinstance(self._sums, _Sums)
-        keep_T = self._keep(routed_TD.device)
+        keep_T = self.keep_T.to(routed_TD.device)
         shared_TD = block.reshape(routed_TD.shape)[keep_T].float() - routed_TD[keep_T].float()
         self._sums.add_shared(hidden_TD[keep_T], shared_TD)
 

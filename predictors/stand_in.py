@@ -68,6 +68,10 @@ class StandIn:
         """By field name, as a file of tensors holds them."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
+    def directions(self, layer: int, router_input_TD: Tensor) -> Tensor:
+        """z = s P - c [T, R] of a layer's inputs, fp32."""
+        return router_input_TD.float() @ self.projection_LDR[layer] - self.centre_LR[layer]
+
     def output(self, layer: int, router_input_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """What the layer puts out [T, D], in fp32.
 
@@ -77,10 +81,10 @@ class StandIn:
             ids_TK, weights_TK: the experts that tokens are routed to, and the model's own combine weights.
         """
         weights_TK = weights_TK.float()
-        z_TR = router_input_TD.float() @ self.projection_LDR[layer] - self.centre_LR[layer]
         mixed_TD = torch.einsum("tk,tkd->td", weights_TK, self.base_LED[layer][ids_TK]) + self.shared_LD[layer]
         if not self.rank:
             return mixed_TD
+        z_TR = self.directions(layer, router_input_TD)
         mixed_TD = torch.addmm(mixed_TD, z_TR, self.shared_map_LRD[layer].float())
         map_ERD = self.map_LERD[layer]
         if len(ids_TK) <= _FEW:
