@@ -35,27 +35,38 @@ class EarlyConfig(PredictorConfig):
             check_between(self, 0, MOST_RANK, "stand_in_rank")
 
 
-def stand_in_of(held: HeldStandIn, state: RouterState) -> Tensor:
-    """r_l + the stand-in's output [T, D], fp32: what `held` stands in for at the layer of `state`."""
-    output_TD = held.output(state.layer, state.router_input_TD, state.topk_ids_TK, state.topk_weights_TK)
-    return state.residual_TD.float() + output_TD
+class LooksEarly(Predictor):
+    """Part of predictors that may read early attention: holds the stand-in that it runs on."""
+
+    held: HeldStandIn | None
+    """None: it reads no early attention."""
+
+    def set_stand_in(self, stand_in: StandIn) -> None:
+        """Take the stand-in of the traces, whose rank the config has."""
+        assert self.held is not None
+        self.held.take(stand_in)
+
+    def stand_in(self, state: RouterState) -> Tensor:
+        """r_l + the stand-in's output [T, D], fp32."""
+        assert self.held is not None
+        output_TD = self.held.output(state.layer, state.router_input_TD, state.topk_ids_TK, state.topk_weights_TK)
+        return state.residual_TD.float() + output_TD
+
+    def early_input(self, state: RouterState, ahead: int) -> Tensor:
+        """LN_{l+ahead} of the early residual [T, D].
+
+        Raises:
+            ExpertcastError: nobody ran early attention.
+        """
+        if state.early_TD is None:
+            raise ExpertcastError(
+                f"{self.name} reads early attention, which these traces do not hold: collect them again, without "
+                "--early-rank none, or choose other inputs"
+            )
+        return self.view[state.layer + ahead].router_input(state.early_TD)
 
 
-def early_of(predictor: Predictor, state: RouterState) -> Tensor:
-    """`state.early_TD`.
-
-    Raises:
-        ExpertcastError: nobody ran early attention.
-    """
-    if state.early_TD is None:
-        raise ExpertcastError(
-            f"{predictor.name} reads early attention, which these traces do not hold: collect them again, without "
-            "--early-rank none, or choose other inputs"
-        )
-    return state.early_TD
-
-
-class EarlyAttention(ThroughRouter):
+class EarlyAttention(LooksEarly, ThroughRouter):
     """LN_{l+n} of the early residual of layer l+1 through router l+n."""
 
     name: ClassVar[str] = "early_attention"
@@ -68,14 +79,6 @@ class EarlyAttention(ThroughRouter):
         super().__init__(config, shape)
         self.held = HeldStandIn(shape, config.stand_in_rank or 0)
 
-    def set_stand_in(self, stand_in: StandIn) -> None:
-        """Take the stand-in of the traces, whose rank the config has."""
-        self.held.take(stand_in)
-
-    def stand_in(self, state: RouterState) -> Tensor:
-        """r_l + the stand-in's output [T, D], fp32."""
-        return stand_in_of(self.held, state)
-
     def input_vector(self, state: RouterState, ahead: int) -> Tensor:
         """LN_{l+ahead} of the early residual [T, D]."""
-        return self.view[state.layer + ahead].router_input(early_of(self, state))
+        return self.early_input(state, ahead)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from expertcast.predictors.base import PredictorConfig, RouterState
-from expertcast.predictors.early_attention import early_of, stand_in_of
+from expertcast.predictors.early_attention import EarlyConfig, LooksEarly
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.estimator_network import EstimatorNetwork
 from expertcast.predictors.fields import check_between
 from expertcast.predictors.linear import LinearConfig
 from expertcast.predictors.quasi_hidden import QuasiInput
-from expertcast.predictors.stand_in import MOST_RANK, HeldStandIn, StandIn
+from expertcast.predictors.stand_in import HeldStandIn
 from expertcast.predictors.view import ModelShape
 
 FORMS = ("residual", "paper")
@@ -30,7 +30,7 @@ INPUTS = (*HIDDEN_INPUTS, "routing", "previous")
 
 
 @dataclass(kw_only=True)
-class EstimatorConfig(LinearConfig):
+class EstimatorConfig(LinearConfig, EarlyConfig):
     """How large an estimator is, what it reads, and how it is trained."""
 
     added: ClassVar[tuple[str, ...]] = ("stand_in_rank",)
@@ -44,8 +44,6 @@ class EstimatorConfig(LinearConfig):
     """What it reads: `quasi_hidden` (q_l), `router_input` (s_l), `early` (the early residual through the target's
     norm), `routing` (combine weights as a row over experts), `previous` (the previous token's router logits at the
     target layer); empty: all that the traces hold."""
-    stand_in_rank: int | None = None
-    """Rank of the stand-in that early attention runs on; traces say it."""
     temperatures: Sequence[float] = (1.0,)
     """Temperatures of the loss; with several, short trials on validation choose one."""
     learning_rate: float = 3e-3
@@ -63,6 +61,7 @@ class EstimatorConfig(LinearConfig):
 
     def __post_init__(self) -> None:
         LinearConfig.__post_init__(self)
+        EarlyConfig.__post_init__(self)
         self.inputs = ["quasi_hidden"] if self.form == "paper" else list(self.inputs)
         self.temperatures = [float(value) for value in self.temperatures]
         if self.form not in FORMS:
@@ -76,11 +75,9 @@ class EstimatorConfig(LinearConfig):
         check_between(self, 1e-3, 1e3, "expansion")
         check_between(self, 1e-12, 1e3, "learning_rate")
         check_between(self, 0, 1e3, "weight_decay")
-        if self.stand_in_rank is not None:
-            check_between(self, 0, MOST_RANK, "stand_in_rank")
 
 
-class Estimator(QuasiInput):
+class Estimator(LooksEarly, QuasiInput):
     """logits_{l+ahead} = ridge(x) + gain x network(x), x the standardised inputs; fp32.
 
     gain, one number per layer pair, is the spread of the pair's logits times a gate chosen on validation: at 0 the pair
@@ -125,23 +122,13 @@ class Estimator(QuasiInput):
         assert isinstance(module, EstimatorNetwork)
         return module
 
-    def set_stand_in(self, stand_in: StandIn) -> None:
-        """Take the stand-in of the traces, whose rank the config has."""
-        assert self.held is not None
-        self.held.take(stand_in)
-
-    def stand_in(self, state: RouterState) -> Tensor:
-        """r_l + the stand-in's output [T, D], fp32; for estimators that read `early`."""
-        assert self.held is not None
-        return stand_in_of(self.held, state)
-
     def features(self, state: RouterState, ahead: int) -> Tensor:
         """The inputs side by side [T, F], fp32, as they are (not standardised)."""
         parts = [self.input_vector(state, ahead).float()]
         if "router_input" in self.inputs:
             parts.append(state.router_input_TD.float())
         if "early" in self.inputs:
-            parts.append(self.view[state.layer + ahead].router_input(early_of(self, state)).float())
+            parts.append(self.early_input(state, ahead).float())
         if "routing" in self.inputs:
             weights_TK = state.topk_weights_TK.float()
             routing_TE = weights_TK.new_zeros(len(weights_TK), self.shape.experts)
