@@ -59,8 +59,9 @@ class ActivationStream:
             raise ExpertcastError(f"window={longest} is longer than the model's context of {limit} tokens: shorten it")
         self.model, self.view, self.windows = model, view, windows
         self.batch_size, self.means, self.residual_dtype = batch_size, means, residual_dtype
-        self.stand_in = None if stand_in is None else stand_in.to(model.device)
-        self.early = None if stand_in is None else early or EarlyAttention(model, view, whole=True)
+        self._early: EarlyRun | None = None
+        if stand_in is not None:
+            self._early = EarlyRun(early or EarlyAttention(model, view, whole=True), stand_in.to(model.device))
         self._check = RuleCheck(view)
 
     def __iter__(self) -> Iterator[TraceBatch]:
@@ -75,12 +76,9 @@ class ActivationStream:
             ExpertcastError: a router goes by more than the logits that are kept of it.
         """
         model = self.model
-        early = None
-        if self.early is not None and self.stand_in is not None:
-            early = EarlyRun(self.early, self.stand_in)
         capture = Capture(
             self.view, batch.mask_BS, means=self.means, check=self._check, residual_dtype=self.residual_dtype,
-            early=early,
+            early=self._early,
         )  # fmt: skip
         with attached(model, self.view, capture) as stack:
             if model.training:
