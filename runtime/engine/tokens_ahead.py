@@ -38,14 +38,9 @@ class TokenForecasts(Protocol):
             New probabilities [H, L, E], where a forecast is due: of the token that starts and of those after it.
         """
 
-    def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> Tensor | None:
+    def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
         """A router has run: `residual_TD`, `logits_TE` and `sequences` as for
-        :meth:`expertcast.runtime.engine.flow.LayerFlow.see`.
-
-        Returns:
-            New probabilities [H, L, E] when this layer triggers a forecast: of this token's coming layers and of all
-            layers of the H - 1 tokens after it.
-        """
+        :meth:`expertcast.runtime.engine.flow.LayerFlow.see`."""
 
 
 class TokensAhead:
@@ -77,16 +72,14 @@ class TokensAhead:
         if probability_HLE is None:
             return
         if self._eviction.reads_tokens:
-            self._eviction.see_tokens(0, probability_HLE)
+            self._eviction.see_tokens(probability_HLE)
         self._likely = self._sorted(probability_HLE[0])
         for layer in range(min(REACH, self._layers)):
             self._ask(layer)
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
         """A router has run; arguments are those of :meth:`TokenForecasts.see`."""
-        probability_HLE = self._forecasts.see(layer, residual_TD, logits_TE, sequences)
-        if probability_HLE is not None and self._eviction.reads_tokens:
-            self._eviction.see_tokens(layer, probability_HLE)
+        self._forecasts.see(layer, residual_TD, logits_TE, sequences)
 
     def finish(self, layer: int) -> None:
         """All forecasts of a layer have been asked for."""

@@ -54,10 +54,10 @@ class Eviction:
         """Tell the layer's policy a forecast's probabilities."""
         self.by_layer[layer].see_forecast(layer, probability_E)
 
-    def see_tokens(self, layer: int, probability_HLE: Tensor) -> None:
+    def see_tokens(self, probability_HLE: Tensor) -> None:
         """Tell every policy what is forecast of the next tokens."""
         for policy in self.policies:
-            policy.see_tokens(layer, probability_HLE)
+            policy.see_tokens(probability_HLE)
 
     def clear(self) -> None:
         """No expert has a slot any more."""

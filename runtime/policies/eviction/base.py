@@ -57,9 +57,9 @@ class EvictionPolicy(Policy):
     def see_forecast(self, layer: int, probability_E: Sequence[float]) -> None:
         """A forecast's softmax over all experts of a layer that has not run yet, mean over the step's tokens."""
 
-    def see_tokens(self, layer: int, probability_HLE: Tensor) -> None:
-        """Layer `layer` has been routed, and this is forecast from there: probability that an expert is used by this
-        token (h = 0, later layers only) and by the h-th token after it, [H, L, E]."""
+    def see_tokens(self, probability_HLE: Tensor) -> None:
+        """A token begins, and this is forecast: probability that an expert is used by it (h = 0) and by the h-th token
+        after it, [H, L, E]."""
 
     @abstractmethod
     def insert(self, key: int, full: bool = True) -> None:

@@ -94,7 +94,7 @@ class ForecastEviction(Rescored):
         share_E *= 1 - weight
         share_E[[key - first for key in keys]] += weight
 
-    def see_tokens(self, layer: int, probability_HLE: Tensor) -> None:
+    def see_tokens(self, probability_HLE: Tensor) -> None:
         self._probability_HLE = probability_HLE.detach().cpu().double().numpy()
         self._log_value_HLE = np.log(next_use_value(self._probability_HLE, self.config.discount))
         self._made_in = self._pass

@@ -47,21 +47,23 @@ def test_result_does_not_depend_on_processes() -> None:
 
 
 class EveryOther:
-    """At every second layer, the coming pass is said to need the experts 0, 1, 2 ... with a rising probability."""
+    """Tokens are said to need the experts 0, 1, 2 ... with a falling probability, every other one with a rising one."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[bool, int]] = []
         self._fresh = False
+        self._passes = 0
 
     def start(self, fresh: bool, token_BS: Tensor | None = None) -> Tensor | None:
         self._fresh = fresh
         self.calls.append((fresh, -1))
-        return None if fresh else torch.linspace(0.8, 0.1, 6).expand(2, 3, 6)
+        self._passes += 1
+        probability_E = torch.linspace(0.8, 0.1, 6)
+        return None if fresh else (probability_E.flip(0) if self._passes % 2 else probability_E).expand(2, 3, 6)
 
-    def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> Tensor | None:
+    def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
         self.calls.append((self._fresh, layer))
         assert residual_TD.shape[0] == logits_TE.shape[0]
-        return torch.linspace(0.125, 0.875, 6).expand(2, 3, 6) * (1 + layer) / 4 if layer % 2 else None
 
 
 def test_next_tokens_are_forecast_once() -> None:

@@ -45,7 +45,7 @@ def test_sooner_layers_are_worth_more() -> None:
     for key in (0, 1, 3, 4):
         policy.insert(key)
     policy.start_pass(fresh=False)
-    policy.see_tokens(0, torch.full((3, 2, 3), 0.5))
+    policy.see_tokens(torch.full((3, 2, 3), 0.5))
     assert policy.victim(()) in (3, 4)
     policy.start_layer(0, [0])
     assert policy.victim((0,)) == 1
@@ -62,7 +62,7 @@ def test_rows_move_on_with_the_tokens() -> None:
     for key in (0, 1, 2):
         policy.insert(key)
     policy.start_pass(fresh=False)
-    policy.see_tokens(0, torch.eye(3)[:, None, :])
+    policy.see_tokens(torch.eye(3)[:, None, :])
     assert [policy.worth(key) for key in (0, 1, 2)] == [1, 0, 0]
     assert policy.victim(()) == 2
     policy.start_layer(0, [0])
@@ -92,7 +92,7 @@ def test_without_a_forecast_shares_of_recent_steps_decide() -> None:
     assert [policy.worth(key) for key in (0, 1, 2)] == shares
     assert policy.victim(()) == 2
     assert policy.victim((2,)) == 0
-    policy.see_tokens(0, torch.tensor([0.0, 0.0, SURE]).expand(2, 1, 3))
+    policy.see_tokens(torch.tensor([0.0, 0.0, SURE]).expand(2, 1, 3))
     assert policy.victim((0,)) == 1
     policy.start_pass(fresh=True)
     assert [policy.worth(key) for key in (0, 1, 2)] == shares
@@ -115,7 +115,7 @@ def test_wanted_are_the_best_without_a_slot() -> None:
         forecast_HLE = torch.zeros(3, 2, 3)
         forecast_HLE[0, 1, 2] = 0.25
         forecast_HLE[1, 0] = torch.tensor([0.9, 0.4, 0.0])
-        policy.see_tokens(0, forecast_HLE)
+        policy.see_tokens(forecast_HLE)
         worth = {0: 0.9, 1: 0.4, 5: 0.25}
         assert sorted(policy.wanted()[:2]) == sorted((key, pytest.approx(worth[key])) for key in first[:2])
         assert {key for key, _ in policy.wanted()} == set(first)
@@ -153,7 +153,7 @@ def test_perfect_forecasts_miss_as_often_as_belady() -> None:
         for token, forward in enumerate(forwards):
             residency.start_pass(fresh=False)
             for layer, visit in enumerate(forward):
-                residency.eviction.see_tokens(layer, _truth(needs[token:], experts))
+                residency.eviction.see_tokens(_truth(needs[token:], experts))
                 step(residency, layer, visit)
         assert residency.stats.total.misses == belady.misses
 
