@@ -112,14 +112,12 @@ def make_refit(config: OffloadConfig, predictor: Predictor | None) -> OnlineRefi
     """What `refit` stands for; `predictor` is bound to the model and on its device.
 
     Raises:
-        ExpertcastError: nothing to refit, or a link that leaves the host nothing to learn from.
+        ExpertcastError: nothing to refit.
     """
     if not config.refit:
         return None
     if predictor is None:
         raise ExpertcastError("refit changes forecasts: give a predictor")
-    if config.link == "kernel" or isinstance(config.link, KernelLink):
-        raise ExpertcastError("refit works on the host, which the kernel link leaves out: take link='cuda'")
     return OnlineRefit(predictor, config.ahead, config.refit)
 
 
@@ -179,11 +177,20 @@ def resolve_next_token(
     return found.to(device)
 
 
-def device_decides(policies: Policies) -> bool:
-    """Whether the kernel link can follow these policies, which it does on the device."""
+def _only_on_host(config: OffloadConfig) -> str | None:
+    """What the kernel link, which decides on the device, would leave out of these options; None: nothing."""
+    policies = config.resolved_policies()
     chosen = (policies.eviction.cls, policies.prefetch.cls, policies.miss.cls, policies.routing.cls)
     plain = policies.scope == "global" and policies.pre_eviction.name == "none"
-    return plain and chosen == (LRU, TopK, Fetch, Standard)
+    if not plain or chosen != (LRU, TopK, Fetch, Standard):
+        return "policies other than lru over all slots, top_k prefetches and every miss fetched"
+    used = {
+        "next_token": config.next_token is not None,
+        "refit": config.refit > 0,
+        "reach": config.reach not in (None, config.ahead),
+        "forecasts='worth'": config.forecasts == "worth",
+    }
+    return next((name for name, given in used.items() if given), None)
 
 
 def make_link(config: OffloadConfig, device: str) -> Link | None:
@@ -193,13 +200,11 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
         ExpertcastError: a link that the device or the other options rule out.
     """
     link, bandwidth, latency = config.link, config.bandwidth, config.latency
-    if (link == "kernel" or isinstance(link, KernelLink)) and not device_decides(config.resolved_policies()):
+    only_on_host = _only_on_host(config)
+    if only_on_host and (link == "kernel" or isinstance(link, KernelLink)):
         raise ExpertcastError(
-            "the kernel link decides on the device: lru over all slots, top_k prefetches, every miss fetched; "
-            "take link='cuda' for other policies"
+            f"the kernel link decides on the device, without {only_on_host}: take link='cuda', or leave that out"
         )
-    if (link == "kernel" or isinstance(link, KernelLink)) and config.next_token is not None:
-        raise ExpertcastError("the kernel link decides on the device, where no next_token is followed: leave one out")
     if isinstance(link, Link):
         return link
     if link == "auto" and device != "cuda":
@@ -214,8 +219,10 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
         if link not in ("auto", "cuda"):
             raise ExpertcastError(f"bandwidth and latency belong to the links emulated and cuda, not to {link!r}")
         return PacedCudaLink(bandwidth, latency)
+    if link == "auto":
+        return CudaLink() if only_on_host else None
     kinds: dict[str, type[Link]] = {"cuda": CudaLink, "instant": InstantLink, "kernel": KernelLink}
-    return None if link == "auto" else kinds[link]()
+    return kinds[link]()
 
 
 def make_store(

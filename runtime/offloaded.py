@@ -19,7 +19,6 @@ from expertcast.data.discovery import experts_implementation
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView, NextToken
 from expertcast.predictors.next_token_tracker import NextTokenTracker
-from expertcast.runtime.arguments import device_decides
 from expertcast.runtime.engine.base import EXPERTS_NAME, Engine, EngineParts
 from expertcast.runtime.engine.device import DeviceEngine
 from expertcast.runtime.engine.drift import DriftMonitor
@@ -30,7 +29,6 @@ from expertcast.runtime.engine.kernels import SlotKernel, decode_kernel_followed
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.links.base import Link
-from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.speed import fastest_link
 from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.recording.observer import Observer, Observers
@@ -103,11 +101,7 @@ class OffloadedModel:
                 store.add_copies(policies.miss.precisions)
             self.pool = SlotPool(store.layout, parts.slots, store.device)
             undo.callback(self.pool.free)
-            link = parts.link
-            if link is None:
-                decides = parts.next_token is None and speculator.refit is None and device_decides(parts.policies)
-                link = fastest_link(store, self.pool) if decides else CudaLink()
-            self.link = link
+            self.link = link = fastest_link(store, self.pool) if parts.link is None else parts.link
             link.observer = observer
             link.attach(store, self.pool)
             undo.callback(link.close)

@@ -201,7 +201,7 @@ def test_ids_come_from_the_forward(reference_model: PreTrainedModel, next_token:
     ("fields", "message"),
     [
         ({"policies": Policies(prefetch="none")}, "serves prefetching and the eviction policy 'forecast'"),
-        ({"link": KernelLink()}, "where no next_token is followed"),
+        ({"link": KernelLink()}, "on the device, without next_token"),
         ({"likely": 0.0}, "likely=0.0: give a probability above 0"),
         ({"forecasts": "sometimes"}, "unknown forecasts 'sometimes': choose from always, worth"),
     ],

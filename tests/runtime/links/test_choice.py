@@ -15,6 +15,7 @@ from expertcast.runtime.arguments import make_link
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links import speed as device_choice
 from expertcast.runtime.links.base import Copy, Link
+from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.links.speed import choose, fastest_link, matmuls, misses_s
@@ -162,5 +163,9 @@ def test_auto_measures_on_cuda_only() -> None:
     assert make_link(OffloadConfig(link="auto"), "cuda") is None
     assert isinstance(make_link(OffloadConfig(link="auto"), "cpu"), InstantLink)
     assert isinstance(make_link(OffloadConfig(link="kernel"), "cpu"), KernelLink)
+    for options in ({"reach": 2}, {"forecasts": "worth"}, {"next_token": "folder"}, {"refit": 1.0}):
+        assert isinstance(make_link(OffloadConfig(link="auto", **options), "cuda"), CudaLink)
+        with pytest.raises(ExpertcastError, match=f"on the device, without {next(iter(options))}.* take link='cuda'"):
+            make_link(OffloadConfig(link="kernel", **options), "cuda")
     with pytest.raises(ExpertcastError, match="choose from auto, instant, emulated, cuda, kernel"):
         OffloadConfig(link="pcie")

@@ -107,7 +107,7 @@ def test_presets_run(reference_model: PreTrainedModel, one: dict[str, Tensor]) -
         ({"policies": "specmd_9"}, "unknown preset 'specmd_9': choose from on_demand, moe_offloading, "),
         ({"policies": Policies(), "overfetch": 2.0}, "give Policies(prefetch='top_k:overfetch=1.5')"),
         ({"policies": Policies(eviction="belady")}, "eviction 'belady' needs to know the future"),
-        ({"policies": Policies(eviction="lfu"), "link": "kernel"}, "take link='cuda' for other policies"),
+        ({"policies": Policies(eviction="lfu"), "link": "kernel"}, "without policies other than lru over all slots"),
         ({"policies": Policies(scope="layer"), "slots": 47}, "give slots=48 or more, or scope='global'"),
     ],
 )
