@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.store import load_predictor, save_predictor
@@ -33,7 +33,7 @@ from expertcast.data.collector import collect
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.plan import make_plan
-from expertcast.data.text import load_documents
+from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig
 from expertcast.predictors.early_attention import EarlyConfig
@@ -81,14 +81,15 @@ def measured(args: argparse.Namespace, scratch: Path) -> Json:
     model, tokenizer = load_model(REFERENCE), load_tokenizer(REFERENCE)
     documents = load_documents(REFERENCE)
     folder = args.traces or scratch / "traces"
-    begun = time.perf_counter()
+    result: Json = {}
     if not folder.is_dir():
+        begun = time.perf_counter()
         collect(model, tokenizer, documents, folder, tokens=args.tokens, early_rank=args.rank)
-    result: Json = {"collection_s": time.perf_counter() - begun}
+        result["collection_s"] = time.perf_counter() - begun
     traces = TraceDataset.open(folder)
     config = parse_settings(args.set, EstimatorConfig, "--set")
-    folder = args.checkpoints or scratch / "checkpoints"
-    predictors, result["fit_s"] = _fitted(traces, folder, config, without=args.without)
+    kept = args.checkpoints or scratch / "checkpoints"
+    predictors, result["fit_s"] = _fitted(traces, kept, config, without=args.without)
     result["estimator"] = config.as_dict()
     result["splits"], result["rank"] = traces.info["splits"], traces.info["settings"].get("early_rank")
     result["recall_at_k"] = _recall(predictors, traces, 1)
@@ -191,8 +192,9 @@ def _decode(model: PreTrainedModel, predictors: Mapping[str, Predictor], ids_NW:
 
 
 def _untrained(
-    model: PreTrainedModel, tokenizer: object, documents: Sequence[object], folder: Path, rank: int, tokens: int
-) -> Json:
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], folder: Path, rank: int,
+    tokens: int,
+) -> Json:  # fmt: skip
     """Recall of `early_attention` by the stand-in of one rank, and the stand-in's size in parts of the experts'.
 
     Args:
@@ -201,7 +203,7 @@ def _untrained(
         rank: of the stand-in.
         tokens: to collect.
     """
-    traces = collect(model, tokenizer, documents, folder, tokens=tokens, early_rank=rank)  # type: ignore[arg-type]
+    traces = collect(model, tokenizer, documents, folder, tokens=tokens, early_rank=rank)
     stand_in = traces.stand_in
     assert stand_in is not None
     nbytes = sum(tensor.nbytes for tensor in stand_in.as_tensors().values())
