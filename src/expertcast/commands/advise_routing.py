@@ -7,12 +7,13 @@ from pathlib import Path
 from expertcast.commands.options import BANDWIDTHS
 from expertcast.commands.output import Outcome
 from expertcast.commands.routing_file import described, heading, memories, open_routing, replayed_rows, routing_policies
+from expertcast.commands.simulate_cases import CAPACITY
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.plain import Json
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.simulation.sweep import BELADY
 
-_QUARTER = 0.25
 _WORTH = 0.02
 """Share of the bytes that a policy other than the simplest must save to be advised."""
 _SIMPLE = ("lru", "global")
@@ -27,7 +28,7 @@ def advise_routing(
 
     Args:
         path: of the routing file.
-        memory, slots, capacity: how much fits, in one of three ways; a quarter of all bytes when none is given.
+        memory, slots, capacity: how much fits, in one of three ways; `CAPACITY` of all bytes when none is given.
         bandwidth: of the link, bytes per second; pcie4's when not given.
         latency: of the link, seconds per copy.
         experts: E; None: as many as ids say.
@@ -41,7 +42,7 @@ def advise_routing(
     if sum(given) > 1:
         raise ExpertcastError("--capacity, --slots and --memory all say how many experts fit: give one of them")
     routing, total = open_routing(path, experts, expert_bytes)
-    shares = [capacity] if capacity is not None else [] if any(given) else [_QUARTER]
+    shares = [capacity] if capacity is not None else [] if any(given) else [CAPACITY]
     (size,) = memories(
         routing, total, [] if memory is None else [str(memory)], shares, [] if slots is None else [slots]
     )
@@ -56,9 +57,7 @@ def advise_routing(
     found.sort(key=lambda row: row["copy_s"])
     result: Json = {
         **heading(routing, total),
-        "advised": {
-            key: chosen[key] for key in ("policy", "scope", "memory_bytes", "hits", "bytes_per_step", "copy_s")
-        },
+        "advised": {key: chosen[key] for key in _ADVISED},
         "reasons": _reasons(chosen, found, bound),
         "results": [*found, bound],
     }
@@ -66,8 +65,6 @@ def advise_routing(
     text = f"{described(result)}\n\n" + "\n".join(f"- {reason}" for reason in result["reasons"])
     text += f"\n\nadvised: eviction={chosen['policy']}, scope={chosen['scope']}"
     if save is not None:
-        from expertcast.runtime.config import OffloadConfig
-
         OffloadConfig(policies=policies, memory=str(size)).save(save)
         text += f"\nwrote {save}"
     return result, text
@@ -75,13 +72,16 @@ def advise_routing(
 
 def _chosen(rows: list[Json]) -> Json:
     """The one with the least copying; lru over all slots unless that copies more by a margin."""
-    best = min(rows, key=lambda row: row["copy_s"])
-    simple = next((row for row in rows if (row["policy"], row["scope"]) == _SIMPLE), best)
+    best, simple = min(rows, key=lambda row: row["copy_s"]), _simplest(rows)
     return simple if best["copy_s"] >= (1 - _WORTH) * simple["copy_s"] else best
 
 
+def _simplest(rows: list[Json]) -> Json:
+    return next(row for row in rows if (row["policy"], row["scope"]) == _SIMPLE)
+
+
 def _reasons(chosen: Json, rows: list[Json], bound: Json) -> list[str]:
-    simple = next(row for row in rows if (row["policy"], row["scope"]) == _SIMPLE)
+    simple = _simplest(rows)
     reasons = [
         f"{chosen['policy']} ({chosen['scope']}) hits {chosen['hits']:.1%} and leaves "
         f"{chosen['bytes_per_step'] / 1e6:.1f} MB per token, "

@@ -32,6 +32,7 @@ class Chosen(NamedTuple):
 
 
 CAPACITY = 0.25
+"""Share of all experts that fits, where nothing says another one."""
 _Named = Annotated[tuple[str, ...], Option(metavar="P")]
 
 

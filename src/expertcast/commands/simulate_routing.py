@@ -11,13 +11,12 @@ from typing import Any, Protocol
 from expertcast.commands.options import BANDWIDTHS
 from expertcast.commands.output import Outcome, write_json
 from expertcast.commands.routing_file import described, heading, memories, open_routing, replayed_rows, routing_policies
-from expertcast.commands.simulate_cases import MachineOptions, PolicyOptions
+from expertcast.commands.simulate_cases import CAPACITY, MachineOptions, PolicyOptions
 from expertcast.data.writer import write_atomically
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.policies.scope import SCOPES
 from expertcast.runtime.simulation.sweep import BELADY, CAPACITIES
 
-_CAPACITY = 0.25
 _TAKEN = {
     "traces", "sweep", "slots", "capacity", "memory", "experts", "expert_bytes", "processes", "out", "policy", "scope",
     "bandwidth", "latency",
@@ -57,15 +56,13 @@ def simulate_routing(options: RoutingOptions) -> Outcome:
     """
     _check(options)
     routing, total = open_routing(options.traces, options.experts, options.expert_bytes)
-    shares = options.capacity or ((CAPACITIES if options.sweep else (_CAPACITY,)) if not _sized(options) else ())
+    shares = options.capacity or ((CAPACITIES if options.sweep else (CAPACITY,)) if not _sized(options) else ())
     sizes = memories(routing, total, options.memory, shares, options.slots)
     policies = options.policies.policy or ([*routing_policies(), BELADY] if options.sweep else ["lru"])
     cases = list(itertools.product(policies, options.policies.scope))
     rows = []
     for bandwidth in options.machine.bandwidth or (BANDWIDTHS["pcie4"],):
-        rows += replayed_rows(
-            routing, total, cases, sizes, bandwidth=bandwidth, latency=options.machine.latency
-        )  # fmt: skip
+        rows += replayed_rows(routing, total, cases, sizes, bandwidth=bandwidth, latency=options.machine.latency)
     result = {**heading(routing, total), "results": rows}
     text = described(result)
     if options.out is not None:
