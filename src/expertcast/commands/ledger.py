@@ -1,6 +1,7 @@
 """What predictors cost on this machine, for `eval` and `train`: a forecast's time is measured as a decode step runs it.
 
-A traced program is timed where the runtime would run one.
+A traced program is timed where the runtime would run one. Of early attention the stand-in is timed and what reads its
+result, not the attention itself: that takes the model, and traces hold what came of it.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ def _decode_step(predictor: Predictor, view: MoEView, ahead: int) -> Callable[[l
         clocked = []
         for state in states[: len(states) - ahead]:
             start = time.perf_counter()
+            if predictor.wants_early(state.layer, ahead):
+                traced.stand_in(state)
             traced.forecast(state, ahead)
             clocked.append(time.perf_counter() - start)
         return clocked
