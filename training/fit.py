@@ -13,7 +13,7 @@ from functools import partial
 from expertcast.data.distributed import current_share, sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, PredictorConfig, predictor_class
-from expertcast.predictors.early_attention import EarlyAttention
+from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
 from expertcast.predictors.frequency import Frequency
 from expertcast.predictors.hybrid import CANDIDATES, Hybrid, HybridConfig
 from expertcast.predictors.previous_token import PreviousToken
@@ -82,9 +82,10 @@ def fit_early_attention(source: TraceSource, config: PredictorConfig, options: F
     Raises:
         ExpertcastError: early attention did not run.
     """
+    assert isinstance(config, EarlyConfig)
     del options
     stand_in = known_stand_in(source, EarlyAttention.name)
-    predictor = EarlyAttention(replace(config, stand_in_rank=stand_in.rank), source.view.shape)  # type: ignore[call-arg]
+    predictor = EarlyAttention(replace(config, stand_in_rank=stand_in.rank), source.view.shape)
     predictor.set_stand_in(stand_in)
     return Fitted(predictor=predictor)
 

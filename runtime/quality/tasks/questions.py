@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 
@@ -87,7 +88,7 @@ class Ending(Question):
         return 1 / len(self.ids)
 
     def right(self, log_probs_RSV: Tensor) -> bool:
-        ids_RA = log_probs_RSV.new_tensor(self.ids).long()
+        ids_RA = torch.tensor(self.ids, device=log_probs_RSV.device)
         end = self.first + ids_RA.shape[1]
         sums_R = log_probs_RSV[:, self.first : end].gather(2, ids_RA.unsqueeze(-1)).squeeze(-1).double().sum(dim=1)
         return int(sums_R.argmax()) == self.answer
@@ -109,7 +110,7 @@ class Verbatim(Question):
         return 0.0
 
     def right(self, log_probs_RSV: Tensor) -> bool:
-        wanted_A = log_probs_RSV.new_tensor(self.ids).long()
+        wanted_A = torch.tensor(self.ids, device=log_probs_RSV.device)
         said_A = log_probs_RSV[0, self.first : self.first + len(self.ids)].argmax(dim=-1)
         return bool((said_A == wanted_A).all())
 
