@@ -120,6 +120,7 @@ def test_simulate_refuses_in_one_line(
         capsys, "simulate", traces, "--predictor", "next_norm", "--prefetch", "top_k:depth=2"
     )
     assert "give --predictor" in fails(capsys, "simulate", traces, "--prefetch", "top_k")
+    assert "followed by --policy forecast only" in fails(capsys, "simulate", traces, "--next-token", "no/checkpoint")
     published = ("simulate", traces, "--published", "--preset")
     assert "specmd_1, specmd_2" in fails(capsys, *published, "activeevict")
     assert "unknown preset 'fastest': choose from on_demand" in fails(capsys, "simulate", traces, "--preset", "fastest")

@@ -87,6 +87,8 @@ def run(options: Options) -> Outcome:
         return simulate_routing(options)
     evictions = swept_evictions(options.next_token is not None) if options.sweep else ["lru"]
     chosen = list(options.policies.chosen(options.predictor, evictions))
+    if options.next_token is not None and not any(each.policies.eviction.cls.reads_tokens for each in chosen):
+        raise ExpertcastError("--next-token is followed by --policy forecast only, here: add that, or leave it out")
     traces = TraceDataset.open(options.traces)
     shape = traces.view.shape
     block = BlockLayout.of(traces.view).block_bytes
