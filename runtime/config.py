@@ -169,8 +169,8 @@ class OffloadConfig:
 
     @property
     def on_demand(self) -> bool:
-        """Whether every expert is loaded when its layer asks for it: neither this nor a preset names a predictor."""
-        return self.resolved_predictor() is None
+        """Whether every expert is loaded when its layer asks for it: neither this nor a preset forecasts."""
+        return self.next_token is None and self.resolved_predictor() is None
 
     def resolved_policies(self) -> Policies:
         """The policies that a preset's name, or nothing, stands for.

@@ -155,7 +155,7 @@ def survey(
     BenchSettings(new_tokens=new_tokens, repetitions=repetitions)  # which refuses too few
     if prompt_ids.dim() != 2 or prompt_ids.shape[0] != 1 or not prompt_ids.shape[1]:
         raise ExpertcastError(f"prompt_ids has shape {list(prompt_ids.shape)}: give one prompt, [1, tokens]")
-    if not config.on_demand:
+    if config.resolved_predictor() is not None:
         raise ExpertcastError("the configuration names a predictor: name those that are to be compared in predictors")
     if prompt_ids.is_cuda and config.link == "auto":
         config = replace(config, link="cuda")

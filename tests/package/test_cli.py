@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from expertcast.checkpoints.store import save_predictor
@@ -14,6 +15,7 @@ from expertcast.cli import build_parser, main
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import MoEView, PredictorConfig
 from expertcast.predictors.frequency import Frequency
+from expertcast.predictors.next_token import NextToken, NextTokenConfig
 from expertcast.runtime import OffloadConfig, offload
 from tests.sealed import edit_json
 
@@ -31,7 +33,8 @@ COMMANDS = {
                  "--store-folder", "--bandwidth", "--new-tokens", "--config", "--forecasts", "--dtype", "--device"},
     "inspect": {"--verify"},
     "bench": {*_TARGET, "--mode", "--cache", "--ahead", "--prompt-tokens", "--new-tokens", "--repetitions",
-              "--no-advice", "--peer", "--minutes", "--timeline", "--next-token", "--forecasts"},
+              "--no-advice", "--peer", "--minutes", "--timeline", "--next-token", "--likely", "--policies",
+              "--forecasts"},
     "advise": {*_TARGET, "--prompt-tokens", "--new-tokens", "--save", "--gpu", "--capacity", "--host",
                "--experts", "--expert-bytes"},
     "simulate": {"--sweep", "--policy", "--prefetch", "--miss", "--routing", "--pre-eviction", "--scope", "--preset",
@@ -107,6 +110,9 @@ def test_bench_and_advise_refuse_in_one_line(capsys: pytest.CaptureFixture[str])
     assert "emulated link" in fails(capsys, "bench", "reference", "--link", "instant", "--bandwidth", "1e9")
     assert "no/folder" in fails(capsys, "bench", "reference", "--timeline", "no/folder/trace.json")
     assert "new_tokens=1" in fails(capsys, "bench", "reference", "--new-tokens", "1")
+    assert "--next-token CKPT" in fails(capsys, "bench", "reference", "--mode", "next_token")
+    assert "'lri'" in fails(capsys, "bench", "reference", "--policies", "eviction=lri")
+    assert "likely=2.0" in fails(capsys, "bench", "reference", "--likely", "2")
     assert "no/traces" in fails(capsys, "advise", "reference", "--replay", "no/traces")
 
 
@@ -239,6 +245,24 @@ def test_bench_and_advise_a_model(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert advice["slots"] == 96
     assert {option["mode"] for option in advice["options"]} == {"on_demand", "exact", "speculate"}
     assert "advice: " in capsys.readouterr().out
+
+
+def test_bench_with_forecasts_of_tokens(tmp_path: Path, reference_view: MoEView) -> None:
+    """Runs with forecasts take policies and next_token, those on demand do not; advice leaves them out."""
+    forecaster = NextToken(NextTokenConfig(tokens=2, width=16, inner=8, known_ids=5000), reference_view.shape)
+    torch.nn.init.normal_(forecaster.network.head.weight)  # sure of something else for every token
+    forecaster.know(torch.arange(5000))
+    save_predictor(forecaster, tmp_path / "tokens", view=reference_view, metrics={})
+    result = tmp_path / "result.json"
+    options = ["--prompt-tokens", "8", "--new-tokens", "3", "--slots", "96", "--repetitions", "1", "--cache", "with"]
+    forecasts = ["--next-token", str(tmp_path / "tokens"), "--likely", "0.05", "--policies", "eviction=forecast"]
+    chosen = ["--mode", "on_demand", "next_token", "--bandwidth", "pcie3", "--json", str(result)]
+    assert main(["bench", "reference", *options, *forecasts, *chosen]) == 0
+    got = json.loads(result.read_text())
+    on_demand, tokens = got["runs"]["on_demand_cache"], got["runs"]["next_token_cache"]
+    assert tokens["identical"]
+    assert tokens["stats"]["prefetched"] > on_demand["stats"]["prefetched"] == 0
+    assert list(got["advice"]["errors"]) == ["on_demand_cache"]
 
 
 def test_inspect_verify(

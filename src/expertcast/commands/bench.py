@@ -17,6 +17,8 @@ from expertcast.commands.bench_target import LinkSetting, Target, TargetOptions
 from expertcast.commands.bench_text import describe
 from expertcast.commands.options import COUNT, Count, Fields, Option, positive_number
 from expertcast.commands.output import Outcome, new_file, say
+from expertcast.commands.policies import POLICIES_HELP, policies_of
+from expertcast.predictors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.runtime.advising.advise import advice_errors, advice_from
 from expertcast.runtime.advising.survey import survey
@@ -29,21 +31,25 @@ from expertcast.runtime.recording.timeline import draw_steps
 from expertcast.runtime.recording.timeline import write_timeline as write_trace
 
 PEER_TOKENS = 4
-MODES = ("on_demand", "exact", "speculate", "hybrid")
+MODES = ("on_demand", "exact", "speculate", "hybrid", "next_token")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(TargetOptions):
     """What `expertcast bench` takes."""
 
-    mode: Annotated[tuple[str, ...], Option(choices=MODES)] = MODES
-    """Ways of running."""
+    mode: Annotated[tuple[str, ...], Option(choices=MODES)] = ()
+    """Ways of running (default: all); next_token runs with forecasts of whole tokens alone."""
     cache: Annotated[str, Option(choices=("both", "with", "without"))] = "both"
     """Whether experts stay in their slots when a layer has run."""
     ahead: Count = 1
     """Layers ahead."""
     next_token: Annotated[str | None, Option(metavar="CKPT")] = None
     """Checkpoint of a next_token predictor: runs with forecasts also load experts when a token begins."""
+    likely: Annotated[float, Option(metavar="P")] = OffloadConfig.likely
+    """The least probability by next_token at which they do."""
+    policies: Annotated[tuple[str, ...], Option(metavar="KIND=P", help=POLICIES_HELP)] = ()
+    """Policies of the runs with forecasts; those on demand keep lru."""
     forecasts: Annotated[str, Option(choices=FORECASTS)] = "always"
     """Make all forecasts, or with a cache only those that are expected to save more waiting than they take."""
     prompt_tokens: tuple[Count, ...] = (1024,)
@@ -58,6 +64,19 @@ class Options(TargetOptions):
     """Begin no further prompt after so many (default: all prompts)."""
     timeline: Annotated[Path | None, Option(metavar="FILE", read=new_file)] = None
     """The runs of the first prompt as a Chrome trace, and a PNG of two steps beside it."""
+
+    def __post_init__(self) -> None:
+        TargetOptions.__post_init__(self)
+        if self.next_token is None and "next_token" in self.mode:
+            raise ExpertcastError("--mode next_token needs a checkpoint: give --next-token CKPT")
+        self.forecasting(OffloadConfig())
+
+    def forecasting(self, config: OffloadConfig) -> OffloadConfig:
+        """A run's configuration with what all runs with forecasts have in common."""
+        policies = policies_of(self.policies) if self.policies else None
+        return replace(
+            config, next_token=self.next_token, likely=self.likely, policies=policies, forecasts=self.forecasts
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,15 +179,16 @@ def ways(
         # no checkpoint says where forecasts are good: every second layer executes one
         layers = range(options.ahead, len(target.view), 2)
     on_demand = replace(target.config(link), ahead=options.ahead)
-    modes = usual_runs(on_demand, target.forecaster(process, options.ahead), layers)
-    for mode in MODES[1:]:
-        modes[mode] = replace(modes[mode], next_token=options.next_token, forecasts=options.forecasts)
+    runs = usual_runs(on_demand, target.forecaster(process, options.ahead), layers)
+    modes = {name: config if config is on_demand else options.forecasting(config) for name, config in runs.items()}
+    if options.next_token is not None:
+        modes["next_token"] = options.forecasting(on_demand)
     caches = {"both": (False, True), "without": (False,), "with": (True,)}[options.cache]
     return {
         f"{mode}_cache" if cache else mode: replace(modes[mode], cache=cache)
         for cache in caches
         for mode in modes
-        if mode in options.mode
+        if not options.mode or mode in options.mode
     }
 
 
@@ -183,10 +203,15 @@ def check_advice(options: Options, target: Target, prompt: Prompt) -> Json:
         new_tokens=options.settings.new_tokens,
         repetitions=1,
     )
-    measured = prompt.bench.runs
+    measured = {name: run for name, run in prompt.bench.runs.items() if known_to_advise(run.config)}
     runs = {name: replace(run.config, slots=run.slots, memory=None) for name, run in measured.items()}
     errors = advice_errors(found, runs, {name: run.tpot_s for name, run in measured.items()})
     return {**advice_from(found).as_dict(), "errors": errors}
+
+
+def known_to_advise(config: OffloadConfig) -> bool:
+    """Whether the event model says what such a run takes: forecasts of whole tokens are none of it."""
+    return config.next_token is None and config.policies is None and config.forecasts == OffloadConfig.forecasts
 
 
 def peer(options: Options, target: Target, prompt: Prompt) -> Json:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from expertcast.commands.options import BANDWIDTH, COUNT, Count, Fields, Given, Model, ModelOptions, Option
 from expertcast.commands.output import Outcome, table
+from expertcast.commands.policies import POLICIES_HELP, policies_of
 from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.config import FORECASTS, MODES, OffloadConfig
 from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.option_values import check_predictor
-from expertcast.runtime.policies import Policies
 
 _OFFLOAD = Fields(
     predictor=Option(metavar="NAME|CKPT"),
@@ -36,8 +35,8 @@ class Options(ModelOptions):
     """Text to continue."""
     config: Annotated[Path | None, Option(metavar="FILE")] = None
     """How to offload, as `expertcast advise --save` or OffloadConfig.save wrote it; other options win over it."""
-    policies: Annotated[tuple[str, ...], Option(metavar="KIND=P")] = ()
-    """eviction, prefetch, miss, routing, pre_eviction or scope, such as eviction=lfu; or a preset's name."""
+    policies: Annotated[tuple[str, ...], Option(metavar="KIND=P", help=POLICIES_HELP)] = ()
+    """How experts are evicted, prefetched and missed."""
     store_folder: Annotated[str | None, Option(metavar="DIR")] = None
     """Keep the experts packed in this folder, for models larger than memory."""
     new_tokens: Count = 64
@@ -70,7 +69,7 @@ def configuration(options: Options) -> OffloadConfig:
     config = OffloadConfig() if options.config is None else OffloadConfig.load(options.config)
     changed = dict(options.offload)
     if options.policies:
-        changed["policies"] = _policies(options.policies)
+        changed["policies"] = policies_of(options.policies)
     if options.store_folder is not None:
         changed |= {"store": "disk", "store_folder": options.store_folder}
     if ("slots" in changed) != ("memory" in changed):  # two ways to say the same: the file's goes
@@ -85,19 +84,3 @@ def configuration(options: Options) -> OffloadConfig:
             raise
         raise ExpertcastError(f"{options.config} with what is given beside it: {error}") from error
     return made
-
-
-def _policies(words: Sequence[str]) -> Policies | str:
-    """`kind=policy` for each kind that is not the default, or a preset's name.
-
-    Raises:
-        ExpertcastError: an unknown kind or policy.
-    """
-    if len(words) == 1 and "=" not in words[0]:
-        return words[0]
-    kinds = list(Policies().as_dict())
-    given = dict(word.partition("=")[::2] for word in words)
-    for kind in given:
-        if kind not in kinds:
-            raise ExpertcastError(f"--policies {kind}: give a preset alone, or KIND=POLICY of {', '.join(kinds)}")
-    return Policies(**given)
