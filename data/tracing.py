@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit._trace import TracerWarning
 from torch.overrides import TorchFunctionMode
 
 Tensors = tuple[Tensor, ...]
@@ -37,7 +38,7 @@ def traced(
             made = _program(function if lengths is None else _knowing_sizes(function, lengths), inputs)
         except Exception:  # not this function, or not this torch
             return None
-    read = any(issubclass(each.category, torch.jit.TracerWarning) for each in said)
+    read = any(issubclass(each.category, TracerWarning) for each in said)
     return None if read and lengths is not None else made
 
 
@@ -72,7 +73,7 @@ def _take_views(graph: torch._C.Graph) -> None:
         if node.kind() in _VIEWS and all(value.node().kind() == "prim::Constant" for value in given):
             graph.setInsertPoint(node)
             view = _VIEWS[node.kind()](*(value.toIValue() for value in given))
-            node.output().replaceAllUsesWith(graph.insertConstant(view))
+            node.output().replaceAllUsesWith(graph.insertConstant(view))  # type: ignore[attr-defined]
     torch._C._jit_pass_dce(graph)
 
 
@@ -99,11 +100,11 @@ class _Sizes(TorchFunctionMode):
         if func is not Tensor.size and getattr(func, "__self__", None) is not Tensor.shape:
             return func(*args, **kwargs)
         tracing = torch._C._get_tracing_state()
-        torch._C._set_tracing_state(None)  # type: ignore[arg-type]
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
         try:
             sizes = func(*args, **kwargs)
         finally:
-            torch._C._set_tracing_state(tracing)
+            torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
         if not any(size in self._lengths for size in (sizes if isinstance(sizes, tuple) else (sizes,))):
             return sizes
         followed = func(*args, **kwargs)

@@ -119,7 +119,10 @@ class Foresight:
     def _ask_quick(self, layer: int, ids_TK: Tensor) -> None:
         """Ask at once for what a quick forecast is sure of."""
         sure = self._quick.sure(layer, self._readback.start(ids_TK).tolist())
-        self._residency.prefetch([layer * self._experts + expert for expert in sure])
+        keys = [layer * self._experts + expert for expert in sure]
+        if keys:
+            self._quick.asked(layer, not all(map(self._residency.holds, keys)))
+        self._residency.prefetch(keys)
 
     def _hint(self, made: _Made) -> None:
         ids_T = made.ids.tolist()

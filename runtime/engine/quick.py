@@ -14,8 +14,13 @@ FIRST_SEEN = 32
 """Forecasts before a rank is trusted."""
 _MEMORY = 512
 """Forecasts that count."""
-_LOOK = 8
-"""Where no rank is trusted, one in so many forecasts is made, to see whether one has become worth it."""
+BROUGHT = 0.25
+"""Share of forecasts that must have asked for something that was missing: one takes a third as long as early attention,
+which asks for the same a little later."""
+_NEWEST = 0.1
+"""Weight of the newest forecast in that share."""
+LOOK = 8
+"""Where forecasts are not worth making, one in so many is made all the same, to see whether that has changed."""
 
 
 class QuickForecasts:
@@ -26,6 +31,7 @@ class QuickForecasts:
         """By layer, the rows of ids of forecasts whose layers have not run yet."""
         self._right: list[list[float]] = [[] for _ in range(layers)]
         self._seen: list[float] = [0.0] * layers
+        self._brought: list[float] = [1.0] * layers
         self._left_out: list[int] = [0] * layers
 
     def start(self) -> None:
@@ -33,11 +39,15 @@ class QuickForecasts:
         self.made.clear()
 
     def worth(self, layer: int) -> bool:
-        """Whether to make the quick forecast that is due for a layer: something may be asked for by it or learnt."""
-        if self._seen[layer] < FIRST_SEEN or self._trusted(layer):
+        """Whether to make the quick forecast that is due for a layer: something may be asked for by it, or learnt."""
+        if self._seen[layer] < FIRST_SEEN or (self._brought[layer] >= BROUGHT and self._trusted(layer)):
             return True
-        self._left_out[layer] = (self._left_out[layer] + 1) % _LOOK
+        self._left_out[layer] = (self._left_out[layer] + 1) % LOOK
         return self._left_out[layer] == 0
+
+    def asked(self, layer: int, missing: bool) -> None:
+        """Experts of a layer were asked for; `missing`: one of them at least was not there."""
+        self._brought[layer] += _NEWEST * (missing - self._brought[layer])
 
     def sure(self, layer: int, ids: Sequence[Sequence[int]]) -> list[int]:
         """Experts of a layer to ask for: distinct, from a forecast of T tokens with K `ids` each, surest first."""
