@@ -11,6 +11,7 @@ import copy
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import (
+    CacheLayerMixin,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -27,7 +28,7 @@ _CLONED = (StaticLayer, StaticSlidingWindowLayer)
 def reading_copy(past: Cache, index: int) -> Cache | None:
     """The cache with a copy of its layer `index`, which takes what is written there; None where it cannot be read so:
     a cache that quantises, moves its layers to the host, or is of a class of its own."""
-    if getattr(type(past), "update", None) is not Cache.update or past.offloading:
+    if not _readable(past):
         return None
     reader = copy.copy(past)
     reader.layers = list(past.layers)
@@ -42,3 +43,15 @@ def reading_copy(past: Cache, index: int) -> Cache | None:
             if isinstance(value, Tensor):
                 setattr(mirrored, name, value.clone())
     return reader
+
+
+def growing_layer(past: Cache, index: int) -> CacheLayerMixin | None:
+    """The cache's layer `index`, where it holds something and a write puts new tensors in the place of its own."""
+    if not _readable(past) or index >= len(past.layers):
+        return None
+    layer = past.layers[index]
+    return layer if type(layer) in _COPIED and layer.is_initialized else None
+
+
+def _readable(past: Cache) -> bool:
+    return getattr(type(past), "update", None) is Cache.update and not past.offloading

@@ -21,6 +21,7 @@ from expertcast.data.cache_reading import reading_copy
 from expertcast.data.early_block import Block, Call, ReachedError
 from expertcast.data.early_layers import cache_index, kind_of, static_refusals, takes_masks, told
 from expertcast.data.early_masks import beside, own_rows
+from expertcast.data.early_program import EarlyProgram
 from expertcast.predictors.view import MoEView
 
 
@@ -45,6 +46,7 @@ class EarlyAttention:
         """How many refusals somebody knows of."""
         self._masked = takes_masks(model)
         self._blocks = [Block(each, kind_of(model, each.decoder), cache_index(each.decoder)) for each in view]
+        self._programs = [EarlyProgram(block) for block in self._blocks]
         self._latest: dict[str | None, Call] = {}
         self._masks: dict[int, tuple[Tensor, Tensor | None]] = {}
         """Of a forward over whole texts: masks by the identity of those that blocks are called with, and these."""
@@ -122,7 +124,8 @@ class EarlyAttention:
         call = self._latest.get(block.kind)
         if layer in self.refused or call is None:
             return None
-        found = self._run(block, hidden_TD.unsqueeze(1), call)
+        hidden_B1D = hidden_TD.unsqueeze(1)
+        found = self._programs[layer].run(hidden_B1D, call, lambda: self._run(block, hidden_B1D, call))
         return None if found is None else found.reshape(hidden_TD.shape)
 
     def attend_whole(self, layer: int, hidden_TD: Tensor) -> Tensor | None:

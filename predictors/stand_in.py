@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
+from expertcast.predictors.quasi_hidden import weighted_rows
 from expertcast.predictors.view import ModelShape
 
 MOST_RANK = 4096
@@ -81,15 +82,16 @@ class StandIn:
             ids_TK, weights_TK: the experts that tokens are routed to, and the model's own combine weights.
         """
         weights_TK = weights_TK.float()
-        mixed_TD = torch.einsum("tk,tkd->td", weights_TK, self.base_LED[layer][ids_TK]) + self.shared_LD[layer]
+        mixed_TD = weighted_rows(weights_TK, self.base_LED[layer], ids_TK) + self.shared_LD[layer]
         if not self.rank:
             return mixed_TD
         z_TR = self.directions(layer, router_input_TD)
         mixed_TD = torch.addmm(mixed_TD, z_TR, self.shared_map_LRD[layer].float())
         map_ERD = self.map_LERD[layer]
         if len(ids_TK) <= _FEW:
-            wz_TKR = weights_TK[:, :, None] * z_TR[:, None]
-            return mixed_TD + torch.einsum("tkr,tkrd->td", wz_TKR, map_ERD[ids_TK].float())
+            wz_T1X = (weights_TK[:, :, None] * z_TR[:, None]).flatten(1).unsqueeze(1)
+            map_TXD = map_ERD.index_select(0, ids_TK.flatten()).view(len(ids_TK), -1, map_ERD.shape[2]).float()
+            return mixed_TD + torch.bmm(wz_T1X, map_TXD).squeeze(1)
         weight_TE = weights_TK.new_zeros(len(ids_TK), len(map_ERD)).scatter_(1, ids_TK, weights_TK)
         wz_TX = (weight_TE[:, :, None] * z_TR[:, None]).flatten(1)
         return torch.addmm(mixed_TD, wz_TX, map_ERD.flatten(0, 1).float())

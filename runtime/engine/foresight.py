@@ -54,7 +54,8 @@ class Foresight:
         driver, self._looks_early = self._residency.link.driver, speculator.early is not None
         self._beside = Beside(driver) if driver is not None and self._looks_early else None
         """Where early attention runs, on CUDA."""
-        self._quick = QuickForecasts(len(speculator.view))
+        self._layers = len(speculator.view)
+        self._quick = QuickForecasts(self._layers)
         self._later: tuple[RouterCall, _Made | None, bool, float] | None = None
         """A layer whose forecast has not been asked for, whether it runs as a whole, and the seconds spent."""
         self.ids: dict[int, list[int]] = {}
@@ -82,7 +83,7 @@ class Foresight:
         if self._told is not None:
             self._told("forecast", call.layer)
         start = 0.0 if self._gate is None else perf_counter()
-        quick = self._ask_quick if self._looks_early and self._residency.idle else None
+        quick = self._ask_quick if self._looks_early and self._wants_quick(call.layer + 1) else None
         with nullcontext() if self._beside is None else self._beside.running():
             pays = None if self._gate is None else self._gate.pays
             forecast = self._speculator.forecast(call, executed, quick=quick, pays=pays)
@@ -112,10 +113,16 @@ class Foresight:
         if whole:
             self._flow.stream(call.layer)
 
+    def _wants_quick(self, layer: int) -> bool:
+        return layer < self._layers and self._residency.idle and self._quick.worth(layer)
+
     def _ask_quick(self, layer: int, ids_TK: Tensor) -> None:
         """Ask at once for what a quick forecast is sure of."""
         sure = self._quick.sure(layer, self._readback.start(ids_TK).tolist())
-        self._residency.prefetch([layer * self._experts + expert for expert in sure])
+        keys = [layer * self._experts + expert for expert in sure]
+        if keys:
+            self._quick.asked(layer, not all(map(self._residency.holds, keys)))
+        self._residency.prefetch(keys)
 
     def _hint(self, made: _Made) -> None:
         ids_T = made.ids.tolist()

@@ -14,6 +14,13 @@ FIRST_SEEN = 32
 """Forecasts before a rank is trusted."""
 _MEMORY = 512
 """Forecasts that count."""
+BROUGHT = 0.25
+"""Share of forecasts that must have asked for something that was missing: one takes a third as long as early attention,
+which asks for the same a little later."""
+_NEWEST = 0.1
+"""Weight of the newest forecast in that share."""
+LOOK = 8
+"""Where forecasts are not worth making, one in so many is made all the same, to see whether that has changed."""
 
 
 class QuickForecasts:
@@ -24,20 +31,35 @@ class QuickForecasts:
         """By layer, the rows of ids of forecasts whose layers have not run yet."""
         self._right: list[list[float]] = [[] for _ in range(layers)]
         self._seen: list[float] = [0.0] * layers
+        self._brought: list[float] = [1.0] * layers
+        self._left_out: list[int] = [0] * layers
 
     def start(self) -> None:
         """A forward starts."""
         self.made.clear()
 
+    def worth(self, layer: int) -> bool:
+        """Whether to make the quick forecast that is due for a layer: something may be asked for by it, or learnt."""
+        if self._seen[layer] < FIRST_SEEN or (self._brought[layer] >= BROUGHT and self._trusted(layer)):
+            return True
+        self._left_out[layer] = (self._left_out[layer] + 1) % LOOK
+        return self._left_out[layer] == 0
+
+    def asked(self, layer: int, missing: bool) -> None:
+        """Experts of a layer were asked for; `missing`: one of them at least was not there."""
+        self._brought[layer] += _NEWEST * (missing - self._brought[layer])
+
     def sure(self, layer: int, ids: Sequence[Sequence[int]]) -> list[int]:
         """Experts of a layer to ask for: distinct, from a forecast of T tokens with K `ids` each, surest first."""
         rows = [list(row) for row in ids]
         self.made[layer] = rows
-        right, seen = self._right[layer], self._seen[layer]
-        if seen < FIRST_SEEN:
+        if self._seen[layer] < FIRST_SEEN:
             return []
-        ranks = [rank for rank, count in enumerate(right) if count >= SURE * seen]
-        return list(dict.fromkeys(row[rank] for rank in ranks for row in rows))
+        return list(dict.fromkeys(row[rank] for rank in self._trusted(layer) for row in rows))
+
+    def _trusted(self, layer: int) -> list[int]:
+        least = SURE * self._seen[layer]
+        return [rank for rank, count in enumerate(self._right[layer]) if count >= least]
 
     def learn(self, layer: int, needed: Collection[int]) -> None:
         """The experts that the layer executes are known."""

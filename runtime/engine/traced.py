@@ -8,16 +8,16 @@ T tokens, E routed experts per layer, K experts per token.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from expertcast.data.taps import capturing
+from expertcast.data.tracing import Program, Tensors, traced
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.engine.captured import Captures
@@ -30,16 +30,16 @@ _TENSORS = (
 )  # fmt: skip
 """A state's tensors, in the order of a trace's inputs; the last two may be missing."""
 
-_Inputs = tuple[Tensor, ...]
-_Function = Callable[[RouterState], _Inputs]
+_TENSORS_OF = attrgetter(*_TENSORS)
+_Function = Callable[[RouterState], Tensors]
 
 
 @dataclass(slots=True)
 class _Program:
-    run: Callable[..., _Inputs] | None
+    run: Program | None
     """None: the predictor itself runs."""
     checks_left: int = _CHECKED_CALLS
-    replay: Callable[..., _Inputs] | None = None
+    replay: Program | None = None
     """The same as a graph."""
 
 
@@ -72,11 +72,11 @@ class TracedForecasts:
     def forecast(self, state: RouterState, ahead: int) -> Forecast:
         """As `predictor.forecast`."""
 
-        def outputs(given: RouterState) -> _Inputs:
+        def outputs(given: RouterState) -> Tensors:
             made = self._predictor.forecast(given, ahead)
             return made.logits_TE, made.topk_ids_TK, made.topk_weights_TK
 
-        logits_TE, ids_TK, weights_TK = self._run(("forecast", ahead), outputs, state, state.layer + ahead)
+        logits_TE, ids_TK, weights_TK = self._run(ahead, outputs, state, state.layer + ahead)
         return Forecast(
             layer=state.layer + ahead, logits_TE=logits_TE, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK,
             log_odds=self._predictor.log_odds(state.layer, ahead),
@@ -84,22 +84,21 @@ class TracedForecasts:
 
     def stand_in(self, state: RouterState) -> Tensor:
         """As `predictor.stand_in`."""
-        (standing_TD,) = self._run(("stand_in",), lambda given: (self._predictor.stand_in(given),), state, state.layer)
+        (standing_TD,) = self._run("stand_in", lambda given: (self._predictor.stand_in(given),), state, state.layer)
         return standing_TD
 
     def routed(self, state: RouterState) -> Tensor:
         """Ids [T, K] that the next layer's router gives for `state.early_TD`."""
         following = self._predictor.view[state.layer + 1]
 
-        def outputs(given: RouterState) -> _Inputs:
+        def outputs(given: RouterState) -> Tensors:
             assert given.early_TD is not None
             return (following.routed(following.router_input(given.early_TD))[2],)
 
-        (ids_TK,) = self._run(("routed",), outputs, state, following.index)
+        (ids_TK,) = self._run("routed", outputs, state, following.index)
         return ids_TK
 
-    @torch.no_grad()
-    def _run(self, kind: tuple[object, ...], function: _Function, state: RouterState, frozen: int) -> _Inputs:
+    def _run(self, kind: int | str, function: _Function, state: RouterState, frozen: int) -> Tensors:
         """The function's tensors, by its trace where that gives the same bits.
 
         Args:
@@ -108,21 +107,24 @@ class TracedForecasts:
             state: of any number of tokens.
             frozen: the layer whose norm and router it may run.
         """
-        if not self._predictor.traceable:
-            return function(state)
-        named = _tensors(state)
-        key = (*kind, state.layer, len(state.residual_TD), *named)
+        tensors = _TENSORS_OF(state)
+        key = (kind, state.layer, len(state.residual_TD), *(tensor is None for tensor in tensors[-2:]))
+        inputs = tuple(tensor for tensor in tensors if tensor is not None)
         program = self._programs.get(key)
-        if program is None:
-            program = self._programs[key] = _Program(self._trace(function, state, frozen))
-        if program.run is None:
-            return function(state)
-        inputs = tuple(named.values())
-        replay = None if capturing() else program.replay  # a graph may not launch another
-        made = (replay or program.run)(*inputs)
-        return self._checked(program, made, function(state), inputs) if program.checks_left else made
+        if program is not None and not program.checks_left and program.run is not None:
+            if program.replay is None or capturing():  # a graph may not launch another
+                return program.run(*inputs)
+            with torch.no_grad():
+                return program.replay(*inputs)
+        with torch.no_grad():
+            if program is None:
+                made = self._trace(function, state, frozen) if self._predictor.traceable else None
+                program = self._programs[key] = _Program(made)
+            if program.run is None:
+                return function(state)
+            return self._checked(program, program.run(*inputs), function(state), inputs)
 
-    def _checked(self, program: _Program, made: _Inputs, own: _Inputs, inputs: _Inputs) -> _Inputs:
+    def _checked(self, program: _Program, made: Tensors, own: Tensors, inputs: Tensors) -> Tensors:
         """The function's `own` outputs, of the same `inputs` as the `program` has `made`."""
         program.checks_left -= 1
         if not all(map(torch.equal, own, made)):
@@ -132,49 +134,15 @@ class TracedForecasts:
             program.replay = self._captures.of(program.run, inputs)
         return own
 
-    def _trace(self, function: _Function, state: RouterState, frozen: int) -> Callable[..., _Inputs] | None:
+    def _trace(self, function: _Function, state: RouterState, frozen: int) -> Program | None:
         named = _tensors(state)
 
-        def of_tensors(*tensors: Tensor) -> _Inputs:
+        def of_tensors(*tensors: Tensor) -> Tensors:
             given: dict[str, Any] = dict(zip(named, tensors, strict=True))
             return function(replace(state, **given))
 
         target = self._predictor.view[frozen]
-        with warnings.catch_warnings(), _frozen(self._predictor, target.norm, target.router):
-            warnings.simplefilter("ignore")  # deprecation; and branches on values, which the checked calls look after
-            try:
-                traced = _traced(of_tensors, tuple(named.values()))
-            except (RuntimeError, TypeError, ValueError, AttributeError):  # not this predictor, or not this torch
-                return None
-
-        def run(*tensors: Tensor) -> _Inputs:
-            with torch.jit.optimized_execution(False):  # type: ignore[attr-defined, no-untyped-call]
-                return traced(*tensors)
-
-        return run
-
-
-def _traced(function: Callable[..., _Inputs], inputs: _Inputs) -> Callable[..., _Inputs]:
-    """As `torch.jit.trace`, which keeps what it traced, weights included, in a global unit for ever: this is freed.
-
-    See github.com/pytorch/pytorch/issues/35600 and 43119.
-    """
-    graph, _ = torch._C._create_graph_by_tracing(function, inputs, lambda _: "", True, False)
-    made: Callable[..., _Inputs] = torch._C._create_function_from_graph("forecast", graph)
-    return made
-
-
-@contextmanager
-def _frozen(*modules: nn.Module) -> Iterator[None]:
-    """A trace takes no parameter that asks for gradients."""
-    asking = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
-    for parameter in asking:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in asking:
-            parameter.requires_grad_(True)
+        return traced(of_tensors, tuple(named.values()), [self._predictor, target.norm, target.router])
 
 
 def _tensors(state: RouterState) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
 from expertcast.predictors.hybrid import Choice, Hybrid, HybridConfig
 from expertcast.predictors.quasi_hidden import QuasiHidden
 from expertcast.runtime import offload
-from expertcast.runtime.engine.quick import FIRST_SEEN, QuickForecasts
+from expertcast.runtime.engine.quick import FIRST_SEEN, LOOK, QuickForecasts
 from expertcast.training.fit import fit
 from tests.runtime.conftest import assert_same, greedy
 
@@ -205,6 +205,35 @@ def test_quick_forecasts_are_trusted_by_rank() -> None:
         quick.sure(1, [[5, 6]])
         quick.learn(1, {6})
     assert quick.sure(1, [[5, 6]]) == [], "and loses trust"
+
+
+def test_quick_forecasts_are_made_where_they_bring_something() -> None:
+    quick = QuickForecasts(1)
+
+    def made(steps: int, missing: bool) -> int:
+        count = 0
+        for _ in range(steps):
+            if quick.worth(0):
+                count += 1
+                if quick.sure(0, [[7, 3]]):
+                    quick.asked(0, missing)
+                quick.learn(0, {7})
+        return count
+
+    assert made(FIRST_SEEN, False) == FIRST_SEEN, "nothing is known so far"
+    assert made(40, True) == 40
+    made(40, False)
+    assert made(10 * LOOK, False) == 10
+    made(20 * LOOK, True)
+    assert made(40, True) == 40, "what was left out is looked at now and then"
+
+
+def test_no_rank_is_trusted() -> None:
+    quick = QuickForecasts(1)
+    for _ in range(FIRST_SEEN):
+        quick.sure(0, [[7, 3]])
+        quick.learn(0, {1})
+    assert [quick.worth(0) for _ in range(3 * LOOK)].count(True) == 3
 
 
 def test_sure_experts_go_out_before_early_attention(
