@@ -25,7 +25,7 @@ MODES = ("exact", "speculate", "hybrid")
 STORES = ("memory", "disk")
 FORECASTS = ("always", "worth")
 MOST_REFIT_MS = 1000.0
-LINKS = ("auto", "instant", "emulated", "cuda", "kernel")
+LINKS = ("auto", "instant", "emulated", "disk", "cuda", "kernel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +50,12 @@ class OffloadConfig:
     cache: bool = True
     """Keep experts until their slot is needed; false gives slots back as soon as a layer has run."""
     bandwidth: float | None = None
-    """Bytes per second of the link: emulated on the CPU; on CUDA copies are padded to take as long."""
+    """Bytes per second of the link: emulated on the CPU, a disk's at most; on CUDA copies are padded to that."""
     latency: float = 0.0
     """Seconds that each copy takes whatever its size, emulated likewise."""
     link: str | Link = "auto"
-    """auto, instant, emulated, cuda, or kernel (copies decided and made on the device); auto on CUDA measures both."""
+    """auto, instant, emulated, disk (read directly, past the system's page cache), cuda, or kernel (copies decided and
+    made on the device); auto on CUDA measures both, and reads a store on disk directly on the CPU."""
     policies: Policies | str | None = None
     """Which experts are kept, loaded and dropped, or a preset's name (default: lru, the forecast's own, every miss)."""
     next_token: str | Path | Predictor | None = None
@@ -86,7 +87,7 @@ class OffloadConfig:
     refit: float = 0.0
     """Milliseconds per token for refitting forecasts to the text while it runs; 0 leaves them as they were trained."""
     store: str | ExpertStore = "memory"
-    """Where the experts lie: memory (page-locked for CUDA, as far as there is room), or disk (a mapped file)."""
+    """Where the experts lie: memory (page-locked for CUDA, as far as there is room), or disk (a file)."""
     store_folder: str | Path | None = None
     """With disk, the folder of the file, one per model (default: a temporary one)."""
 

@@ -19,7 +19,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.storage.store import ExpertStore, Write
 from expertcast.runtime.storage.store_file import FILE_NAME, StoreFile
@@ -94,6 +96,28 @@ class DiskStore(ExpertStore):
         assert self._file is not None
         self._file.commit(self.path)
         self._use(StoreFile.open(self.path, self._form))
+
+    def views(self, layer: int) -> dict[str, Tensor]:
+        """One layer's parameters in the mapped file.
+
+        Raises:
+            ExpertcastError: the file is shorter than it was: touching what it lacks would kill the process.
+        """
+        if self._file is not None and self._file.cut_off():
+            raise ExpertcastError(f"{str(self.path)!r} was cut off while it was in use: load the model again")
+        return super().views(layer)
+
+    def offset(self, key: int) -> int:
+        """Where in the file an expert's block begins."""
+        layer, expert = divmod(key, self.experts)
+        assert self._file is not None
+        return self._file.offset(layer) + expert * self.layout.block_bytes
+
+    def forget(self) -> None:
+        """Let go of the file's pages that the system keeps: whoever reads directly has no use for them."""
+        assert self._file is not None
+        self._file.forget()
+        self._file.drop_cached()
 
     def read_ahead(self, keys: Iterable[int]) -> None:
         """Read these experts' pages in a thread, in the order in which they are asked for."""

@@ -49,9 +49,13 @@ class StoreFile:
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         """uint8, the whole file; every tensor that views it keeps the mapping alive."""
 
+    def offset(self, layer: int) -> int:
+        """Where a layer's blocks begin."""
+        return self._start + layer * self.form.layer_nbytes
+
     def layer(self, layer: int) -> Tensor:
         """uint8 [E * block_bytes]."""
-        start = self._start + layer * self.form.layer_nbytes
+        start = self.offset(layer)
         return self.bytes[start : start + self.form.layer_nbytes]
 
     @classmethod
@@ -90,6 +94,19 @@ class StoreFile:
         """Drop this process's hold on the pages; they stay in the system's cache while there is room."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED)
+
+    def cut_off(self) -> bool:
+        """Whether the file is shorter than what is mapped of it, as far as its path still leads to it."""
+        try:
+            return self.path.stat().st_size < len(self._mapping)
+        except OSError:  # it has no name any more, and lives as long as it is mapped
+            return False
+
+    def drop_cached(self) -> None:
+        """Have the system drop the file's pages that are clean and that no process has mapped."""
+        if hasattr(os, "posix_fadvise"):
+            with self.path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def commit(self, path: Path) -> None:
         """All layers are written: complete the header and give the file its name."""
