@@ -61,22 +61,17 @@ class Part:
 
     data: Tensor
     """uint8, contiguous, in host memory."""
-    digest: int
-    """xxh3 of 64 bits, of the data."""
+    digest: int | None
+    """xxh3 of 64 bits, of the data. None: it was compared before, and the data has not left memory since."""
 
     @classmethod
     def of(cls, data: Tensor) -> Part:
         """A part with the digest that its bytes have now."""
         return cls(data, _digest(data))
 
-    def check(self, what: str) -> None:
-        """Compare the bytes with the digest; messages call the part `what`.
-
-        Raises:
-            ExpertcastError: they differ.
-        """
-        if _digest(self.data) != self.digest:
-            raise ExpertcastError(f"{what} of an expert in the store is damaged: remove the store, and pack it again")
+    def intact(self) -> bool:
+        """Whether the bytes have their digest."""
+        return self.digest is None or _digest(self.data) == self.digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +132,7 @@ class Codec(ABC):
         return [torch.empty(plane.nbytes, dtype=torch.uint8) for plane in self.planes]
 
     def encode(self, block: Tensor) -> tuple[Part, ...]:
-        """The parts, one per shard, of a block: uint8 [block_bytes] in host memory.
+        """The parts, one per shard, of a block: uint8 [block_bytes] in host memory, which a part may be a view of.
 
         Raises:
             ExpertcastError: the codec cannot hold this block.
@@ -157,12 +152,13 @@ class Codec(ABC):
         """
         shard = self.shards[index]
         plane, out = self.planes[shard.plane], shard.of(planes[shard.plane])
-        what = f"part {index} ({plane.name!r}, codec {self.name!r})"
-        part.check(what)
+        if not part.intact():
+            raise self._damaged(index, "is damaged")
         if plane.compressed:
-            decompress(part.data, out, what)
+            if not decompress(part.data, out):
+                raise self._damaged(index, "does not decode")
         elif len(part.data) != shard.nbytes:
-            raise ExpertcastError(f"{what} has {len(part.data)} bytes instead of {shard.nbytes}: pack the store again")
+            raise self._damaged(index, f"has {len(part.data)} bytes instead of {shard.nbytes}")
         elif part.data.data_ptr() != out.data_ptr():
             out.copy_(part.data)
 
@@ -175,7 +171,9 @@ class Codec(ABC):
         if len(parts) != len(self.shards):
             raise ExpertcastError(f"{len(parts)} parts of an expert that has {len(self.shards)}: pack the store again")
         planes = self.new_planes(block)
-        for index, part in enumerate(parts):
+        for index, (part, shard) in enumerate(zip(parts, self.shards, strict=True)):
+            if not self.planes[shard.plane].compressed:
+                planes[shard.plane] = part.data  # is the plane where it lies
             self.expand(index, part, planes)
         self.recover(planes, block)
 
@@ -185,6 +183,13 @@ class Codec(ABC):
             data = shard.of(planes[shard.plane])
             coded.append(Part.of(compress(data) if self.planes[shard.plane].compressed else data))
         return tuple(coded)
+
+    def _damaged(self, index: int, how: str) -> ExpertcastError:
+        plane = self.planes[self.shards[index].plane].name
+        return ExpertcastError(
+            f"part {index} ({plane!r}, codec {self.text!r}) of an expert in the store {how}: remove the store, and "
+            "pack it again"
+        )
 
     def _refuse(self, why: str, remedy: str = "choose codec 'raw'") -> ExpertcastError:
         return ExpertcastError(f"codec {self.name!r} cannot hold these experts: {why}; {remedy}")

@@ -14,8 +14,6 @@ import torch
 import zstandard
 from torch import Tensor
 
-from expertcast.predictors.errors import ExpertcastError
-
 _PARAMETERS = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, search_log=1, window_log=17,
     write_content_size=True, write_checksum=False, write_dict_id=False,
@@ -38,17 +36,11 @@ def compress(data: Tensor) -> Tensor:
     return torch.frombuffer(bytearray(_CODERS.compressor.compress(data.numpy().data)), dtype=torch.uint8)
 
 
-def decompress(frame: Tensor, out: Tensor, what: str) -> None:
-    """Fill `out` from the frame of just as many bytes, without the interpreter's lock.
-
-    Raises:
-        ExpertcastError: it is no such frame; messages call it `what`.
-    """
+def decompress(frame: Tensor, out: Tensor) -> bool:
+    """Fill `out` from a frame, without the interpreter's lock; whether it is a frame of just as many bytes."""
     source, target = frame.numpy().data, out.numpy()
     try:
         fits = zstandard.frame_content_size(source) == len(target)
-        fits = fits and _CODERS.decompressor.stream_reader(source).readinto(target) == len(target)
+        return fits and _CODERS.decompressor.stream_reader(source).readinto(target) == len(target)
     except zstandard.ZstdError:
-        fits = False
-    if not fits:
-        raise ExpertcastError(f"{what} of an expert in the store does not decode: remove the store, and pack it again")
+        return False

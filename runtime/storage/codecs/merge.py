@@ -40,11 +40,11 @@ def merge_plain(low: Tensor, high: Tensor, words: Tensor) -> None:
 
 def merge_host(low: Tensor, high: Tensor, words: Tensor) -> None:
     """In one thread, without the interpreter's lock. Copies of every other byte would take twice as long."""
-    for start in range(0, len(words), _CHUNK):
+    lows, highs, out = low.numpy(), high.numpy(), words.numpy().view(np.uint16)
+    for start in range(0, len(out), _CHUNK):
         chunk = slice(start, start + _CHUNK)
-        out = words[chunk].numpy().view(np.uint16)
-        np.left_shift(high[chunk].numpy(), 8, out=out, dtype=np.uint16)
-        np.bitwise_or(out, low[chunk].numpy(), out=out)
+        np.left_shift(highs[chunk], 8, out=out[chunk], dtype=np.uint16)
+        np.bitwise_or(out[chunk], lows[chunk], out=out[chunk])
 
 
 def merge_kernel(low: Tensor, high: Tensor, words: Tensor) -> None:

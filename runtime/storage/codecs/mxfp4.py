@@ -9,7 +9,6 @@ D rows and N columns of a matrix as the model holds it, G = D / 32.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import FP4_VALUES
@@ -19,15 +18,18 @@ from expertcast.runtime.storage.layout import Field
 
 _GROUP = 32
 _BIAS = 127
-_NAN = 255
-"""A scale that stands for no number."""
-_VALUES = torch.tensor(FP4_VALUES)
-_LOW, _HIGH = _VALUES[torch.arange(256) & 15], _VALUES[torch.arange(256) >> 4]
-"""float32 [256]: the weights of a byte's lower and upper half, without their scale."""
-_SCALES = torch.exp2(torch.arange(256, dtype=torch.float64) - _BIAS).float()
-_MAGNITUDES = _VALUES[:8]
+_SHIFT = 14
+"""A code's bits, taken for those of fp16, stand for 2**-14 of its value: exponents there count from 15, not from 1."""
+_FP16_BITS = ~0x71FF
+"""Sign, and three bits from the lowest of the exponent on."""
+_MOST_SCALE = 240
+"""Times 2**14 it is still a float32. 241 to 254 would make weights of 2**113 and more, 255 is no number."""
+_SCALES = torch.exp2(torch.arange(256, dtype=torch.float64) - _BIAS + _SHIFT).float()
+_MAGNITUDES = torch.tensor(FP4_VALUES[:8])
 _TOP_EXPONENT = 2
 """Of the largest magnitude, 6 = 1.5 * 2**2."""
+_CHUNK = 1 << 16
+"""Codes expanded at once on the host: temporaries that stay in a core's cache."""
 
 
 class Mxfp4(Scaled):
@@ -51,19 +53,21 @@ class Mxfp4(Scaled):
         found = tuple(codes.shape), tuple(scales.shape)
         if found != shapes:
             raise self._refuse(f"blocks and scales of {field.name!r} are {found}, not {shapes}", "give it its own")
-        if (scales == _NAN).any():
-            raise self._refuse(f"{field.name!r} has a scale that is no number")
+        if (scales > _MOST_SCALE).any():
+            raise self._refuse(f"{field.name!r} has a scale of {int(scales.max())}, above {_MOST_SCALE}")
         return codes.reshape(columns, rows // 2).t(), scales.t()
 
     def _multiply(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         groups, columns = scales.shape
-        step = 1 if out.device.type == "cpu" else groups  # on the host as much as stays in a core's cache
+        step = max(1, _CHUNK * 2 // (_GROUP * columns)) if out.device.type == "cpu" else groups
         codes, pairs = codes.view(groups, -1, columns), out.view(groups, -1, 2, columns)
-        scale = _look_up(_SCALES, scales)[:, None]
+        scale = _factors(scales)[:, None]
         for group in range(0, groups, step):
             part = slice(group, group + step)
-            for half, table in enumerate((_LOW, _HIGH)):
-                torch.mul(_look_up(table, codes[part]), scale[part], out=pairs[part, :, half])
+            for half, high in enumerate((codes[part] << 4, codes[part])):
+                bits = high.view(torch.int8).to(torch.int16) << 5  # four bits of sign, then three of magnitude
+                floats = bits.bitwise_and_(_FP16_BITS).view(torch.float16).float()
+                pairs[part, :, half].copy_(floats.mul_(scale[part]))
 
     def split(self, block: Tensor) -> tuple[Tensor, ...]:
         plane = torch.zeros(self.packed.block_bytes, dtype=torch.uint8)
@@ -80,11 +84,9 @@ class Mxfp4(Scaled):
         return (plane,)
 
 
-def _look_up(table: Tensor, codes: Tensor) -> Tensor:
-    """float32: an entry for each uint8 code."""
-    if codes.device.type == "cpu":  # twice as fast as torch's own indexing
-        return torch.from_numpy(np.take(table.numpy(), codes.numpy(), mode="clip"))
-    return table.to(codes.device)[codes.to(torch.int32)]
+def _factors(scales: Tensor) -> Tensor:
+    """float32: what the floats that codes are taken for are multiplied by."""
+    return _SCALES.to(scales.device)[scales.to(torch.int32)]
 
 
 def _coded(weights_DN: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,8 +99,8 @@ def _coded(weights_DN: Tensor) -> tuple[Tensor, Tensor]:
     weights = weights_DN.float().view(-1, _GROUP, columns)
     largest = weights.abs().amax(dim=1).nan_to_num(0.0, 0.0)
     exponent = largest.frexp().exponent - 1 - _TOP_EXPONENT
-    scales = (exponent + _BIAS).clamp(0, _NAN - 1).to(torch.uint8)
-    scaled = weights / _look_up(_SCALES, scales)[:, None]
+    scales = (exponent + _BIAS).clamp(0, _MOST_SCALE).to(torch.uint8)
+    scaled = weights * 2.0**_SHIFT / _factors(scales)[:, None]
     codes = torch.bucketize(scaled.abs(), _MAGNITUDES, out_int32=True).clamp_max_(7).to(torch.uint8)
     codes = (codes | scaled.signbit().to(torch.uint8) << 3).view(rows // 2, 2, columns)
     return codes[:, 0] | codes[:, 1] << 4, scales

@@ -54,13 +54,13 @@ def _random_mxfp4(layout: BlockLayout, seed: int = 0) -> tuple[Shipped, dict[str
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_code_with_every_scale(dtype: torch.dtype) -> None:
-    """255 columns with a scale each, and in each every pair of codes: -0, denormals and overflows among them."""
-    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(255, 1, 1)
-    scales = torch.arange(255, dtype=torch.uint8)[:, None].repeat(1, 16)
-    codec = _mxfp4(layout_of((512, 255), dtype=dtype))
+    """241 columns with a scale each, and in each every pair of codes: -0, denormals and fp16's overflows among them."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(241, 1, 1)
+    scales = torch.arange(241, dtype=torch.uint8)[:, None].repeat(1, 16)
+    codec = _mxfp4(layout_of((512, 241), dtype=dtype))
     found = _decoded(codec, codec.encode_shipped({"w0": (blocks, scales)}, {}))["w0"]
     expected = convert_moe_packed_tensors(blocks[None], scales[None], dtype=dtype)[0]
-    assert found.isinf().any() == (dtype != torch.float32) or found[:, 254].isinf().any()
+    assert found.isinf().any() == (dtype == torch.float16)
     assert same_bits(found, expected)
 
 
@@ -94,8 +94,7 @@ def test_a_block_of_mxfp4_weights_is_encoded_too() -> None:
         blocks[1] = 0x88  # -0
         blocks[2] = 0x11  # 0.5
         blocks[3, :, ::2] = 0x17
-        scales[4:8] = torch.tensor([[0], [1], [253], [254]], dtype=torch.uint8)
-        blocks[6:8] &= 0x33  # at most 1.5: 6 * 2**127 is infinite, and no code says that
+        scales[4:8] = torch.tensor([[0], [1], [237], [238]], dtype=torch.uint8)
         block = torch.zeros(layout.block_bytes, dtype=torch.uint8)
         codec.decode(codec.encode_shipped(shipped, kept), block)
         again = torch.zeros_like(block)
@@ -123,8 +122,8 @@ def test_what_mxfp4_refuses() -> None:
     shipped, kept = _random_mxfp4(layout)
     blocks, scales = shipped["w0"]
     broken = scales.clone()
-    broken[3, 1] = 255
-    with pytest.raises(ExpertcastError, match="'w0' has a scale that is no number"):
+    broken[3, 1] = 241
+    with pytest.raises(ExpertcastError, match="'w0' has a scale of 241, above 240"):
         codec.encode_shipped({"w0": (blocks, broken)}, kept)
     with pytest.raises(ExpertcastError, match="blocks and scales of 'w0'"):
         codec.encode_shipped({"w0": (blocks, scales[1:])}, kept)
