@@ -21,5 +21,5 @@ def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     large = {codec: ratio for (experts, codec), ratio in ratios.items() if experts != "reference"}
     assert large["mxfp4"] == 17 / 64
     assert large["fp8"] == pytest.approx(0.5, abs=0.01)
-    assert large["bitsplit"] == pytest.approx(found["bounds"]["normal, 12.6 MB"], abs=0.02)
-    assert len(capsys.readouterr().out.splitlines()) == len(ratios) + 1
+    assert large["bitsplit"] == pytest.approx(found["bounds"]["normal, 12.6 MB"]["each"], abs=0.02)
+    assert len(capsys.readouterr().out.splitlines()) == len(ratios) + 2
