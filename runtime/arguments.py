@@ -22,8 +22,10 @@ from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.links.paced import PacedCudaLink
 from expertcast.runtime.option_values import check_predictor, size_bytes
 from expertcast.runtime.policies import LRU, Fetch, Policies, Standard, TopK
+from expertcast.runtime.storage.coded_store import CodedStore
 from expertcast.runtime.storage.direct_reader import can_read_directly
 from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.file_store import FileStore
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -206,7 +208,8 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
         return link
     if link == "auto" and device != "cuda":
         timed = bandwidth is not None or latency
-        link = "emulated" if timed else "disk" if config.store == "disk" and can_read_directly() else "instant"
+        on_disk = (config.store == "disk" or isinstance(config.store, FileStore)) and can_read_directly()
+        link = "emulated" if timed else "disk" if on_disk else "instant"
     if link == "emulated":
         if device != "cpu":
             raise ExpertcastError(f"the emulated link is for models on the CPU, this one is on {device}: use 'cuda'")
@@ -242,6 +245,8 @@ def make_store(
     """
     if isinstance(config.store, ExpertStore):
         return config.store
+    if config.store == "disk" and config.codec != "raw":
+        return CodedStore(view, config.store_folder, codec=config.codec, device=device, fingerprint=fingerprint)
     if config.store == "disk":
         return DiskStore(view, config.store_folder, device=device, fingerprint=fingerprint)
     return ExpertStore(view, device=device, pinned=device.type == "cuda")

@@ -19,6 +19,7 @@ from expertcast.predictors.plain import Json
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.option_values import from_plain, size_bytes, to_plain
 from expertcast.runtime.policies import PRESETS, Policies
+from expertcast.runtime.storage.codecs import check_codec
 from expertcast.runtime.storage.store import ExpertStore
 
 MODES = ("exact", "speculate", "hybrid")
@@ -90,6 +91,8 @@ class OffloadConfig:
     """Where the experts lie: memory (page-locked for CUDA, as far as there is room), or disk (a file)."""
     store_folder: str | Path | None = None
     """With disk, the folder of the file, one per model (default: a temporary one)."""
+    codec: str = "raw"
+    """With disk, how experts are compressed: raw, bitsplit (bf16 without loss, two thirds of the bytes), mxfp4, fp8."""
 
     def __post_init__(self) -> None:
         if self.layers is not None:
@@ -108,6 +111,10 @@ class OffloadConfig:
             raise ExpertcastError(f"refit={self.refit}: give milliseconds per token, 0 to {MOST_REFIT_MS:g}")
         if self.store_folder is not None and self.store != "disk":
             raise ExpertcastError("store_folder belongs to store='disk': leave it out")
+        if self.codec != "raw":
+            check_codec(self.codec)
+            if self.store != "disk":
+                raise ExpertcastError(f"codec={self.codec!r} belongs to store='disk': leave it out")
         if self.reach is not None and self.reach < self.ahead:
             raise ExpertcastError(f"reach={self.reach} is nearer than ahead={self.ahead}: give a larger one, or none")
         if self.router_free and (self.mode == "exact" or self.true_weights):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.links.base import Copy, Link
-from expertcast.runtime.storage.direct_read import Read
-from expertcast.runtime.storage.direct_reader import THREADS, DirectReader
-from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.arrival import Arrival, Reader
+from expertcast.runtime.storage.direct_reader import THREADS
+from expertcast.runtime.storage.file_store import FileStore
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -17,7 +17,7 @@ from expertcast.runtime.storage.store import ExpertStore
 
 @dataclass(slots=True, eq=False)
 class _DiskCopy(Copy):
-    read: Read | None = None
+    read: Arrival | None = None
     """None: the copy lay in memory."""
 
 
@@ -38,7 +38,7 @@ class DiskLink(Link):
         if bandwidth is not None and not bandwidth > 0:
             raise ExpertcastError(f"bandwidth={bandwidth}: give bytes per second above 0, such as 5e8")
         self._threads, self.bandwidth = threads, bandwidth
-        self._reader: DirectReader | None = None
+        self._reader: Reader | None = None
         self._counting = threading.Lock()
         self._free_at = 0.0
         """When the last read that was counted ended."""
@@ -49,14 +49,12 @@ class DiskLink(Link):
             ExpertcastError: the experts do not lie in a file, or the slots not in host memory.
         """
         super().attach(store, pool)
-        if not isinstance(store, DiskStore):
+        if not isinstance(store, FileStore):
             raise ExpertcastError("link 'disk' reads experts from a file: give store='disk'")
         if pool.device.type != "cpu":
             raise ExpertcastError(f"link 'disk' is for models on the CPU, this one is on {pool.device}: use 'cuda'")
-        self._offset = store.offset
-        self._reader = DirectReader(store.path, threads=self._threads, pace=self.bandwidth)
+        self._file, self._reader = store, store.reader(self._threads, self.bandwidth)
         self._free_at = 0.0
-        store.forget()
 
     def twin(self) -> Link:
         return DiskLink(self._threads, bandwidth=self.bandwidth)
@@ -72,13 +70,13 @@ class DiskLink(Link):
             return copy
         copy = _DiskCopy(key, slot, urgent)
 
-        def arrived(read: Read) -> None:
+        def arrived(read: Arrival) -> None:
             with self._counting:  # reads overlap: the time in which any was under way is counted once
                 start, self._free_at = max(read.start, self._free_at), max(read.end, self._free_at)
                 self._count(copy, min(start, read.end), read.end)
             copy.error, copy.done = read.error, True
 
-        copy.read = Read(self._offset(key), block, arrived, urgent)
+        copy.read = self._file.read(key, block, arrived, urgent)
         self._open_reader.submit(copy.read)
         return copy
 
@@ -108,6 +106,6 @@ class DiskLink(Link):
             self._reader = None
 
     @property
-    def _open_reader(self) -> DirectReader:
+    def _open_reader(self) -> Reader:
         assert self._reader is not None, "the link is closed"
         return self._reader

@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import Tensor
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.storage.direct_read import PIECE, SECTOR, Read, aligned
+from expertcast.runtime.storage.direct_read import PIECE, SECTOR, Read, sectors
 from expertcast.runtime.storage.host_memory import HostMemory
 
 THREADS = 4
@@ -62,7 +62,7 @@ class DirectReader:
     def submit(self, read: Read) -> None:
         """Queue a range, behind those that are as urgent."""
         read.left = read.pieces
-        read._arrived.acquire()
+        read.expect()
         with self._changed:
             self._next_at[read.offset] = read
             self._push(read)
@@ -135,9 +135,9 @@ class DirectReader:
         piece, read.begun = read.begun, read.begun + 1
         self._forget(read)
         reads, size = [read], read.nbytes
-        while read.pieces == 1 and aligned(read) and size < PIECE:
+        while read.pieces == 1 and read.aligned and size < PIECE:
             following = self._next_at.get(reads[-1].offset + reads[-1].nbytes)
-            if following is None or following.rank != read.rank or not aligned(following):
+            if following is None or following.rank != read.rank or not following.aligned:
                 break
             size += following.nbytes
             if following.pieces > 1 or size > PIECE:
@@ -152,12 +152,12 @@ class DirectReader:
         start = piece * PIECE
         size = sum(read.nbytes for read in reads) if len(reads) > 1 else min(PIECE, first.nbytes - start)
         offset = first.offset + start
-        if all(aligned(read) for read in reads):
+        if all(read.aligned for read in reads):
             views = [read.target.numpy().data[start : start + size] for read in reads]
             self._read(views, offset, size)
         else:
             low = offset - offset % SECTOR
-            whole = -(-(offset + size - low) // SECTOR) * SECTOR
+            whole = sectors(offset + size - low)
             self._read([staging.numpy().data[:whole]], low, offset + size - low)
             ctypes.memmove(first.target.data_ptr() + start, staging.data_ptr() + offset - low, size)
         if self._pace is not None:
@@ -188,10 +188,7 @@ class DirectReader:
                 read.start = min(read.start or start, start)
                 last = not read.left
             if last:
-                read.end = end
-                if read.arrival is not None:
-                    read.arrival(read)
-                read._arrived.release()
+                read.arrive(end)
 
 
 def can_read_directly() -> bool:

@@ -34,7 +34,7 @@ except ImportError:  # a system without it
     fcntl = None  # type: ignore[assignment]
 
 FILE_NAME = "experts.safetensors"
-_PARTIAL = ".partial"
+PARTIAL = ".partial"
 
 
 class StoreFile:
@@ -67,12 +67,12 @@ class StoreFile:
         """
         header = StoreHeader(form=form, checksums=[0] * form.layers, changed=0).encoded()
         size = len(header) + form.layers * form.layer_nbytes
-        partial = path.with_name(f"{path.name}.{os.getpid()}{_PARTIAL}")
+        partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _remove_left_over(path)
+            remove_left_over(path)
             with partial.open("w+b") as file:
-                _lock(file.fileno())
+                lock(file.fileno())
                 _reserve(file.fileno(), size, path.parent)
                 mapping = mmap.mmap(file.fileno(), size)  # has a handle of its own, and so the lock
         except OSError as error:
@@ -176,7 +176,7 @@ def _checksum(blocks: Tensor) -> int:
     return zlib.crc32(blocks.numpy().data)
 
 
-def _lock(descriptor: int) -> bool:
+def lock(descriptor: int) -> bool:
     """Whether nobody else has the file: a process that was killed has it no more."""
     if fcntl is None:
         return False
@@ -187,11 +187,11 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _remove_left_over(path: Path) -> None:
-    """What processes that were killed while they packed have left: as large as the file itself."""
-    for partial in path.parent.glob(f"{path.name}.*{_PARTIAL}"):
+def remove_left_over(path: Path) -> None:
+    """Remove what processes that were killed while they packed have left: as large as the file itself."""
+    for partial in path.parent.glob(f"{path.name}.*{PARTIAL}"):
         with contextlib.suppress(OSError), partial.open("rb") as file:
-            if partial.stat().st_size and _lock(file.fileno()):  # an empty one is about to be locked
+            if partial.stat().st_size and lock(file.fileno()):  # an empty one is about to be locked
                 partial.unlink()
 
 

@@ -27,6 +27,16 @@ def make_codec(text: str, layout: BlockLayout) -> Codec:
     return cls(parse_options(options, cls.config_class, f"codec {name!r}"), layout)
 
 
+def check_codec(text: str) -> None:
+    """Whether there is such a codec, before anything is loaded.
+
+    Raises:
+        ExpertcastError: unknown name or option, or a value that does not fit.
+    """
+    name, _, options = text.partition(":")
+    parse_options(options, CODECS.get(name).config_class, f"codec {name!r}")
+
+
 __all__ = [
     "CODECS",
     "BitSplit",
@@ -44,6 +54,7 @@ __all__ = [
     "Plane",
     "Raw",
     "Shard",
+    "check_codec",
     "exponent_histogram",
     "make_codec",
 ]

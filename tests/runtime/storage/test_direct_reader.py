@@ -50,7 +50,7 @@ def memory(nbytes: int, shift: int = 0) -> Tensor:
 def test_every_byte(content: Tensor, path: Path, offset: int, nbytes: int, shift: int) -> None:
     reader = DirectReader(path)
     target = memory(nbytes, shift)
-    read = Read(offset, target)
+    read = Read(target, offset=offset)
     reader.submit(read)
     read.wait()
     reader.close()
@@ -68,7 +68,7 @@ def test_many_at_once(content: Tensor, path: Path) -> None:
 
     def submit(offsets: list[int]) -> None:
         for number, offset in enumerate(offsets):
-            read = Read(offset, memory(5000), urgent=number % 3 == 0)
+            read = Read(memory(5000), urgent=number % 3 == 0, offset=offset)
             reader.submit(read)
             if number % 5 == 4:
                 reader.promote(read)
@@ -96,7 +96,7 @@ class Held:
         self._come, self._go = threading.Event(), threading.Event()
         self.order: list[str] = []
         self._reader = reader
-        reader.submit(Read(0, memory(SECTOR), self._hold))
+        reader.submit(Read(memory(SECTOR), self._hold, offset=0))
         self._come.wait()
 
     def _hold(self, _read: Read) -> None:
@@ -105,7 +105,7 @@ class Held:
 
     def ask(self, name: str, offset: int, nbytes: int = SECTOR, *, urgent: bool = False) -> Read:
         """A range whose arrival is noted."""
-        read = Read(offset, memory(nbytes), lambda _: self.order.append(name), urgent)
+        read = Read(memory(nbytes), lambda _: self.order.append(name), urgent, offset=offset)
         self._reader.submit(read)
         return read
 
@@ -150,7 +150,7 @@ def test_a_file_that_was_cut_off(path: Path) -> None:
     reader = DirectReader(path)
     os.truncate(path, PIECE)
     for offset in (2 * PIECE, 0):
-        read = Read(offset, memory(SECTOR))
+        read = Read(memory(SECTOR), offset=offset)
         reader.submit(read)
         with pytest.raises(ExpertcastError, match="changed or cut off"):
             read.wait()
@@ -161,7 +161,7 @@ def test_a_disk_that_fails() -> None:
     """The kernel answers EIO where a process has no memory: the same to a reader as a bad sector."""
     with pytest.warns(UserWarning, match="no direct reads"):
         reader = DirectReader(Path("/proc/self/mem"))
-    read = Read(0, memory(SECTOR))
+    read = Read(memory(SECTOR), offset=0)
     reader.submit(read)
     with pytest.raises(ExpertcastError, match=r"'/proc/self/mem' cannot be read: Input/output error"):
         read.wait()
@@ -179,7 +179,7 @@ def test_a_file_system_without_direct_reads(content: Tensor, path: Path, monkeyp
     monkeypatch.setattr(direct_reader.os, "open", refuse)
     with pytest.warns(UserWarning, match="page cache"):
         reader = DirectReader(path)
-    read = Read(SECTOR, memory(PIECE))
+    read = Read(memory(PIECE), offset=SECTOR)
     reader.submit(read)
     read.wait()
     reader.close()
