@@ -74,6 +74,25 @@ def parse_settings(words: Iterable[str], cls: type[C], what: str, given: Mapping
     return cls(**values)
 
 
+def parse_options(text: str, cls: type[C], what: str) -> C:
+    """The same of words behind one another, with commas between: as :func:`options_text` writes them.
+
+    Raises:
+        ExpertcastError: as :func:`parse_settings`.
+    """
+    return parse_settings(filter(None, re.split(r",(?=\w+=)", text)), cls, what)
+
+
+def options_text(config: DataclassInstance) -> str:
+    """The fields of a configuration that are not at their default, as `field=value,field=value`."""
+    default = type(config)()
+    return ",".join(
+        f"{field.name}={written(getattr(config, field.name))}"
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != getattr(default, field.name)
+    )
+
+
 def parse_field(text: str, hint: object, what: str) -> object:
     """A text as a value of a field's type; `none` is None, the values of a tuple are written `a/b` or `a,b`.
 

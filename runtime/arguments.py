@@ -16,12 +16,16 @@ from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.refit import OnlineRefit
 from expertcast.runtime.links.base import InstantLink, Link
 from expertcast.runtime.links.cuda import CudaLink
+from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.links.paced import PacedCudaLink
 from expertcast.runtime.option_values import check_predictor, size_bytes
 from expertcast.runtime.policies import LRU, Fetch, Policies, Standard, TopK
+from expertcast.runtime.storage.coded_store import CodedStore
+from expertcast.runtime.storage.direct_reader import can_read_directly
 from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.file_store import FileStore
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -208,16 +212,23 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
     if isinstance(link, Link):
         return link
     if link == "auto" and device != "cuda":
-        link = "instant" if bandwidth is None and not latency else "emulated"
+        timed = bandwidth is not None or latency
+        on_disk = (config.store == "disk" or isinstance(config.store, FileStore)) and can_read_directly()
+        link = "emulated" if timed else "disk" if on_disk else "instant"
     if link == "emulated":
         if device != "cpu":
             raise ExpertcastError(f"the emulated link is for models on the CPU, this one is on {device}: use 'cuda'")
         return EmulatedLink(float("inf") if bandwidth is None else bandwidth, latency)
+    if link == "disk" and not latency:
+        return DiskLink(bandwidth=bandwidth)
     if link == "cuda" and device != "cuda":
         raise ExpertcastError(f"link 'cuda' needs a model on CUDA, this one is on {device}: use 'emulated'")
     if bandwidth is not None or latency:
         if link not in ("auto", "cuda"):
-            raise ExpertcastError(f"bandwidth and latency belong to the links emulated and cuda, not to {link!r}")
+            raise ExpertcastError(
+                "bandwidth and latency belong to the links emulated and cuda, bandwidth also to disk: "
+                f"{link!r} takes none of them"
+            )
         return PacedCudaLink(bandwidth, latency)
     if link == "auto":
         return CudaLink() if only_on_host else None
@@ -241,6 +252,8 @@ def make_store(
     """
     if isinstance(config.store, ExpertStore):
         return config.store
+    if config.store == "disk" and config.codec != "raw":
+        return CodedStore(view, config.store_folder, codec=config.codec, device=device, fingerprint=fingerprint)
     if config.store == "disk":
         return DiskStore(view, config.store_folder, device=device, fingerprint=fingerprint)
     return ExpertStore(view, device=device, pinned=device.type == "cuda")

@@ -19,13 +19,14 @@ from expertcast.predictors.plain import Json
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.option_values import from_plain, size_bytes, to_plain
 from expertcast.runtime.policies import PRESETS, Policies
+from expertcast.runtime.storage.codecs import check_codec
 from expertcast.runtime.storage.store import ExpertStore
 
 MODES = ("exact", "speculate", "hybrid")
 STORES = ("memory", "disk")
 FORECASTS = ("always", "worth")
 MOST_REFIT_MS = 1000.0
-LINKS = ("auto", "instant", "emulated", "cuda", "kernel")
+LINKS = ("auto", "instant", "emulated", "disk", "cuda", "kernel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +51,12 @@ class OffloadConfig:
     cache: bool = True
     """Keep experts until their slot is needed; false gives slots back as soon as a layer has run."""
     bandwidth: float | None = None
-    """Bytes per second of the link: emulated on the CPU; on CUDA copies are padded to take as long."""
+    """Bytes per second of the link: emulated on the CPU, a disk's at most; on CUDA copies are padded to that."""
     latency: float = 0.0
     """Seconds that each copy takes whatever its size, emulated likewise."""
     link: str | Link = "auto"
-    """auto, instant, emulated, cuda, or kernel (copies decided and made on the device); auto on CUDA measures both."""
+    """auto, instant, emulated, disk (read directly, past the system's page cache), cuda, or kernel (copies decided and
+    made on the device); auto on CUDA measures both, and reads a store on disk directly on the CPU."""
     policies: Policies | str | None = None
     """Which experts are kept, loaded and dropped, or a preset's name (default: lru, the forecast's own, every miss)."""
     next_token: str | Path | Predictor | None = None
@@ -86,9 +88,11 @@ class OffloadConfig:
     refit: float = 0.0
     """Milliseconds per token for refitting forecasts to the text while it runs; 0 leaves them as they were trained."""
     store: str | ExpertStore = "memory"
-    """Where the experts lie: memory (page-locked for CUDA, as far as there is room), or disk (a mapped file)."""
+    """Where the experts lie: memory (page-locked for CUDA, as far as there is room), or disk (a file)."""
     store_folder: str | Path | None = None
     """With disk, the folder of the file, one per model (default: a temporary one)."""
+    codec: str = "raw"
+    """With disk, how experts are compressed: raw, bitsplit (bf16 without loss, two thirds of the bytes), mxfp4, fp8."""
 
     def __post_init__(self) -> None:
         if self.layers is not None:
@@ -107,6 +111,10 @@ class OffloadConfig:
             raise ExpertcastError(f"refit={self.refit}: give milliseconds per token, 0 to {MOST_REFIT_MS:g}")
         if self.store_folder is not None and self.store != "disk":
             raise ExpertcastError("store_folder belongs to store='disk': leave it out")
+        if self.codec != "raw":
+            check_codec(self.codec)
+            if self.store != "disk":
+                raise ExpertcastError(f"codec={self.codec!r} belongs to store='disk': leave it out")
         if self.reach is not None and self.reach < self.ahead:
             raise ExpertcastError(f"reach={self.reach} is nearer than ahead={self.ahead}: give a larger one, or none")
         if self.router_free and (self.mode == "exact" or self.true_weights):

@@ -80,7 +80,7 @@ def load_offloaded(
         try:
             made.source = reader
             _check_memory(made)
-            return offload(model, replace(config, store=made, store_folder=None), observers=observers)
+            return offload(model, replace(config, store=made, store_folder=None, codec="raw"), observers=observers)
         except BaseException:
             made.close()
             raise

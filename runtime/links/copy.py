@@ -5,7 +5,6 @@ N entries of one call; see :class:`expertcast.runtime.links.tables.Moves`.
 
 from __future__ import annotations
 
-import importlib.util
 from abc import ABC, abstractmethod
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.links.tables import Moves
+from expertcast.runtime.storage.codecs.merge import has_triton
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -78,11 +78,6 @@ class KernelCopier(BlockCopier):
             self._addresses, *moves, self._pool_words,
             N=moves.keys_N.shape[0], WORDS=self._words, WIDTH=_WIDTH, TURNS=self._turns, num_warps=_WARPS,
         )  # fmt: skip
-
-
-def has_triton() -> bool:
-    """Whether the kernel can be compiled here (CUDA builds of torch bring Triton along on Linux)."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def block_copier(store: ExpertStore, pool: SlotPool) -> BlockCopier:

@@ -5,14 +5,12 @@ All registrations are visible in the kinds' `__init__.py`.
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from abc import ABC
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.fields import check_finite, parse_settings, written
+from expertcast.predictors.fields import check_finite, options_text, parse_options
 from expertcast.predictors.registry import Registry
 
 
@@ -69,13 +67,8 @@ class Choice(Generic[P]):
 
     def __str__(self) -> str:
         """The shortest text that names it: options at their default are left out."""
-        default = self.cls.config_class()
-        given = [
-            f"{field.name}={written(getattr(self.config, field.name))}"
-            for field in dataclasses.fields(self.config)
-            if getattr(self.config, field.name) != getattr(default, field.name)
-        ]
-        return self.name + (":" + ",".join(given) if given else "")
+        options = options_text(self.config)
+        return f"{self.name}:{options}" if options else self.name
 
     def make(self, shape: CacheShape) -> P:
         """The policy itself, with nothing learnt."""
@@ -105,5 +98,4 @@ class PolicyRegistry(Registry[P]):
             raise ExpertcastError(f"{type(given).__name__} configures no {self.kind}: {self.allowed()}")
         name, _, options = given.partition(":")
         cls = self.get(name)
-        words = filter(None, re.split(r",(?=\w+=)", options))
-        return Choice(cls, parse_settings(words, cls.config_class, f"{self.kind} {name!r}"))
+        return Choice(cls, parse_options(options, cls.config_class, f"{self.kind} {name!r}"))

@@ -10,79 +10,60 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-import tempfile
 import threading
-import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from typing import Any
 
-import torch
+from torch import Tensor
 
-from expertcast.predictors.view import MoEView
-from expertcast.runtime.storage.store import ExpertStore, Write
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.storage.arrival import Reader
+from expertcast.runtime.storage.direct_read import Read
+from expertcast.runtime.storage.direct_reader import DirectReader
+from expertcast.runtime.storage.file_store import FileStore
+from expertcast.runtime.storage.store import Write
 from expertcast.runtime.storage.store_file import FILE_NAME, StoreFile
-from expertcast.runtime.storage.store_header import StaleFileError, StoreFormat, layout_text, read_header
+from expertcast.runtime.storage.store_header import StoreFormat, layout_text, read_header
 
 _MADV_WILLNEED = 3
 _MADV_POPULATE_READ = 22
 """Linux 5.14 and later: read and map the pages, and return when they are there."""
 
 
-class DiskStore(ExpertStore):
-    """Blocks in one file (:mod:`expertcast.runtime.storage.store_file`).
-
-    Args:
-        view: the model's MoE layers.
-        folder: where the file lies; made if need be, one folder per model. None: a temporary one, removed by `close`.
-        fingerprint: of what the blocks are made from. A file in `folder` with the same is used as it is, another is
-            made again. None: it is made again in any case.
-        device: where the model computes. None: where the experts lie.
+class DiskStore(FileStore):
+    """Blocks as they are, in a file (:mod:`expertcast.runtime.storage.store_file`) that is mapped, or read directly.
 
     Raises:
         ExpertcastError: the folder holds a file of that name that is not ours.
     """
 
-    name = "disk"
+    file_name = FILE_NAME
 
-    def __init__(
-        self,
-        view: MoEView,
-        folder: str | Path | None = None,
-        *,
-        device: torch.device | None = None,
-        fingerprint: str | None = None,
-    ) -> None:
-        super().__init__(view, device=device)
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        if folder is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="expertcast-")
-            folder = self._temporary.name
-        self.path = Path(folder) / FILE_NAME
+    def _expect(self, model_id: str, fingerprint: str) -> None:
         self._form = StoreFormat(
             layers=self.layers, experts=self.experts, block_bytes=self.layout.block_bytes,
-            layout=layout_text(self.layout), model_id=view.model_id, fingerprint=fingerprint or "",
+            layout=layout_text(self.layout), model_id=model_id, fingerprint=fingerprint,
         )  # fmt: skip
         self._file: StoreFile | None = None
-        self._reader: ReadAhead | None = None
-        if self.path.exists():
-            try:
-                read_header(self.path)
-                if fingerprint is not None:
-                    self._use(StoreFile.open(self.path, self._form))
-            except StaleFileError as reason:
-                warnings.warn(f"{str(self.path)!r} is made again: {reason}", stacklevel=3)
+        self._ahead: ReadAhead | None = None
+
+    def _check(self) -> None:
+        read_header(self.path)
+
+    def _open(self) -> None:
+        self._use(StoreFile.open(self.path, self._form))
 
     def _use(self, file: StoreFile) -> None:
         self._file = file
         for layer in range(self.layers):
             self._hold(layer, file.layer(layer))
-        self._reader = ReadAhead()
-        weakref.finalize(self, self._reader.close)
+        self._ahead = ReadAhead()
+        weakref.finalize(self, self._ahead.close)
 
     def fill(self, layer: int, write: Write) -> None:
-        if self._file is None or self._reader is not None:
+        if self._file is None or self._ahead is not None:
             self._drop()
             self._file = StoreFile.create(self.path, self._form)
         self._hold(layer, self._file.layer(layer))
@@ -95,23 +76,38 @@ class DiskStore(ExpertStore):
         self._file.commit(self.path)
         self._use(StoreFile.open(self.path, self._form))
 
+    def views(self, layer: int) -> dict[str, Tensor]:
+        """One layer's parameters in the mapped file.
+
+        Raises:
+            ExpertcastError: the file is shorter than it was: touching what it lacks would kill the process.
+        """
+        if self._file is not None and self._file.cut_off():
+            raise ExpertcastError(f"{str(self.path)!r} was cut off while it was in use: load the model again")
+        return super().views(layer)
+
+    def reader(self, threads: int, pace: float | None) -> Reader:
+        assert self._file is not None
+        self._file.forget()
+        self._file.drop_cached()
+        return DirectReader(self.path, threads=threads, pace=pace)
+
+    def read(self, key: int, block: Tensor, arrival: Callable[[Any], None], urgent: bool) -> Read:
+        assert self._file is not None
+        layer, expert = divmod(key, self.experts)
+        return Read(block, arrival, urgent, offset=self._file.offset(layer) + expert * self.layout.block_bytes)
+
     def read_ahead(self, keys: Iterable[int]) -> None:
         """Read these experts' pages in a thread, in the order in which they are asked for."""
-        if self._reader is not None:
+        if self._ahead is not None:
             size = self.layout.block_bytes
-            self._reader.ask((block.data_ptr(), size) for key in keys if (block := self._blocks[key]) is not None)
-
-    def close(self) -> None:
-        self._drop()
-        super().close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+            self._ahead.ask((block.data_ptr(), size) for key in keys if (block := self._blocks[key]) is not None)
 
     def _drop(self) -> None:
         """Stop reading, and remove a file that was not completed."""
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
         if self._file is not None and self._file.path != self.path:
             self._file.path.unlink(missing_ok=True)
         self._file = None

@@ -13,8 +13,11 @@ from torch import Tensor
 
 from expertcast.data.models import with_index
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.storage.layout import ALIGNMENT, BlockLayout
+from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.packed import PackedExperts
+
+_PAGE = 4096
+"""Bytes: a disk is read directly into memory that begins at a multiple of it."""
 
 
 class SlotState(Enum):
@@ -113,10 +116,10 @@ class SlotPool:
 
 
 def _allocate(layout: BlockLayout, count: int, device: torch.device) -> Tensor:
-    """Zeroed uint8 [count * block_bytes] whose first byte lies at a multiple of 256."""
+    """Zeroed uint8 [count * block_bytes] whose first byte lies at a multiple of 4096."""
     nbytes = count * layout.block_bytes
     try:
-        raw = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
+        raw = torch.zeros(nbytes + _PAGE, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, a plain one on the CPU
         if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
             raise
@@ -124,5 +127,5 @@ def _allocate(layout: BlockLayout, count: int, device: torch.device) -> Tensor:
             f"slots={count} of {layout.block_bytes} bytes each ({nbytes / 1e9:.3g} GB) do not fit in the memory of "
             f"{device}: give fewer slots, or what is free there as memory=..."
         ) from error
-    start = -raw.data_ptr() % ALIGNMENT
+    start = -raw.data_ptr() % _PAGE
     return raw[start : start + nbytes]

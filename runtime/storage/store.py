@@ -94,6 +94,10 @@ class ExpertStore:
         assert block is not None, f"the store holds no expert {key}"
         return block
 
+    def holds(self, layer: int) -> bool:
+        """Whether the layer is filled."""
+        return self._layer_bytes[layer] is not None
+
     def views(self, layer: int) -> dict[str, Tensor]:
         """One layer's parameters in host memory, [E, ...] by name."""
         blocks = self._layer_bytes[layer]
@@ -132,7 +136,7 @@ class ExpertStore:
         parameters = expert_parameters(layer.experts, layer.num_experts)
         self._origins.append([_Origin(layer.experts, name, p, p.shape, p.stride()) for name, p in parameters.items()])
         if any(parameter.is_meta for parameter in parameters.values()):
-            if self._layer_bytes[layer.index] is not None:
+            if self.holds(layer.index):
                 return False
             if self.source is None:
                 raise ExpertcastError("the model has no weights (meta device): load it before offloading")

@@ -34,7 +34,7 @@ except ImportError:  # a system without it
     fcntl = None  # type: ignore[assignment]
 
 FILE_NAME = "experts.safetensors"
-_PARTIAL = ".partial"
+PARTIAL = ".partial"
 
 
 class StoreFile:
@@ -49,9 +49,13 @@ class StoreFile:
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         """uint8, the whole file; every tensor that views it keeps the mapping alive."""
 
+    def offset(self, layer: int) -> int:
+        """Where a layer's blocks begin."""
+        return self._start + layer * self.form.layer_nbytes
+
     def layer(self, layer: int) -> Tensor:
         """uint8 [E * block_bytes]."""
-        start = self._start + layer * self.form.layer_nbytes
+        start = self.offset(layer)
         return self.bytes[start : start + self.form.layer_nbytes]
 
     @classmethod
@@ -63,12 +67,12 @@ class StoreFile:
         """
         header = StoreHeader(form=form, checksums=[0] * form.layers, changed=0).encoded()
         size = len(header) + form.layers * form.layer_nbytes
-        partial = path.with_name(f"{path.name}.{os.getpid()}{_PARTIAL}")
+        partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _remove_left_over(path)
+            remove_left_over(path)
             with partial.open("w+b") as file:
-                _lock(file.fileno())
+                lock(file.fileno())
                 _reserve(file.fileno(), size, path.parent)
                 mapping = mmap.mmap(file.fileno(), size)  # has a handle of its own, and so the lock
         except OSError as error:
@@ -90,6 +94,19 @@ class StoreFile:
         """Drop this process's hold on the pages; they stay in the system's cache while there is room."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED)
+
+    def cut_off(self) -> bool:
+        """Whether the file is shorter than what is mapped of it, as far as its path still leads to it."""
+        try:
+            return self.path.stat().st_size < len(self._mapping)
+        except OSError:  # it has no name any more, and lives as long as it is mapped
+            return False
+
+    def drop_cached(self) -> None:
+        """Have the system drop the file's pages that are clean and that no process has mapped."""
+        if hasattr(os, "posix_fadvise"):
+            with self.path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def commit(self, path: Path) -> None:
         """All layers are written: complete the header and give the file its name."""
@@ -159,7 +176,7 @@ def _checksum(blocks: Tensor) -> int:
     return zlib.crc32(blocks.numpy().data)
 
 
-def _lock(descriptor: int) -> bool:
+def lock(descriptor: int) -> bool:
     """Whether nobody else has the file: a process that was killed has it no more."""
     if fcntl is None:
         return False
@@ -170,11 +187,11 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _remove_left_over(path: Path) -> None:
-    """What processes that were killed while they packed have left: as large as the file itself."""
-    for partial in path.parent.glob(f"{path.name}.*{_PARTIAL}"):
+def remove_left_over(path: Path) -> None:
+    """Remove what processes that were killed while they packed have left: as large as the file itself."""
+    for partial in path.parent.glob(f"{path.name}.*{PARTIAL}"):
         with contextlib.suppress(OSError), partial.open("rb") as file:
-            if partial.stat().st_size and _lock(file.fileno()):  # an empty one is about to be locked
+            if partial.stat().st_size and lock(file.fileno()):  # an empty one is about to be locked
                 partial.unlink()
 
 

@@ -123,7 +123,7 @@ def read_header(path: Path) -> StoreHeader:
         ExpertcastError: the file is not ours, or cannot be read.
         StaleFileError: it is damaged; the text says how.
     """
-    begin = _begin(path)
+    begin = header_bytes(path)
     if not begin[8:].startswith(_OURS):
         raise ExpertcastError(f"{str(path)!r} was not written by expertcast or is damaged: {REMEDY}")
     try:
@@ -140,8 +140,12 @@ def read_header(path: Path) -> StoreHeader:
     return header
 
 
-def _begin(path: Path) -> bytes:
-    """As much as a header may take."""
+def header_bytes(path: Path) -> bytes:
+    """The first bytes of a file, as many as a header may take.
+
+    Raises:
+        ExpertcastError: it cannot be read.
+    """
     try:
         if not path.is_file():
             raise ExpertcastError(f"{str(path)!r} is no file: {REMEDY}")

@@ -24,6 +24,8 @@ from expertcast.predictors import PredictorConfig, names, registry
 from expertcast.predictors.router_input import RouterInput
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.policies import EVICTION, Policies
+from expertcast.runtime.storage.codecs import CODECS, make_codec
+from expertcast.runtime.storage.store import ExpertStore
 from expertcast.training import evaluation
 from tests.families.models import tiny_model
 
@@ -46,6 +48,7 @@ def module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
     """Makes a module of a block, in a file as its author would; registries are put back afterwards."""
     monkeypatch.setattr(registry.PREDICTORS, "_classes", dict(registry.PREDICTORS._classes))
     monkeypatch.setattr(EVICTION, "_classes", dict(EVICTION._classes))
+    monkeypatch.setattr(CODECS, "_classes", dict(CODECS._classes))
 
     def make(name: str, code: str) -> ModuleType:
         path = tmp_path / f"{name.rpartition('.')[2]}.py"
@@ -143,6 +146,24 @@ def test_a_store(module: Make) -> None:
     same_as_resident(model, store=store, predictor="router_input")
     assert shared
     assert all(shared)
+
+
+def test_a_codec(module: Make) -> None:
+    """float32 weights come back, all at once and plane by plane."""
+    (code,) = blocks("A codec")
+    module("by_place", code)
+    view = find_moe_layers(tiny_model("qwen3_moe"))
+    store = ExpertStore(view)
+    store.pack(view)
+    codec, block = make_codec("by_place", store.layout), store.block(3)
+    parts, found = codec.encode(block), torch.zeros_like(block)
+    codec.decode(parts, found)
+    assert torch.equal(found, block)
+    planes, again = codec.new_planes(block), torch.zeros_like(block)
+    for index in (2, 0, 3, 1):
+        codec.expand(index, parts[index], planes)
+        codec.recover(planes, again, codec.shards[index])
+    assert torch.equal(again, block)
 
 
 def test_a_metric(

@@ -70,6 +70,7 @@ def configs(draw: st.DrawFn) -> OffloadConfig:
         overfetch=draw(st.floats(1.0, 9.0)) if policies is None else 1.0,
         store=store,
         store_folder=draw(_PLACES) if store == "disk" else None,
+        codec=draw(st.sampled_from(["raw", "bitsplit", "bitsplit:shards=2"])) if store == "disk" else "raw",
     )
 
 
@@ -83,7 +84,7 @@ def test_what_is_saved_is_loaded(tmp_path_factory: pytest.TempPathFactory, confi
 
 
 def test_every_field_is_tried() -> None:
-    others = {"reach", "router_free", "slots", "memory", "policies", "overfetch", "store", "store_folder"}
+    others = {"reach", "router_free", "slots", "memory", "policies", "overfetch", "store", "store_folder", "codec"}
     assert set(_field_values()) | others == {field.name for field in dataclasses.fields(OffloadConfig)}
 
 

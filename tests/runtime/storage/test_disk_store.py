@@ -194,11 +194,11 @@ def test_read_ahead_brings_pages_in(tmp_path: Path) -> None:
     """What is read ahead is in the page table afterwards; nothing else is."""
     store, view = _packed(tmp_path)
     store.pack(view)
-    assert store._reader is not None
+    assert store._ahead is not None
     store.read_ahead([3, 17])
-    _until(lambda: store._reader is not None and store._reader.ranges_read == 2)
-    assert store._reader.ranges_read == 2
-    thread = store._reader._thread
+    _until(lambda: store._ahead is not None and store._ahead.ranges_read == 2)
+    assert store._ahead.ranges_read == 2
+    thread = store._ahead._thread
     store.close()
     assert not thread.is_alive()
     store.read_ahead([1])  # nothing to read any more

@@ -1,0 +1,111 @@
+"""A link that is the disk itself: experts are read into their slots past the system's page cache, several at a time."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.links.base import Copy, Link
+from expertcast.runtime.storage.arrival import Arrival, Reader
+from expertcast.runtime.storage.direct_reader import THREADS
+from expertcast.runtime.storage.file_store import FileStore
+from expertcast.runtime.storage.precision import FULL
+from expertcast.runtime.storage.slots import SlotPool
+from expertcast.runtime.storage.store import ExpertStore
+
+
+@dataclass(slots=True, eq=False)
+class _DiskCopy(Copy):
+    read: Arrival | None = None
+    """None: the copy lay in memory."""
+
+
+class DiskLink(Link):
+    """Reads a disk store's file directly into the slots of a model on the CPU: no memory but the slots is used.
+
+    Args:
+        threads: reads under way at a time.
+        bandwidth: bytes per second that the disk is taken for, at most; None: as it is.
+    """
+
+    name = "disk"
+
+    def __init__(self, threads: int = THREADS, *, bandwidth: float | None = None) -> None:
+        super().__init__()
+        if threads < 1:
+            raise ExpertcastError(f"threads={threads}: give 1 or more")
+        if bandwidth is not None and not bandwidth > 0:
+            raise ExpertcastError(f"bandwidth={bandwidth}: give bytes per second above 0, such as 5e8")
+        self._threads, self.bandwidth = threads, bandwidth
+        self._reader: Reader | None = None
+        self._counting = threading.Lock()
+        self._free_at = 0.0
+        """When the last read that was counted ended."""
+
+    def attach(self, store: ExpertStore, pool: SlotPool) -> None:
+        """
+        Raises:
+            ExpertcastError: the experts do not lie in a file, or the slots not in host memory.
+        """
+        super().attach(store, pool)
+        if not isinstance(store, FileStore):
+            raise ExpertcastError("link 'disk' reads experts from a file: give store='disk'")
+        if pool.device.type != "cpu":
+            raise ExpertcastError(f"link 'disk' is for models on the CPU, this one is on {pool.device}: use 'cuda'")
+        self._file, self._reader = store, store.reader(self._threads, self.bandwidth)
+        self._free_at = 0.0
+
+    def twin(self) -> Link:
+        return DiskLink(self._threads, bandwidth=self.bandwidth)
+
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+        block = self._pool.block(slot)
+        if precision != FULL:  # lies in memory
+            packed = self._store.copies(precision).block(key)
+            block[: packed.numel()] = packed
+            copy = _DiskCopy(key, slot, urgent, started=True, done=True, precision=precision)
+            start = self.clock()
+            self._count(copy, start, start)
+            return copy
+        copy = _DiskCopy(key, slot, urgent)
+
+        def arrived(read: Arrival) -> None:
+            with self._counting:  # reads overlap: the time in which any was under way is counted once
+                start, self._free_at = max(read.start, self._free_at), max(read.end, self._free_at)
+                self._count(copy, min(start, read.end), read.end)
+            copy.error, copy.done = read.error, True
+
+        copy.read = self._file.read(key, block, arrived, urgent)
+        self._open_reader.submit(copy.read)
+        return copy
+
+    def wait(self, copy: Copy) -> None:
+        assert isinstance(copy, _DiskCopy)
+        assert not copy.cancelled
+        if copy.read is not None:
+            copy.read.wait()
+
+    def promote(self, copy: Copy) -> None:
+        assert isinstance(copy, _DiskCopy)
+        copy.urgent = True
+        if copy.read is not None:
+            self._open_reader.promote(copy.read)
+
+    def cancel(self, copy: Copy) -> bool:
+        assert isinstance(copy, _DiskCopy)
+        copy.cancelled = copy.read is not None and self._open_reader.cancel(copy.read)
+        return copy.cancelled
+
+    def read_ahead(self, keys: object) -> None:
+        """Nothing to do: pages of the mapped file are not used."""
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    @property
+    def _open_reader(self) -> Reader:
+        assert self._reader is not None, "the link is closed"
+        return self._reader

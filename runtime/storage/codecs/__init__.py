@@ -1,0 +1,60 @@
+"""How an expert lies in a store and travels. Every registration is here; the order is the order of tables."""
+
+from expertcast.predictors.fields import parse_options
+from expertcast.predictors.registry import Registry
+from expertcast.runtime.storage.codecs.base import Codec, CodecConfig, Part, Plane, Shard
+from expertcast.runtime.storage.codecs.bitsplit import BitSplit, BitSplitConfig
+from expertcast.runtime.storage.codecs.exponents import ExponentHistogram, exponent_histogram
+from expertcast.runtime.storage.codecs.fp8 import Fp8, Fp8Config
+from expertcast.runtime.storage.codecs.mxfp4 import Mxfp4
+from expertcast.runtime.storage.codecs.raw import Raw
+from expertcast.runtime.storage.codecs.rowwise import Int2, Int4, Int8
+from expertcast.runtime.storage.layout import BlockLayout
+
+CODECS: Registry[Codec] = Registry("codec")
+for _codec in (Raw, BitSplit, Mxfp4, Fp8, Int8, Int4, Int2):
+    CODECS.register(_codec)
+
+
+def make_codec(text: str, layout: BlockLayout) -> Codec:
+    """The codec that a text asks for, written `name` or `name:option=value,option=value`.
+
+    Raises:
+        ExpertcastError: unknown name or option, a value that does not fit, or experts that the codec cannot hold.
+    """
+    name, _, options = text.partition(":")
+    cls = CODECS.get(name)
+    return cls(parse_options(options, cls.config_class, f"codec {name!r}"), layout)
+
+
+def check_codec(text: str) -> None:
+    """Whether there is such a codec, before anything is loaded.
+
+    Raises:
+        ExpertcastError: unknown name or option, or a value that does not fit.
+    """
+    name, _, options = text.partition(":")
+    parse_options(options, CODECS.get(name).config_class, f"codec {name!r}")
+
+
+__all__ = [
+    "CODECS",
+    "BitSplit",
+    "BitSplitConfig",
+    "Codec",
+    "CodecConfig",
+    "ExponentHistogram",
+    "Fp8",
+    "Fp8Config",
+    "Int2",
+    "Int4",
+    "Int8",
+    "Mxfp4",
+    "Part",
+    "Plane",
+    "Raw",
+    "Shard",
+    "check_codec",
+    "exponent_histogram",
+    "make_codec",
+]

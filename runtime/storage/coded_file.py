@@ -1,0 +1,148 @@
+"""The file of a store of coded experts: parts of any length, each in sectors of its own, and an index behind them.
+
+    [ header, whole sectors | parts of expert 0 | parts of expert 1 | ... | index ]
+
+The parts of one expert lie one after another, so that all of them, or some neighbours, are one request. It is a
+safetensors file (:mod:`expertcast.runtime.storage.coded_header`), written under another name and renamed when it is
+complete.
+
+N experts of all layers, P parts of each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from expertcast.predictors.artefacts import digest
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.storage.codecs import Part
+from expertcast.runtime.storage.coded_header import CodedHeader, read_coded_header
+from expertcast.runtime.storage.direct_read import SECTOR, sectors
+from expertcast.runtime.storage.store_file import PARTIAL, lock, remove_left_over
+from expertcast.runtime.storage.store_header import StaleFileError
+
+FILE_NAME = "experts.coded.safetensors"
+
+Index = npt.NDArray[np.int64]
+
+
+class CodedWriter:
+    """Writes a file, expert by expert in the order of their keys.
+
+    Args:
+        path: that the file will have.
+        header: what it will say, but for its sizes.
+
+    Raises:
+        ExpertcastError: the folder cannot be written.
+    """
+
+    def __init__(self, path: Path, header: CodedHeader) -> None:
+        self._path, self._header = path, header
+        self._partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+        self._index: list[tuple[list[int], list[int], list[int]]] = []
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove_left_over(path)
+            self._file: BinaryIO = self._partial.open("wb")
+            lock(self._file.fileno())
+            self._file.write(bytes(header.room))
+        except OSError as error:
+            raise self._failed(error) from error
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parts so far, without what fills sectors."""
+        return sum(sum(sizes) for _, sizes, _ in self._index)
+
+    def add(self, parts: Sequence[Part]) -> None:
+        """The next expert.
+
+        Raises:
+            ExpertcastError: the disk has no room; nothing of the file stays.
+        """
+        offsets = []
+        try:
+            for part in parts:
+                offsets.append(self._file.tell())
+                self._file.write(part.data.numpy().data)
+                self._file.write(bytes(-len(part.data) % SECTOR))
+        except OSError as error:
+            raise self._failed(error) from error
+        self._index.append((offsets, [len(part.data) for part in parts], [part.digest or 0 for part in parts]))
+
+    def commit(self) -> None:
+        """All experts are written: add the index and the header, and give the file its name.
+
+        Raises:
+            ExpertcastError: the disk has no room; nothing of the file stays.
+        """
+        offsets, sizes, digests = zip(*self._index, strict=True)
+        index = b"".join(
+            (np.array(offsets, "<i8").tobytes(), np.array(sizes, "<i8").tobytes(), np.array(digests, "<u8").tobytes())
+        )
+        try:
+            end = self._file.tell()
+            self._file.write(index)
+            self._file.seek(0)
+            self._file.write(replace(self._header, nbytes=end - self._header.room, index=digest(index)).encoded())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self._partial, self._path)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def drop(self) -> None:
+        """Remove what was written, unless it has its name."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            self._partial.unlink()
+
+    def _failed(self, error: OSError) -> ExpertcastError:
+        if hasattr(self, "_file"):
+            self.drop()
+        folder = str(self._path.parent)
+        return ExpertcastError(f"cannot write to {folder!r} ({error.strerror or error}): give another store_folder")
+
+
+class CodedFile:
+    """A complete file: where the parts of its experts lie.
+
+    Raises:
+        ExpertcastError: the file is not ours.
+        StaleFileError: it must be made again; the text says why.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.header = header = read_coded_header(path)
+        with path.open("rb") as file:
+            file.seek(header.room + header.nbytes)
+            raw = file.read(header.index_nbytes)
+        if digest(raw) != header.index:
+            raise StaleFileError("its index is damaged")
+        shape = header.count, header.parts
+        numbers = np.frombuffer(raw, "<i8").reshape(3, *shape)
+        self.offsets: Index = numbers[0]
+        """[N, P] first byte of each part in the file."""
+        self.nbytes: Index = numbers[1]
+        """[N, P]"""
+        self.digests: npt.NDArray[np.uint64] = numbers[2].view("<u8")
+        """[N, P]"""
+        ends = self.offsets + self.nbytes
+        if (self.nbytes < 1).any() or (self.offsets < header.room).any() or ends.max() > header.room + header.nbytes:
+            raise StaleFileError("its index is damaged")
+
+    def span(self, key: int) -> int:
+        """Bytes in whole sectors from an expert's first part to the end of its last."""
+        return int(self.offsets[key, -1] - self.offsets[key, 0]) + sectors(int(self.nbytes[key, -1]))

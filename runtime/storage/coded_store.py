@@ -1,0 +1,148 @@
+"""The experts of a model in a file, coded: fewer bytes to read from the disk, the same bits in the slots.
+
+L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import MoEView
+from expertcast.runtime.storage.arrival import Reader
+from expertcast.runtime.storage.codecs import make_codec
+from expertcast.runtime.storage.coded_file import FILE_NAME, CodedFile, CodedWriter
+from expertcast.runtime.storage.coded_header import CodedHeader, read_coded_header
+from expertcast.runtime.storage.coded_reader import CodedRead, CodedReader
+from expertcast.runtime.storage.direct_reader import THREADS
+from expertcast.runtime.storage.file_store import FileStore
+from expertcast.runtime.storage.host_memory import HostMemory, give_back_freed
+from expertcast.runtime.storage.store import Write
+from expertcast.runtime.storage.store_header import StaleFileError, StoreFormat, layout_text
+
+
+class CodedStore(FileStore):
+    """Experts in one file (:mod:`expertcast.runtime.storage.coded_file`), each as a codec makes it.
+
+    Nothing of them is held in memory. What a layer's `views` gives is read and decoded when it is asked for.
+
+    Args:
+        view: the model's MoE layers.
+        folder, device, fingerprint: as for :class:`FileStore`.
+        codec: as :func:`expertcast.runtime.storage.codecs.make_codec` takes it; one that loses nothing.
+
+    Raises:
+        ExpertcastError: a codec that is unknown, lossy or cannot hold these experts, or a file that is not ours.
+    """
+
+    file_name = FILE_NAME
+
+    def __init__(
+        self, view: MoEView, folder: str | Path | None = None, *, codec: str, device: torch.device | None = None,
+        fingerprint: str | None = None,
+    ) -> None:  # fmt: skip
+        self._asked = codec
+        super().__init__(view, folder, device=device, fingerprint=fingerprint)
+
+    def _expect(self, model_id: str, fingerprint: str) -> None:
+        self.codec = make_codec(self._asked, self.layout)
+        if not self.codec.lossless:
+            raise ExpertcastError(
+                f"codec {self._asked!r} loses bits, and a store keeps the model's own: choose a lossless one, and a "
+                "miss policy such as fetch_lowest for copies in lower precision"
+            )
+        form = StoreFormat(
+            layers=self.layers, experts=self.experts, block_bytes=self.layout.block_bytes,
+            layout=layout_text(self.layout), model_id=model_id, fingerprint=fingerprint,
+        )  # fmt: skip
+        self._header = CodedHeader(form=form, codec=self.codec.text, parts=len(self.codec.shards))
+        self._file: CodedFile | None = None
+        self._writer: CodedWriter | None = None
+
+    def _check(self) -> None:
+        read_coded_header(self.path)
+
+    def _open(self) -> None:
+        file = CodedFile(self.path)
+        if file.header.form != self._header.form:
+            raise StaleFileError(f"it was made from other weights, of {file.header.form.model_id!r}")
+        if (file.header.codec, file.header.parts) != (self._header.codec, self._header.parts):
+            raise StaleFileError(f"it was made by codec {file.header.codec!r}")
+        self._file = file
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of all experts' parts in the file."""
+        assert self._file is not None
+        return int(self._file.nbytes.sum())
+
+    def holds(self, layer: int) -> bool:
+        return self._file is not None
+
+    def fill(self, layer: int, write: Write) -> None:
+        if self._writer is None:
+            self._file = None
+            self._writer = CodedWriter(self.path, self._header)
+        memory = HostMemory(self.layer_nbytes)
+        write(self.layout.views(memory.bytes))
+        blocks = memory.bytes.view(self.experts, -1).unbind(0)
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            for parts in threads.map(self.codec.encode, blocks):
+                self._writer.add(parts)
+        give_back_freed()
+
+    def finish(self) -> None:
+        assert self._writer is not None
+        self._writer.commit()
+        self._writer = None
+        self._open()
+
+    def block(self, key: int) -> Tensor:
+        """uint8 [block_bytes] of one expert, read and decoded now."""
+        return self._blocks_of([key])
+
+    def views(self, layer: int) -> dict[str, Tensor]:
+        """One layer's parameters, [E, ...] by name, read and decoded now.
+
+        Raises:
+            ExpertcastError: the file was damaged or cannot be read.
+        """
+        first = layer * self.experts
+        return self.layout.views(self._blocks_of(range(first, first + self.experts)))
+
+    def _blocks_of(self, keys: range | list[int]) -> Tensor:
+        size = self.layout.block_bytes
+        blocks = HostMemory(len(keys) * size).bytes
+        reader = self.reader(THREADS, None)
+        try:
+            reads = [
+                self.read(key, block, None, True)
+                for key, block in zip(keys, blocks.view(-1, size).unbind(0), strict=True)
+            ]
+            for read in reads:
+                reader.submit(read)
+            for read in reads:
+                read.wait()
+        finally:
+            reader.close()
+        return blocks
+
+    def reader(self, threads: int, pace: float | None) -> Reader:
+        assert self._file is not None, "the store has not been filled"
+        return CodedReader(self._file, self.codec, threads=threads, pace=pace)
+
+    def read(self, key: int, block: Tensor, arrival: Callable[[Any], None] | None, urgent: bool) -> CodedRead:
+        return CodedRead(block, arrival, urgent, key=key)
+
+    def _drop(self) -> None:
+        if self._writer is not None:
+            self._writer.drop()
+            self._writer = None
+        self._file = None

@@ -1,0 +1,224 @@
+"""Reads ranges of a file into memory of the caller's, past the system's page cache: what is read costs no other memory.
+
+A range is read in pieces by several threads at once, for a disk is fast only with several large requests under way;
+ranges that lie one after another and are asked for together are one request. Urgent ones come first, and what no
+thread has begun can be cancelled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+import os
+import threading
+import time
+import warnings
+from pathlib import Path
+
+from torch import Tensor
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.storage.direct_read import PIECE, SECTOR, Read, sectors
+from expertcast.runtime.storage.host_memory import HostMemory
+
+THREADS = 4
+
+
+class DirectReader:
+    """Threads that read one file. Where its file system refuses direct reads they are ordinary ones, whose pages are
+    given back at once, and a warning says so.
+
+    Args:
+        path: of the file, which must not change while it is read.
+        threads: requests under way at a time.
+        pace: bytes per second that it behaves like a disk of, at most; None: as fast as the disk is.
+
+    Raises:
+        ExpertcastError: it cannot be opened, or the system is Windows.
+    """
+
+    def __init__(self, path: Path, *, threads: int = THREADS, pace: float | None = None) -> None:
+        if not can_read_directly():
+            raise ExpertcastError("this system reads no file directly: use link 'instant', which reads it mapped")
+        self.path, self._pace = path, pace
+        self._file, self.direct = _open(path)
+        self._stamp = _stamp(self._file)
+        self._queue: list[tuple[int, int, Read]] = []
+        self._next_at: dict[int, Read] = {}
+        """Ranges that no thread has begun, by their first byte."""
+        self._order = 0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._paced_until = 0.0
+        self.requests = 0
+        """Made of the system so far."""
+        self._threads = [
+            threading.Thread(target=self._run, name=f"expertcast-disk-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, read: Read) -> None:
+        """Queue a range, behind those that are as urgent."""
+        read.left = read.pieces
+        read.expect()
+        with self._changed:
+            self._next_at[read.offset] = read
+            self._push(read)
+            self._changed.notify_all()
+
+    def promote(self, read: Read) -> None:
+        """What has not been begun of it comes before all forecasts."""
+        with self._changed:
+            if not read.urgent:
+                read.urgent = True
+                self._push(read)  # the old entry has another rank, and is skipped
+
+    def cancel(self, read: Read) -> bool:
+        """Drop a range that no thread has begun. True if nothing of it was or will be read."""
+        with self._changed:
+            if read.begun:
+                return False
+            read.cancelled = True
+            self._forget(read)
+            return True
+
+    def close(self) -> None:
+        """Drop what is queued, and return when nothing is being read."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._queue.clear()
+            self._next_at.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        os.close(self._file)
+
+    def _push(self, read: Read) -> None:
+        self._order += 1
+        heapq.heappush(self._queue, (read.rank, self._order, read))
+
+    def _forget(self, read: Read) -> None:
+        if self._next_at.get(read.offset) is read:
+            del self._next_at[read.offset]
+
+    def _run(self) -> None:
+        staging = HostMemory(PIECE + 2 * SECTOR)
+        while (request := self._take()) is not None:
+            reads, piece = request
+            start = time.perf_counter()
+            try:
+                self._request(reads, piece, staging.bytes)
+            except OSError as error:
+                self._fail(reads, f"cannot be read: {error.strerror or error}")
+            except _ShortReadError as error:
+                self._fail(reads, str(error))
+            self._arrive(reads, start, time.perf_counter())
+
+    def _take(self) -> tuple[list[Read], int] | None:
+        """The next request: a piece of one range, or small ranges that lie one after another."""
+        with self._changed:
+            while True:
+                while self._queue:
+                    rank, _, read = self._queue[0]
+                    if rank == read.rank and not read.cancelled and read.begun < read.pieces:
+                        return self._joined(read)
+                    heapq.heappop(self._queue)
+                if self._closed:
+                    return None
+                self._changed.wait()
+
+    def _joined(self, read: Read) -> tuple[list[Read], int]:
+        piece, read.begun = read.begun, read.begun + 1
+        self._forget(read)
+        reads, size = [read], read.nbytes
+        while read.pieces == 1 and read.aligned and size < PIECE:
+            following = self._next_at.get(reads[-1].offset + reads[-1].nbytes)
+            if following is None or following.rank != read.rank or not following.aligned:
+                break
+            size += following.nbytes
+            if following.pieces > 1 or size > PIECE:
+                break
+            following.begun = 1
+            self._forget(following)
+            reads.append(following)
+        return reads, piece
+
+    def _request(self, reads: list[Read], piece: int, staging: Tensor) -> None:
+        first = reads[0]
+        start = piece * PIECE
+        size = sum(read.nbytes for read in reads) if len(reads) > 1 else min(PIECE, first.nbytes - start)
+        offset = first.offset + start
+        if all(read.aligned for read in reads):
+            views = [read.target.numpy().data[start : start + size] for read in reads]
+            self._read(views, offset, size)
+        else:
+            low = offset - offset % SECTOR
+            whole = sectors(offset + size - low)
+            self._read([staging.numpy().data[:whole]], low, offset + size - low)
+            ctypes.memmove(first.target.data_ptr() + start, staging.data_ptr() + offset - low, size)
+        if self._pace is not None:
+            self._keep_pace(size, self._pace)
+
+    def _read(self, views: list[memoryview], offset: int, least: int) -> None:
+        """Fill the views from one place of the file on, of which `least` bytes must be there."""
+        self.requests += 1
+        count = os.preadv(self._file, views, offset)
+        if count < least or _stamp(self._file) != self._stamp:
+            raise _ShortReadError("was changed or cut off while it was in use: load the model again")
+        if not self.direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file, offset, count, os.POSIX_FADV_DONTNEED)
+
+    def _keep_pace(self, size: int, pace: float) -> None:
+        with self._changed:
+            self._paced_until = until = max(self._paced_until, time.perf_counter() - size / pace) + size / pace
+        time.sleep(max(0.0, until - time.perf_counter()))
+
+    def _fail(self, reads: list[Read], why: str) -> None:
+        for read in reads:
+            read.error = ExpertcastError(f"{str(self.path)!r} {why}")
+
+    def _arrive(self, reads: list[Read], start: float, end: float) -> None:
+        for read in reads:
+            with self._changed:
+                read.left -= 1
+                read.start = min(read.start or start, start)
+                last = not read.left
+            if last:
+                read.arrive(end)
+
+
+def can_read_directly() -> bool:
+    """Whether this system reads at any place of a file without its pointer."""
+    return hasattr(os, "preadv")
+
+
+class _ShortReadError(Exception):
+    """The file is not what it was."""
+
+
+def _stamp(file: int) -> tuple[int, int]:
+    found = os.fstat(file)
+    return found.st_size, found.st_mtime_ns
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """A handle, and whether it reads past the page cache."""
+    try:
+        if hasattr(os, "O_DIRECT"):
+            try:
+                return os.open(path, os.O_RDONLY | os.O_DIRECT), True
+            except OSError:
+                file = os.open(path, os.O_RDONLY)
+        else:
+            file = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise ExpertcastError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    warnings.warn(
+        f"the file system of {str(path)!r} has no direct reads: experts pass through the system's page cache",
+        stacklevel=3,
+    )
+    return file, False

@@ -1,0 +1,114 @@
+"""What every store whose experts lie in a file of its own has in common: the folder, and whether its file is used."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from expertcast.predictors.view import MoEView
+from expertcast.runtime.storage.arrival import Arrival, Reader
+from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.storage.store_header import StaleFileError
+
+
+class FileStore(ExpertStore):
+    """Experts in one file.
+
+    Args:
+        view: the model's MoE layers.
+        folder: where the file lies; made if need be, one folder per model. None: a temporary one, removed by `close`.
+        fingerprint: of what the blocks are made from. A file in `folder` with the same is used as it is, another is
+            made again. None: it is made again in any case.
+        device: where the model computes. None: where the experts lie.
+
+    Raises:
+        ExpertcastError: the folder holds a file of that name that is not ours.
+    """
+
+    name = "disk"
+    file_name: ClassVar[str]
+
+    def __init__(
+        self,
+        view: MoEView,
+        folder: str | Path | None = None,
+        *,
+        device: torch.device | None = None,
+        fingerprint: str | None = None,
+    ) -> None:
+        super().__init__(view, device=device)
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        if folder is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="expertcast-")
+            folder = self._temporary.name
+        self.path = Path(folder) / self.file_name
+        self._expect(view.model_id, fingerprint or "")
+        if self.path.exists():
+            try:
+                self._check()
+                if fingerprint is not None:
+                    self._open()
+            except StaleFileError as reason:
+                warnings.warn(f"{str(self.path)!r} is made again: {reason}", stacklevel=3)
+
+    @abstractmethod
+    def _expect(self, model_id: str, fingerprint: str) -> None:
+        """Note what a file that can be used holds."""
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Look at the file that is there.
+
+        Raises:
+            ExpertcastError: it is not ours.
+            StaleFileError: it is damaged; the text says how.
+        """
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Use the file that is there.
+
+        Raises:
+            StaleFileError: it must be made again; the text says why.
+        """
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """Let go of the file, and remove one that was not completed."""
+
+    @abstractmethod
+    def reader(self, threads: int, pace: float | None) -> Reader:
+        """A new reader of the file, past the system's page cache, for what :meth:`read` makes.
+
+        Args:
+            threads: reads under way at a time.
+            pace: bytes per second that the disk is taken for, at most; None: as it is.
+        """
+
+    @abstractmethod
+    def read(self, key: int, block: Tensor, arrival: Callable[[Any], None], urgent: bool) -> Arrival:
+        """What is to be asked of a :meth:`reader` for one expert's block.
+
+        Args:
+            key: the expert.
+            block: uint8 [block_bytes] in host memory, to be filled.
+            arrival: called by the thread that filled it.
+            urgent: it comes before all forecasts.
+        """
+
+    def finish(self) -> None:
+        """Complete the file, and give it its name."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._drop()
+        super().close()
+        if self._temporary is not None:
+            self._temporary.cleanup()

@@ -1,0 +1,92 @@
+"""The link that is the disk: the resident model's bits from a file, in no memory but the slots."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime import InstantLink, offload
+from expertcast.runtime.links.disk import DiskLink
+from expertcast.runtime.policies import Policies
+from expertcast.runtime.storage.store_file import FILE_NAME
+from tests.families.models import tiny_model
+from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.faults import INPUTS
+
+
+@pytest.mark.parametrize("fields", [{}, {"cache": False}, {"predictor": "next_norm"}, {"slots": 5}])
+def test_same_bits(
+    fields: dict[str, object], reference_model: PreTrainedModel, one: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """Without forecasts and with, also where a layer's experts come in chunks; then the model is what it was."""
+    before = greedy(reference_model, one, 5)
+    slots = {} if fields.get("cache") is False else {"slots": 60}
+    with offload(reference_model, store="disk", store_folder=tmp_path, **{**slots, **fields}) as offloaded:  # type: ignore[arg-type]
+        assert isinstance(offloaded.link, DiskLink)
+        assert_same(greedy(offloaded, one, 5), before)
+        stats = offloaded.stats.as_dict()
+        assert stats["bytes_moved"] >= stats["misses"] * offloaded.store.layout.block_bytes
+        assert offloaded.link.busy_s > 0
+        assert offloaded.pool.block(0).data_ptr() % 4096 == 0
+    assert_same(greedy(reference_model, one, 5), before)
+
+
+def test_a_slower_disk(reference_model: PreTrainedModel, one: dict[str, Tensor]) -> None:
+    """No more bytes per second than were asked for, in all and by the link's own books."""
+    bandwidth = 20e6
+    with offload(reference_model, store="disk", link="disk", bandwidth=bandwidth, slots=60) as offloaded:
+        greedy(offloaded, one, 3)
+        link = offloaded.link
+        assert link.bytes_moved / link.busy_s < 1.2 * bandwidth
+        assert isinstance(link.twin(), DiskLink)
+
+
+def test_lower_precision_comes_from_memory(reference_model: PreTrainedModel, one: dict[str, Tensor]) -> None:
+    texts = []
+    for link in (DiskLink(), InstantLink()):
+        with offload(
+            reference_model, store="disk", link=link, slots=60, policies=Policies(miss="fetch_lowest")
+        ) as offloaded:
+            texts.append(greedy(offloaded, one, 3))
+    assert_same(*texts)
+
+
+def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
+    """One error for each forward, and one for putting the experts back; with the bytes there again the model is right.
+
+    The same file mapped would have killed the process.
+    """
+    model = tiny_model("qwen3_moe")
+    before = greedy(model, INPUTS)
+    offloaded = offload(model, store="disk", store_folder=tmp_path, slots=5)
+    path = tmp_path / FILE_NAME
+    content, times = path.read_bytes(), path.stat()
+    os.truncate(path, len(content) // 2)
+    for _ in range(2):
+        with pytest.raises(ExpertcastError, match="was changed or cut off while it was in use"):
+            greedy(offloaded, INPUTS)
+    with pytest.raises(ExpertcastError, match="was cut off while it was in use"):
+        offloaded.store.views(0)
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert_same(greedy(offloaded, INPUTS), before)
+    offloaded.close()
+    assert_same(greedy(model, INPUTS), before)
+
+
+def test_refusals(reference_model: PreTrainedModel) -> None:
+    with pytest.raises(ExpertcastError, match="give store='disk'"):
+        offload(reference_model, link="disk")
+    with pytest.raises(ExpertcastError, match="bandwidth also to disk"):
+        offload(reference_model, store="disk", link="disk", latency=1e-3)
+    with pytest.raises(ExpertcastError, match="threads=0"):
+        DiskLink(0)
+    with pytest.raises(ExpertcastError, match="bytes per second above 0"):
+        DiskLink(bandwidth=0)
+    assert all(torch.isfinite(parameter).all() for parameter in reference_model.parameters())

@@ -1,0 +1,177 @@
+"""The coded store: the same bits from fewer bytes, and never a stale or damaged file without a word."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from expertcast.data.discovery import find_moe_layers
+from expertcast.predictors import ExpertcastError, MoEView
+from expertcast.runtime import InstantLink, OffloadConfig, offload
+from expertcast.runtime.links.disk import DiskLink
+from expertcast.runtime.storage.coded_file import FILE_NAME, CodedFile
+from expertcast.runtime.storage.coded_store import CodedStore
+from expertcast.runtime.storage.host_memory import HostMemory
+from expertcast.runtime.storage.store import ExpertStore
+from tests.families.models import tiny_model
+from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.faults import INPUTS
+
+
+def _model(seed: int = 0) -> PreTrainedModel:
+    return tiny_model("qwen3_moe", seed=seed).to(torch.bfloat16)
+
+
+def _store(folder: Path | None, seed: int = 0, codec: str = "bitsplit") -> tuple[CodedStore, MoEView]:
+    view = find_moe_layers(_model(seed))
+    return CodedStore(view, folder, codec=codec, fingerprint=str(seed)), view
+
+
+def _blocks(store: ExpertStore) -> Tensor:
+    return torch.stack([store.block(key) for key in range(store.layers * store.experts)])
+
+
+@pytest.fixture(scope="module")
+def expected() -> Tensor:
+    view = find_moe_layers(_model())
+    store = ExpertStore(view)
+    store.pack(view)
+    return _blocks(store).clone()
+
+
+@pytest.mark.parametrize("codec", ["raw", "bitsplit", "bitsplit:shards=3"])
+def test_same_blocks_as_in_memory(codec: str, expected: Tensor, tmp_path: Path) -> None:
+    """Also when the file is found again, layer by layer, and by others who read safetensors."""
+    store, view = _store(tmp_path, codec=codec)
+    store.pack(view)
+    assert torch.equal(_blocks(store), expected)
+    store.close()
+    assert [entry.name for entry in tmp_path.iterdir()] == [FILE_NAME]
+    again, _ = _store(tmp_path, codec=codec)
+    assert again.holds(0)
+    assert torch.equal(_blocks(again), expected)
+    per_layer = expected.view(again.layers, again.experts, -1)
+    for layer in range(again.layers):
+        memory = HostMemory(again.layer_nbytes).bytes
+        for name, view_ES in again.layout.views(memory).items():
+            view_ES.copy_(again.views(layer)[name])
+        assert torch.equal(memory.view(again.experts, -1), per_layer[layer])
+    with safe_open(tmp_path / FILE_NAME, framework="pt") as file:
+        assert int(file.get_tensor("nbytes").sum()) == again.stored_nbytes
+    if codec.startswith("bitsplit"):
+        assert again.stored_nbytes < 0.95 * again.nbytes
+
+
+@pytest.mark.parametrize("fields", [{}, {"cache": False}, {"predictor": "next_norm"}, {"slots": 5}])
+def test_same_bits(
+    fields: dict[str, object], reference_model: PreTrainedModel, one: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """The resident model's logits, by the disk's own link and by the simplest one; then the model is what it was."""
+    before = greedy(reference_model, one, 5)
+    slots = {} if fields.get("cache") is False else {"slots": 60}
+    options = {"store": "disk", "codec": "bitsplit", "store_folder": tmp_path, **slots, **fields}
+    for link in (None, InstantLink()):
+        chosen = options if link is None else {**options, "link": link}
+        with offload(reference_model, **chosen) as offloaded:  # type: ignore[arg-type]
+            assert isinstance(offloaded.store, CodedStore)
+            assert isinstance(offloaded.link, DiskLink if link is None else InstantLink)
+            assert_same(greedy(offloaded, one, 5), before)
+    assert_same(greedy(reference_model, one, 5), before)
+
+
+def test_other_weights_or_codec_make_it_again(expected: Tensor, tmp_path: Path) -> None:
+    store, view = _store(tmp_path)
+    store.pack(view)
+    for seed, codec, why in ((1, "bitsplit", "other weights"), (0, "bitsplit:shards=2", "made by codec 'bitsplit'")):
+        with pytest.warns(
+            UserWarning, match=f"is made again: it was made .*{why}" if seed else "is made again: it was"
+        ):
+            again, view = _store(tmp_path, seed=seed, codec=codec)
+        assert not again.holds(0)
+        again.pack(view)
+    assert torch.equal(_blocks(again), expected)
+
+
+@pytest.mark.parametrize("place", ["header", "index", "cut"])
+def test_a_damaged_file_is_made_again(place: str, tmp_path: Path) -> None:
+    store, view = _store(tmp_path)
+    store.pack(view)
+    file = CodedFile(store.path)
+    content = bytearray(store.path.read_bytes())
+    at = {"header": content.index(b'"experts": "') + 12, "index": len(content) - 5, "cut": 0}[place]
+    content[at] ^= 1
+    store.path.write_bytes(content[:-100] if place == "cut" else content)
+    with pytest.warns(UserWarning, match="is made again"):
+        again, _ = _store(tmp_path)
+    assert not again.holds(0)
+    assert file.header.count == again.layers * again.experts
+
+
+def test_a_damaged_part_is_one_error(tmp_path: Path) -> None:
+    """It is found when it is read, by its digest; experts that are whole are read on."""
+    model = _model()
+    with offload(model, store="disk", codec="bitsplit", store_folder=tmp_path, slots=5) as offloaded:
+        store = offloaded.store
+        assert isinstance(store, CodedStore)
+        before = greedy(offloaded, INPUTS)
+        content = bytearray(store.path.read_bytes())
+        place = int(CodedFile(store.path).offsets[0, 1])
+        times = store.path.stat()
+        for value in (1, 0):
+            content[place] = content[place] ^ 1
+            with store.path.open("r+b") as file:
+                file.write(content)
+            os.utime(store.path, ns=(times.st_atime_ns, times.st_mtime_ns))
+            if value:
+                with pytest.raises(ExpertcastError, match=r"part 1 .* of an expert in the store is damaged"):
+                    store.views(0)
+                assert store.views(1)
+        assert_same(greedy(offloaded, INPUTS), before)
+
+
+def test_killed_while_packing(expected: Tensor, tmp_path: Path) -> None:
+    """Half a file never has the name, and the next packing removes it."""
+    code = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from tests.runtime.storage.test_coded_store import _store\n"
+        "store, view = _store(Path(sys.argv[1]))\n"
+        "fill = store.fill\n"
+        "def kill(layer, write):\n"
+        "    fill(layer, write)\n"
+        "    if layer == 1:\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "store.fill = kill\n"
+        "store.pack(view)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert done.returncode == -9
+    (left,) = tmp_path.iterdir()
+    assert left.name != FILE_NAME
+    store, view = _store(tmp_path)
+    store.pack(view)
+    assert torch.equal(_blocks(store), expected)
+    assert [entry.name for entry in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_refusals(tmp_path: Path) -> None:
+    model = _model()
+    with pytest.raises(ExpertcastError, match="codec 'int4' loses bits"):
+        offload(model, store="disk", codec="int4")
+    with pytest.raises(ExpertcastError, match="'zip'"):
+        OffloadConfig(store="disk", codec="zip")
+    with pytest.raises(ExpertcastError, match="belongs to store='disk'"):
+        OffloadConfig(codec="bitsplit")
+    with pytest.raises(ExpertcastError, match="not bf16 or fp16"):
+        offload(tiny_model("qwen3_moe").float(), store="disk", codec="bitsplit")
+    (tmp_path / FILE_NAME).write_bytes(b"something else")
+    with pytest.raises(ExpertcastError, match="was not written by expertcast"):
+        offload(model, store="disk", codec="bitsplit", store_folder=tmp_path)
