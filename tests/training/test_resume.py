@@ -105,7 +105,9 @@ def test_a_running_model_as_the_source(
 
     def source() -> OnlineTraces:
         documents = load_documents("reference")
-        return OnlineTraces(reference_model, reference_tokenizer, documents, tokens=4000, buffer_tokens=700)
+        return OnlineTraces(
+            reference_model, reference_tokenizer, documents, tokens=4000, buffer_tokens=700, early_rank=None
+        )
 
     config = EstimatorConfig(parameters=80_000, steps=30, step_tokens=256, passes=9, patience=20)
     whole = fit("estimator", source(), config=config, options=options(None))
