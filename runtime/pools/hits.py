@@ -41,7 +41,8 @@ def interval_hits(chances_R: Floats, most: int) -> Floats:
 def hit_patterns(most: int) -> Counts:
     """Every (hits in F, C, S, E) of together `most` or fewer [G, 4]."""
     grid = np.indices((most + 1,) * 4).reshape(4, -1).T
-    return grid[grid.sum(axis=1) <= most]
+    kept: Counts = grid[grid.sum(axis=1) <= most]
+    return kept
 
 
 def pattern_chances(intervals: Floats, ends: Counts, patterns_G4: Counts, size: int) -> Floats:
@@ -60,9 +61,10 @@ def pattern_chances(intervals: Floats, ends: Counts, patterns_G4: Counts, size: 
     """
     ranks = intervals.shape[0] - 1
     rest_G = size - patterns_G4.sum(axis=1)
-    chances = np.where(rest_G >= 0, intervals[ends[..., -1, None], ranks, np.maximum(rest_G, 0)], 0.0)
+    chances: Floats = np.where(rest_G >= 0, intervals[ends[..., -1, None], ranks, np.maximum(rest_G, 0)], 0.0)
     start = np.zeros_like(ends[..., 0])
     for pool in range(4):
         chances = chances * intervals[start[..., None], ends[..., pool, None], patterns_G4[:, pool]]
         start = ends[..., pool]
-    return chances / intervals[0, ranks, size]
+    chances /= intervals[0, ranks, size]
+    return chances

@@ -121,7 +121,8 @@ def found_states(moved_RR: Floats, ends_N4: Counts) -> Floats:
     found_N44[:, 2, 2] += moved_N44[:, 0, 2] + moved_N44[:, 1, 2]
     found_N44[:, 3, 3] += moved_N44[:, 1, 3] * no_mantissas_N
     used_N41 = used_N4[:, :, None]
-    return np.divide(found_N44, used_N41, out=np.zeros_like(found_N44), where=used_N41 > 0)
+    shares_N44: Floats = np.divide(found_N44, used_N41, out=np.zeros_like(found_N44), where=used_N41 > 0)
+    return shares_N44
 
 
 def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:

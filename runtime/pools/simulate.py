@@ -82,8 +82,8 @@ def simulate(tasks: Sequence[Task], order: Order, costs: Costs) -> Times:
         task = order.decodes[rank]
         ready[task] = max(ready[task], end)
     experts: dict[int, float] = {}
-    for task, end in zip(tasks, ready, strict=True):
-        experts[task.expert] = max(end, experts.get(task.expert, 0.0))
+    for tensor, end in zip(tasks, ready, strict=True):
+        experts[tensor.expert] = max(end, experts.get(tensor.expert, 0.0))
     seconds = {task.expert: task.compute_s for task in tasks}
     makespan = 0.0
     for expert in sorted(experts, key=experts.__getitem__):
