@@ -2,6 +2,7 @@
 
 from expertcast.runtime.policies.eviction.base import EvictionPolicy
 from expertcast.runtime.policies.eviction.belady import Belady, bypass_misses
+from expertcast.runtime.policies.eviction.fifo import FIFO
 from expertcast.runtime.policies.eviction.fld import FLD
 from expertcast.runtime.policies.eviction.forecast import ForecastEviction
 from expertcast.runtime.policies.eviction.importance import Importance
@@ -10,6 +11,7 @@ from expertcast.runtime.policies.eviction.lfru import LFRU
 from expertcast.runtime.policies.eviction.lfu import LFU
 from expertcast.runtime.policies.eviction.lhu import LHU
 from expertcast.runtime.policies.eviction.lru import LRU
+from expertcast.runtime.policies.eviction.marking import Marking
 from expertcast.runtime.policies.eviction.next_use import NextUse
 from expertcast.runtime.policies.eviction.score import Score
 from expertcast.runtime.policies.registry import PolicyRegistry
@@ -17,6 +19,8 @@ from expertcast.runtime.policies.registry import PolicyRegistry
 EVICTION: PolicyRegistry[EvictionPolicy] = PolicyRegistry(
     "eviction policy",
     LRU,
+    FIFO,
+    Marking,
     LFU,
     LFRU,
     LHU,

@@ -27,6 +27,8 @@ class History:
     """Events started."""
     residents: dict[int, bool] = field(default_factory=dict)
     """With whether they are held in full."""
+    inserted: dict[int, int] = field(default_factory=dict)
+    """Time of the last insertion."""
     accessed: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Time and forward of the last insertion or use."""
     wanted: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -43,6 +45,7 @@ class History:
     def insert(self, key: int, full: bool) -> None:
         self.time += 1
         self.residents[key] = full
+        self.inserted[key] = self.time
         self.accessed[key] = (self.time, self.forward)
         self.wanted.pop(key, None)
 
@@ -82,6 +85,10 @@ class History:
 
 def lru(history: History, key: int) -> tuple[float, ...]:
     return (history.accessed[key][0],)
+
+
+def fifo(history: History, key: int) -> tuple[float, ...]:
+    return (history.inserted[key],)
 
 
 def lfu(history: History, key: int) -> tuple[float, ...]:
@@ -151,6 +158,7 @@ def _shares(values: list[float], residents: list[int]) -> list[float]:
 
 ORDERS: dict[str, Order] = {
     "lru": lru,
+    "fifo": fifo,
     "lfu": lfu,
     "lhu": lhu,
     "fld": fld,

@@ -29,6 +29,15 @@ LRU = """
     a1 a2 > b0 b2 | b0* b2* > c0 c2 | c0* c1 > a1 a2
     a0 a2 > b0 b2 | b0* b2* > c0 c1 | c1* c2 > a0 a2
 """
+MARKING = """
+    Drawn with seed 0, where there is a choice: when all are marked, a phase ends, and two of the four go. That is at c
+    in 1, at b in 2, at a and c in 3 and at b in 4. Otherwise the unmarked ones go: what is left of the phase before, of
+    which b0 goes at a in 2, a0 at c in 2, a1 and b2 at a in 4, a0 at c in 4.
+    a0 a1       | b0 b1         | c0 c2 > a1 b1
+    a1 > b0     | b0* b2 > a1 c2 | c2* > a0
+    a1 a2 > c0 c2 |               | c0* c1 > a2 b0
+    a0 a2 > a1 b2 | b0 b2* > a2 c0 | c2 > a0
+"""
 LFU = """
     2: b0 is the oldest of those used once. At c: b2 once, then of a0 a1 b0, used twice, a0 is the oldest.
     3: a1 hits; b0 is the oldest of those used twice. At b: a2 once, then c0 before c2. At c: c2, used twice in forward
@@ -107,6 +116,8 @@ BELADY = """
 """
 TRIALS = {
     "lru": (LRU, 0, 24, 9, 24 * BLOCK),
+    "fifo": (LRU, 0, 24, 9, 24 * BLOCK),
+    "marking": (MARKING, 5, 19, 4, 19 * BLOCK),
     "lfu": (LFU, 2, 22, 6, 22 * BLOCK),
     "lhu": (LHU, 7, 17, 2, 10 * BLOCK + 7 * LOW),
     "fld": (FLD, 8, 16, 1, 16 * BLOCK),

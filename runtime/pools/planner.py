@@ -1,0 +1,147 @@
+"""Which share of the memory each pool is given (ZipMoE, Algorithm 4; row E19).
+
+R ranks, M most experts of a step, G hit patterns, N allocations; four pools in the order F, C, S, E.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.pools.costs import Costs
+from expertcast.runtime.pools.hits import Counts, Floats, hit_patterns, interval_hits, pattern_chances
+from expertcast.runtime.pools.makespan import estimate_makespan
+from expertcast.runtime.pools.ranks import RankModel
+from expertcast.runtime.pools.states import POOLS, ExpertBytes, State
+
+_CELLS = 2**21
+"""Of the largest array that is made at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """An allocation, the same for each layer."""
+
+    memory: dict[State, int]
+    """Bytes of each pool, per layer."""
+    experts: dict[State, int]
+    """Experts that fit each pool, per layer."""
+    expected_s: float
+    """Until a layer's experts are ready, in the mean."""
+
+
+def plans(
+    model: RankModel,
+    costs: Costs,
+    *,
+    size: ExpertBytes,
+    memory: int,
+    step: float = 0.05,
+    pools: Sequence[State] = POOLS,
+) -> list[Plan]:
+    """Every allocation of a grid with what it is expected to take, the best first.
+
+    Args:
+        model: of the routing; its mean layer is planned for.
+        costs: of the operations.
+        size: bytes of an expert's parts.
+        memory: bytes for the pools of one layer.
+        step: of the grid, as a share of the memory (the paper's delta, which is its dispatch margin as well).
+        pools: those to use (the paper's Lambda).
+
+    Raises:
+        ExpertcastError: a step that does not divide 1, or no pools.
+    """
+    parts = round(1 / step) if step > 0 else 0
+    if parts < 1 or abs(parts * step - 1) > 1e-9 or not pools:
+        raise ExpertcastError(f"step={step}, {len(pools)} pools: give a step of 1, 1/2, 1/3, ... and one pool or more")
+    bytes_4 = np.array([size.held(state) for state in POOLS])
+    used_4 = np.array([state in pools for state in POOLS])
+    shares_N4 = np.array([shares for shares in _compositions(parts, 4) if not any(np.array(shares)[~used_4])])
+    counts_N4 = np.unique(_counts(shares_N4, parts, memory, bytes_4), axis=0)
+    seconds_N = expected_makespans(model, costs, counts_N4)
+    made = []
+    for index in np.argsort(seconds_N, kind="stable").tolist():
+        counts = counts_N4[index].tolist()
+        experts = dict(zip(POOLS, counts, strict=True))
+        held = {state: count * size.held(state) for state, count in experts.items()}
+        made.append(Plan(memory=held, experts=experts, expected_s=float(seconds_N[index])))
+    return made
+
+
+def expected_makespans(model: RankModel, costs: Costs, counts_N4: Counts) -> Floats:
+    """Mean seconds per layer [N] of pools that hold so many experts.
+
+    Pools take ranks one after another. Not all of a pool's ranks are found in its own state, as the paper has it: what
+    an expert is found in is averaged over the ranks that it had when it was last used (:func:`found_states`).
+    """
+    model = model.pooled()
+    selection_R, sizes_M = model.selection()[0], model.sizes_LM[0]
+    most = len(sizes_M) - 1
+    ends_N4 = np.minimum(np.cumsum(counts_N4, axis=1), len(selection_R))
+    patterns_G4 = hit_patterns(most)
+    intervals = interval_hits(selection_R, most)
+    seconds_N = np.zeros(len(counts_N4))
+    rows = max(1, _CELLS // patterns_G4.size)
+    for first in range(0, len(counts_N4), rows):
+        ends_n4 = ends_N4[first : first + rows]
+        found_nG4 = patterns_G4 @ found_states(model.moved_LRR[0], ends_n4)
+        for size in np.flatnonzero(sizes_M).tolist():
+            chances_nG = pattern_chances(intervals, ends_n4, patterns_G4, size)
+            mean_n = (chances_nG * estimate_makespan(found_nG4, size, costs)).sum(axis=1)
+            seconds_N[first : first + rows] += sizes_M[size] * mean_n
+    return seconds_N
+
+
+def found_states(moved_RR: Floats, ends_N4: Counts) -> Floats:
+    """Shares of states of used experts by the pool that their rank lies in [N, pool, state F C S E]; what is left of 1
+    is missing.
+
+    An expert is put into the pool of its rank when it is used, and then only moves down, part by part: a full one has
+    no shards and can only become S, in pools C and S; one of C becomes S or, where there is no S pool, E.
+
+    Args:
+        moved_RR: how often experts are used that had one rank behind their last use and another one now, of
+            :class:`RankModel`.
+        ends_N4: rank behind the last of each pool.
+    """
+    sums = np.zeros((moved_RR.shape[0] + 1, moved_RR.shape[1] + 1))
+    sums[1:, 1:] = moved_RR.cumsum(axis=0).cumsum(axis=1)
+    edges_N5 = np.pad(ends_N4, ((0, 0), (1, 0)))
+    used_N4 = np.diff(sums[-1][edges_N5], axis=1)
+    moved_N44 = np.diff(np.diff(sums[edges_N5[:, :, None], edges_N5[:, None, :]], axis=1), axis=2)
+    no_mantissas_N = ends_N4[:, 2] == ends_N4[:, 1]
+    found_N44 = np.zeros_like(moved_N44)
+    for now in range(4):
+        found_N44[:, now, now] = moved_N44[:, now:, now].sum(axis=1)
+    found_N44[:, 1, 2] += moved_N44[:, 0, 1]
+    found_N44[:, 2, 2] += moved_N44[:, 0, 2] + moved_N44[:, 1, 2]
+    found_N44[:, 3, 3] += moved_N44[:, 1, 3] * no_mantissas_N
+    used_N41 = used_N4[:, :, None]
+    shares_N44: Floats = np.divide(found_N44, used_N41, out=np.zeros_like(found_N44), where=used_N41 > 0)
+    return shares_N44
+
+
+def _compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a sum of so many parts, in order."""
+    if parts == 1:
+        yield (total,)
+        return
+    for first in range(total + 1):
+        for others in _compositions(total - first, parts - 1):
+            yield (first, *others)
+
+
+def _counts(shares_N4: Counts, parts: int, memory: int, bytes_4: Counts) -> Counts:
+    """Whole experts in each pool [N, 4]; what is left over of a share goes to the next pool that has one."""
+    counts_N4 = np.zeros_like(shares_N4)
+    over_N = np.zeros(len(shares_N4), dtype=np.int64)
+    for pool in range(4):
+        given_N = shares_N4[:, pool] * memory // parts
+        over_N = over_N + given_N
+        counts_N4[:, pool] = np.where(shares_N4[:, pool] > 0, over_N // bytes_4[pool], 0)
+        over_N -= counts_N4[:, pool] * bytes_4[pool]
+    return counts_N4

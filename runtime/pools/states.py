@@ -1,0 +1,97 @@
+"""In which state an expert is held, what it still needs before it can run, and how many bytes it takes.
+
+A bf16 tensor lies on disk as two planes: signs and mantissas, a byte each, stored as they are, and exponents, a byte
+each, compressed in K shards (ZipMoE, section 3.2 and Figure 6; rows E4, E6 and E12).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Operation(Enum):
+    """A step from disk to a tensor that can be computed with."""
+
+    READ_EXPONENTS = "read_exponents"
+    DECODE = "decode"
+    READ_MANTISSAS = "read_mantissas"
+    RECOVER = "recover"
+
+
+AFTER = {
+    Operation.READ_EXPONENTS: (),
+    Operation.DECODE: (Operation.READ_EXPONENTS,),
+    Operation.READ_MANTISSAS: (),
+    Operation.RECOVER: (Operation.DECODE, Operation.READ_MANTISSAS),
+}
+"""What comes before each operation, where it is needed at all."""
+
+
+class State(Enum):
+    """What memory holds of an expert. The order is that of the pools, and of what is left to do."""
+
+    F = "full"
+    C = "compressed"
+    S = "mantissas"
+    E = "exponents"
+    M = "missing"
+
+    __hash__ = object.__hash__  # members are unique; Enum's own hash is a Python call, made at every lookup
+
+    @property
+    def reads_mantissas(self) -> bool:
+        """Whether the sign-mantissa planes must be read: the experts of Type I; C and S are Type II."""
+        return self is State.E or self is State.M
+
+    @property
+    def reads_exponents(self) -> bool:
+        """Whether the shards must be read."""
+        return self is State.S or self is State.M
+
+    @property
+    def decodes(self) -> bool:
+        """Whether shards must be decoded."""
+        return self is not State.F
+
+    @property
+    def needs(self) -> tuple[Operation, ...]:
+        """What is left to do for each tensor, each after those of `AFTER` that are among them."""
+        return tuple(
+            operation
+            for operation, needed in (
+                (Operation.READ_EXPONENTS, self.reads_exponents),
+                (Operation.DECODE, self.decodes),
+                (Operation.READ_MANTISSAS, self.reads_mantissas),
+                (Operation.RECOVER, self.decodes),
+            )
+            if needed
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertBytes:
+    """Bytes of one expert's parts; all experts of a model have about the same."""
+
+    plane: int
+    """Signs and mantissas: half of the expert."""
+    exponents: int
+    """Compressed exponents, all shards."""
+
+    def held(self, state: State) -> int:
+        """Bytes that an expert takes in a state (row E12)."""
+        match state:
+            case State.F:
+                return 2 * self.plane
+            case State.C:
+                return self.plane + self.exponents
+            case State.S:
+                return self.plane
+            case State.E:
+                return self.exponents
+            case State.M:
+                return 0
+
+
+POOLS = (State.F, State.C, State.S, State.E)
+"""States that have a pool, hottest first."""
