@@ -22,6 +22,7 @@ COMMANDS = {
     "collect": "run a model over text and store router inputs, logits and default vectors",
     "train": "fit a predictor on traces, or online on a running model",
     "eval": "score predictors on traces: recall@k per layer and the rest",
+    "store": "pack a model's experts into a folder, compressed without loss, for models larger than memory",
     "generate": "generate with experts offloaded and forecast",
     "bench": "time per token of offloaded decoding in every mode, for a model or a shape",
     "advise": "measure link and layers, and say whether and how to prefetch",

@@ -17,6 +17,7 @@ from expertcast.predictors import MoEView, PredictorConfig
 from expertcast.predictors.frequency import Frequency
 from expertcast.predictors.next_token import NextToken, NextTokenConfig
 from expertcast.runtime import OffloadConfig, offload
+from expertcast.runtime.storage.coded_file import FILE_NAME as CODED_FILE
 from tests.sealed import edit_json
 
 _TARGET = {"--layers", "--slots", "--memory", "--bandwidth", "--copy-over-compute", "--latency", "--link",
@@ -30,7 +31,9 @@ COMMANDS = {
     "eval": {"--predictor", "--split", "--ahead", "--report", "--curve", "--model", "--data", "--quality-tokens",
              "--bandwidth", "--layer-time", "--expert-bytes", "--dtype", "--device"},
     "generate": {"--prompt", "--predictor", "--mode", "--slots", "--memory", "--policies", "--next-token",
-                 "--store-folder", "--bandwidth", "--new-tokens", "--config", "--forecasts", "--dtype", "--device"},
+                 "--store-folder", "--codec", "--bandwidth", "--new-tokens", "--config", "--forecasts", "--dtype",
+                 "--device"},
+    "store": {"--store-folder", "--codec", "--dtype", "--device"},
     "inspect": {"--verify"},
     "bench": {*_TARGET, "--mode", "--cache", "--ahead", "--prompt-tokens", "--new-tokens", "--repetitions",
               "--no-advice", "--peer", "--minutes", "--timeline", "--next-token", "--likely", "--policies",
@@ -245,6 +248,23 @@ def test_bench_and_advise_a_model(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert advice["slots"] == 96
     assert {option["mode"] for option in advice["options"]} == {"on_demand", "exact", "speculate"}
     assert "advice: " in capsys.readouterr().out
+
+
+def test_store_and_generate_from_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Two commands for a model larger than memory: the second finds what the first packed."""
+    packed, result = ["--store-folder", str(tmp_path / "store"), "--codec", "bitsplit"], tmp_path / "result.json"
+    assert main(["store", "reference", *packed, "--json", str(result)]) == 0
+    said = json.loads(result.read_text())
+    assert said["bound"] < said["ratio"] < 0.8
+    assert "768 experts" in capsys.readouterr().out
+    changed = (tmp_path / "store" / CODED_FILE).stat().st_mtime_ns
+    texts = []
+    for options in ([], [*packed, "--memory", "2MB"]):
+        assert main(["generate", "reference", "--prompt", "It was", "--new-tokens", "4", *options]) == 0
+        texts.append(capsys.readouterr().out.split("\n\n")[0])
+    assert texts[0] == texts[1]
+    assert (tmp_path / "store" / CODED_FILE).stat().st_mtime_ns == changed
+    assert "loses bits" in fails(capsys, "store", "reference", "--store-folder", str(tmp_path), "--codec", "int4")
 
 
 def test_bench_with_forecasts_of_tokens(tmp_path: Path, reference_view: MoEView) -> None:

@@ -39,6 +39,8 @@ class Options(ModelOptions):
     """How experts are evicted, prefetched and missed."""
     store_folder: Annotated[str | None, Option(metavar="DIR")] = None
     """Keep the experts packed in this folder, for models larger than memory."""
+    codec: Annotated[str | None, Option(metavar="CODEC")] = None
+    """How `expertcast store` packed them there (default: raw)."""
     new_tokens: Count = 64
     """Tokens to generate."""
     offload: Annotated[Given[OffloadConfig], _OFFLOAD]
@@ -72,6 +74,8 @@ def configuration(options: Options) -> OffloadConfig:
         changed["policies"] = policies_of(options.policies)
     if options.store_folder is not None:
         changed |= {"store": "disk", "store_folder": options.store_folder}
+    if options.codec is not None:
+        changed["codec"] = options.codec
     if ("slots" in changed) != ("memory" in changed):  # two ways to say the same: the file's goes
         changed = {"slots": None, "memory": None, **changed}
     try:

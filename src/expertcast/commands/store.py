@@ -1,0 +1,62 @@
+"""`expertcast store`: pack a model's experts into a folder, for models larger than memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+
+from expertcast.commands.options import Model, ModelOptions, Option
+from expertcast.commands.output import Outcome
+from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.loading import load_offloaded
+from expertcast.runtime.storage.codecs import CODECS, exponent_histogram
+from expertcast.runtime.storage.coded_store import CodedStore
+from expertcast.runtime.storage.store import ExpertStore
+
+_LOSSLESS = ", ".join(name for name in CODECS.names() if CODECS.get(name).lossless)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ModelOptions):
+    """What `expertcast store` takes."""
+
+    model: Model
+    store_folder: Annotated[str, Option(metavar="DIR")]
+    """Where the file lies, one folder per model; what is there of the same model is used as it is."""
+    codec: Annotated[str, Option(metavar="CODEC", help=_LOSSLESS)] = "bitsplit"
+    """How experts are compressed."""
+
+    def __post_init__(self) -> None:
+        OffloadConfig(store="disk", store_folder=self.store_folder, codec=self.codec)
+
+
+def run(options: Options) -> Outcome:
+    """Load the model offloaded, which packs it layer by layer, and say what the file takes."""
+    config = OffloadConfig(store="disk", store_folder=options.store_folder, codec=options.codec)
+    with load_offloaded(options.model, config, device="cpu", dtype=options.dtype) as offloaded:
+        store = offloaded.store
+        stored = store.stored_nbytes if isinstance(store, CodedStore) else store.nbytes
+        result = {
+            "store_folder": options.store_folder, "codec": options.codec, "layers": store.layers,
+            "experts": store.experts, "nbytes": store.nbytes, "stored_nbytes": stored, "ratio": stored / store.nbytes,
+            "bound": _bound(store),
+        }  # fmt: skip
+    text = (
+        f"{store.layers * store.experts} experts of {store.layout.block_bytes:,} bytes in {options.store_folder}, "
+        f"codec {options.codec}: {stored:,} bytes, {stored / store.nbytes:.3f} of {store.nbytes:,}"
+    )
+    if result["bound"] is not None:
+        text += f"; coding exponents one by one takes {result['bound']:.3f} at least (middle layer)"
+    return result, text
+
+
+def _bound(store: ExpertStore) -> float | None:
+    """The entropy bound of the middle layer's experts; None where a parameter is not of 16-bit floats."""
+    fields = store.layout.fields
+    if any(field.dtype not in (torch.bfloat16, torch.float16) for field in fields):
+        return None
+    if len({field.dtype for field in fields}) > 1:
+        return None
+    return exponent_histogram(store.views(store.layers // 2).values()).bound
