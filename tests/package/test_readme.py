@@ -43,7 +43,7 @@ def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         pq.write_table(few, tmp_path / name)
     commands = readme_commands()
     assert {command[0] for command in commands} == {
-        "inspect", "collect", "train", "eval", "generate", "advise", "bench", "simulate"
+        "inspect", "collect", "train", "eval", "store", "generate", "advise", "bench", "simulate"
     }  # fmt: skip
     for command in commands:
         short = command + {"bench": FEW_TOKENS, "advise": FEW_TOKENS[:4]}.get(command[0], [])
