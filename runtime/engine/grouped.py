@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from expertcast.predictors.plain import Json
+from expertcast.runtime.engine.grouped_host import products
 from expertcast.runtime.links.carve_out import has_persistent_grouped_mm
 
 _GROUPED_MM = tuple(
@@ -31,7 +32,7 @@ _GROUPED_MM = tuple(
 )
 """What transformers calls, and what torch's wrapper of it calls."""
 
-_MANY_GROUPS = 32
+MANY_GROUPS = 32
 """Empty groups cost about 1 us each on the CPU; telling them apart costs about as much as these."""
 
 _MOST_GROUPS = 1023
@@ -43,6 +44,8 @@ def over_slots(
 ) -> AbstractContextManager[object]:
     """What must stand between the experts' kernel and `grouped_mm` over so many slots on such a device; often nothing.
 
+    On the CPU :class:`expertcast.runtime.engine.grouped_host.HostGrouped` does the same faster.
+
     Args:
         experts: the module, whose parameters are slot views [S, ...].
         count: S.
@@ -51,7 +54,7 @@ def over_slots(
         slots: `slots_TK` (flat) on the host, if it is known there.
     """
     if slots_TK.device.type == "cpu":
-        if len(slots_TK) > 1 or count > _MANY_GROUPS:
+        if len(slots_TK) > 1 or count > MANY_GROUPS:
             return _ExpertOrder(slots_TK.reshape(-1), order())
         return nullcontext()
     if slots_TK.device.type != "cuda":
@@ -62,12 +65,8 @@ def over_slots(
 
 
 class _ExpertOrder(TorchFunctionMode):
-    """On the CPU, makes `grouped_mm` over slots the very products that it makes over experts.
-
-    Rows are sorted by expert, as in the resident model: torch's CPU sort need not be stable, and where several
-    tokens share an expert its `mm` may round a row otherwise at another place in the group. Empty groups, which
-    cost time on the CPU, are skipped.
-    """
+    """On the CPU, makes `grouped_mm` over slots the very products that it makes over experts: the reference for
+    `HostGrouped`, and what stands in for it where transformers' kernel is written otherwise."""
 
     def __init__(self, slots_P: Tensor, order_P: Tensor) -> None:
         super().__init__()
@@ -86,7 +85,7 @@ class _ExpertOrder(TorchFunctionMode):
         if func not in _GROUPED_MM:
             return func(*args, **(kwargs or {}))
         rows, weight = args[:2]
-        return _products(rows, weight, self._groups)
+        return products(rows, weight, self._groups)
 
 
 class _SlotProducts(TorchFunctionMode):
@@ -106,7 +105,7 @@ class _SlotProducts(TorchFunctionMode):
         if func not in _GROUPED_MM:
             return func(*args, **(kwargs or {}))
         rows, weight = args[:2]
-        return _products(rows, weight, self._groups)
+        return products(rows, weight, self._groups)
 
 
 class _SlotRanges(TorchFunctionMode):
@@ -154,13 +153,3 @@ def _ranges(multiply: Callable[..., Tensor], rows_PD: Tensor, weight: Tensor, en
         part_PF = multiply(rows_PD, weight[within], offs=ends_S[within])
         output_PF = torch.where(row_P1 < ends_S[early], output_PF, part_PF)
     return output_PF
-
-
-def _products(rows: Tensor, weight: Tensor, groups: Sequence[tuple[int, int]]) -> Tensor:
-    """One product per group (slot, rows), the groups' rows one after another."""
-    output = rows.new_empty(rows.shape[0], weight.shape[-1])
-    start = 0
-    for slot, count in groups:
-        torch.mm(rows[start : start + count], weight[slot], out=output[start : start + count])
-        start += count
-    return output

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
-from expertcast.runtime.engine.grouped import over_slots
+from expertcast.runtime.engine.grouped import MANY_GROUPS, over_slots
+from expertcast.runtime.engine.grouped_host import HostGrouped
 
 ExpertsForward = Callable[..., Tensor]
 
@@ -33,6 +34,7 @@ class SlotKernel:
         self.forward = forward
         """transformers' kernel that runs from now on."""
         self._slots = slots
+        self._on_host = HostGrouped.of(grouped_mm_experts_forward)
 
     def run(
         self,
@@ -90,6 +92,9 @@ class SlotKernel:
         try:
             between: AbstractContextManager[object] = nullcontext()
             if self._grouped:
+                many = len(slots_TK) > 1 or self._slots > MANY_GROUPS
+                if self._on_host is not None and many and slots_TK.device.type == "cpu":
+                    return self._on_host.run(experts, hidden_TD, slots_TK, weights_TK, order())
                 between = over_slots(experts, self._slots, slots_TK, order, slots)
             with between:
                 return self.forward(experts, hidden_TD, slots_TK, weights_TK)

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
 from expertcast.data.discovery import find_moe_layers
 from expertcast.runtime.engine import grouped, kernels
 from expertcast.runtime.engine.grouped import _ExpertOrder, _SlotProducts, _SlotRanges, over_slots
+from expertcast.runtime.engine.grouped_host import HostGrouped
 from expertcast.runtime.engine.kernels import SlotKernel
 from tests.families.models import tiny_model
 
@@ -91,6 +92,7 @@ def test_the_whole_kernel_in_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = grouped_mm_experts_forward(experts, hidden_TD, slots_TK, weights_TK)
     monkeypatch.setattr(grouped, "_MOST_GROUPS", 3)
     monkeypatch.setattr(kernels, "over_slots", lambda *_: _SlotRanges(None))
+    monkeypatch.setattr(HostGrouped, "of", lambda _forward: None)
     with _NoValues():
         got = SlotKernel(grouped_mm_experts_forward, 8).run(experts, hidden_TD, slots_TK, weights_TK, slots_TK)
     assert torch.equal(got, expected)
@@ -106,6 +108,27 @@ def test_a_cuda_device_is_not_asked_for_slots(count: int, kind: type | None, mon
         slots_TK = torch.empty(4, 2, dtype=torch.int64, device="cuda")
         between = over_slots(experts, count, slots_TK, lambda: slots_TK, None)
     assert isinstance(between, kind) if kind else not isinstance(between, _SlotRanges)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_the_cpu_kernel_is_the_reference(family: str, tokens: int) -> None:
+    """With biases and transposed weights too, several tokens to an expert, slots in another order than experts."""
+    experts = find_moe_layers(tiny_model(family))[0].experts
+    torch.manual_seed(tokens)
+    dtype = next(experts.parameters()).dtype
+    hidden_TD, weights_TK = torch.randn(tokens, 32).to(dtype), torch.rand(tokens, 2).to(dtype)
+    ids_TK = torch.rand(tokens, 8).topk(2).indices
+    slots_TK = torch.randperm(8)[ids_TK]
+    order_P = torch.sort(ids_TK.reshape(-1)).indices
+    with _ExpertOrder(slots_TK.reshape(-1), order_P):
+        expected = grouped_mm_experts_forward(experts, hidden_TD, slots_TK, weights_TK)
+    kernel = HostGrouped.of(grouped_mm_experts_forward)
+    assert kernel is not None, "this transformers has written its kernel otherwise: the slow way is taken"
+    got = kernel.run(experts, hidden_TD, slots_TK, weights_TK, order_P)
+    assert torch.equal(got, expected)
+    assert HostGrouped.of(batched_mm_experts_forward) is None
 
 
 def test_rows_in_the_experts_order() -> None:
