@@ -66,7 +66,8 @@ class DiskLink(Link):
             block[: packed.numel()] = packed
             copy = _DiskCopy(key, slot, urgent, started=True, done=True, precision=precision)
             start = self.clock()
-            self._count(copy, start, start)
+            with self._counting:
+                self._count(copy, start, start)
             return copy
         copy = _DiskCopy(key, slot, urgent)
 

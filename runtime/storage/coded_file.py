@@ -20,13 +20,14 @@ from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from expertcast.predictors.artefacts import digest
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.storage.codecs import Part
 from expertcast.runtime.storage.coded_header import CodedHeader, read_coded_header
 from expertcast.runtime.storage.direct_read import SECTOR, sectors
-from expertcast.runtime.storage.store_file import PARTIAL, lock, remove_left_over
+from expertcast.runtime.storage.store_file import PARTIAL, damaged, lock, remove_left_over
 from expertcast.runtime.storage.store_header import StaleFileError
 
 FILE_NAME = "experts.coded.safetensors"
@@ -143,6 +144,33 @@ class CodedFile:
         if (self.nbytes < 1).any() or (self.offsets < header.room).any() or ends.max() > header.room + header.nbytes:
             raise StaleFileError("its index is damaged")
 
+    def verify(self) -> None:
+        """Compare every part with its digest.
+
+        Raises:
+            StaleFileError: one is damaged.
+        """
+        with self.path.open("rb") as file:
+            for key in range(self.header.count):
+                file.seek(int(self.offsets[key, 0]))
+                data = np.frombuffer(file.read(self.span(key)), np.uint8)
+                for index, start in enumerate((self.offsets[key] - self.offsets[key, 0]).tolist()):
+                    part = torch.from_numpy(data[start : start + int(self.nbytes[key, index])].copy())
+                    if not Part(part, int(self.digests[key, index])).intact():
+                        raise StaleFileError(f"part {index} of expert {key} is damaged")
+
     def span(self, key: int) -> int:
         """Bytes in whole sectors from an expert's first part to the end of its last."""
         return int(self.offsets[key, -1] - self.offsets[key, 0]) + sectors(int(self.nbytes[key, -1]))
+
+
+def verify_coded(path: Path) -> None:
+    """Check all of a file of coded experts.
+
+    Raises:
+        ExpertcastError: it is damaged or not ours.
+    """
+    try:
+        CodedFile(path).verify()
+    except StaleFileError as reason:
+        raise damaged(path, reason) from None

@@ -187,11 +187,12 @@ class ExpertStore:
         for origin in (origin for origins in self._origins for origin in origins):
             origin.module._parameters[origin.name] = origin.parameter  # the slots' memory may go before ours is taken
         for layer, origins in enumerate(self._origins):
-            for origin in origins:
-                parameter = origin.parameter
-                if not parameter.is_meta and parameter.numel() == 0:
-                    data = torch.empty_strided(origin.size, origin.stride, dtype=parameter.dtype, device=self.device)
-                    parameter.data = data.copy_(self.views(layer)[origin.name])
+            taken = [each for each in origins if not each.parameter.is_meta and each.parameter.numel() == 0]
+            views = self.views(layer) if taken else {}
+            for origin in taken:
+                dtype, device = origin.parameter.dtype, self.device
+                data = torch.empty_strided(origin.size, origin.stride, dtype=dtype, device=device)
+                origin.parameter.data = data.copy_(views[origin.name])
             self._free(layer)
         self._origins = []
 

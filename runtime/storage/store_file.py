@@ -167,9 +167,12 @@ def verify_store(path: Path) -> None:
     try:
         StoreFile.open(path).verify()
     except StaleFileError as reason:
-        raise ExpertcastError(
-            f"{str(path)!r} is damaged: {reason}; remove it, and the next load packs the experts again"
-        ) from None
+        raise damaged(path, reason) from None
+
+
+def damaged(path: Path, reason: StaleFileError) -> ExpertcastError:
+    """A store's file that is looked at, not used."""
+    return ExpertcastError(f"{str(path)!r} is damaged: {reason}; remove it, and the next load packs the experts again")
 
 
 def _checksum(blocks: Tensor) -> int:

@@ -14,6 +14,8 @@ from expertcast.data.inspection import inspect_model
 from expertcast.data.layout import TRACE_FILE
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
+from expertcast.runtime.storage.coded_file import FILE_NAME as CODED_FILE
+from expertcast.runtime.storage.coded_file import verify_coded
 from expertcast.runtime.storage.store_file import FILE_NAME, verify_store
 
 
@@ -63,7 +65,10 @@ def _verify(folder: Path) -> list[str]:
     if holds_predictor(folder):
         PredictorCheckpoint.open(folder).load()
         return [files.CONFIG, files.METRICS, files.WEIGHTS]
-    if (folder / FILE_NAME).is_file():
-        verify_store(folder)
-        return [FILE_NAME]
+    stores = {FILE_NAME: verify_store, CODED_FILE: verify_coded}
+    found = [name for name in stores if (folder / name).is_file()]
+    for name in found:
+        stores[name](folder / name)
+    if found:
+        return found
     raise ExpertcastError(f"{folder} holds neither traces nor a checkpoint nor a store: only these have digests")

@@ -17,7 +17,7 @@ from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.runtime import InstantLink, OffloadConfig, offload
 from expertcast.runtime.links.disk import DiskLink
-from expertcast.runtime.storage.coded_file import FILE_NAME, CodedFile
+from expertcast.runtime.storage.coded_file import FILE_NAME, CodedFile, verify_coded
 from expertcast.runtime.storage.coded_store import CodedStore
 from expertcast.runtime.storage.host_memory import HostMemory
 from expertcast.runtime.storage.store import ExpertStore
@@ -133,8 +133,11 @@ def test_a_damaged_part_is_one_error(tmp_path: Path) -> None:
             if value:
                 with pytest.raises(ExpertcastError, match=r"part 1 .* of an expert in the store is damaged"):
                     store.views(0)
+                with pytest.raises(ExpertcastError, match="part 1 of expert 0 is damaged; remove it"):
+                    verify_coded(store.path)
                 assert store.views(1)
         assert_same(greedy(offloaded, INPUTS), before)
+        verify_coded(store.path)
 
 
 def test_killed_while_packing(expected: Tensor, tmp_path: Path) -> None:
