@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.predictors.errors import ExpertcastError
@@ -63,8 +64,7 @@ def layer_default(expert_ED: Tensor, shared_D: Tensor, ids_TK: Tensor, weights_T
 
 def weighted_rows(weights_TK: Tensor, row_ED: Tensor, ids_TK: Tensor) -> Tensor:
     """sum_k weights_TK[t, k] row_ED[ids_TK[t, k]] as [T, D], by fewer operations than `einsum`."""
-    row_TKD = row_ED.index_select(0, ids_TK.flatten()).view(*ids_TK.shape, row_ED.shape[1])
-    return torch.bmm(weights_TK.unsqueeze(1), row_TKD).squeeze(1)
+    return torch.bmm(weights_TK.unsqueeze(1), functional.embedding(ids_TK, row_ED)).squeeze(1)
 
 
 class QuasiInput(Predictor):

@@ -124,7 +124,7 @@ def test_simulate_refuses_in_one_line(
 ) -> None:
     traces = str(reference_traces.folder)
     assert "no/traces" in fails(capsys, "simulate", "no/traces")
-    assert "choose from lru, lfu" in fails(capsys, "simulate", traces, "--policy", "mru")
+    assert "choose from lru, fifo" in fails(capsys, "simulate", traces, "--policy", "mru")
     assert "'top_k' has no option" in fails(
         capsys, "simulate", traces, "--predictor", "next_norm", "--prefetch", "top_k:depth=2"
     )

@@ -62,7 +62,7 @@ def test_simulate_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert "memory='much' is no size" in fails(capsys, "simulate", file, "--memory", "much")
     assert "give 26438400 or more" in fails(capsys, "simulate", file, "--memory", "9MB")
     assert "choose from global, layer" in fails(capsys, "simulate", file, "--scope", "token")
-    assert "choose from lru, lfu" in fails(capsys, "simulate", file, "--policy", "mru")
+    assert "choose from lru, fifo" in fails(capsys, "simulate", file, "--policy", "mru")
     assert "score reads the router's scores" in fails(capsys, "simulate", file, "--policy", "score")
     assert "capacity=2: give the share" in fails(capsys, "simulate", file, "--capacity", "2")
     assert "leave --expert-bytes out" in fails(capsys, "simulate", file, "--expert-bytes", "3MiB")
