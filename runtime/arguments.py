@@ -212,7 +212,8 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
     if isinstance(link, Link):
         return link
     if link == "auto" and device != "cuda":
-        timed = bandwidth is not None or latency
+        coded = config.codec != "raw" or isinstance(config.store, CodedStore)
+        timed = (bandwidth is not None or latency) and not coded
         on_disk = (config.store == "disk" or isinstance(config.store, FileStore)) and can_read_directly()
         link = "emulated" if timed else "disk" if on_disk else "instant"
     if link == "emulated":

@@ -50,6 +50,8 @@ class Link(ABC):
     """Whether copies are made beside the model's thread: else asking early gains nothing."""
     latency: float = 0.0
     """Seconds that a copy takes whatever its size, as far as the link knows."""
+    by_address: bool = True
+    """Whether it copies blocks from where they lie in memory: some stores have none there."""
     write_back_s: float = 0.0
     """Seconds of the link that an evicted expert takes: a store keeps all weights, and nothing is copied back."""
 
@@ -63,7 +65,16 @@ class Link(ABC):
         """Through which everything about this link is asked of a CUDA device; known once attached."""
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
-        """Called once, before the first copy."""
+        """Called once, before the first copy.
+
+        Raises:
+            ExpertcastError: the store's experts lie where this link cannot read them.
+        """
+        if self.by_address and not store.addressable:
+            raise ExpertcastError(
+                f"link {self.name!r} copies experts from memory, and these lie coded in a file: use link 'disk' on the "
+                "CPU, or codec 'raw'"
+            )
         self._store = store
         self._pool = pool
         self.driver = self._device_of(pool)
@@ -195,6 +206,7 @@ class InstantLink(Link):
 
     name = "instant"
     overlaps = False
+    by_address = False
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
         start = time.perf_counter()

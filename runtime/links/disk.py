@@ -30,6 +30,7 @@ class DiskLink(Link):
     """
 
     name = "disk"
+    by_address = False
 
     def __init__(self, threads: int = THREADS, *, bandwidth: float | None = None) -> None:
         super().__init__()

@@ -43,6 +43,7 @@ class CodedStore(FileStore):
     """
 
     file_name = FILE_NAME
+    addressable = False
 
     def __init__(
         self, view: MoEView, folder: str | Path | None = None, *, codec: str, device: torch.device | None = None,

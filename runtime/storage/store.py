@@ -55,6 +55,8 @@ class ExpertStore:
     """
 
     name = "memory"
+    addressable = True
+    """Whether blocks lie in memory, and stay where they are."""
 
     def __init__(
         self, view: MoEView, *, device: torch.device | None = None, pinned: bool = False, lock: PageLock | None = None

@@ -26,7 +26,7 @@ LAYOUT = BlockLayout(fields=(Field(name="w", shape=(64,), dtype=torch.float32, o
 class _Store:
     """Block k is filled with k."""
 
-    layout, experts = LAYOUT, KEYS
+    addressable, layout, experts = True, LAYOUT, KEYS
 
     def __init__(self) -> None:
         self.blocks = torch.arange(KEYS, dtype=torch.uint8).repeat_interleave(LAYOUT.block_bytes)

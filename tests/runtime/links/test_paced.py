@@ -26,7 +26,7 @@ RATE = 50e9
 class _Store:
     """Block k is filled with k."""
 
-    layout, experts, nbytes = LAYOUT, 8, 8 * BLOCK
+    addressable, layout, experts, nbytes = True, LAYOUT, 8, 8 * BLOCK
 
     def __init__(self) -> None:
         self._blocks = torch.arange(8, dtype=torch.uint8).repeat_interleave(BLOCK).view(8, BLOCK)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors import ExpertcastError, MoEView
-from expertcast.runtime import InstantLink, OffloadConfig, offload
+from expertcast.runtime import EmulatedLink, InstantLink, OffloadConfig, offload
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.storage.coded_file import FILE_NAME, CodedFile, verify_coded
 from expertcast.runtime.storage.coded_store import CodedStore
@@ -169,6 +169,11 @@ def test_refusals(tmp_path: Path) -> None:
     model = _model()
     with pytest.raises(ExpertcastError, match="codec 'int4' loses bits"):
         offload(model, store="disk", codec="int4")
+    with pytest.raises(ExpertcastError, match="lie coded in a file: use link 'disk'"):
+        offload(model, store="disk", codec="bitsplit", link=EmulatedLink(1e9))
+    with offload(model, store="disk", codec="bitsplit", bandwidth=1e9, slots=9) as offloaded:
+        assert isinstance(offloaded.link, DiskLink), "not the emulated link, which reads memory"
+        assert offloaded.link.bandwidth == 1e9
     with pytest.raises(ExpertcastError, match="'zip'"):
         OffloadConfig(store="disk", codec="zip")
     with pytest.raises(ExpertcastError, match="belongs to store='disk'"):

@@ -189,7 +189,7 @@ class TestLink:
 class _Store:
     """Blocks of nothing."""
 
-    experts = 128
+    addressable, experts = True, 128
 
     def __init__(self, layout: BlockLayout) -> None:
         self.layout, self._block = layout, torch.zeros(layout.block_bytes, dtype=torch.uint8)
