@@ -1,4 +1,4 @@
-"""What the options of an :class:`OffloadConfig` stand for on one model: predictor, layers, slots, link, store."""
+"""What the options of an :class:`OffloadConfig` stand for on one model: predictor, layers, slots, what follows them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,9 @@ from expertcast.predictors.view import overfetched
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.refit import OnlineRefit
-from expertcast.runtime.links.base import InstantLink, Link
-from expertcast.runtime.links.cuda import CudaLink
-from expertcast.runtime.links.disk import DiskLink
-from expertcast.runtime.links.emulated import EmulatedLink
-from expertcast.runtime.links.kernel import KernelLink
-from expertcast.runtime.links.paced import PacedCudaLink
 from expertcast.runtime.option_values import check_predictor, size_bytes
-from expertcast.runtime.policies import LRU, Fetch, Policies, Standard, TopK
-from expertcast.runtime.storage.coded_store import CodedStore
-from expertcast.runtime.storage.direct_reader import can_read_directly
-from expertcast.runtime.storage.disk_store import DiskStore
-from expertcast.runtime.storage.file_store import FileStore
+from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.layout import BlockLayout
-from expertcast.runtime.storage.store import ExpertStore
 
 
 def resolve_predictor(
@@ -179,82 +168,3 @@ def resolve_next_token(
             f"{policies.eviction.name!r}: give policies=Policies(eviction='forecast'), or another prefetch"
         )
     return found.to(device)
-
-
-def _only_on_host(config: OffloadConfig) -> str | None:
-    """What the kernel link, which decides on the device, would leave out of these options; None: nothing."""
-    policies = config.resolved_policies()
-    chosen = (policies.eviction.cls, policies.prefetch.cls, policies.miss.cls, policies.routing.cls)
-    plain = policies.scope == "global" and policies.pre_eviction.name == "none"
-    if not plain or chosen != (LRU, TopK, Fetch, Standard):
-        return "policies other than lru over all slots, top_k prefetches and every miss fetched"
-    used = {
-        "next_token": config.next_token is not None,
-        "refit": config.refit > 0,
-        "reach": config.reach not in (None, config.ahead),
-        "forecasts='worth'": config.forecasts == "worth",
-    }
-    return next((name for name, given in used.items() if given), None)
-
-
-def make_link(config: OffloadConfig, device: str) -> Link | None:
-    """What `link`, `bandwidth` and `latency` stand for on a type of device; None where measurement decides.
-
-    Raises:
-        ExpertcastError: a link that the device or the other options rule out.
-    """
-    link, bandwidth, latency = config.link, config.bandwidth, config.latency
-    only_on_host = _only_on_host(config)
-    if only_on_host and (link == "kernel" or isinstance(link, KernelLink)):
-        raise ExpertcastError(
-            f"the kernel link decides on the device, without {only_on_host}: take link='cuda', or leave that out"
-        )
-    if isinstance(link, Link):
-        return link
-    if link == "auto" and device != "cuda":
-        coded = config.codec != "raw" or isinstance(config.store, CodedStore)
-        timed = (bandwidth is not None or latency) and not coded
-        on_disk = (config.store == "disk" or isinstance(config.store, FileStore)) and can_read_directly()
-        link = "emulated" if timed else "disk" if on_disk else "instant"
-    if link == "emulated":
-        if device != "cpu":
-            raise ExpertcastError(f"the emulated link is for models on the CPU, this one is on {device}: use 'cuda'")
-        return EmulatedLink(float("inf") if bandwidth is None else bandwidth, latency)
-    if link == "disk" and not latency:
-        return DiskLink(bandwidth=bandwidth)
-    if link == "cuda" and device != "cuda":
-        raise ExpertcastError(f"link 'cuda' needs a model on CUDA, this one is on {device}: use 'emulated'")
-    if bandwidth is not None or latency:
-        if link not in ("auto", "cuda"):
-            raise ExpertcastError(
-                "bandwidth and latency belong to the links emulated and cuda, bandwidth also to disk: "
-                f"{link!r} takes none of them"
-            )
-        return PacedCudaLink(bandwidth, latency)
-    if link == "auto":
-        return CudaLink() if only_on_host else None
-    kinds: dict[str, type[Link]] = {"cuda": CudaLink, "instant": InstantLink, "kernel": KernelLink}
-    return kinds[link]()
-
-
-def make_store(
-    config: OffloadConfig, view: MoEView, device: torch.device, fingerprint: str | None = None
-) -> ExpertStore:
-    """What `store` and `store_folder` stand for.
-
-    Args:
-        config: the options.
-        view: the model's MoE layers.
-        device: where the model computes.
-        fingerprint: of the checkpoint that the experts come from; see :class:`DiskStore`.
-
-    Raises:
-        ExpertcastError: the folder holds another file of the store's name.
-    """
-    if isinstance(config.store, ExpertStore):
-        return config.store
-    if config.store == "disk" and config.codec != "raw":
-        return CodedStore(view, config.store_folder, codec=config.codec, device=device, fingerprint=fingerprint)
-    if config.store == "disk":
-        return DiskStore(view, config.store_folder, device=device, fingerprint=fingerprint)
-    return ExpertStore(view, device=device, pinned=device.type == "cuda")

@@ -23,7 +23,6 @@ from transformers.utils import logging
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import first_line, meta_model, resolve_model, torch_device, torch_dtype
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.arguments import make_store
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.offloading import offload
@@ -31,6 +30,7 @@ from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.storage.expert_sources import ExpertSources, SafetensorsFiles, TensorFile
 from expertcast.runtime.storage.host_memory import available_memory
 from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.transport import make_store
 
 
 def load_offloaded(

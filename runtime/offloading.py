@@ -12,10 +12,8 @@ from expertcast.data.early import EarlyAttention
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.arguments import (
     executed_layers,
-    make_link,
     make_monitor,
     make_refit,
-    make_store,
     recall_per_layer,
     resolve_next_token,
     resolve_predictor,
@@ -29,6 +27,7 @@ from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.offloaded import OffloadedModel, OffloadParts
 from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.transport import make_link, make_store
 
 
 def offload(

@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import InstantLink
-from expertcast.runtime.arguments import make_link
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links import speed as device_choice
 from expertcast.runtime.links.base import Copy, Link
@@ -23,6 +22,7 @@ from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.transport import make_link
 from tests.runtime.blocks import Blocks
 
 LAYOUT = BlockLayout(fields=(Field(name="w", shape=(64,), dtype=torch.float32, offset=0),), block_bytes=256)
