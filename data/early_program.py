@@ -126,11 +126,9 @@ def _form(call: Call, tensors: list[Tensor]) -> tuple[Any, ...]:
     Raises:
         TypeError: it is called with anything but tensors, flags and collections of these.
     """
-    args, kwargs = call.args, call.kwargs
-    found: list[Any] = [_formed(value, tensors) for value in args]
-    for name, value in kwargs.items():
-        if name != "past_key_values":
-            found += name, _formed(value, tensors)
+    found: list[Any] = [_formed(value, tensors) for value in call.args]
+    for name, value in _besides(call).items():
+        found += name, _formed(value, tensors)
     return tuple(found)
 
 

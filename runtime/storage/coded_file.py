@@ -59,11 +59,6 @@ class CodedWriter:
         except OSError as error:
             raise self._failed(error) from error
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parts so far, without what fills sectors."""
-        return sum(sum(sizes) for _, sizes, _ in self._index)
-
     def add(self, parts: Sequence[Part]) -> None:
         """The next expert.
 
@@ -150,14 +145,20 @@ class CodedFile:
         Raises:
             StaleFileError: one is damaged.
         """
+        for key in range(self.header.count):
+            for index, part in enumerate(self.read(key)):
+                if not part.intact():
+                    raise StaleFileError(f"part {index} of expert {key} is damaged")
+
+    def read(self, key: int) -> list[Part]:
+        """An expert's parts, read now and not compared with their digests."""
+        first = int(self.offsets[key, 0])
         with self.path.open("rb") as file:
-            for key in range(self.header.count):
-                file.seek(int(self.offsets[key, 0]))
-                data = np.frombuffer(file.read(self.span(key)), np.uint8)
-                for index, start in enumerate((self.offsets[key] - self.offsets[key, 0]).tolist()):
-                    part = torch.from_numpy(data[start : start + int(self.nbytes[key, index])].copy())
-                    if not Part(part, int(self.digests[key, index])).intact():
-                        raise StaleFileError(f"part {index} of expert {key} is damaged")
+            file.seek(first)
+            data = torch.frombuffer(bytearray(file.read(self.span(key))), dtype=torch.uint8)
+        starts, sizes = (self.offsets[key] - first).tolist(), self.nbytes[key].tolist()
+        parts = [data[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        return [Part(part, digest) for part, digest in zip(parts, self.digests[key].tolist(), strict=True)]
 
     def span(self, key: int) -> int:
         """Bytes in whole sectors from an expert's first part to the end of its last."""

@@ -16,10 +16,9 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
-from expertcast.predictors.artefacts import CLOSED, digest, parse_json
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.artefacts import CLOSED, digest
 from expertcast.runtime.storage.direct_read import sectors
-from expertcast.runtime.storage.store_header import REMEDY, StaleFileError, StoreFormat, header_bytes
+from expertcast.runtime.storage.store_header import StoreFormat, begin_of, check_whole
 
 _FORMAT = "expertcast-coded-1"
 _OURS = f'{{"__metadata__": {{"format": "{_FORMAT}", '.encode()
@@ -116,13 +115,7 @@ def read_coded_header(path: Path) -> CodedHeader:
         ExpertcastError: the file is not ours, or cannot be read.
         StaleFileError: it is damaged; the text says how.
     """
-    begin = header_bytes(path)
-    if not begin[8:].startswith(_OURS):
-        raise ExpertcastError(f"{str(path)!r} was not written by expertcast or is damaged: {REMEDY}")
-    try:
-        entries = parse_json(begin[8 : 8 + int.from_bytes(begin[:8], "little")], _Entries, "header", REMEDY)
-    except ExpertcastError:
-        raise StaleFileError("its header is damaged") from None
+    begin, entries = begin_of(path, _OURS, _Entries)
     said = entries["__metadata__"]
     form = StoreFormat(
         layers=int(said["layers"]), experts=int(said["experts"]), block_bytes=int(said["block_bytes"]),
@@ -132,9 +125,5 @@ def read_coded_header(path: Path) -> CodedHeader:
         form=form, codec=said["codec"], parts=int(said["parts"]), nbytes=entries["parts"]["shape"][0],
         index=said["index"],
     )  # fmt: skip
-    if not begin.startswith(header.encoded()):
-        raise StaleFileError("its header is damaged")
-    size, found = header.room + header.nbytes + header.index_nbytes, path.stat().st_size
-    if found != size:
-        raise StaleFileError(f"it has {found} bytes instead of {size}")
+    check_whole(path, begin, header.encoded(), header.room + header.nbytes + header.index_nbytes)
     return header

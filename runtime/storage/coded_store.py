@@ -25,7 +25,7 @@ from expertcast.runtime.storage.direct_reader import THREADS
 from expertcast.runtime.storage.file_store import FileStore
 from expertcast.runtime.storage.host_memory import HostMemory, give_back_freed
 from expertcast.runtime.storage.store import Write
-from expertcast.runtime.storage.store_header import StaleFileError, StoreFormat, layout_text
+from expertcast.runtime.storage.store_header import StaleFileError
 
 
 class CodedStore(FileStore):
@@ -52,18 +52,14 @@ class CodedStore(FileStore):
         self._asked = codec
         super().__init__(view, folder, device=device, fingerprint=fingerprint)
 
-    def _expect(self, model_id: str, fingerprint: str) -> None:
+    def _begin(self) -> None:
         self.codec = make_codec(self._asked, self.layout)
         if not self.codec.lossless:
             raise ExpertcastError(
                 f"codec {self._asked!r} loses bits, and a store keeps the model's own: choose a lossless one, and a "
                 "miss policy such as fetch_lowest for copies in lower precision"
             )
-        form = StoreFormat(
-            layers=self.layers, experts=self.experts, block_bytes=self.layout.block_bytes,
-            layout=layout_text(self.layout), model_id=model_id, fingerprint=fingerprint,
-        )  # fmt: skip
-        self._header = CodedHeader(form=form, codec=self.codec.text, parts=len(self.codec.shards))
+        self._header = CodedHeader(form=self._form, codec=self.codec.text, parts=len(self.codec.shards))
         self._file: CodedFile | None = None
         self._writer: CodedWriter | None = None
 
@@ -72,7 +68,7 @@ class CodedStore(FileStore):
 
     def _open(self) -> None:
         file = CodedFile(self.path)
-        if file.header.form != self._header.form:
+        if file.header.form != self._form:
             raise StaleFileError(f"it was made from other weights, of {file.header.form.model_id!r}")
         if (file.header.codec, file.header.parts) != (self._header.codec, self._header.parts):
             raise StaleFileError(f"it was made by codec {file.header.codec!r}")

@@ -25,7 +25,7 @@ from expertcast.runtime.storage.direct_reader import DirectReader
 from expertcast.runtime.storage.file_store import FileStore
 from expertcast.runtime.storage.store import Write
 from expertcast.runtime.storage.store_file import FILE_NAME, StoreFile
-from expertcast.runtime.storage.store_header import StoreFormat, layout_text, read_header
+from expertcast.runtime.storage.store_header import read_header
 
 _MADV_WILLNEED = 3
 _MADV_POPULATE_READ = 22
@@ -41,11 +41,7 @@ class DiskStore(FileStore):
 
     file_name = FILE_NAME
 
-    def _expect(self, model_id: str, fingerprint: str) -> None:
-        self._form = StoreFormat(
-            layers=self.layers, experts=self.experts, block_bytes=self.layout.block_bytes,
-            layout=layout_text(self.layout), model_id=model_id, fingerprint=fingerprint,
-        )  # fmt: skip
+    def _begin(self) -> None:
         self._file: StoreFile | None = None
         self._ahead: ReadAhead | None = None
 

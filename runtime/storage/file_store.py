@@ -15,7 +15,7 @@ from torch import Tensor
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.storage.arrival import Arrival, Reader
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.storage.store_header import StaleFileError
+from expertcast.runtime.storage.store_header import StaleFileError, StoreFormat, layout_text
 
 
 class FileStore(ExpertStore):
@@ -49,7 +49,11 @@ class FileStore(ExpertStore):
             self._temporary = tempfile.TemporaryDirectory(prefix="expertcast-")
             folder = self._temporary.name
         self.path = Path(folder) / self.file_name
-        self._expect(view.model_id, fingerprint or "")
+        self._form = StoreFormat(
+            layers=self.layers, experts=self.experts, block_bytes=self.layout.block_bytes,
+            layout=layout_text(self.layout), model_id=view.model_id, fingerprint=fingerprint or "",
+        )  # fmt: skip
+        self._begin()
         if self.path.exists():
             try:
                 self._check()
@@ -59,8 +63,8 @@ class FileStore(ExpertStore):
                 warnings.warn(f"{str(self.path)!r} is made again: {reason}", stacklevel=3)
 
     @abstractmethod
-    def _expect(self, model_id: str, fingerprint: str) -> None:
-        """Note what a file that can be used holds."""
+    def _begin(self) -> None:
+        """No file is used yet; `_form` says what one that can be used holds."""
 
     @abstractmethod
     def _check(self) -> None:
@@ -102,10 +106,6 @@ class FileStore(ExpertStore):
             arrival: called by the thread that filled it.
             urgent: it comes before all forecasts.
         """
-
-    def finish(self) -> None:
-        """Complete the file, and give it its name."""
-        raise NotImplementedError
 
     def close(self) -> None:
         self._drop()

@@ -81,6 +81,11 @@ class ExpertStore:
         return self.layers * self.layer_nbytes
 
     @property
+    def stored_nbytes(self) -> int:
+        """Bytes that they take where they lie."""
+        return self.nbytes
+
+    @property
     def layer_nbytes(self) -> int:
         """Bytes of one layer's blocks."""
         return self.experts * self.layout.block_bytes

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, Literal, NotRequired, TypeVar
 
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
@@ -19,6 +19,8 @@ from typing_extensions import TypedDict
 from expertcast.predictors.artefacts import CLOSED, digest, parse_json
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.storage.layout import BlockLayout
+
+T = TypeVar("T")
 
 REMEDY = "remove it or give another store_folder"
 _FORMAT = "expertcast-store-1"
@@ -123,29 +125,49 @@ def read_header(path: Path) -> StoreHeader:
         ExpertcastError: the file is not ours, or cannot be read.
         StaleFileError: it is damaged; the text says how.
     """
-    begin = header_bytes(path)
-    if not begin[8:].startswith(_OURS):
-        raise ExpertcastError(f"{str(path)!r} was not written by expertcast or is damaged: {REMEDY}")
-    try:
-        entries = parse_json(begin[8 : 8 + int.from_bytes(begin[:8], "little")], _Entries, "header", REMEDY)
-    except ExpertcastError:
-        raise StaleFileError("its header is damaged") from None
+    begin, entries = begin_of(path, _OURS, _Entries)
     header = _from_entries(entries)
     encoded = header.encoded()
-    if not begin.startswith(encoded):
-        raise StaleFileError("its header is damaged")
-    size, found = len(encoded) + header.form.layers * header.form.layer_nbytes, path.stat().st_size
-    if found != size:
-        raise StaleFileError(f"it has {found} bytes instead of {size}")
+    check_whole(path, begin, encoded, len(encoded) + header.form.layers * header.form.layer_nbytes)
     return header
 
 
-def header_bytes(path: Path) -> bytes:
-    """The first bytes of a file, as many as a header may take.
+def begin_of(path: Path, ours: bytes, schema: type[T]) -> tuple[bytes, T]:
+    """The first bytes of a file, as many as a header may take, and the header's entries in them.
+
+    Args:
+        path: of the file.
+        ours: what the header of such a file begins with.
+        schema: of its entries.
 
     Raises:
-        ExpertcastError: it cannot be read.
+        ExpertcastError: the file is not ours, or cannot be read.
+        StaleFileError: its header is damaged.
     """
+    begin = _begin(path)
+    if not begin[8:].startswith(ours):
+        raise ExpertcastError(f"{str(path)!r} was not written by expertcast or is damaged: {REMEDY}")
+    try:
+        return begin, parse_json(begin[8 : 8 + int.from_bytes(begin[:8], "little")], schema, "header", REMEDY)
+    except ExpertcastError:
+        raise StaleFileError("its header is damaged") from None
+
+
+def check_whole(path: Path, begin: bytes, encoded: bytes, size: int) -> None:
+    """That a file begins with its header as it was `encoded` anew, and has `size` bytes.
+
+    Raises:
+        StaleFileError: it does not.
+    """
+    if not begin.startswith(encoded):
+        raise StaleFileError("its header is damaged")
+    found = path.stat().st_size
+    if found != size:
+        raise StaleFileError(f"it has {found} bytes instead of {size}")
+
+
+def _begin(path: Path) -> bytes:
+    """As much as a header may take."""
     try:
         if not path.is_file():
             raise ExpertcastError(f"{str(path)!r} is no file: {REMEDY}")

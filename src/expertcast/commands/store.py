@@ -12,7 +12,6 @@ from expertcast.commands.output import Outcome
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.storage.codecs import CODECS, exponent_histogram
-from expertcast.runtime.storage.coded_store import CodedStore
 from expertcast.runtime.storage.store import ExpertStore
 
 _LOSSLESS = ", ".join(name for name in CODECS.names() if CODECS.get(name).lossless)
@@ -34,10 +33,11 @@ class Options(ModelOptions):
 
 def run(options: Options) -> Outcome:
     """Load the model offloaded, which packs it layer by layer, and say what the file takes."""
-    config = OffloadConfig(store="disk", store_folder=options.store_folder, codec=options.codec)
+    # without a cache it has the fewest slots: nothing is run
+    config = OffloadConfig(store="disk", store_folder=options.store_folder, codec=options.codec, cache=False)
     with load_offloaded(options.model, config, device="cpu", dtype=options.dtype) as offloaded:
         store = offloaded.store
-        stored = store.stored_nbytes if isinstance(store, CodedStore) else store.nbytes
+        stored = store.stored_nbytes
         result = {
             "store_folder": options.store_folder, "codec": options.codec, "layers": store.layers,
             "experts": store.experts, "nbytes": store.nbytes, "stored_nbytes": stored, "ratio": stored / store.nbytes,
@@ -55,8 +55,6 @@ def run(options: Options) -> Outcome:
 def _bound(store: ExpertStore) -> float | None:
     """The entropy bound of the middle layer's experts; None where a parameter is not of 16-bit floats."""
     fields = store.layout.fields
-    if any(field.dtype not in (torch.bfloat16, torch.float16) for field in fields):
-        return None
-    if len({field.dtype for field in fields}) > 1:
+    if {field.dtype for field in fields} not in ({torch.bfloat16}, {torch.float16}):
         return None
     return exponent_histogram(store.views(store.layers // 2).values()).bound
