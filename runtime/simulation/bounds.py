@@ -35,7 +35,7 @@ def simulate_bypass(trace: Trace, slots: int, machine: Machine, scope: str = "gl
     """
     layers = trace.shape.layers
     misses = _misses(trace, slots, scope)
-    times, copy_s = machine.times, machine.latency + machine.block_bytes[FULL] / machine.bandwidth
+    times, copy_s = machine.times, machine.copy_s
     done = Simulation(decode=RunStatistics(layers), prefill=RunStatistics(layers))
     for index, forward in enumerate(trace.forwards):
         stats = done.prefill if forward.fresh else done.decode

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import ModelShape
 from expertcast.runtime.links.virtual import VirtualLink
+from expertcast.runtime.links.virtual_disk import Stored, VirtualDisk
 from expertcast.runtime.policies.settings import Policies
 from expertcast.runtime.recording.layer_times import LayerTimes
 from expertcast.runtime.recording.statistics import RunStatistics
@@ -40,13 +42,28 @@ class Machine:
     """Of prefills; None: as of a decode step."""
     base: str = FULL
     """What the experts are that `block_bytes` calls full: the model's own precision, or packed ones."""
+    stored: Stored | None = None
+    """Experts lie on a disk, whose rate `bandwidth` is; None: in memory behind a link."""
 
-    def link(self) -> VirtualLink:
-        """A link at which nothing has been asked for.
+    @property
+    def copy_s(self) -> float:
+        """Seconds of one expert among others back to back."""
+        if self.stored is not None:
+            return self.latency + self.stored.copy_s(self.bandwidth)
+        return self.latency + self.block_bytes[FULL] / self.bandwidth
+
+    def link(self, shape: ModelShape) -> VirtualLink:
+        """A link at which nothing has been asked for, for a model of this shape.
 
         Raises:
             ExpertcastError: no bandwidth, or a negative latency.
         """
+        if self.stored is not None:
+            lower = {name: count for name, count in self.block_bytes.items() if name != FULL}
+            return VirtualDisk(
+                self.stored, self.bandwidth, self.latency, layers=shape.layers, experts=shape.experts, lower=lower,
+                window=self.window,
+            )  # fmt: skip
         return VirtualLink.of(
             self.block_bytes, self.bandwidth, self.latency, expand_s=self.expand_s, write_back=self.write_back,
             window=self.window, blocking=self.blocking,
@@ -87,6 +104,9 @@ class Simulation:
     """Seconds of each prefill: until the first token."""
     waits_s: list[list[float]] = field(default_factory=list)
     """[step][L] seconds that each layer waited for copies, where they were asked for."""
+    bytes_read: int = 0
+    """From the disk in decode steps."""
+    prefill_bytes_read: int = 0
 
     @property
     def tpot_s(self) -> float:

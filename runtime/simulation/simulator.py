@@ -46,7 +46,7 @@ class VirtualRuntime:
         self.policies = policies = case.policies.make(
             CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=slots)
         )
-        self.link = machine.link()
+        self.link = machine.link(shape)
         pool = SlotPool(_layout(machine.block_bytes[FULL]), slots, torch.device("meta"))  # books without memory
         self.residency = Residency(
             pool, self.link, policies.eviction, RunStatistics(shape.layers), experts=shape.experts, keep=case.cache
@@ -176,7 +176,13 @@ def simulate(
         stats = done.prefill if forward.fresh else done.decode
         if runtime.residency.stats is not stats:
             runtime.residency.stats = stats
-        (done.prefills_s if forward.fresh else done.steps_s).append(runtime.run(forward))
+        read = runtime.link.bytes_read
+        if forward.fresh:
+            done.prefills_s.append(runtime.run(forward))
+            done.prefill_bytes_read += runtime.link.bytes_read - read
+        else:
+            done.steps_s.append(runtime.run(forward))
+            done.bytes_read += runtime.link.bytes_read - read
         if waits and not forward.fresh:
             so_far_s, waited_s = waited_s, [layer.waited_s for layer in done.decode.layers]
             done.waits_s.append([now - before for now, before in zip(waited_s, so_far_s, strict=True)])

@@ -17,7 +17,8 @@ def summary(done: Simulation) -> Json:
     `prefetch_precision` is the share of the copies that forecasts asked for which a layer used, whether they were made
     or `dropped`; `issued_precision` the same of those that were made (`prefetched`). `prefetch_recall` is the share of
     all used copies that came by prefetch; `redundant` the share of copies that need not have been made: prefetched and
-    never used, or loaded again in the pass that had evicted them (row D11).
+    never used, or loaded again in the pass that had evicted them (row D11). `read_per_step` are
+    bytes from the disk, None where there is none.
     """
     total, steps = done.decode.total, max(1, len(done.steps_s))
     used = total.prefetched_used
@@ -26,6 +27,7 @@ def summary(done: Simulation) -> Json:
         "evicted": total.evicted,
         "skipped": total.skipped,
         "bytes_per_step": total.bytes_moved / steps,
+        "read_per_step": done.bytes_read / steps if done.bytes_read + done.prefill_bytes_read else None,
         "tpot_s": done.tpot_s,
         "tpot_mean_s": statistics.fmean(done.steps_s),
         "ttft_s": done.ttft_s,
@@ -73,7 +75,10 @@ COLUMNS = (
     ("bandwidth", "GB/s", "{:.3g}"),
     ("hit_rate", "hits", "{:.1%}"),
     ("collision_rate", "collisions", "{:.1%}"),
+    ("codec", "codec", "{}"),
+    ("pools", "pools", "{}"),
     ("bytes_per_step", "MB/step", "{:.2f}"),
+    ("read_per_step", "MB read", "{:.2f}"),
     ("tpot_s", "TPOT ms", "{:.3f}"),
     ("ttft_s", "TTFT ms", "{:.2f}"),
     ("blocking_s", "waiting ms", "{:.3f}"),
@@ -84,7 +89,9 @@ COLUMNS = (
     ("agreement", "agreement", "{:.1%}"),
     ("kl", "KL", "{:.4f}"),
 )
-_UNITS = {"bandwidth": 1e-9, "bytes_per_step": 1e-6, "tpot_s": 1e3, "ttft_s": 1e3, "blocking_s": 1e3}
+_UNITS = {
+    "bandwidth": 1e-9, "bytes_per_step": 1e-6, "read_per_step": 1e-6, "tpot_s": 1e3, "ttft_s": 1e3, "blocking_s": 1e3,
+}  # fmt: skip
 _DULL = {
     "prefetch": "none", "miss": "fetch", "routing": "standard", "pre_eviction": "none", "scope": "global",
     "base_precision": "full",

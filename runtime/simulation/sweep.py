@@ -197,4 +197,6 @@ def _heading(case: Case, shape: ModelShape) -> Json:
         "latency": case.machine.latency,
         "write_back": case.machine.write_back,
         "base_precision": case.machine.base,
+        "codec": None if case.machine.stored is None else case.machine.stored.codec,
+        "pools": None if case.machine.stored is None else case.machine.stored.pools_text or None,
     }

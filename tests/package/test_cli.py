@@ -44,7 +44,8 @@ COMMANDS = {
                  "--published", "--predictor", "--ahead", "--next-token", "--slots", "--capacity", "--bandwidth",
                  "--latency", "--write-back", "--layer-time", "--split", "--tokens", "--prefill", "--batch", "--model",
                  "--data", "--no-quality", "--quality-tokens", "--processes", "--out", "--dtype", "--device",
-                 "--memory", "--experts", "--expert-bytes"},
+                 "--memory", "--experts", "--expert-bytes", "--codec", "--stored", "--decode-rate", "--decoders",
+                 "--pools"},
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 from expertcast.commands.options import BANDWIDTH, BANDWIDTHS, Option, not_negative, positive_number
+from expertcast.commands.simulate_disk import DiskOptions
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE
 from expertcast.runtime.policies import EVICTION, CacheShape, Policies
@@ -97,11 +98,15 @@ def swept_evictions(next_token: bool) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachineOptions:
-    """Link and computation."""
+class MachineOptions(DiskOptions):
+    """Link or disk, and computation.
+
+    Raises:
+        ExpertcastError: as the class that it extends.
+    """
 
     bandwidth: Annotated[tuple[float, ...], BANDWIDTH] = ()
-    """Bytes per second of the link (default: pcie4)."""
+    """Bytes per second of the link or disk (default: pcie4)."""
     latency: Annotated[float, Option(metavar="S", read=not_negative)] = 0.0
     """Of the link, per copy."""
     write_back: Annotated[float, Option(metavar="F", read=not_negative)] = 0.0
@@ -121,7 +126,8 @@ class MachineOptions:
             base: what experts are stored in; copies in another precision are never larger.
 
         Raises:
-            ExpertcastError: copies in a precision that these experts do not get smaller by.
+            ExpertcastError: copies in a precision that these experts do not get smaller by, or a codec that cannot
+                hold them.
         """
         shape, layout = view.shape, BlockLayout.of(view)
         slots = shape.layers * shape.experts
@@ -131,12 +137,15 @@ class MachineOptions:
         block_bytes = {FULL: whole}
         block_bytes |= {name: min(whole, PackedLayout.of(layout, name).block_bytes) for name in sorted(lower)}
         bandwidths = self.bandwidth or (BANDWIDTHS["pcie4"] if bandwidth is None else bandwidth,)
+        stored, window = self.on_disk(layout)
+        if stored is not None and base != FULL:
+            raise ExpertcastError("--codec is for experts as the model has them: leave it or --published out")
         copies_s = shape.top_k * (self.latency + whole / bandwidths[0])
         times = constant_times(shape.layers, self.layer_time or copies_s / COPY_OVER_COMPUTE)
         return [
             Machine(
                 times=times, block_bytes=block_bytes, bandwidth=speed, latency=self.latency, base=base,
-                write_back=self.write_back,
+                write_back=self.write_back, stored=stored, window=window,
             )
             for speed in bandwidths
         ]  # fmt: skip

@@ -1,0 +1,114 @@
+"""The disk in virtual time, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime.links.virtual_disk import Stored, VirtualDisk
+from expertcast.runtime.pools.states import State
+
+CODED = Stored(plain=4, coded=(2,), shards=2, decode_s=3.0, threads=1)
+
+
+def disk(stored: Stored, *, window: int = 1) -> VirtualDisk:
+    """One layer of eight experts, a byte a second."""
+    return VirtualDisk(stored, 1.0, layers=1, experts=8, lower={"int8": 3}, window=window)
+
+
+def arrivals(link: VirtualDisk, *keys: int) -> list[float]:
+    """When each expert of a step is there."""
+    copies = [link.submit(key, key, urgent=True) for key in keys]
+    times = []
+    for copy in copies:
+        link.wait(copy)
+        times.append(link.now)
+    return times
+
+
+def test_raw_experts_follow_one_another() -> None:
+    link = disk(Stored(plain=6))
+    assert arrivals(link, 0, 1, 2) == [6, 12, 18]
+    assert link.bytes_read == 18
+    link.spend(10)
+    assert arrivals(link, 3) == [34], "the disk begins when it is asked"
+
+
+def test_the_disk_reads_on_while_a_thread_decodes() -> None:
+    """Shards are there after 5 and 6 seconds: decoded at 8 and 11. The next expert's at 11 and 12: at 14 and 17."""
+    link = disk(CODED)
+    assert arrivals(link, 0, 1) == [11, 17]
+    assert (link.bytes_read, link.busy_s) == (12, 12)
+    assert CODED.copy_s(1.0) == 6, "decoding takes as long as reading"
+
+
+def test_experts_are_decoded_by_several_threads() -> None:
+    """Each has its own worker: shards of one expert wait for each other, those of two do not."""
+    slow = Stored(plain=4, coded=(2,), shards=2, decode_s=10.0, threads=2)
+    assert arrivals(disk(slow), 0, 1) == [25, 31]
+    alone = Stored(plain=4, coded=(2,), shards=2, decode_s=10.0, threads=1)
+    assert arrivals(disk(alone), 0, 1) == [25, 45]
+
+
+def test_experts_of_any_size() -> None:
+    link = disk(Stored(plain=4, coded=(1, 2, 3, 4, 5, 6, 7, 8)))
+    assert arrivals(link, 7, 0) == [12, 17]
+
+
+def test_pools_keep_parts() -> None:
+    """Pools S and E have room for one expert each. First everything is read. Two experts were used as often: the one of
+    the smaller number ranks first, and its plane stays; of the other one the shards."""
+    stored = Stored(plain=4, coded=(2,), decode_s=0.0, pools={State.S: 4, State.E: 2})
+    link = disk(stored)
+    assert arrivals(link, 0, 1) == [6, 12]
+    assert [link.caches[0].state(key) for key in range(3)] == [State.S, State.E, State.M]
+    assert arrivals(link, 0) == [14], "its shards"
+    assert arrivals(link, 1) == [18], "its plane"
+
+
+def test_an_expert_that_is_held_needs_no_disk() -> None:
+    stored = Stored(plain=4, coded=(2,), shards=2, decode_s=2.5, pools={State.C: 6})
+    link = disk(stored)
+    assert arrivals(link, 0) == [10]
+    busy = link.submit(1, 1, urgent=True)
+    assert arrivals(link, 0) == [15], "decoded at once, while the disk reads expert 1, whose shards come at 15 and 16"
+    link.wait(busy)
+    assert link.now == 20
+    assert link.bytes_read == 12
+
+
+def test_forecasts_wait_their_turn() -> None:
+    """One is begun; a miss overtakes the one behind it, and another is dropped, of which the pools never hear."""
+    stored = Stored(plain=4, coded=(2,), pools={State.C: 60})
+    link = disk(stored)
+    begun, queued, dropped = (link.submit(key, key, urgent=False) for key in range(3))
+    assert link.cancel(dropped)
+    assert not link.cancel(begun)
+    assert arrivals(link, 3) == [12]
+    link.wait(queued)
+    assert link.now == 18
+    assert [link.caches[0].state(key) for key in range(4)] == [State.C, State.C, State.M, State.C]
+
+
+def test_copies_in_lower_precision_lie_in_memory() -> None:
+    link = disk(CODED)
+    link.wait(link.submit(0, 0, urgent=True, precision="int8"))
+    assert (link.now, link.bytes_read, link.block_bytes("int8")) == (0.0, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"plain": 0}, "an expert of 0 bytes"),
+        ({"plain": 1, "coded": (2, 0)}, r"\(2, 0\)"),
+        ({"plain": 1, "threads": 0}, "threads=0"),
+        ({"plain": 1, "coded": (1,), "pools": {State.F: 1}}, r"pools \['F'\]"),
+        ({"plain": 1, "coded": (1,), "pools": {State.C: -1}}, r"pools \['C'\]"),
+        ({"plain": 1, "pools": {State.C: 1}}, "choose a codec"),
+    ],
+)
+def test_what_is_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ExpertcastError, match=message):
+        Stored(**fields)  # type: ignore[arg-type]
+    with pytest.raises(ExpertcastError, match="bandwidth=0"):
+        VirtualDisk(CODED, 0.0, layers=1, experts=8)
