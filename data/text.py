@@ -24,6 +24,7 @@ from expertcast.predictors.plain import Json
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
+    from transformers import PreTrainedTokenizerBase
 
 TEXT_COLUMN = "text"
 DOMAIN_COLUMN = "domain"
@@ -67,6 +68,20 @@ def load_documents(data: str | Path | Sequence[str | Path], *, max_chars: int | 
     if not documents:
         raise ExpertcastError(f"no text in {', '.join(map(str, names))}: every document is empty")
     return documents
+
+
+def bundled_ids(tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[int]:
+    """The first tokens' ids of the bundled text.
+
+    Raises:
+        ExpertcastError: it is shorter.
+    """
+    ids: list[int] = []
+    for document in load_documents(REFERENCE):
+        ids += tokenizer(document.text)["input_ids"]
+        if len(ids) >= tokens:
+            return ids[:tokens]
+    raise ExpertcastError(f"the bundled text has {len(ids)} tokens, {tokens} were asked for: give fewer")
 
 
 def _rows(name: str) -> Iterator[tuple[str, str]]:

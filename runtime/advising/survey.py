@@ -202,7 +202,7 @@ def _run(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, config: Of
         times, block_bytes = layer_times(recorder), offloaded.store.layout.block_bytes
         blocking, slots = isinstance(link, InstantLink), offloaded.pool.count
     machine = Machine(
-        times=_without_copies(times, recorder) if blocking else times,
+        times=without_copies(times, recorder) if blocking else times,
         block_bytes={FULL: block_bytes},
         bandwidth=block_bytes / speed.copy_s,
         window=link.window if isinstance(link, CudaLink) else 1,
@@ -212,7 +212,7 @@ def _run(model: PreTrainedModel, prompt_ids: Tensor, new_tokens: int, config: Of
     return _Run(statistics.median(decoding.steps_s), case, watched, speed)
 
 
-def _without_copies(times: LayerTimes, recorder: Recorder) -> LayerTimes:
+def without_copies(times: LayerTimes, recorder: Recorder) -> LayerTimes:
     """Layer times of a link that copies in the model's own thread: that time is the link's, not the runtime's."""
     steps = len(recorder.steps())
     misses_s, forecasts_s = [0.0] * len(times.request_s), [0.0] * len(times.request_s)

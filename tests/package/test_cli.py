@@ -39,7 +39,7 @@ COMMANDS = {
               "--no-advice", "--peer", "--minutes", "--timeline", "--next-token", "--likely", "--policies",
               "--forecasts"},
     "advise": {*_TARGET, "--prompt-tokens", "--new-tokens", "--save", "--gpu", "--capacity", "--host",
-               "--experts", "--expert-bytes"},
+               "--experts", "--expert-bytes", "--store-folder"},
     "simulate": {"--sweep", "--policy", "--prefetch", "--miss", "--routing", "--pre-eviction", "--scope", "--preset",
                  "--published", "--predictor", "--ahead", "--next-token", "--slots", "--capacity", "--bandwidth",
                  "--latency", "--write-back", "--layer-time", "--split", "--tokens", "--prefill", "--batch", "--model",

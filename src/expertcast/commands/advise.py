@@ -1,4 +1,4 @@
-"""`expertcast advise`: whether prefetching pays here or on a GPU elsewhere, and the configuration that follows."""
+"""`expertcast advise`: whether prefetching pays here or on a GPU elsewhere, how experts on a disk are best kept."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from expertcast.checkpoints.provenance import provenance
+from expertcast.commands.advise_disk import advise_on_disk, check_disk
 from expertcast.commands.advise_routing import advise_routing
 from expertcast.commands.bench_target import Target, TargetOptions
 from expertcast.commands.options import Count, Option, bandwidth_of
@@ -29,7 +30,7 @@ _GPU = Option(
     help=f"the speed of its link, bytes per second or one of {', '.join(LINKS)}; forecasts as right as --accuracy or "
     "the metrics of --predictor say",
 )
-_OF_A_RUN = ("dtype", "device", "copy_over_compute", "replay", "prompt_tokens", "new_tokens")
+_OF_A_RUN = ("dtype", "device", "copy_over_compute", "replay", "prompt_tokens", "new_tokens", "store_folder")
 """Options that say how a model is run here."""
 
 
@@ -46,6 +47,8 @@ class Options(TargetOptions):
     """Length of the prompt."""
     new_tokens: Count = 32
     """Tokens decoded per run."""
+    store_folder: Annotated[str | None, Option(metavar="DIR")] = None
+    """Ask how experts are best kept that lie, or will lie, in this folder: compressed or not, with which memory."""
     save: Annotated[Path | None, Option(metavar="FILE", read=new_file)] = None
     """Write what is advised there, for `expertcast generate --config`."""
     gpu: Annotated[float | None, _GPU] = None
@@ -73,6 +76,9 @@ class Options(TargetOptions):
                 raise ExpertcastError(f"--{name} is for a GPU that is not there: give --gpu LINK too, or leave it out")
         super().__post_init__()
         BenchSettings(new_tokens=self.new_tokens)
+        if self.store_folder is not None:
+            check_disk(self)
+            return
         if self.save is not None and self.routing is not None:
             raise ExpertcastError("--save needs a model that routes by itself: a process has no predictor to deploy")
 
@@ -121,6 +127,11 @@ def run(options: Options) -> Outcome:
         )  # fmt: skip
     if options.gpu is not None:
         return _run_absent(options, options.gpu)
+    if options.store_folder is not None:
+        return advise_on_disk(
+            options, Path(options.store_folder), prompt_tokens=options.prompt_tokens, new_tokens=options.new_tokens,
+            save=options.save,
+        )  # fmt: skip
     target = Target.load(options)
     prompt_ids = target.prompt(options.prompt_tokens)
     process = target.routing_process(options.prompt_tokens, options.new_tokens)

@@ -27,7 +27,7 @@ from expertcast.commands.options import (
 from expertcast.commands.output import say
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
-from expertcast.data.text import load_documents
+from expertcast.data.text import bundled_ids
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.plain import Json
@@ -175,13 +175,8 @@ class Target:
             generator = torch.Generator().manual_seed(self.options.seed)
             ids = torch.randint(self.model.config.vocab_size, (1, tokens), generator=generator)
             return ids.to(self.store.device)
-        tokenizer = load_tokenizer(self.options.target)
-        ids_list: list[int] = []
-        for document in load_documents(REFERENCE):
-            ids_list += tokenizer(document.text)["input_ids"]
-            if len(ids_list) >= tokens:
-                return torch.tensor([ids_list[:tokens]], device=self.store.device)
-        raise ExpertcastError(f"--prompt-tokens {tokens}: the bundled text has {len(ids_list)} tokens; give fewer")
+        ids_T = bundled_ids(load_tokenizer(self.options.target), tokens)
+        return torch.tensor([ids_T], device=self.store.device)
 
     def routing_process(self, prompt: int, new_tokens: int) -> RoutingProcess | None:
         """The process that routes in place of the model, where weights are random or an option asks for one.

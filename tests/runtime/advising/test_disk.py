@@ -1,0 +1,174 @@
+"""How experts on a disk are best kept: on findings made by hand, where the right answer is known."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime.advising.disk import COMPRESS, DiskFindings, advise_disk, expected, routing_of
+from expertcast.runtime.advising.disk_costs import disk_rate, scratch_rate, stored_as, stored_in
+from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.links.virtual_disk import Stored
+from expertcast.runtime.simulation.trace import Trace
+from expertcast.runtime.storage.coded_file import CodedFile
+from expertcast.runtime.storage.coded_store import CodedStore
+from tests.runtime.made import decoding, layer_times
+from tests.runtime.storage.test_coded_store import _store
+
+LAYERS, EXPERTS = 2, 8
+# three tokens' experts in turn: with four slots of sixteen, least recently used first out, nothing is ever found
+TRACE = decoding(
+    [[8 * layer, 8 * layer + 1] for layer in range(LAYERS)],
+    [[[8 * layer + 2 * (step % 3), 8 * layer + 2 * (step % 3) + 1] for layer in range(LAYERS)] for step in range(6)],
+    experts=EXPERTS,
+)
+CODED = Stored(codec="bitsplit", plain=500, coded=(200,), decode_s=0.7)
+
+
+def _found(rate: float = 1000.0, stored: Stored | None = CODED, trace: Trace = TRACE, slots: int = 4) -> DiskFindings:
+    """Experts of 1000 bytes; a layer takes two seconds beside what it waits for."""
+    return DiskFindings(
+        trace=trace, routing="made", times=layer_times([1.0] * LAYERS, [1.0] * LAYERS), slots=slots, block_bytes=1000,
+        rate=rate, rate_source="given", stored=stored, refused="" if stored else "codec 'bitsplit' cannot hold these",
+    )  # fmt: skip
+
+
+def test_compression_pays_on_a_slow_disk() -> None:
+    """Raw, a layer waits for two experts of a second each. Coded, .7 s each, and .7 until the last one is decoded."""
+    advice = advise_disk(_found())
+    raw, coded, *_ = advice.options
+    assert raw.tpot_s == pytest.approx(LAYERS * (2 + 2.0))
+    assert coded.tpot_s == pytest.approx(LAYERS * (2 + 2 * 0.7 + 0.7))
+    assert (raw.read_per_token, coded.read_per_token) == (20_000 / 6, 14_000 / 6), "of the first token all are there"
+    slow = advise_disk(_found(rate=100.0))
+    assert slow.chosen.codec == "bitsplit"
+    assert slow.chosen.tpot_s == min(option.tpot_s for option in slow.options)
+
+
+def test_not_when_decoding_takes_longer_than_reading() -> None:
+    advice = advise_disk(_found(rate=2000.0))
+    assert advice.chosen is advice.options[0]
+    assert advice.reasons[-1] == "do not compress: decoding an expert takes 700 ms, reading it uncompressed 500 ms"
+    assert advice.text().startswith("advice: codec raw; expect")
+
+
+def test_not_for_a_gain_that_is_not_relied_on() -> None:
+    """Two slots leave no room for pools."""
+    advice = advise_disk(_found(stored=replace(CODED, decode_s=0.25), slots=2))
+    raw, coded = advice.options
+    assert 0 < 1 - coded.tpot_s / raw.tpot_s < COMPRESS
+    assert advice.chosen is raw
+    assert "less than 10% is not relied on" in advice.reasons[-1]
+
+
+def test_pools_hold_more_experts_in_the_same_memory() -> None:
+    """Tokens choose among six of eight experts: room for four whole ones a layer is room for more planes or shards."""
+    choose = random.Random(0)
+    tokens = [[sorted(8 * layer + each for each in choose.sample(range(6), 2)) for layer in range(LAYERS)]
+              for _ in range(200)]  # fmt: skip
+    found = _found(
+        rate=50.0, stored=replace(CODED, decode_s=0.1), trace=decoding(tokens[0], tokens[1:], experts=8), slots=8
+    )
+    advice = advise_disk(found)
+    raw, coded, pooled = advice.options
+    assert advice.chosen is pooled
+    assert pooled.tpot_s < coded.tpot_s < raw.tpot_s
+    pools = dict(word.split("=") for word in pooled.pools.split(","))
+    assert pools.keys() <= {"C", "S", "E"}
+    assert 1000 * pooled.slots + sum(map(int, pools.values())) <= 1000 * found.slots
+    assert pooled.read_per_token < coded.read_per_token
+
+
+def test_where_all_experts_fit_nothing_is_compressed() -> None:
+    advice = advise_disk(_found(rate=1.0, slots=16))
+    assert advice.chosen.codec == "raw"
+    assert advice.chosen.read_per_token == 8000 / 6, "the four experts of the last two tokens that are new, once"
+    assert "each is read once" in advice.reasons[0]
+
+
+def test_memory_where_there_is_room() -> None:
+    advice = advise_disk(replace(_found(), memory_copy_s=0.001))
+    assert advice.chosen.store == "memory"
+    assert advice.chosen.tpot_s == pytest.approx(LAYERS * 2.002)
+    given = OffloadConfig(memory="4000", predictor="next_norm")
+    assert advice.config(given, Path("folder")) == OffloadConfig(slots=4)
+
+
+def test_experts_that_the_codec_cannot_hold() -> None:
+    advice = advise_disk(_found(rate=1.0, stored=None))
+    assert [option.codec for option in advice.options] == ["raw"]
+    assert advice.reasons[-1] == "codec 'bitsplit' cannot hold these"
+    assert advice.decode_rate is None
+
+
+def test_what_a_run_took_longer_counts_for_its_like() -> None:
+    """Of a compressed run for compressed ones; of a raw run for all."""
+    late = replace(_found(rate=100.0), times=replace(_found().times, late_s=100.0))
+    assert expected(late, "raw").tpot_s == expected(_found(rate=100.0), "raw").tpot_s
+    coded = replace(late, late="bitsplit")
+    assert expected(coded, "bitsplit").tpot_s == expected(late, "bitsplit").tpot_s + 100
+    assert expected(coded, "raw").tpot_s == expected(late, "raw").tpot_s
+    assert advise_disk(coded).chosen.codec == "raw"
+    assert expected(replace(late, late="raw"), "bitsplit").tpot_s == expected(coded, "bitsplit").tpot_s
+
+
+def test_what_is_advised_can_be_saved(tmp_path: Path) -> None:
+    advice = advise_disk(_found(rate=100.0))
+    config = advice.config(OffloadConfig(memory="4000", bandwidth=100.0), tmp_path)
+    config.save(tmp_path / "offload.json")
+    loaded = OffloadConfig.load(tmp_path / "offload.json")
+    assert (loaded.store, loaded.codec, loaded.slots) == ("disk", "bitsplit", advice.chosen.slots)
+    assert (loaded.store_folder, loaded.memory, loaded.bandwidth) == (str(tmp_path), None, None)
+    assert json.loads(json.dumps(advice.as_dict()))["chosen"]["codec"] == "bitsplit"
+
+
+def test_routing_is_the_traces() -> None:
+    routing = routing_of(TRACE, "made")
+    steps = list(routing.steps())
+    assert [step.fresh for step in steps] == [True] + [False] * 6
+    for step, forward in zip(steps, TRACE.forwards, strict=True):
+        for layer, rows in enumerate(step.rows):
+            assert [8 * layer + expert for row in rows for expert in row] == forward.keys[layer]
+
+
+def test_a_prompt_of_many_experts_is_one_forward() -> None:
+    trace = decoding([[0, 1, 2, 3, 4], [8, 9]], [[[0, 1], [8, 9]]], experts=8)
+    prompt, token = routing_of(trace, "made").steps()
+    assert prompt.rows == [[[0, 1], [2, 3], [4]], [[0, 1]]]
+    assert (prompt.fresh, token.rows) == (True, [[[0, 1]], [[0, 1]]])
+
+
+def test_a_disk_is_measured(tmp_path: Path) -> None:
+    """With experts larger than the file, smaller ones, and ones that do not end with a sector."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(200_000))
+    for block_bytes in (1_000_000, 40_960, 5_000):
+        assert disk_rate(path, block_bytes) > 0
+    path.write_bytes(b"short")
+    with pytest.raises(ExpertcastError, match="too short"):
+        disk_rate(path, 4096)
+    assert scratch_rate(tmp_path / "new", 40_960, most=1 << 20) > 0
+    assert not list((tmp_path / "new").iterdir())
+    with pytest.raises(ExpertcastError, match="give another --store-folder"):
+        scratch_rate(path / "inside", 4096)
+
+
+def test_sizes_by_a_sample_are_those_of_the_file(tmp_path: Path) -> None:
+    store, view = _store(tmp_path)
+    store.pack(view)
+    assert isinstance(store, CodedStore)
+    file = CodedFile(store.path)
+    exact = stored_in(file, store.codec, decoding_s=0.5, threads=2)
+    count = file.header.count
+    sample = stored_as(store.codec, [file.read(key) for key in range(count)], decoding_s=0.5, threads=2)
+    assert len(exact.coded) == count
+    assert exact.plain == sample.plain
+    assert sample.mean_coded == pytest.approx(exact.mean_coded, abs=1)
+    spans = torch.tensor([file.span(key) for key in range(count)])
+    assert torch.equal(spans, exact.plain + torch.tensor(exact.coded))
