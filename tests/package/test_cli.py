@@ -33,7 +33,7 @@ COMMANDS = {
     "generate": {"--prompt", "--predictor", "--mode", "--slots", "--memory", "--policies", "--next-token",
                  "--store-folder", "--codec", "--bandwidth", "--new-tokens", "--config", "--forecasts", "--dtype",
                  "--device"},
-    "store": {"--store-folder", "--codec", "--dtype", "--device"},
+    "store": {"--store-folder", "--codec", "--picture", "--dtype", "--device"},
     "inspect": {"--verify"},
     "bench": {*_TARGET, "--mode", "--cache", "--ahead", "--prompt-tokens", "--new-tokens", "--repetitions",
               "--no-advice", "--peer", "--minutes", "--timeline", "--next-token", "--likely", "--policies",
@@ -266,6 +266,17 @@ def test_store_and_generate_from_it(capsys: pytest.CaptureFixture[str], tmp_path
     assert texts[0] == texts[1]
     assert (tmp_path / "store" / CODED_FILE).stat().st_mtime_ns == changed
     assert "loses bits" in fails(capsys, "store", "reference", "--store-folder", str(tmp_path), "--codec", "int4")
+
+
+def test_exponents_as_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words, picture = ["store", "reference", "--store-folder", str(tmp_path / "store"), "--picture"], tmp_path / "e.png"
+    assert main([*words, str(picture)]) == 0
+    assert f"wrote {picture}" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "ends in .png" in fails(capsys, *words, str(tmp_path / "e.txt"))
+    whole = ["--dtype", "fp32", "--codec", "raw"]
+    assert "of 16-bit floats" in fails(capsys, *words, str(tmp_path / "other.png"), *whole)
+    assert not (tmp_path / "other.png").exists()
 
 
 def test_bench_with_forecasts_of_tokens(tmp_path: Path, reference_view: MoEView) -> None:

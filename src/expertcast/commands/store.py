@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import torch
 
+from expertcast.commands.exponent_picture import draw_exponents
 from expertcast.commands.options import Model, ModelOptions, Option
-from expertcast.commands.output import Outcome
+from expertcast.commands.output import Outcome, new_file
+from expertcast.predictors import ExpertcastError
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.loading import load_offloaded
-from expertcast.runtime.storage.codecs import CODECS, exponent_histogram
+from expertcast.runtime.storage.codecs import CODECS, ExponentHistogram, exponent_histogram
 from expertcast.runtime.storage.store import ExpertStore
 
 _LOSSLESS = ", ".join(name for name in CODECS.names() if CODECS.get(name).lossless)
@@ -26,6 +30,8 @@ class Options(ModelOptions):
     """Where the file lies, one folder per model; what is there of the same model is used as it is."""
     codec: Annotated[str, Option(metavar="CODEC", help=_LOSSLESS)] = "bitsplit"
     """How experts are compressed."""
+    picture: Annotated[Path | None, Option(metavar="FILE.png", read=picture_file)] = None
+    """Draw how often each exponent occurs, beside what compression makes of it."""
 
     def __post_init__(self) -> None:
         OffloadConfig(store="disk", store_folder=self.store_folder, codec=self.codec)
@@ -37,24 +43,43 @@ def run(options: Options) -> Outcome:
     config = OffloadConfig(store="disk", store_folder=options.store_folder, codec=options.codec, cache=False)
     with load_offloaded(options.model, config, device="cpu", dtype=options.dtype) as offloaded:
         store = offloaded.store
-        stored = store.stored_nbytes
+        stored, histogram = store.stored_nbytes, _histogram(store)
+        bound = None if histogram is None else histogram.bound
         result = {
             "store_folder": options.store_folder, "codec": options.codec, "layers": store.layers,
             "experts": store.experts, "nbytes": store.nbytes, "stored_nbytes": stored, "ratio": stored / store.nbytes,
-            "bound": _bound(store),
+            "bound": bound,
         }  # fmt: skip
     text = (
         f"{store.layers * store.experts} experts of {store.layout.block_bytes:,} bytes in {options.store_folder}, "
         f"codec {options.codec}: {stored:,} bytes, {stored / store.nbytes:.3f} of {store.nbytes:,}"
     )
-    if result["bound"] is not None:
-        text += f"; coding exponents one by one takes {result['bound']:.3f} at least (middle layer)"
+    if bound is not None:
+        text += f"; coding exponents one by one takes {bound:.3f} at least (middle layer)"
+    if options.picture is not None:
+        if histogram is None:
+            raise ExpertcastError(
+                f"--picture {options.picture} is of 16-bit floats, these experts are others: leave it out"
+            )
+        draw_exponents(histogram, options.picture, codec=options.codec, ratio=stored / store.nbytes)
+        text += f"\nwrote {options.picture}"
     return result, text
 
 
-def _bound(store: ExpertStore) -> float | None:
-    """The entropy bound of the middle layer's experts; None where a parameter is not of 16-bit floats."""
+def picture_file(text: str) -> Path:
+    """The file of a picture.
+
+    Raises:
+        ArgumentTypeError: no folder to write it to, or a name that does not end as pictures do.
+    """
+    if Path(text).suffix not in (".png", ".svg", ".pdf"):
+        raise ArgumentTypeError(f"{text!r}: give a name that ends in .png, .svg or .pdf")
+    return new_file(text)
+
+
+def _histogram(store: ExpertStore) -> ExponentHistogram | None:
+    """Of the middle layer's experts; None where a parameter is not of 16-bit floats."""
     fields = store.layout.fields
     if {field.dtype for field in fields} not in ({torch.bfloat16}, {torch.float16}):
         return None
-    return exponent_histogram(store.views(store.layers // 2).values()).bound
+    return exponent_histogram(store.views(store.layers // 2).values())
