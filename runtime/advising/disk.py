@@ -13,7 +13,7 @@ import numpy as np
 from expertcast.data.routing import ABSENT, Routing
 from expertcast.runtime.advising.advice import milliseconds
 from expertcast.runtime.advising.disk_advice import DiskAdvice, DiskOption
-from expertcast.runtime.links.virtual_disk import Stored
+from expertcast.runtime.links.virtual_disk import CODED_WINDOW, Stored
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.pools.costs import Costs
 from expertcast.runtime.pools.planner import Plan, plans
@@ -155,7 +155,7 @@ def _of_plan(found: DiskFindings, stored: Stored, plan: Plan) -> DiskOption:
 
 def _option(found: DiskFindings, stored: Stored, slots: int) -> DiskOption:
     coded = bool(stored.coded)
-    window = 2 + stored.threads if coded else max(1, min(THREADS, THREADS * PIECE // found.block_bytes))
+    window = CODED_WINDOW if coded else max(1, min(THREADS, THREADS * PIECE // found.block_bytes))
     machine = Machine(
         times=_times(found, coded=coded), block_bytes={FULL: found.block_bytes}, bandwidth=found.rate, stored=stored,
         window=window, prefill=no_times(found.trace.shape.layers),

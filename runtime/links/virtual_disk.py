@@ -21,6 +21,9 @@ from expertcast.runtime.pools.cache import PoolCache
 from expertcast.runtime.pools.states import POOLS, ExpertBytes, State
 from expertcast.runtime.storage.precision import FULL
 
+CODED_WINDOW = 2
+"""Coded experts of forecasts that are begun at a time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:

@@ -21,7 +21,7 @@ from expertcast.runtime.storage.direct_read import Read, sectors
 from expertcast.runtime.storage.direct_reader import DirectReader
 from expertcast.runtime.storage.host_memory import HostMemory
 
-AHEAD = 2
+_AHEAD = 2
 """Experts that are being read for each thread that decodes."""
 
 
@@ -62,7 +62,7 @@ class CodedReader:
         self._room = max(map(file.span, range(file.header.count)))
         self._workers = [
             threading.Thread(target=self._run, name=f"expertcast-decode-{number}", daemon=True)
-            for number in range(AHEAD + decoders)
+            for number in range(_AHEAD + decoders)
         ]
         for worker in self._workers:
             worker.start()

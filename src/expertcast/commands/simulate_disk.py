@@ -8,11 +8,10 @@ from typing import Annotated
 
 from expertcast.commands.options import Count, Option, positive_number
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.links.virtual_disk import Stored
+from expertcast.runtime.links.virtual_disk import CODED_WINDOW, Stored
 from expertcast.runtime.option_values import size_bytes
 from expertcast.runtime.pools.states import State
 from expertcast.runtime.storage.codecs import check_codec, make_codec
-from expertcast.runtime.storage.coded_reader import AHEAD
 from expertcast.runtime.storage.direct_read import PIECE
 from expertcast.runtime.storage.direct_reader import THREADS
 from expertcast.runtime.storage.layout import BlockLayout
@@ -82,7 +81,7 @@ class DiskOptions:
             threads=self.decoders,
             pools=pool_bytes(self.pools),
         )
-        return made, AHEAD + self.decoders
+        return made, CODED_WINDOW
 
 
 def pool_bytes(text: str) -> Mapping[State, int]:
