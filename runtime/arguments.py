@@ -14,7 +14,7 @@ from expertcast.predictors.view import overfetched
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.refit import OnlineRefit
-from expertcast.runtime.option_values import check_predictor, size_bytes
+from expertcast.runtime.option_values import check_predictor, pool_bytes, size_bytes
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.layout import BlockLayout
 
@@ -124,11 +124,12 @@ def slot_count(config: OffloadConfig, view: MoEView) -> int:
     everything = shape.layers * shape.experts
     if config.memory is not None:
         block_bytes = BlockLayout.of(view).block_bytes
-        slots = size_bytes(config.memory) // block_bytes
+        slots = (size_bytes(config.memory) - sum(pool_bytes(config.pools).values())) // block_bytes
         if slots < shape.top_k:
+            beside = f" beside pools={config.pools!r}" if config.pools else ""
             raise ExpertcastError(
-                f"memory={config.memory!r} holds {slots} experts of {block_bytes} bytes, one token needs "
-                f"{shape.top_k}: give {shape.top_k * block_bytes} bytes or more"
+                f"memory={config.memory!r} holds {max(0, slots)} experts of {block_bytes} bytes{beside}, one token "
+                f"needs {shape.top_k}: give {shape.top_k * block_bytes} bytes or more{beside}"
             )
     elif slots is None:
         # the running layer's, a forecast's, and those of a wrong forecast whose copies are under way

@@ -17,7 +17,7 @@ from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.artefacts import read_json
 from expertcast.predictors.plain import Json
 from expertcast.runtime.links.base import Link
-from expertcast.runtime.option_values import from_plain, size_bytes, to_plain
+from expertcast.runtime.option_values import from_plain, pool_bytes, size_bytes, to_plain
 from expertcast.runtime.policies import PRESETS, Policies
 from expertcast.runtime.storage.codecs import check_codec
 from expertcast.runtime.storage.store import ExpertStore
@@ -94,6 +94,10 @@ class OffloadConfig:
     codec: str = "raw"
     """With disk, how experts are compressed: raw, bitsplit (bf16 without loss, two thirds of the bytes), mxfp4, fp8."""
 
+    pools: str = ""
+    """With a codec, memory in which experts are kept compressed beside the slots, by state: C (whole), S (without
+    exponents), E (exponents alone), such as C=2GB,E=300MB. `memory` is for slots and pools together."""
+
     def __post_init__(self) -> None:
         if self.layers is not None:
             object.__setattr__(self, "layers", tuple(self.layers))
@@ -120,7 +124,18 @@ class OffloadConfig:
         if self.router_free and (self.mode == "exact" or self.true_weights):
             with_what = "mode 'exact'" if self.mode == "exact" else "true_weights"
             raise ExpertcastError(f"router_free leaves routers out, which {with_what} needs: choose one of them")
+        if pool_bytes(self.pools):
+            self._check_pools()
         self.resolved_policies()
+
+    def _check_pools(self) -> None:
+        if self.codec == "raw" and not isinstance(self.store, ExpertStore):
+            raise ExpertcastError(f"pools={self.pools!r} keep compressed experts: give a codec, such as 'bitsplit'")
+        policies = self.resolved_policies()
+        if policies.eviction.name != "lru" or policies.scope != "global" or policies.miss.cls.lossy:
+            raise ExpertcastError("pools decide what stays in a slot: leave eviction, scope and lossy misses out")
+        if not self.cache:
+            raise ExpertcastError("pools keep experts, and cache=False keeps none: leave one of them out")
 
     @classmethod
     def of(cls, config: Self | None, fields: Mapping[str, object]) -> Self:

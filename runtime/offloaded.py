@@ -31,6 +31,8 @@ from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.speed import fastest_link
 from expertcast.runtime.policies import CacheShape, Policies
+from expertcast.runtime.policies.eviction.pooled import Pooled
+from expertcast.runtime.policies.scope import Eviction
 from expertcast.runtime.recording.observer import Observer, Observers
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -104,6 +106,8 @@ class OffloadedModel:
             self.link = link = fastest_link(store, self.pool) if parts.link is None else parts.link
             link.observer = observer
             link.attach(store, self.pool)
+            if link.pools is not None:
+                policies.eviction = Eviction.over_all(Pooled(link.pools), len(view))
             undo.callback(link.close)
             dropped = weakref.finalize(model, link.close)  # whose thread would keep the store of a dropped model
             dropped.atexit = False

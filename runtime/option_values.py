@@ -13,6 +13,7 @@ from pathlib import Path
 from expertcast.checkpoints.store import recover
 from expertcast.predictors import ExpertcastError, names
 from expertcast.runtime.policies import Policies
+from expertcast.runtime.pools.states import State
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 _JSON_TYPES: dict[object, str] = {
@@ -77,6 +78,28 @@ def size_bytes(memory: str | int) -> int:
         return int(float(match[1]) * _UNITS[match[2]])
     except (ValueError, KeyError, OverflowError):
         raise ExpertcastError(f"memory={memory!r} is no size: write bytes, or text such as '2GB' or '512MiB'") from None
+
+
+def pool_bytes(text: str) -> dict[State, int]:
+    """Bytes of each pool of a text such as `C=2GB,S=500MB`; none for an empty one.
+
+    Raises:
+        ExpertcastError: another text, or a state twice.
+    """
+    found: dict[State, int] = {}
+    for entry in filter(None, text.split(",")):
+        name, _, size = entry.partition("=")
+        state = next((state for state in (State.C, State.S, State.E) if state.name == name.strip()), None)
+        if state is None or state in found:
+            raise ExpertcastError(
+                f"pools={text!r}: give sizes by state, each once, of C (compressed), S (signs and mantissas) and E "
+                "(exponents), such as 'C=2GB,E=300MB'; full experts have the slots"
+            )
+        try:
+            found[state] = size_bytes(size)
+        except ExpertcastError:
+            raise ExpertcastError(f"pools={text!r}: {size!r} is no size: write it as '2GB' or '512MiB'") from None
+    return found
 
 
 def _members(hint: object) -> tuple[object, ...]:

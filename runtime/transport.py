@@ -12,6 +12,7 @@ from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.links.paced import PacedCudaLink
+from expertcast.runtime.option_values import pool_bytes
 from expertcast.runtime.policies import LRU, Fetch, Standard, TopK
 from expertcast.runtime.storage.coded_store import CodedStore
 from expertcast.runtime.storage.direct_reader import can_read_directly
@@ -48,6 +49,8 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
         raise ExpertcastError(
             f"the kernel link decides on the device, without {only_on_host}: take link='cuda', or leave that out"
         )
+    if config.pools and (device != "cpu" or link not in ("auto", "disk")):
+        raise ExpertcastError(f"pools are kept by link 'disk' on the CPU, not by {link!r} on {device}: leave pools out")
     if isinstance(link, Link):
         return link
     if link == "auto" and device != "cuda":
@@ -60,7 +63,7 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
             raise ExpertcastError(f"the emulated link is for models on the CPU, this one is on {device}: use 'cuda'")
         return EmulatedLink(float("inf") if bandwidth is None else bandwidth, latency)
     if link == "disk" and not latency:
-        return DiskLink(bandwidth=bandwidth)
+        return DiskLink(bandwidth=bandwidth, pools=pool_bytes(config.pools), passing=1 if config.on_demand else 2)
     if link == "cuda" and device != "cuda":
         raise ExpertcastError(f"link 'cuda' needs a model on CUDA, this one is on {device}: use 'emulated'")
     if bandwidth is not None or latency:

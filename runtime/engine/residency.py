@@ -78,7 +78,7 @@ class Residency(Books):
         again = len(self._given_up.intersection(missing))
         self.observer.requested(layer, keys, missing, again, len(first_used))
         room = self.free(layer)
-        for key in missing:
+        for key in self.link.in_order(missing):
             if room:
                 room -= 1
             else:

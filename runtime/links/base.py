@@ -17,6 +17,7 @@ import torch
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.links.exchange import Sent
+from expertcast.runtime.pools.pools import Pools
 from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
@@ -52,6 +53,8 @@ class Link(ABC):
     """Seconds that a copy takes whatever its size, as far as the link knows."""
     by_address: bool = True
     """Whether it copies blocks from where they lie in memory: some stores have none there."""
+    pools: Pools | None = None
+    """What it keeps of experts beside the slots, known once attached: then these decide who may stay in a slot."""
     write_back_s: float = 0.0
     """Seconds of the link that an evicted expert takes: a store keeps all weights, and nothing is copied back."""
 
@@ -166,6 +169,10 @@ class Link(ABC):
             values: they arrive as int64 [n].
         """
         return Sent(torch.tensor(values, device=self._pool.device))
+
+    def in_order(self, keys: Sequence[int]) -> Sequence[int]:
+        """The order in which copies of one layer's misses are best asked for."""
+        return keys
 
     def read_ahead(self, keys: Sequence[int]) -> None:
         """Copies of these will be asked for: a store on disk reads them into memory meanwhile."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.links.base import Copy, Link
+from expertcast.runtime.links.kept_parts import KeptParts
+from expertcast.runtime.pools.states import State
 from expertcast.runtime.storage.arrival import Arrival, Reader
+from expertcast.runtime.storage.coded_store import CodedStore
 from expertcast.runtime.storage.direct_reader import THREADS
 from expertcast.runtime.storage.file_store import FileStore
 from expertcast.runtime.storage.precision import FULL
@@ -27,13 +31,20 @@ class DiskLink(Link):
     Args:
         threads: reads under way at a time.
         bandwidth: bytes per second that the disk is taken for, at most; None: as it is.
+        pools: bytes in which parts of coded experts are kept beside the slots, by state; None: nothing is.
+        passing: with pools, slots for experts that are not to stay, as a multiple of K: 1, or 2 with forecasts.
     """
 
     name = "disk"
     by_address = False
 
-    def __init__(self, threads: int = THREADS, *, bandwidth: float | None = None) -> None:
+    def __init__(
+        self, threads: int = THREADS, *, bandwidth: float | None = None, pools: Mapping[State, int] | None = None,
+        passing: int = 2,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self._memory, self._passing = pools, passing
+        self._kept: KeptParts | None = None
         if threads < 1:
             raise ExpertcastError(f"threads={threads}: give 1 or more")
         if bandwidth is not None and not bandwidth > 0:
@@ -54,11 +65,23 @@ class DiskLink(Link):
             raise ExpertcastError("link 'disk' reads experts from a file: give store='disk'")
         if pool.device.type != "cpu":
             raise ExpertcastError(f"link 'disk' is for models on the CPU, this one is on {pool.device}: use 'cuda'")
-        self._file, self._reader = store, store.reader(self._threads, self.bandwidth)
+        self._file = store
+        if self._memory:
+            if not isinstance(store, CodedStore):
+                raise ExpertcastError("pools keep compressed experts: give a codec that compresses, such as 'bitsplit'")
+            self._kept = KeptParts(
+                store, pool, self._memory, passing=self._passing, threads=self._threads, pace=self.bandwidth
+            )
+            self._reader, self.pools = self._kept.reader, self._kept.pools
+        else:
+            self._reader = store.reader(self._threads, self.bandwidth)
         self._free_at = 0.0
 
     def twin(self) -> Link:
-        return DiskLink(self._threads, bandwidth=self.bandwidth)
+        return DiskLink(self._threads, bandwidth=self.bandwidth, pools=self._memory, passing=self._passing)
+
+    def in_order(self, keys: Sequence[int]) -> Sequence[int]:
+        return keys if self._kept is None or len(keys) < 2 else self._kept.in_order(keys)
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
         block = self._pool.block(slot)
@@ -71,6 +94,9 @@ class DiskLink(Link):
                 self._count(copy, start, start)
             return copy
         copy = _DiskCopy(key, slot, urgent)
+        if self._kept is not None:
+            self._kept.settle()
+            self._kept.gives_away(slot)
 
         def arrived(read: Arrival) -> None:
             with self._counting:  # reads overlap: the time in which any was under way is counted once
@@ -85,6 +111,8 @@ class DiskLink(Link):
     def wait(self, copy: Copy) -> None:
         assert isinstance(copy, _DiskCopy)
         assert not copy.cancelled
+        if self._kept is not None:
+            self._kept.take_apart()
         if copy.read is not None:
             copy.read.wait()
 
@@ -101,6 +129,13 @@ class DiskLink(Link):
 
     def read_ahead(self, keys: object) -> None:
         """Nothing to do: pages of the mapped file are not used."""
+
+    def restart(self) -> None:
+        if self._kept is None:
+            super().restart()
+        else:
+            self._kept.restart()
+            self._reader = self._kept.reader
 
     def close(self) -> None:
         if self._reader is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Self
 
 from torch import Tensor
 
@@ -32,10 +33,22 @@ class Eviction:
             self.policies = self.by_layer = [
                 choice.make(replace(shape, slots=share, sharing=1)) for share in self.shares
             ]
-        self.reads_scores = choice.cls.reads_scores
-        self.reads_routing = choice.cls.reads_routing
-        self.reads_forecasts = choice.cls.reads_forecasts
-        self.reads_tokens = choice.cls.reads_tokens
+        self._hears(choice.cls)
+
+    @classmethod
+    def over_all(cls, policy: EvictionPolicy, layers: int) -> Self:
+        """One that was made already, over all slots."""
+        made = cls.__new__(cls)
+        made.shares, made.policies = None, [policy]
+        made.by_layer = made.policies * layers
+        made._hears(type(policy))
+        return made
+
+    def _hears(self, policy: type[EvictionPolicy]) -> None:
+        self.reads_scores = policy.reads_scores
+        self.reads_routing = policy.reads_routing
+        self.reads_forecasts = policy.reads_forecasts
+        self.reads_tokens = policy.reads_tokens
 
     def start_pass(self, fresh: bool) -> None:
         """A forward starts."""

@@ -102,6 +102,10 @@ class PoolCache:
         changed = {expert: self._state[expert] for expert, old in step.before.items() if self._state[expert] is not old}
         return Access(found, changed)
 
+    def lose(self, expert: int) -> None:
+        """Nothing is held of an expert any more, for other reasons than use."""
+        self._take_out(expert)
+
     def clear(self) -> None:
         """Nothing is held any more; what was counted stays."""
         for expert in range(len(self._state)):

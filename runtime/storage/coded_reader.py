@@ -1,28 +1,48 @@
-"""Reads experts of a coded store: parts from the disk, into planes, into a block.
+"""Reads coded experts past the system's page cache and decodes them into the caller's memory, several at a time.
 
-Each worker has one expert under way, in memory of its own; while it waits for the disk others decode. So the disk has
-requests as long as anything is asked for, and memory does not grow with what is asked for.
+The pieces of an expert are asked of a :class:`DirectReader` together, so that it can join them. Each that has come may
+make jobs ready (:mod:`expertcast.runtime.storage.decode_plan`), and a free thread takes the next job of the expert that
+comes first: the last expert of a layer is decoded by all threads at once. Parts may be kept for the next time.
 """
 
 from __future__ import annotations
 
-import heapq
 import os
 import threading
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from expertcast.runtime.storage.arrival import Arrival
 from expertcast.runtime.storage.codecs import Codec, Part
 from expertcast.runtime.storage.coded_file import CodedFile
+from expertcast.runtime.storage.decode_plan import DecodePlan, Job
 from expertcast.runtime.storage.direct_read import Read, sectors
 from expertcast.runtime.storage.direct_reader import DirectReader
-from expertcast.runtime.storage.host_memory import HostMemory
+from expertcast.runtime.storage.part_memory import NOTHING, PLAIN, Kinds, PartMemory, PartPlaces, Taken
+from expertcast.runtime.storage.read_queue import ReadQueue
 
-_AHEAD = 2
-"""Experts that are being read for each thread that decodes."""
+UNDER_WAY = 4
+"""Experts that are read or decoded at a time."""
+SPARE = 2
+"""Of these, how many are left for urgent ones when a forecast's begins."""
+_COMMON_DISK, _COMMON_DECODING = 1e9, 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Bytes per second."""
+
+    disk: float
+    """Of the file, while anything is read."""
+    decoding: float
+    """Of experts' blocks, by one thread."""
+    threads: int
+    """That decode."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -30,131 +50,245 @@ class CodedRead(Arrival):
     """One expert; the target is its block, uint8 [block_bytes]."""
 
     key: int
-    parts: list[Read] | None = None
-    """Once begun, what is read for it."""
+    taken: Taken | None = None
+    """While it is under way, the memory of its parts."""
+    parts: list[Part] = field(default_factory=list)
+    """Where they are read."""
+    reads: list[Read] = field(default_factory=list)
+    """What the disk was asked for."""
+    reading: int = 0
+    """Of these, how many have not come."""
+    needs: list[int] = field(default_factory=list)
+    """Pieces that have not come, of each job."""
+    ready: deque[Job] = field(default_factory=deque)
+    """Jobs that no thread has taken."""
+    undone: int = 0
+    """Jobs that are not done."""
+    running: int = 0
+    """Jobs that a thread does now."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the block."""
+        return self.target.numel()
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more happens: all is done, or something failed and nothing touches its memory any more."""
+        return not self.running and not self.reading and (not self.undone or self.error is not None)
+
+    def fail(self, error: BaseException) -> None:
+        """No more is done for it."""
+        self.error = self.error or error
+        self.ready.clear()
 
 
 class CodedReader:
-    """Workers that read and decode experts of one file.
+    """Threads that read and decode experts of one file.
 
     Args:
         file: where they lie.
         codec: that made them.
         threads: requests of the disk under way at a time.
         pace: bytes per second that the disk is taken for, at most; None: as it is.
-        decoders: experts that are decoded at a time; None: half of the processors, for the model computes too.
+        decoders: threads that decode; None: one for each processor, for the model waits while they work.
+        kept: experts whose plain, and whose packed parts may be kept in memory.
+        wanted: of an expert that has just been decoded, which of its parts are to be kept.
 
     Raises:
         ExpertcastError: the file cannot be opened.
     """
 
     def __init__(
-        self, file: CodedFile, codec: Codec, *, threads: int, pace: float | None = None, decoders: int | None = None
-    ) -> None:
-        self._file, self._codec = file, codec
+        self, file: CodedFile, codec: Codec, *, threads: int, pace: float | None = None, decoders: int | None = None,
+        kept: tuple[int, int] = (0, 0), wanted: Callable[[int], Kinds] = lambda _key: NOTHING,
+    ) -> None:  # fmt: skip
+        self._file, self._codec, self._wanted = file, codec, wanted
         self._disk = DirectReader(file.path, threads=threads, pace=pace)
-        decoders = decoders or max(1, (os.cpu_count() or 1) // 2)
-        self._decoding = threading.BoundedSemaphore(decoders)
-        self._queue: list[tuple[int, int, CodedRead]] = []
-        self._order = 0
+        self._places, self._plan = PartPlaces(file, codec), DecodePlan(codec)
+        self._jobs_of = [
+            [number for number, job in enumerate(self._plan.jobs) if piece in job.pieces]
+            for piece in range(len(self._plan.pieces))
+        ]
+        self._memory = PartMemory(self._places.nbytes, under_way=UNDER_WAY, kept=kept)
+        self._waiting = ReadQueue[CodedRead](lambda read: not read.begun)
+        self._ready = ReadQueue[CodedRead](lambda read: bool(read.ready))
         self._changed = threading.Condition()
         self._closed = False
-        self._room = max(map(file.span, range(file.header.count)))
-        self._workers = [
+        self._decoded, self._decoding_s = 0.0, 0.0
+        """Bytes of blocks, and the seconds of threads that they took."""
+        self._decoders = [
             threading.Thread(target=self._run, name=f"expertcast-decode-{number}", daemon=True)
-            for number in range(_AHEAD + decoders)
+            for number in range(decoders or os.cpu_count() or 1)
         ]
-        for worker in self._workers:
-            worker.start()
+        for decoder in self._decoders:
+            decoder.start()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the memory for parts, under way and kept."""
+        return self._memory.nbytes
 
     def submit(self, read: CodedRead) -> None:
         """Queue an expert, behind those that are as urgent."""
         read.expect()
         with self._changed:
-            self._push(read)
-            self._changed.notify()
+            self._waiting.push(read)
+            self._begin()
 
     def promote(self, read: CodedRead) -> None:
-        """It comes before all forecasts; of one that has been begun, what the disk has not."""
+        """It comes before all forecasts; of one that has been begun, what the disk and the threads have not."""
         with self._changed:
             if read.urgent:
                 return
             read.urgent = True
             if not read.begun:
-                self._push(read)  # the old entry has another rank, and is skipped
-            parts = read.parts or []
-        for part in parts:
-            self._disk.promote(part)
+                self._waiting.push(read)
+                self._begin()
+            if read.ready:
+                self._ready.push(read)
+            for part in read.reads:
+                self._disk.promote(part)
 
     def cancel(self, read: CodedRead) -> bool:
-        """Drop an expert that no worker has begun. True if nothing of it was or will be read."""
+        """Drop an expert that has not been begun. True if nothing of it was or will be read."""
         with self._changed:
             read.cancelled = not read.begun
             return read.cancelled
+
+    def held(self, key: int) -> Kinds:
+        """Which parts of an expert that is not under way are in memory."""
+        with self._changed:
+            return self._memory.held(key)
+
+    def drop(self, key: int, keep: Kinds = NOTHING) -> None:
+        """Forget the kept parts of an expert, but for some kinds; of one under way `wanted` says it at its end."""
+        with self._changed:
+            self._memory.drop(key, keep)
+
+    def keep_plain(self, key: int, block: Tensor) -> None:
+        """Keep the plain parts of an expert that is not under way, taken from its block, if there is room."""
+        with self._changed:
+            buffer = self._memory.put(key, PLAIN)
+        if buffer is not None:
+            (plain,) = (shard for shard in self._codec.shards if not self._codec.planes[shard.plane].compressed)
+            self._codec.take_plain(block, buffer[: plain.nbytes])
+
+    def rates(self) -> Rates:
+        """What was measured so far, else what is common."""
+        read_s, done_s = self._disk.busy_s, self._decoding_s
+        return Rates(
+            disk=self._disk.bytes_read / read_s if read_s else _COMMON_DISK,
+            decoding=self._decoded / done_s if done_s else _COMMON_DECODING,
+            threads=len(self._decoders),
+        )
 
     def close(self) -> None:
         """Drop what is queued, and return when nothing is being read or decoded."""
         with self._changed:
             self._closed = True
-            self._queue.clear()
+            self._waiting.clear()
+            self._ready.clear()
             self._changed.notify_all()
-        for worker in self._workers:
-            worker.join()
         self._disk.close()
+        for decoder in self._decoders:
+            decoder.join()
 
-    def _push(self, read: CodedRead) -> None:
-        self._order += 1
-        heapq.heappush(self._queue, (read.rank, self._order, read))
+    def _begin(self) -> None:
+        """Begin what there is memory for."""
+        while not self._closed and (read := self._waiting.first()) is not None:
+            read.taken = self._memory.take(read.key, 0 if read.urgent else SPARE)
+            if read.taken is None:
+                return
+            read.begun, read.start = 1, time.perf_counter()
+            self._ask(read, read.taken)
 
-    def _take(self) -> CodedRead | None:
+    def _ask(self, read: CodedRead, taken: Taken) -> None:
+        """Ask for the pieces that are not in memory; jobs that need none are ready at once."""
+        file, key, plan = self._file, read.key, self._plan
+        offsets, sizes, digests = file.offsets[key].tolist(), file.nbytes[key].tolist(), file.digests[key].tolist()
+        places, areas = self._places.of(key), []
+        for place, nbytes, digest in zip(places, sizes, digests, strict=True):
+            buffer = taken.buffers[place.kind]
+            assert buffer is not None
+            areas.append(buffer[place.start : place.start + sectors(nbytes)])
+            read.parts.append(Part(areas[-1][:nbytes], None if place.kind in taken.held else digest))
+        absent = [number for number, piece in enumerate(plan.pieces) if places[piece.part].kind not in taken.held]
+        read.needs = [len(set(job.pieces).intersection(absent)) for job in plan.jobs]
+        read.undone, read.reading = len(plan.jobs), len(absent)
+        for number in absent:
+            piece = plan.pieces[number]
+            target = areas[piece.part][piece.start : piece.stop]
+            offset = offsets[piece.part] + piece.start
+            read.reads.append(Read(target, self._come(read, number), read.urgent, offset=offset))
+        for job, left in zip(plan.jobs, read.needs, strict=True):
+            if not left:
+                self._make_ready(read, job)
+        for part in read.reads:
+            self._disk.submit(part)
+
+    def _come(self, read: CodedRead, number: int) -> Callable[[Read], None]:
+        """What a thread of the disk does when it has read a piece."""
+
+        def arrived(part: Read) -> None:
+            with self._changed:
+                read.reading -= 1
+                if part.error is not None:
+                    read.fail(part.error)
+                for index in self._jobs_of[number]:
+                    read.needs[index] -= 1
+                    if not read.needs[index] and read.error is None:
+                        self._make_ready(read, self._plan.jobs[index])
+                over = read.over
+            if over:
+                self._finish(read)
+
+        return arrived
+
+    def _make_ready(self, read: CodedRead, job: Job) -> None:
+        read.ready.append(job)
+        if len(read.ready) == 1:
+            self._ready.push(read)
+        self._changed.notify()
+
+    def _take(self) -> tuple[CodedRead, Job] | None:
         with self._changed:
             while True:
-                while self._queue:
-                    rank, _, read = heapq.heappop(self._queue)
-                    if rank == read.rank and not read.cancelled and not read.begun:
-                        read.begun = 1
-                        return read
+                if (read := self._ready.first()) is not None:
+                    read.running += 1
+                    return read, read.ready.popleft()
                 if self._closed:
                     return None
                 self._changed.wait()
 
     def _run(self) -> None:
-        memory = HostMemory(self._room).bytes
-        planes: list[Tensor] | None = None
-        while (read := self._take()) is not None:
-            read.start = time.perf_counter()
-            if planes is None or len(self._codec.planes) == 1:  # a plane may be the block itself
-                planes = self._codec.new_planes(read.target)
+        planes = [
+            torch.empty(plane.nbytes if plane.compressed else 0, dtype=torch.uint8) for plane in self._codec.planes
+        ]
+        while (taken := self._take()) is not None:
+            read, job = taken
+            error, start = None, time.perf_counter()
             try:
-                self._decode(read, memory, list(planes))
-            except BaseException as error:  # handed to whoever waits for it
-                read.error = error
-            read.arrive(time.perf_counter())
+                self._plan.run(job, read.parts, planes, read.target)
+            except BaseException as caught:  # handed to whoever waits for it
+                error = caught
+            with self._changed:
+                read.running -= 1
+                read.undone -= 1
+                self._decoded += read.nbytes / len(self._plan.jobs)
+                self._decoding_s += time.perf_counter() - start
+                if error is not None:
+                    read.fail(error)
+                over = read.over
+            if over:
+                self._finish(read)
 
-    def _decode(self, read: CodedRead, memory: Tensor, planes: list[Tensor]) -> None:
-        parts = self._ask(read, memory)
-        try:
-            for index, (part, digest) in enumerate(zip(parts, self._file.digests[read.key].tolist(), strict=True)):
-                part.wait()
-                data = Part(part.target[: int(self._file.nbytes[read.key, index])], digest)
-                plane = self._codec.shards[index].plane
-                if not self._codec.planes[plane].compressed:
-                    planes[plane] = data.data  # is the plane where it lies
-                with self._decoding:
-                    self._codec.expand(index, data, planes)
-            with self._decoding:
-                self._codec.recover(planes, read.target)
-        finally:
-            for part in parts:
-                part.settle()  # or they would be read into the next expert's memory
-
-    def _ask(self, read: CodedRead, memory: Tensor) -> list[Read]:
-        """Ask for all parts of an expert: neighbours in the file, and in memory."""
-        offsets, asked = self._file.offsets[read.key].tolist(), []
-        with self._changed:  # whoever promotes it finds all of its parts asked for, or none
-            for offset, nbytes in zip(offsets, self._file.nbytes[read.key].tolist(), strict=True):
-                start = offset - offsets[0]
-                asked.append(Read(memory[start : start + sectors(nbytes)], None, read.urgent, offset=offset))
-                self._disk.submit(asked[-1])
-            read.parts = asked
-        return asked
+    def _finish(self, read: CodedRead) -> None:
+        keep = self._wanted(read.key) if read.error is None else NOTHING
+        with self._changed:
+            assert read.taken is not None
+            self._memory.give(read.key, read.taken, keep)
+            read.taken = None
+            read.parts.clear()
+            self._begin()
+        read.arrive(time.perf_counter())

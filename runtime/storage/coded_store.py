@@ -16,14 +16,13 @@ from torch import Tensor
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.storage.arrival import Reader
 from expertcast.runtime.storage.codecs import make_codec
 from expertcast.runtime.storage.coded_file import FILE_NAME, CodedFile, CodedWriter
 from expertcast.runtime.storage.coded_header import CodedHeader, read_coded_header
 from expertcast.runtime.storage.coded_reader import CodedRead, CodedReader
-from expertcast.runtime.storage.direct_reader import THREADS
 from expertcast.runtime.storage.file_store import FileStore
 from expertcast.runtime.storage.host_memory import HostMemory, give_back_freed
+from expertcast.runtime.storage.part_memory import NOTHING, Kinds, PartPlaces
 from expertcast.runtime.storage.store import Write
 from expertcast.runtime.storage.store_header import StaleFileError
 
@@ -102,8 +101,10 @@ class CodedStore(FileStore):
         self._open()
 
     def block(self, key: int) -> Tensor:
-        """uint8 [block_bytes] of one expert, read and decoded now."""
-        return self._blocks_of([key])
+        """uint8 [block_bytes] of one expert, read and decoded now, in this thread."""
+        block = HostMemory(self.layout.block_bytes).bytes
+        self._decode(key, block)
+        return block
 
     def views(self, layer: int) -> dict[str, Tensor]:
         """One layer's parameters, [E, ...] by name, read and decoded now.
@@ -111,29 +112,37 @@ class CodedStore(FileStore):
         Raises:
             ExpertcastError: the file was damaged or cannot be read.
         """
-        first = layer * self.experts
-        return self.layout.views(self._blocks_of(range(first, first + self.experts)))
+        blocks = HostMemory(self.layer_nbytes).bytes
+        keys = range(layer * self.experts, (layer + 1) * self.experts)
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            list(threads.map(self._decode, keys, blocks.view(self.experts, -1).unbind(0)))
+        return self.layout.views(blocks)
 
-    def _blocks_of(self, keys: range | list[int]) -> Tensor:
-        size = self.layout.block_bytes
-        blocks = HostMemory(len(keys) * size).bytes
-        reader = self.reader(THREADS, None)
-        try:
-            reads = [
-                self.read(key, block, None, True)
-                for key, block in zip(keys, blocks.view(-1, size).unbind(0), strict=True)
-            ]
-            for read in reads:
-                reader.submit(read)
-            for read in reads:
-                read.wait()
-        finally:
-            reader.close()
-        return blocks
-
-    def reader(self, threads: int, pace: float | None) -> Reader:
+    def _decode(self, key: int, block: Tensor) -> None:
         assert self._file is not None, "the store has not been filled"
-        return CodedReader(self._file, self.codec, threads=threads, pace=pace)
+        try:
+            parts = self._file.read(key)
+        except OSError as error:
+            raise ExpertcastError(f"{str(self.path)!r} cannot be read: {error.strerror or error}") from error
+        self.codec.decode(parts, block)
+
+    @property
+    def part_nbytes(self) -> list[int]:
+        """Bytes that an expert's plain, and its packed parts take in memory."""
+        assert self._file is not None, "the store has not been filled"
+        return PartPlaces(self._file, self.codec).nbytes
+
+    def reader(
+        self,
+        threads: int,
+        pace: float | None,
+        *,
+        kept: tuple[int, int] = (0, 0),
+        wanted: Callable[[int], Kinds] = lambda _key: NOTHING,
+    ) -> CodedReader:
+        """As :meth:`FileStore.reader`; `kept` and `wanted` as for :class:`CodedReader`."""
+        assert self._file is not None, "the store has not been filled"
+        return CodedReader(self._file, self.codec, threads=threads, pace=pace, kept=kept, wanted=wanted)
 
     def read(self, key: int, block: Tensor, arrival: Callable[[Any], None] | None, urgent: bool) -> CodedRead:
         return CodedRead(block, arrival, urgent, key=key)

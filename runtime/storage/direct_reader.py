@@ -8,7 +8,6 @@ thread has begun can be cancelled.
 from __future__ import annotations
 
 import ctypes
-import heapq
 import os
 import threading
 import time
@@ -20,6 +19,7 @@ from torch import Tensor
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.storage.direct_read import PIECE, SECTOR, Read, sectors
 from expertcast.runtime.storage.host_memory import HostMemory
+from expertcast.runtime.storage.read_queue import ReadQueue
 
 THREADS = 4
 
@@ -43,15 +43,17 @@ class DirectReader:
         self.path, self._pace = path, pace
         self._file, self.direct = _open(path)
         self._stamp = _stamp(self._file)
-        self._queue: list[tuple[int, int, Read]] = []
+        self._queue = ReadQueue[Read](lambda read: read.begun < read.pieces)
         self._next_at: dict[int, Read] = {}
         """Ranges that no thread has begun, by their first byte."""
-        self._order = 0
         self._changed = threading.Condition()
         self._closed = False
         self._paced_until = 0.0
         self.requests = 0
         """Made of the system so far."""
+        self.bytes_read, self.busy_s = 0, 0.0
+        """So far, and the seconds in which any request was under way."""
+        self._under_way, self._busy_since = 0, 0.0
         self._threads = [
             threading.Thread(target=self._run, name=f"expertcast-disk-{number}", daemon=True)
             for number in range(threads)
@@ -65,7 +67,7 @@ class DirectReader:
         read.expect()
         with self._changed:
             self._next_at[read.offset] = read
-            self._push(read)
+            self._queue.push(read)
             self._changed.notify_all()
 
     def promote(self, read: Read) -> None:
@@ -73,7 +75,7 @@ class DirectReader:
         with self._changed:
             if not read.urgent:
                 read.urgent = True
-                self._push(read)  # the old entry has another rank, and is skipped
+                self._queue.push(read)
 
     def cancel(self, read: Read) -> bool:
         """Drop a range that no thread has begun. True if nothing of it was or will be read."""
@@ -97,10 +99,6 @@ class DirectReader:
             thread.join()
         os.close(self._file)
 
-    def _push(self, read: Read) -> None:
-        self._order += 1
-        heapq.heappush(self._queue, (read.rank, self._order, read))
-
     def _forget(self, read: Read) -> None:
         if self._next_at.get(read.offset) is read:
             del self._next_at[read.offset]
@@ -109,24 +107,32 @@ class DirectReader:
         staging = HostMemory(PIECE + 2 * SECTOR)
         while (request := self._take()) is not None:
             reads, piece = request
-            start = time.perf_counter()
+            start = self._count(1, 0)
             try:
                 self._request(reads, piece, staging.bytes)
             except OSError as error:
                 self._fail(reads, f"cannot be read: {error.strerror or error}")
             except _ShortReadError as error:
                 self._fail(reads, str(error))
-            self._arrive(reads, start, time.perf_counter())
+            self._arrive(reads, start, self._count(-1, min(PIECE, sum(read.nbytes for read in reads))))
+
+    def _count(self, requests: int, nbytes: int) -> float:
+        """So many more are under way, and so many bytes have come; gives the time."""
+        now = time.perf_counter()
+        with self._changed:
+            if self._under_way:
+                self.busy_s += now - self._busy_since
+            self._under_way += requests
+            self._busy_since = now
+            self.bytes_read += nbytes
+        return now
 
     def _take(self) -> tuple[list[Read], int] | None:
         """The next request: a piece of one range, or small ranges that lie one after another."""
         with self._changed:
             while True:
-                while self._queue:
-                    rank, _, read = self._queue[0]
-                    if rank == read.rank and not read.cancelled and read.begun < read.pieces:
-                        return self._joined(read)
-                    heapq.heappop(self._queue)
+                if (read := self._queue.first()) is not None:
+                    return self._joined(read)
                 if self._closed:
                     return None
                 self._changed.wait()

@@ -62,7 +62,7 @@ class ExpertStore:
         self, view: MoEView, *, device: torch.device | None = None, pinned: bool = False, lock: PageLock | None = None
     ) -> None:
         self.layers = len(view)
-        self.experts = view.shape.experts
+        self.experts, self.top_k = view.shape.experts, view.shape.top_k
         self.layout = BlockLayout.of(view)
         self.device = self.device_of(view) if device is None else with_index(device)
         self._lock = PageLock() if lock is None and pinned else lock

@@ -59,7 +59,10 @@ def configs(draw: st.DrawFn) -> OffloadConfig:
     sizes = _COUNT if room == "slots" else _COUNT | st.sampled_from(["2GB", "512 MiB", " 1.5kb"])
     policies = draw(st.none() | st.sampled_from(list(PRESETS)) | _POLICIES)
     store = draw(st.sampled_from(["memory", "disk"]))
+    codec = draw(st.sampled_from(["raw", "bitsplit", "bitsplit:shards=2"])) if store == "disk" else "raw"
+    pooled = codec != "raw" and policies is None and draw(st.booleans())
     values = {name: draw(drawn) for name, drawn in _field_values().items()}
+    values["cache"] |= pooled
     routers = values["mode"] == "exact" or values["true_weights"]
     return OffloadConfig(
         **values,
@@ -70,7 +73,8 @@ def configs(draw: st.DrawFn) -> OffloadConfig:
         overfetch=draw(st.floats(1.0, 9.0)) if policies is None else 1.0,
         store=store,
         store_folder=draw(_PLACES) if store == "disk" else None,
-        codec=draw(st.sampled_from(["raw", "bitsplit", "bitsplit:shards=2"])) if store == "disk" else "raw",
+        codec=codec,
+        pools=draw(st.sampled_from(["C=2GB", "C=1000,S=500MiB,E=1KB"])) if pooled else "",
     )
 
 
@@ -84,7 +88,18 @@ def test_what_is_saved_is_loaded(tmp_path_factory: pytest.TempPathFactory, confi
 
 
 def test_every_field_is_tried() -> None:
-    others = {"reach", "router_free", "slots", "memory", "policies", "overfetch", "store", "store_folder", "codec"}
+    others = {
+        "reach",
+        "router_free",
+        "slots",
+        "memory",
+        "policies",
+        "overfetch",
+        "store",
+        "store_folder",
+        "codec",
+        "pools",
+    }
     assert set(_field_values()) | others == {field.name for field in dataclasses.fields(OffloadConfig)}
 
 

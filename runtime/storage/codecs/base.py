@@ -127,6 +127,15 @@ class Codec(ABC):
             shard: write only what follows from this one; the others need not have come. None: all.
         """
 
+    def take_plain(self, block: Tensor, plane: Tensor) -> None:
+        """Write the plane that is not compressed, of codecs that have one of each kind: what :meth:`split` gives.
+
+        Args:
+            block: uint8 [block_bytes] in host memory.
+            plane: uint8 [nbytes].
+        """
+        plane.copy_(self.split(block)[0])
+
     def new_planes(self, block: Tensor) -> list[Tensor]:
         """Memory to expand an expert's parts into, uint8 [nbytes] each, before it is recovered into `block`."""
         return [torch.empty(plane.nbytes, dtype=torch.uint8) for plane in self.planes]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,6 +63,9 @@ class BitSplit(Codec):
     def split(self, block: Tensor) -> tuple[Tensor, ...]:
         low, high = block.view(-1, 2).unbind(1)
         return low.contiguous(), high.contiguous()
+
+    def take_plain(self, block: Tensor, plane: Tensor) -> None:
+        np.copyto(plane.numpy(), block.numpy().view(np.uint16), casting="unsafe")  # keeps the low byte
 
     def recover(self, planes: Sequence[Tensor], block: Tensor, shard: Shard | None = None) -> None:
         """A shard of the high plane needs the low plane under it; one of the low plane stands for the whole block."""

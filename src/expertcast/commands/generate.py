@@ -41,6 +41,8 @@ class Options(ModelOptions):
     """Keep the experts packed in this folder, for models larger than memory."""
     codec: Annotated[str | None, Option(metavar="CODEC")] = None
     """How `expertcast store` packed them there (default: raw)."""
+    pools: Annotated[str | None, Option(metavar="C=BYTES,...")] = None
+    """With a codec, memory for experts that are kept compressed beside the slots; see `expertcast advise`."""
     new_tokens: Count = 64
     """Tokens to generate."""
     offload: Annotated[Given[OffloadConfig], _OFFLOAD]
@@ -76,6 +78,8 @@ def configuration(options: Options) -> OffloadConfig:
         changed |= {"store": "disk", "store_folder": options.store_folder}
     if options.codec is not None:
         changed["codec"] = options.codec
+    if options.pools is not None:
+        changed["pools"] = options.pools
     if ("slots" in changed) != ("memory" in changed):  # two ways to say the same: the file's goes
         changed = {"slots": None, "memory": None, **changed}
     try:

@@ -1,0 +1,153 @@
+"""Experts kept compressed beside the slots: the same bits, fewer bytes from the disk, and memory as was said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime import InstantLink, OffloadConfig, offload
+from expertcast.runtime.links.disk import DiskLink
+from expertcast.runtime.offloaded import OffloadedModel
+from expertcast.runtime.policies import Policies
+from expertcast.runtime.pools.states import State
+from expertcast.runtime.storage.part_memory import EVERYTHING, PACKED, PLAIN
+from tests.families.models import tiny_model
+from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.faults import INPUTS
+
+BLOCK = 49_152
+"""Bytes of one of the reference model's experts."""
+
+
+def _parts(offloaded: OffloadedModel) -> tuple[int, int]:
+    """Bytes of the plain and of the packed parts of an expert, in memory."""
+    store = offloaded.store
+    return store.part_nbytes  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pools": "C=4MB"},
+        {"pools": "C=1MB,S=2MB,E=500KB"},
+        {"pools": "S=1MB"},
+        {"pools": "E=1MB"},
+        {"pools": "C=3MB", "predictor": "next_norm"},
+        {"pools": "C=3MB", "slots": 9},
+        {"pools": "C=2MB,S=1MB", "slots": 200, "codec": "bitsplit:shards=4"},
+    ],
+)
+def test_same_bits(
+    fields: dict[str, object], reference_model: PreTrainedModel, one: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """Whatever is kept, also over a second text; what is found in memory is not read."""
+    before = greedy(reference_model, one, 8)
+    options = {"store": "disk", "codec": "bitsplit", "slots": 60, "store_folder": tmp_path, **fields}
+    read = []
+    for pools in (str(fields["pools"]), ""):
+        with offload(reference_model, **{**options, "pools": pools}) as offloaded:  # type: ignore[arg-type]
+            for _ in range(2):
+                assert_same(greedy(offloaded, one, 8), before)
+            reader = offloaded.link._reader  # type: ignore[attr-defined]
+            read.append(reader._disk.bytes_read / reader._file.nbytes.sum())
+            if pools:
+                _check(offloaded)
+    assert read[0] < read[1]
+    assert_same(greedy(reference_model, one, 8), before)
+
+
+def _check(offloaded: OffloadedModel) -> None:
+    """What is held is what the pools say or less, slots included, and no more than there is room for."""
+    link, slots = offloaded.link, offloaded.pool.slots
+    assert isinstance(link, DiskLink)
+    assert link.pools is not None
+    reader = link._reader
+    found = dict.fromkeys(State, 0)
+    for key in range(offloaded.store.layers * offloaded.store.experts):
+        state = link.pools.state(key)
+        held = reader.held(key)  # type: ignore[union-attr]
+        found[state] += 1
+        if state is State.F:
+            assert key in slots
+            assert not held
+        else:
+            wanted = {State.C: EVERYTHING, State.S: {PLAIN}, State.E: {PACKED}, State.M: frozenset()}[state]
+            assert held <= wanted
+    plain, packed = _parts(offloaded)
+    for state, size in ((State.C, plain + packed), (State.S, plain), (State.E, packed)):
+        if link.pools.room[state]:
+            assert found[State.C] + found[State.S] + found[State.E] > 0, "something is kept"
+        assert size
+    room = link.pools.room
+    kept = sum(len(reader.held(key)) for key in range(768))  # type: ignore[union-attr]
+    assert kept <= 2 * room[State.C] + room[State.S] + room[State.E]
+    assert reader.nbytes <= (room[State.C] + room[State.S] + room[State.E] + 4) * (plain + packed)  # type: ignore[union-attr]
+
+
+def test_full_experts_are_taken_apart(reference_model: PreTrainedModel, one: dict[str, Tensor]) -> None:
+    """An expert that leaves a slot for the S pool is not read again: half of it stays, as its slot had it."""
+    with offload(reference_model, store="disk", codec="bitsplit", slots=100, pools="S=8MB") as offloaded:
+        link = offloaded.link
+        assert isinstance(link, DiskLink)
+        taken: list[int] = []
+        kept = link._kept
+        assert kept is not None
+        keep_plain = kept.reader.keep_plain
+
+        def note(key: int, block: Tensor) -> None:
+            taken.append(key)
+            keep_plain(key, block)
+            if PLAIN in kept.reader.held(key):
+                low = offloaded.store.block(key).view(-1, 2)[:, 0]
+                assert torch.equal(kept.reader._memory._kept[key][PLAIN][: len(low)], low)
+
+        kept.reader.keep_plain = note  # type: ignore[method-assign]
+        before = greedy(offloaded, one, 12)
+        assert taken
+    assert_same(greedy(reference_model, one, 12), before)
+
+
+def test_a_forward_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    """After an error nothing is held, and the model is right again."""
+    model = tiny_model("qwen3_moe").to(torch.bfloat16)
+    before = greedy(model, INPUTS)
+    options = {"store": "disk", "codec": "bitsplit", "slots": 9, "pools": "C=200KB", "store_folder": tmp_path}
+    with offload(model, **options) as offloaded:  # type: ignore[arg-type]
+        assert_same(greedy(offloaded, INPUTS), before)
+        path = offloaded.store.path  # type: ignore[attr-defined]
+        content = path.read_bytes()
+        with path.open("r+b") as file:
+            file.truncate(len(content) // 2)
+        offloaded.link.restart()
+        offloaded.residency.reset()
+        with pytest.raises(ExpertcastError, match="changed or cut off"):
+            greedy(offloaded, INPUTS)
+        path.write_bytes(content)
+        offloaded.residency.reset()
+        assert_same(greedy(offloaded, INPUTS), before)
+
+
+def test_refusals(reference_model: PreTrainedModel) -> None:
+    with pytest.raises(ExpertcastError, match=r"pools='X=1GB': give sizes by state"):
+        OffloadConfig(store="disk", codec="bitsplit", pools="X=1GB")
+    with pytest.raises(ExpertcastError, match=r"pools='C=much': 'much' is no size"):
+        OffloadConfig(store="disk", codec="bitsplit", pools="C=much")
+    with pytest.raises(ExpertcastError, match="keep compressed experts: give a codec"):
+        OffloadConfig(store="disk", pools="C=1GB")
+    with pytest.raises(ExpertcastError, match="leave eviction, scope and lossy misses out"):
+        OffloadConfig(store="disk", codec="bitsplit", pools="C=1GB", policies=Policies(eviction="lfu"))
+    with pytest.raises(ExpertcastError, match="cache=False keeps none"):
+        OffloadConfig(store="disk", codec="bitsplit", pools="C=1GB", cache=False)
+    with pytest.raises(ExpertcastError, match="not by 'instant' on cpu"):
+        offload(reference_model, store="disk", codec="bitsplit", pools="C=1GB", link="instant")
+    with pytest.raises(ExpertcastError, match="pool C of 9 bytes holds no expert"):
+        offload(reference_model, store="disk", codec="bitsplit", pools="C=9")
+    with pytest.raises(ExpertcastError, match="beside pools='C=1GB'"):
+        offload(reference_model, store="disk", codec="bitsplit", pools="C=1GB", memory="1GB")
+    with offload(reference_model, store="disk", codec="bitsplit", link=InstantLink()) as offloaded:
+        assert offloaded.link.pools is None
