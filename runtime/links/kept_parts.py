@@ -82,9 +82,11 @@ class KeptParts:
     def settle(self) -> None:
         """Do what the pools have decided since the last call: forget parts, and note what is to be taken apart."""
         for key, state in dict(self.pools.changes()).items():
-            kinds = _KINDS[state]
-            self.reader.drop(key, kinds)
             slot = self._slots.slots.get(key)
+            comes = slot is None or self._slots.state(slot) is SlotState.LOADING
+            if key in self.pools.running and comes:
+                continue  # what is held of it is about to be used; its end is the reader's
+            self.reader.drop(key, _KINDS[state])
             if slot is not None and state is State.S:
                 self._leaving[slot] = key
 

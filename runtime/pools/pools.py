@@ -49,6 +49,8 @@ class Pools:
             memory = {state: count * size.held(state) for state, count in shares.items()}
             self._layers.append(PoolCache(experts, size=size, memory=memory, margin=margin, fade=fade))
         self._changed: list[tuple[int, State]] = []
+        self.running: frozenset[int] = frozenset()
+        """Experts that the last layer ran with."""
 
     def state(self, key: int) -> State:
         """What is to be held of an expert."""
@@ -58,6 +60,7 @@ class Pools:
     def use(self, layer: int, keys: Sequence[int]) -> list[tuple[int, State]]:
         """A layer runs with these experts (distinct): those that are to be held in another state now, with it."""
         first = layer * self.experts
+        self.running = frozenset(keys)
         access = self._layers[layer].use([key - first for key in keys])
         changed = [(first + expert, state) for expert, state in access.changed.items()]
         self._changed += changed
