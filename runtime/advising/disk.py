@@ -123,10 +123,10 @@ def routing_of(trace: Trace, source: str) -> Routing:
 def _pooled(found: DiskFindings, stored: Stored) -> list[DiskOption]:
     """Slots and pools that share the memory: of the planner's first, the best by replay; several of them simulated."""
     shape = found.trace.shape
-    if found.slots >= shape.layers * shape.experts:
-        return []  # nothing is ever read twice
+    if not stored.coded or not shape.top_k < found.slots < shape.layers * shape.experts:
+        return []  # nothing to keep apart, or nothing is ever read twice
     routing = routing_of(found.trace, found.routing)
-    size = ExpertBytes(plane=stored.plain, exponents=round(stored.mean_coded))
+    size = ExpertBytes(plane=stored.plain, exponents=max(stored.coded))
     costs = Costs(
         read_s=stored.plain / found.rate,
         ratio=stored.mean_coded / stored.plain,
@@ -134,11 +134,11 @@ def _pooled(found: DiskFindings, stored: Stored) -> list[DiskOption]:
         shards=stored.shards,
         threads=stored.threads,
     )
-    memory = found.slots * found.block_bytes // shape.layers
+    memory = (found.slots - shape.top_k) * found.block_bytes // shape.layers  # a token's slots are no pool
     planned = [
         plan
         for plan in plans(rank_model(routing), costs, size=size, memory=memory, step=_STEP)
-        if plan.experts[State.F] * shape.layers >= shape.top_k and any(plan.experts[state] for state in POOLS[1:])
+        if any(plan.experts[state] for state in POOLS[1:])
     ][:_REPLAYED]
     if not planned:
         return []
@@ -148,9 +148,9 @@ def _pooled(found: DiskFindings, stored: Stored) -> list[DiskOption]:
 
 
 def _of_plan(found: DiskFindings, stored: Stored, plan: Plan) -> DiskOption:
-    layers = found.trace.shape.layers
-    pools = {state: layers * plan.memory[state] for state in POOLS[1:] if plan.memory[state]}
-    return _option(found, replace(stored, pools=pools), layers * plan.experts[State.F])
+    shape = found.trace.shape
+    pools = {state: shape.layers * plan.memory[state] for state in POOLS[1:] if plan.memory[state]}
+    return _option(found, replace(stored, pools=pools), shape.layers * plan.experts[State.F] + shape.top_k)
 
 
 def _option(found: DiskFindings, stored: Stored, slots: int) -> DiskOption:

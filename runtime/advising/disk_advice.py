@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from expertcast.predictors.plain import Json, aligned
@@ -72,11 +72,8 @@ class DiskAdvice:
         chosen = self.chosen
         sized = replace(given, slots=chosen.slots, memory=None, predictor=None, bandwidth=None, link="auto")
         if chosen.store == "memory":
-            return replace(sized, store="memory", store_folder=None, codec="raw")
-        pools = {"pools": chosen.pools} if _HAS_POOLS else {}
-        return OffloadConfig.of(
-            sized, {"store": "disk", "store_folder": str(folder), "codec": chosen.codec, **pools}
-        )  # fmt: skip
+            return replace(sized, store="memory", store_folder=None, codec="raw", pools="")
+        return replace(sized, store="disk", store_folder=str(folder), codec=chosen.codec, pools=chosen.pools)
 
     def as_dict(self) -> Json:
         """Plain values, for JSON."""
@@ -103,9 +100,6 @@ class DiskAdvice:
                 f"{self.tokens} tokens replayed, routing: {self.routing}{late}",
             ]
         )
-
-
-_HAS_POOLS = any(each.name == "pools" for each in fields(OffloadConfig))
 
 
 def _table(options: Sequence[DiskOption]) -> str:

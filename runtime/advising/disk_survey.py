@@ -97,7 +97,7 @@ def survey_disk(
     Raises:
         ExpertcastError: as what `run` calls; a folder that cannot be written; traces of another model.
     """
-    recorder, watched, threads = Recorder(prompt_ids.device), Watcher(), max(1, (os.cpu_count() or 1) // 2)
+    recorder, watched, threads = Recorder(prompt_ids.device), Watcher(), os.cpu_count() or 1
     with run([recorder, watched]) as offloaded:
         store, slots = offloaded.store, offloaded.pool.count
         decoding = decode_greedily(offloaded.model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)

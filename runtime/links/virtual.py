@@ -126,8 +126,12 @@ class VirtualLink(QueuedLink):
         while issued and issued[0].arrives <= time:
             arrived = issued.popleft()
             arrived.done = True
+            self._came(arrived)
             if self._queued and len(issued) < self._window:
                 self._issue(self._queued.popleft(), arrived.arrives)
+
+    def _came(self, copy: Copy) -> None:
+        """A copy has arrived."""
 
     def spend(self, seconds: float) -> None:
         """The model's thread does something else for so long; copies go on."""

@@ -1,25 +1,33 @@
 """A disk and the threads that decode what it reads, in virtual time: what :mod:`expertcast.runtime.links.disk` does.
 
-Reads follow one another, as they share the disk's rate; an expert's parts are decoded one by one, by whichever of L
-threads is free, while the disk reads on.
+Reads follow one another, as they share the disk's rate; an expert's shards are decoded by whichever of L threads is
+free, while the disk reads on. Which parts are kept beside the slots is decided by the same books as in a run.
 
 N experts of all layers, E of one. An expert's key is layer * E + expert.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import cast
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import ModelShape
 from expertcast.runtime.links.base import Copy
+from expertcast.runtime.links.kept_parts import KeptParts
 from expertcast.runtime.links.virtual import VirtualCopy, VirtualLink, check_speed
-from expertcast.runtime.pools.cache import PoolCache
-from expertcast.runtime.pools.states import POOLS, ExpertBytes, State
+from expertcast.runtime.links.virtual_parts import VirtualParts, VirtualStore, virtual_codec
+from expertcast.runtime.pools.states import POOLS, State
+from expertcast.runtime.storage.coded_reader import Rates
+from expertcast.runtime.storage.coded_store import CodedStore
+from expertcast.runtime.storage.part_memory import NOTHING, PACKED, PLAIN
 from expertcast.runtime.storage.precision import FULL
+from expertcast.runtime.storage.slots import SlotPool
 
 CODED_WINDOW = 2
 """Coded experts of forecasts that are begun at a time."""
@@ -86,14 +94,6 @@ class Stored:
         """Seconds of one expert among others back to back: of the disk or of the threads, whoever takes longer."""
         return max((self.plain + self.mean_coded) / rate, self.decoding_s / self.threads)
 
-    def caches(self, layers: int, experts: int) -> list[PoolCache]:
-        """The pools of each layer, all of the same size; none where there are no pools."""
-        memory = {state: count // layers for state, count in self.pools.items() if count}
-        if not memory:
-            return []
-        size = ExpertBytes(plane=self.plain, exponents=round(self.mean_coded))
-        return [PoolCache(experts, size=size, memory=memory) for _ in range(layers)]
-
 
 class VirtualDisk(VirtualLink):
     """Experts take as long as the disk and the threads say; nothing is read.
@@ -102,8 +102,7 @@ class VirtualDisk(VirtualLink):
         stored: how experts lie there.
         rate: bytes per second that the disk reads.
         latency: seconds of the disk per expert.
-        layers: L, of the model.
-        experts: E
+        block_bytes: of one expert in memory.
         lower: bytes of copies in each lower precision, which lie in memory and take no time.
         window: experts of forecasts that are begun and can no longer be overtaken.
 
@@ -114,42 +113,78 @@ class VirtualDisk(VirtualLink):
     name = "virtual disk"
 
     def __init__(
-        self, stored: Stored, rate: float, latency: float = 0.0, *, layers: int, experts: int,
+        self, stored: Stored, rate: float, latency: float = 0.0, *, block_bytes: int,
         lower: Mapping[str, int] | None = None, window: int = 1,
     ) -> None:  # fmt: skip
         check_speed(rate, latency)
         in_memory = {name: (nbytes, 0.0) for name, nbytes in (lower or {}).items()}
         super().__init__(latency + stored.copy_s(rate), lower=in_memory, window=window)
-        self._stored, self._rate, self.latency, self._experts = stored, rate, latency, experts
-        self.caches = stored.caches(layers, experts)
-        """Of each layer, or none."""
-        self._used: list[list[int]] = [[] for _ in range(layers)]
-        """Experts of each layer that were read since it was last waited for."""
+        self._stored, self._rate, self.latency, self._block_bytes = stored, rate, latency, block_bytes
+        self._kept: KeptParts | None = None
         self._threads: list[list[tuple[float, float]]] = [[] for _ in range(stored.threads)]
         """What each is going to do: first and last second, in order."""
         self.bytes_read = 0
+
+    def keep_parts(self, slots: SlotPool, shape: ModelShape, *, passing: int) -> None:
+        """Have the pools that were asked for, if any, decide from now on; `pools` are theirs.
+
+        Args:
+            slots: the books of the run's slots.
+            shape: of the model.
+            passing: as :class:`expertcast.runtime.links.disk.DiskLink` takes it.
+
+        Raises:
+            ExpertcastError: a pool with room for less than an expert of each layer.
+        """
+        memory = {state: count for state, count in self._stored.pools.items() if count}
+        if not memory:
+            return
+        seconds = self._stored.decoding_s
+        store = VirtualStore(
+            layers=shape.layers, experts=shape.experts, top_k=shape.top_k,
+            codec=virtual_codec(self._stored.codec, self._block_bytes),
+            part_nbytes=(self._stored.plain, max(self._stored.coded)),
+            rates=Rates(
+                disk=self._rate, decoding=self._block_bytes / seconds if seconds else math.inf,
+                threads=self._stored.threads,
+            ),
+        )  # fmt: skip
+        # it asks no more of a store than this one has
+        self._kept = KeptParts(cast(CodedStore, store), slots, memory, passing=passing, threads=1, pace=None)
+        self.pools = self._kept.pools
+
+    @property
+    def _parts(self) -> VirtualParts | None:
+        return None if self._kept is None else cast(VirtualParts, self._kept.reader)
+
+    def in_order(self, keys: Sequence[int]) -> Sequence[int]:
+        return keys if self._kept is None or len(keys) < 2 else self._kept.in_order(keys)
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> VirtualCopy:
         for thread in self._threads:  # no copy is begun before now any more
             while thread and thread[0][1] <= self.now:
                 del thread[0]
+        if self._kept is not None:
+            self._kept.settle()
+            self._kept.gives_away(slot)
         return super().submit(key, slot, urgent=urgent, precision=precision)
 
     def wait(self, copy: Copy) -> None:
-        if self.caches:
-            self._keep(copy.key // self._experts)
+        if self._kept is not None:
+            self._kept.take_apart()
         super().wait(copy)
 
     def restart(self) -> None:
         super().restart()
         for thread in self._threads:
             thread.clear()
+        if self._kept is not None:
+            self._kept.restart()
 
-    def _keep(self, layer: int) -> None:
-        """What was read for a step of the layer has a state from now on."""
-        used, self._used[layer] = self._used[layer], []
-        if used:
-            self.caches[layer].use(list(dict.fromkeys(used)))
+    def _came(self, copy: Copy) -> None:
+        parts = self._parts
+        if parts is not None and copy.precision == FULL:
+            parts.finish(copy.key)
 
     def _issue(self, copy: Copy, time: float | None = None) -> None:
         """Behind everything that the disk was asked for before, at `time` (now) at the earliest."""
@@ -162,27 +197,21 @@ class VirtualDisk(VirtualLink):
 
     def _read(self, key: int, begin: float) -> float:
         """Have an expert read and decoded; returns when it is there."""
-        stored, layer, expert = self._stored, *divmod(key, self._experts)
-        state = State.M
-        if self.caches:
-            state = self.caches[layer].state(expert)
-            self._used[layer].append(expert)
-        plain = stored.plain * state.reads_mantissas
-        coded = stored.coded_of(key) * state.reads_exponents
-        there = come = begin
+        stored, parts = self._stored, self._parts
+        held = NOTHING if parts is None else parts.begin(key)
+        plain = 0 if PLAIN in held else stored.plain
+        coded = 0 if PACKED in held else stored.coded_of(key)
+        there = begin
         if plain + coded:
-            seconds = self.latency + (plain + coded) / self._rate
-            there = self._free_at = max(self._free_at, begin) + seconds
+            there = self._free_at = max(self._free_at, begin) + self.latency + (plain + coded) / self._rate
             self.bytes_read += plain + coded
-            self.busy_s += seconds
-        if coded:  # what is stored as it is comes first, as it lies there
-            come = there - coded / self._rate
+            self.busy_s += self.latency + (plain + coded) / self._rate
         if not stored.coded:
             return there
-        end = begin
-        for shard in range(1, stored.shards + 1):  # one after another: each expert is one worker's
-            end = self._decode(max(end, come + shard / stored.shards * coded / self._rate))
-        return max(end, there)
+        # shards follow what is stored as it is; where they are in memory, each needs its share of that
+        last = (coded or plain) / self._rate
+        left = [1 - (shard + 1) / stored.shards for shard in range(stored.shards)]
+        return max(there, *(self._decode(there - share * last) for share in left))
 
     def _decode(self, come: float) -> float:
         """Decode a shard that is there at `come` in the first pause of a thread that is long enough; returns when that

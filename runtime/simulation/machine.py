@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.view import ModelShape
 from expertcast.runtime.links.virtual import VirtualLink
 from expertcast.runtime.links.virtual_disk import Stored, VirtualDisk
 from expertcast.runtime.policies.settings import Policies
@@ -52,8 +51,8 @@ class Machine:
             return self.latency + self.stored.copy_s(self.bandwidth)
         return self.latency + self.block_bytes[FULL] / self.bandwidth
 
-    def link(self, shape: ModelShape) -> VirtualLink:
-        """A link at which nothing has been asked for, for a model of this shape.
+    def link(self) -> VirtualLink:
+        """A link at which nothing has been asked for.
 
         Raises:
             ExpertcastError: no bandwidth, or a negative latency.
@@ -61,7 +60,7 @@ class Machine:
         if self.stored is not None:
             lower = {name: count for name, count in self.block_bytes.items() if name != FULL}
             return VirtualDisk(
-                self.stored, self.bandwidth, self.latency, layers=shape.layers, experts=shape.experts, lower=lower,
+                self.stored, self.bandwidth, self.latency, block_bytes=self.block_bytes[FULL], lower=lower,
                 window=self.window,
             )  # fmt: skip
         return VirtualLink.of(
@@ -86,6 +85,11 @@ class Case:
     """Keep experts until their slot is needed; else slots are given back as soon as a layer has run."""
     carry: bool = True
     """Without a cache, ask at the last layer for what the first layers needed, on behalf of the next token."""
+
+    @property
+    def pooled(self) -> bool:
+        """Whether pools decide who stays in a slot, and not the eviction policy."""
+        return self.machine.stored is not None and any(self.machine.stored.pools.values())
 
     def timed(self, times: LayerTimes) -> Case:
         """The same with other layer times."""

@@ -17,8 +17,11 @@ import torch
 from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.engine.tokens_ahead import TokenForecasts
+from expertcast.runtime.links.virtual_disk import VirtualDisk
 from expertcast.runtime.policies.eviction.base import PROMPT_ROWS
+from expertcast.runtime.policies.eviction.pooled import Pooled
 from expertcast.runtime.policies.registry import CacheShape
+from expertcast.runtime.policies.scope import Eviction
 from expertcast.runtime.recording.layer_times import LayerTimes
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.simulation.bounds import foretell, simulate_bypass
@@ -46,8 +49,12 @@ class VirtualRuntime:
         self.policies = policies = case.policies.make(
             CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=slots)
         )
-        self.link = machine.link(shape)
+        self.link = machine.link()
         pool = SlotPool(_layout(machine.block_bytes[FULL]), slots, torch.device("meta"))  # books without memory
+        if isinstance(self.link, VirtualDisk):
+            self.link.keep_parts(pool, shape, passing=1 if case.predictor is None else 2)
+        if self.link.pools is not None:
+            policies.eviction = Eviction.over_all(Pooled(self.link.pools), shape.layers)
         self.residency = Residency(
             pool, self.link, policies.eviction, RunStatistics(shape.layers), experts=shape.experts, keep=case.cache
         )

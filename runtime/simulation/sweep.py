@@ -22,6 +22,7 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.engine.tokens_ahead import TokenForecasts
+from expertcast.runtime.policies.eviction.pooled import Pooled
 from expertcast.runtime.policies.registry import CacheShape
 from expertcast.runtime.policies.settings import Policies
 from expertcast.runtime.simulation.machine import Case, Machine, check_slots
@@ -175,6 +176,8 @@ def refusal(case: Case, shape: ModelShape) -> str | None:
         return (
             "belady foresees what the routers choose, lossy policies execute other experts: run them with another one"
         )
+    if case.pooled and (case.policies.eviction.name != "lru" or case.policies.scope != "global" or case.policies.lossy):
+        return "pools decide what stays in a slot: leave eviction, scope and lossy misses out"
     try:
         check_slots(case.slots, shape.top_k)
         case.policies.make(CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=case.slots))
@@ -188,7 +191,7 @@ def _heading(case: Case, shape: ModelShape) -> Json:
     words = case.policies.as_dict()
     return {
         **words,
-        "eviction": BYPASS if case.bypass else words["eviction"],
+        "eviction": BYPASS if case.bypass else Pooled.name if case.pooled else words["eviction"],
         "prefetch": "none" if case.predictor is None else words["prefetch"],
         "predictor": case.predictor,
         "slots": case.slots,

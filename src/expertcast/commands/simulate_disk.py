@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
 from expertcast.commands.options import Count, Option, positive_number
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.links.virtual_disk import CODED_WINDOW, Stored
-from expertcast.runtime.option_values import size_bytes
-from expertcast.runtime.pools.states import State
+from expertcast.runtime.option_values import pool_bytes
 from expertcast.runtime.storage.codecs import check_codec, make_codec
 from expertcast.runtime.storage.direct_read import PIECE
 from expertcast.runtime.storage.direct_reader import THREADS
@@ -82,18 +80,3 @@ class DiskOptions:
             pools=pool_bytes(self.pools),
         )
         return made, CODED_WINDOW
-
-
-def pool_bytes(text: str) -> Mapping[State, int]:
-    """Bytes of pools from a text such as `C=2GB,E=300MB`.
-
-    Raises:
-        ExpertcastError: another text, or a pool that is not C, S or E.
-    """
-    found: dict[State, int] = {}
-    for word in filter(None, text.split(",")):
-        name, equals, size = word.partition("=")
-        if name not in ("C", "S", "E") or not equals or State[name] in found:
-            raise ExpertcastError(f"pools {text!r}: give sizes of C, S and E, such as C=2GB,E=300MB")
-        found[State[name]] = size_bytes(size)
-    return found

@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from expertcast.predictors import ExpertcastError
+from expertcast.predictors.view import ModelShape
 from expertcast.runtime.links.virtual_disk import Stored, VirtualDisk
 from expertcast.runtime.pools.states import State
+from expertcast.runtime.storage.layout import BlockLayout, Field
+from expertcast.runtime.storage.slots import SlotPool
 
 CODED = Stored(plain=4, coded=(2,), shards=2, decode_s=3.0, threads=1)
 
 
 def disk(stored: Stored, *, window: int = 1) -> VirtualDisk:
-    """One layer of eight experts, a byte a second."""
-    return VirtualDisk(stored, 1.0, layers=1, experts=8, lower={"int8": 3}, window=window)
+    """A byte a second."""
+    return VirtualDisk(stored, 1.0, block_bytes=8, lower={"int8": 3}, window=window)
+
+
+def pooled(stored: Stored) -> VirtualDisk:
+    """With pools, of one layer of eight experts; its slot is no pool."""
+    link = disk(stored)
+    block = Field(name="block", shape=(8,), dtype=torch.uint8, offset=0)
+    slots = SlotPool(BlockLayout(fields=(block,), block_bytes=8), 1, torch.device("meta"))
+    link.keep_parts(slots, ModelShape(layers=1, experts=8, top_k=1, hidden=1), passing=1)
+    return link
+
+
+def used(link: VirtualDisk, *keys: int) -> None:
+    """A step with these experts begins."""
+    assert link.pools is not None
+    link.pools.use(0, keys)
+
+
+def states(link: VirtualDisk, count: int) -> list[State]:
+    assert link.pools is not None
+    return [link.pools.state(key) for key in range(count)]
 
 
 def arrivals(link: VirtualDisk, *keys: int) -> list[float]:
@@ -42,10 +66,9 @@ def test_the_disk_reads_on_while_a_thread_decodes() -> None:
     assert CODED.copy_s(1.0) == 6, "decoding takes as long as reading"
 
 
-def test_experts_are_decoded_by_several_threads() -> None:
-    """Each has its own worker: shards of one expert wait for each other, those of two do not."""
+def test_shards_are_decoded_by_several_threads() -> None:
     slow = Stored(plain=4, coded=(2,), shards=2, decode_s=10.0, threads=2)
-    assert arrivals(disk(slow), 0, 1) == [25, 31]
+    assert arrivals(disk(slow), 0, 1) == [16, 26]
     alone = Stored(plain=4, coded=(2,), shards=2, decode_s=10.0, threads=1)
     assert arrivals(disk(alone), 0, 1) == [25, 45]
 
@@ -58,36 +81,53 @@ def test_experts_of_any_size() -> None:
 def test_pools_keep_parts() -> None:
     """Pools S and E have room for one expert each. First everything is read. Two experts were used as often: the one of
     the smaller number ranks first, and its plane stays; of the other one the shards."""
-    stored = Stored(plain=4, coded=(2,), decode_s=0.0, pools={State.S: 4, State.E: 2})
-    link = disk(stored)
+    link = pooled(Stored(plain=4, coded=(2,), pools={State.S: 4, State.E: 2}))
+    used(link, 0, 1)
     assert arrivals(link, 0, 1) == [6, 12]
-    assert [link.caches[0].state(key) for key in range(3)] == [State.S, State.E, State.M]
+    assert states(link, 3) == [State.S, State.E, State.M]
+    used(link, 0)
     assert arrivals(link, 0) == [14], "its shards"
+    used(link, 1)
     assert arrivals(link, 1) == [18], "its plane"
 
 
+def test_shards_that_are_held_wait_for_what_lies_under_them() -> None:
+    """The plane comes until 10: half of it at 8, decoded at 9, the rest at 10, decoded at 11."""
+    link = pooled(Stored(plain=4, coded=(2,), shards=2, decode_s=1.0, pools={State.E: 2}))
+    for expected in (7, 12):
+        used(link, 0)
+        assert arrivals(link, 0) == [expected]
+    assert link.bytes_read == 10
+
+
 def test_an_expert_that_is_held_needs_no_disk() -> None:
-    stored = Stored(plain=4, coded=(2,), shards=2, decode_s=2.5, pools={State.C: 6})
-    link = disk(stored)
+    """It is decoded at once, while the disk reads expert 1, whose shards come at 15 and 16."""
+    link = pooled(Stored(plain=4, coded=(2,), shards=2, decode_s=2.5, pools={State.C: 6}))
+    used(link, 0)
     assert arrivals(link, 0) == [10]
     busy = link.submit(1, 1, urgent=True)
-    assert arrivals(link, 0) == [15], "decoded at once, while the disk reads expert 1, whose shards come at 15 and 16"
+    assert arrivals(link, 0) == [15]
     link.wait(busy)
     assert link.now == 20
     assert link.bytes_read == 12
 
 
 def test_forecasts_wait_their_turn() -> None:
-    """One is begun; a miss overtakes the one behind it, and another is dropped, of which the pools never hear."""
-    stored = Stored(plain=4, coded=(2,), pools={State.C: 60})
-    link = disk(stored)
+    """One is begun; a miss overtakes the one behind it, and another is dropped, of which nothing is kept."""
+    link = pooled(Stored(plain=4, coded=(2,), pools={State.C: 60}))
     begun, queued, dropped = (link.submit(key, key, urgent=False) for key in range(3))
     assert link.cancel(dropped)
     assert not link.cancel(begun)
+    used(link, 0, 1, 3)
     assert arrivals(link, 3) == [12]
     link.wait(queued)
     assert link.now == 18
-    assert [link.caches[0].state(key) for key in range(4)] == [State.C, State.C, State.M, State.C]
+    assert arrivals(link, 0, 1, 3, 2) == [18, 18, 18, 24]
+
+
+def test_a_pool_holds_an_expert() -> None:
+    with pytest.raises(ExpertcastError, match="holds no expert of 6"):
+        pooled(Stored(plain=4, coded=(2,), pools={State.C: 5}))
 
 
 def test_copies_in_lower_precision_lie_in_memory() -> None:
@@ -111,4 +151,4 @@ def test_what_is_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ExpertcastError, match=message):
         Stored(**fields)  # type: ignore[arg-type]
     with pytest.raises(ExpertcastError, match="bandwidth=0"):
-        VirtualDisk(CODED, 0.0, layers=1, experts=8)
+        VirtualDisk(CODED, 0.0, block_bytes=8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from expertcast.runtime import offload
 from expertcast.runtime.advising.disk_costs import stored_in
 from expertcast.runtime.advising.observation import Watcher
 from expertcast.runtime.links.virtual_disk import Stored
+from expertcast.runtime.option_values import pool_bytes
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.simulation.machine import Case, Machine, constant_times
 from expertcast.runtime.simulation.simulator import simulate
@@ -42,21 +44,32 @@ def bytes_of_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield counted
 
 
-@pytest.mark.parametrize("codec", ["raw", "bitsplit", "bitsplit:shards=3"])
+@pytest.mark.parametrize(
+    ("codec", "pools"),
+    [
+        ("raw", ""),
+        ("bitsplit", ""),
+        ("bitsplit:shards=3", ""),
+        ("bitsplit", "C=2MB"),
+        ("bitsplit", "S=2MB"),
+        ("bitsplit", "E=1MB"),
+        ("bitsplit:shards=2", "C=1MB,S=1MB,E=500KB"),
+    ],
+)
 @pytest.mark.parametrize("slots", [48, 192])
 def test_the_simulator_counts_what_the_runtime_reads(
-    codec: str, slots: int, reference_model: PreTrainedModel, one: dict[str, Tensor], tmp_path: Path,
+    codec: str, pools: str, slots: int, reference_model: PreTrainedModel, one: dict[str, Tensor], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     view, watched = find_moe_layers(reference_model), Watcher()
-    options = {"store": "disk", "store_folder": tmp_path, "codec": codec, "slots": slots}
+    options = {"store": "disk", "store_folder": tmp_path, "codec": codec, "slots": slots, "pools": pools}
     with offload(reference_model, observers=[watched], **options) as offloaded:
         assert offloaded.link.name == "disk"
         block_bytes = offloaded.store.layout.block_bytes
         stored = Stored(plain=block_bytes)
         if isinstance(offloaded.store, CodedStore):
             file, made = CodedFile(offloaded.store.path), offloaded.store.codec
-            stored = stored_in(file, made, decoding_s=0.001, threads=1)
+            stored = replace(stored_in(file, made, decoding_s=0.001, threads=1), pools=pool_bytes(pools))
         with bytes_of_reads(monkeypatch) as read:
             greedy(reference_model, one, 12)
         stats = offloaded.stats
@@ -68,7 +81,10 @@ def test_the_simulator_counts_what_the_runtime_reads(
     both = [done.decode.total, done.prefill.total]
     for name in COUNTS:
         assert sum(getattr(part, name) for part in both) == getattr(stats.total, name), name
-    assert done.bytes_read + done.prefill_bytes_read == sum(read)
+    # where a prompt's layers take turns in few slots, a pool may have room a moment sooner or later in the runtime
+    exact = {} if pools and slots < 100 else {"rel": 1e-12}
+    assert done.bytes_read + done.prefill_bytes_read == pytest.approx(sum(read), **({"rel": 0.01} | exact))
     assert done.bytes_read > 0
+    assert (offloaded.link.pools is None) == (not pools)
     if codec != "raw":
         assert sum(read) < 0.95 * stats.total.bytes_moved
