@@ -19,7 +19,8 @@ from expertcast.predictors.view import MoEView
 from expertcast.runtime.storage.codecs import make_codec
 from expertcast.runtime.storage.coded_file import FILE_NAME, CodedFile, CodedWriter
 from expertcast.runtime.storage.coded_header import CodedHeader, read_coded_header
-from expertcast.runtime.storage.coded_reader import CodedRead, CodedReader
+from expertcast.runtime.storage.coded_read import CodedRead
+from expertcast.runtime.storage.coded_reader import CodedReader
 from expertcast.runtime.storage.file_store import FileStore
 from expertcast.runtime.storage.host_memory import HostMemory, give_back_freed
 from expertcast.runtime.storage.part_memory import NOTHING, Kinds, PartPlaces
