@@ -52,7 +52,7 @@ class CodedReader:
         self, file: CodedFile, codec: Codec, *, threads: int, pace: float | None = None, decoders: int | None = None
     ) -> None:
         self._file, self._codec = file, codec
-        self._disk = DirectReader(file.path, threads=threads, pace=pace)
+        self._disk = DirectReader(file.path, threads=threads, pace=pace, handle=file.handle)
         decoders = decoders or max(1, (os.cpu_count() or 1) // 2)
         self._decoding = threading.BoundedSemaphore(decoders)
         self._queue: list[tuple[int, int, CodedRead]] = []

@@ -95,6 +95,7 @@ class CodedStore(FileStore):
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             for parts in self._encoded(layer, write, threads):
                 self._writer.add(parts)
+        self._writer.flush()  # the weights are about to go from the model
         give_back_freed()
 
     def _encoded(self, layer: int, write: Write, threads: ThreadPoolExecutor) -> Iterator[tuple[Part, ...]]:
@@ -109,15 +110,15 @@ class CodedStore(FileStore):
     def finish(self) -> None:
         assert self._writer is not None
         self._writer.commit()
-        self._writer = None
         self._open()
+        self._writer = None
 
     def block(self, key: int) -> Tensor:
         """uint8 [block_bytes] of one expert, read and decoded now."""
         return self._blocks_of([key])
 
     def views(self, layer: int) -> dict[str, Tensor]:
-        """One layer's parameters, [E, ...] by name, read and decoded now.
+        """One layer's parameters, [E, ...] by name, read and decoded now; of a file that could not be completed too.
 
         Raises:
             ExpertcastError: the file was damaged or cannot be read.
@@ -128,6 +129,11 @@ class CodedStore(FileStore):
     def _blocks_of(self, keys: range | list[int]) -> Tensor:
         size = self.layout.block_bytes
         blocks = HostMemory(len(keys) * size).bytes
+        if self._file is None:
+            assert self._writer is not None, "the store has not been filled"
+            for key, block in zip(keys, blocks.view(-1, size).unbind(0), strict=True):
+                self.codec.decode(self._writer.read(key), block)
+            return blocks
         reader = self.reader(THREADS, None)
         try:
             reads = [
