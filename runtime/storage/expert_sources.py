@@ -101,6 +101,7 @@ class ExpertSources:
             converter = None if pattern is None else by_pattern[pattern]
             group = self._groups.setdefault(target, Group(target, converter))
             group.sources.setdefault(target if pattern is None else pattern, []).append(name)
+        check_complete({name for name, group in self._groups.items() if group.mxfp4 and len(group.sources) < 2})
 
     def read_layer(self, layer: int, views: dict[str, Tensor]) -> None:
         """Fill one layer's parameters [E, ...], given by their names in the experts module.

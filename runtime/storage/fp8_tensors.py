@@ -46,11 +46,13 @@ class Fp8Tensor:
         self._outer = len(outer)
         found = scales.get_shape()
         inner = found[self._outer :]
-        self.grid = (*found[: self._outer], *(inner if len(inner) == 2 else (inner[0] if inner else 1, 1)))
+        if len(inner) < 2:
+            inner = [*inner, 1, 1][:2]
+        self.grid = (*found[: self._outer], *inner)
         """Of the scales: [gR, gC] or [E, gR, gC]; one number for each row are gR = R and gC = 1."""
         wanted = block or (None, None)
         self.block = tuple(map(_shared, (rows, columns), self.grid[-2:], wanted))
-        """Rows and columns that share a scale; 0 where there is no such number."""
+        """Rows and columns that share a scale."""
         if self.grid[:-2] != self.shape[:-2] or 0 in self.block:
             raise ExpertcastError(
                 f"the checkpoint's {name} is {list(self.shape)}, its scales are {found}: not supported"

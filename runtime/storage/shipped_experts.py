@@ -29,14 +29,17 @@ class ShippedExperts:
         form: `fp8` or `mxfp4`; also the name of the codec.
 
     Raises:
-        ExpertcastError: a matrix lies in another form, or cannot be taken apart by experts.
+        ExpertcastError: a matrix lies in another form, cannot be taken apart by experts, or a layer has no experts.
     """
 
     def __init__(self, sources: ExpertSources, layers: int, form: str) -> None:
         self._sources, self._form = sources, form
         self._blocks: set[tuple[int, int]] = set()
         for layer in range(layers):
-            for group in sources.groups(layer):
+            groups = sources.groups(layer)
+            if not groups:
+                check_complete(set(sources.local(layer)))
+            for group in groups:
                 self._check(group)
 
     @property

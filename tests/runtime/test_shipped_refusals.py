@@ -40,6 +40,18 @@ def _without_codes(folder: Path) -> str:
     return path
 
 
+def _blocks_alone(folder: Path) -> str:
+    path = mxfp4(folder)
+    edit_weights(folder, lambda tensors: tensors.pop("model.layers.1.mlp.experts.down_proj_scales"))
+    return path
+
+
+def _no_experts(folder: Path) -> str:
+    path = fp8("qwen3_moe", folder)
+    edit_weights(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".mlp.experts." in name])
+    return path
+
+
 def _packed_fp4(folder: Path) -> str:
     path = fp8("qwen3_moe", folder)
 
@@ -71,6 +83,9 @@ def _other_scales(folder: Path) -> str:
         (_fp8, "fp8:rows=24", "blocks of .24, 128. do not divide; choose codec 'raw'"),
         (_without_scales, "raw", r"3\.up_proj\.weight is in FP8 and has no .*weight_scale_inv: it is incomplete"),
         (_without_codes, "fp8", r"no weights for model\.layers\.1\.mlp\.experts\.down_proj: it is incomplete"),
+        (_no_experts, "fp8", r"no weights for model\.layers\.0\.mlp\.experts\.down_proj: it is incomplete"),
+        (_blocks_alone, "raw", r"no weights for model\.layers\.1\.mlp\.experts\.down_proj: it is incomplete"),
+        (_blocks_alone, "mxfp4", r"no weights for model\.layers\.1\.mlp\.experts\.down_proj: it is incomplete"),
         (_packed_fp4, "raw", r"3\.up_proj\.weight is I8 with scales, not FP8"),
         (_other_scales, "raw", r"3\.up_proj\.weight is \[16, 32\], its scales are \[3, 2\]: not supported"),
     ],
