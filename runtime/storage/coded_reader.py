@@ -52,7 +52,7 @@ class CodedReader:
         kept: tuple[int, int] = (0, 0), wanted: Callable[[int], Kinds] = lambda _key: NOTHING,
     ) -> None:  # fmt: skip
         self._file, self._codec, self._wanted = file, codec, wanted
-        self._disk = DirectReader(file.path, threads=threads, pace=pace)
+        self._disk = DirectReader(file.path, threads=threads, pace=pace, handle=file.handle)
         self._places, self._plan = PartPlaces(file, codec), DecodePlan(codec)
         self._jobs_of = [
             [number for number, job in enumerate(self._plan.jobs) if piece in job.pieces]

@@ -12,9 +12,12 @@ from expertcast.commands.output import Outcome
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.storage.codecs import CODECS, exponent_histogram
+from expertcast.runtime.storage.codecs.scaled import Scaled
+from expertcast.runtime.storage.coded_store import CodedStore
 from expertcast.runtime.storage.store import ExpertStore
 
 _LOSSLESS = ", ".join(name for name in CODECS.names() if CODECS.get(name).lossless)
+_HELP = f"{_LOSSLESS}; the latter two move checkpoints that are in such a form as they are"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +27,7 @@ class Options(ModelOptions):
     model: Model
     store_folder: Annotated[str, Option(metavar="DIR")]
     """Where the file lies, one folder per model; what is there of the same model is used as it is."""
-    codec: Annotated[str, Option(metavar="CODEC", help=_LOSSLESS)] = "bitsplit"
+    codec: Annotated[str, Option(metavar="CODEC", help=_HELP)] = "bitsplit"
     """How experts are compressed."""
 
     def __post_init__(self) -> None:
@@ -53,7 +56,11 @@ def run(options: Options) -> Outcome:
 
 
 def _bound(store: ExpertStore) -> float | None:
-    """The entropy bound of the middle layer's experts; None where a parameter is not of 16-bit floats."""
+    """The entropy bound of the middle layer's experts; None where a parameter is not of 16-bit floats, or where they
+    are stored in the form of a quantised checkpoint, which holds less.
+    """
+    if isinstance(store, CodedStore) and isinstance(store.codec, Scaled):
+        return None
     fields = store.layout.fields
     if {field.dtype for field in fields} not in ({torch.bfloat16}, {torch.float16}):
         return None
