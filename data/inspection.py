@@ -14,6 +14,7 @@ from expertcast.data.discovery import find_moe_layers
 from expertcast.data.early_layers import static_refusals, told
 from expertcast.data.means import adds_experts
 from expertcast.data.models import meta_model
+from expertcast.data.quantisation import shipped_form
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, OwnTensor
 
@@ -42,9 +43,12 @@ class ModelReport:
     default_vectors: str = ""
     """What stands for experts that have not run, in forecasts from default vectors."""
     router_reads: str = ""
+    shipped: str = ""
+    """Form of the checkpoint's quantised weights, fp8 or mxfp4; empty where there are none."""
     dtype: str = ""
+    """Of the model; with the quantised form before it where there is one."""
     expert_bytes: int = 0
-    """Bytes of one routed expert."""
+    """Bytes of one routed expert, as it is computed with."""
     all_experts_bytes: int = 0
     other_bytes: int = 0
     """Everything that is not a routed expert."""
@@ -67,6 +71,7 @@ def describe(model: PreTrainedModel, model_id: str) -> ModelReport:
     """Report on a model that is at hand, on any device (meta included)."""
     architecture = type(model).__name__
     try:
+        shipped = shipped_form(model.config, model_id) or ""
         view = find_moe_layers(model)
     except ExpertcastError as error:
         return ModelReport(model=model_id, architecture=architecture, supported=False, reason=str(error))
@@ -89,7 +94,8 @@ def describe(model: PreTrainedModel, model_id: str) -> ModelReport:
         routing_rule=routing_rule(first),
         default_vectors=_each(view, _default_vectors),
         router_reads=_each(view, _router_reads),
-        dtype=str(model.dtype).removeprefix("torch."),
+        shipped=shipped,
+        dtype=(f"{shipped}, computed in " if shipped else "") + str(model.dtype).removeprefix("torch."),
         expert_bytes=expert_bytes,
         all_experts_bytes=all_experts,
         other_bytes=total - all_experts,

@@ -12,13 +12,18 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    FineGrainedFP8Config,
+    Mxfp4Config,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from expertcast.data.quantisation import FP8, MXFP4, shipped_form
 from expertcast.predictors.errors import ExpertcastError
 
+_DEQUANTISED = {FP8: FineGrainedFP8Config, MXFP4: Mxfp4Config}
+"""Told to dequantise, they have transformers load plain floats."""
 REFERENCE = "reference"
 
 
@@ -34,15 +39,25 @@ def resolve_model(model_id: str) -> str:
 def load_model(model_id: str, *, dtype: str = "auto", device: str = "cpu") -> PreTrainedModel:
     """A causal LM (or one that reads images beside text) in eval mode, from a local folder or the hub.
 
+    What is shipped in FP8 or MXFP4 is dequantised.
+
     Raises:
-        ExpertcastError: the folder or hub id cannot be loaded; the line carries the reason.
+        ExpertcastError: the folder or hub id cannot be loaded, or is quantised otherwise; the line carries the reason.
     """
     path = resolve_model(model_id)
     try:
         config = AutoConfig.from_pretrained(path)
-        model = auto_class(config).from_pretrained(path, config=config, dtype=torch_dtype(dtype) or "auto")
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:  # missing, foreign or damaged
+        form = shipped_form(config, model_id)
+        plain = {} if form is None else {"quantization_config": _DEQUANTISED[form](dequantize=True)}
+        model = auto_class(config).from_pretrained(path, config=config, dtype=torch_dtype(dtype) or "auto", **plain)
+    except ExpertcastError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:  # missing or damaged
         raise ExpertcastError(f"cannot load model {model_id!r}: {first_line(error)}") from error
+    if form == FP8 and (wanted := torch_dtype(dtype)) is not None:
+        for parameter in model.parameters():  # transformers leaves what was not in FP8 as it was
+            if parameter.dtype == config.dtype:
+                parameter.data = parameter.data.to(wanted)
     model.config._name_or_path = model_id
     loaded: PreTrainedModel = model.to(torch.device(device)).eval()
     return loaded

@@ -92,7 +92,8 @@ class OffloadConfig:
     store_folder: str | Path | None = None
     """With disk, the folder of the file, one per model (default: a temporary one)."""
     codec: str = "raw"
-    """With disk, how experts are compressed: raw, bitsplit (bf16 without loss, two thirds of the bytes), mxfp4, fp8."""
+    """With disk, how experts are stored: raw, bitsplit (bf16 without loss, two thirds of the bytes), or mxfp4 and fp8
+    (as a checkpoint in that form ships them)."""
 
     pools: str = ""
     """With a codec, memory in which experts are kept compressed beside the slots, by state: C (whole), S (without

@@ -6,9 +6,11 @@ of the model once (until it is on its device).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -22,13 +24,18 @@ from transformers.utils import logging
 
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import first_line, meta_model, resolve_model, torch_device, torch_dtype
+from expertcast.data.quantisation import FP8, MXFP4, forget_quantisation, quantisation_settings, shipped_form
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.recording.observer import Observer
-from expertcast.runtime.storage.expert_sources import ExpertSources, SafetensorsFiles, TensorFile
+from expertcast.runtime.storage.checkpoint_files import SafetensorsFiles, TensorFile
+from expertcast.runtime.storage.coded_store import CodedStore
+from expertcast.runtime.storage.expert_sources import ExpertSources
+from expertcast.runtime.storage.fp8_tensors import join_scales
 from expertcast.runtime.storage.host_memory import available_memory
+from expertcast.runtime.storage.shipped_experts import Shipped, ShippedExperts
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_store
 
@@ -47,8 +54,9 @@ def load_offloaded(
     What :func:`expertcast.offload` of the loaded model computes, this computes bit for bit.
 
     Args:
-        model_id: folder or hub id of a checkpoint in safetensors, of any layout that transformers reads. Experts in
-            MXFP4 (gpt-oss) are dequantised.
+        model_id: folder or hub id of a checkpoint in safetensors, of any layout that transformers reads. What is in
+            FP8 (by blocks, rows or tensors) or MXFP4 (gpt-oss) is dequantised as transformers dequantises it; experts,
+            with `store="disk"` and `codec="fp8"` or `"mxfp4"`, only when they arrive.
         device: where the model computes. None: the CUDA device where there is one, else the CPU.
         dtype: `auto`, `bf16`, `fp16`, `fp32` or a torch dtype. None is `auto`: what the model's configuration says.
         config, observers, fields: as for :func:`expertcast.offload`. With `store="disk"` the packed experts are kept in
@@ -58,27 +66,36 @@ def load_offloaded(
         An open offload. Its `close()` frees the experts for good: the model refuses forwards from then on.
 
     Raises:
-        ExpertcastError: no such model, no safetensors, no MoE, a quantised or incomplete checkpoint, not enough memory,
-            an unknown dtype, device or store, or what :func:`expertcast.offload` refuses.
+        ExpertcastError: no such model, no safetensors, no MoE, an incomplete checkpoint or one in another quantised
+            form, a codec for another form, not enough memory, an unknown dtype, device or store, or what
+            :func:`expertcast.offload` refuses.
     """
     config = OffloadConfig.of(config, fields)
     target, name = torch_device(device), str(model_id)
     wanted = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype or "auto")
     skeleton = meta_model(name)
-    quantizer = _dequantizer(skeleton, name)
+    form, settings = shipped_form(skeleton.config, name), quantisation_settings(skeleton.config) or {}
+    forget_quantisation(skeleton.config)
     with SafetensorsFiles(resolve_model(name)) as files:
+        if form == FP8:
+            files.tensors = join_scales(files.tensors, settings.get("weight_block_size"))
         configured = getattr(skeleton.config, "dtype", None) or files.dtype
         skeleton.to(configured if wanted is None else wanted)
         view = find_moe_layers(skeleton)
-        sources = ExpertSources(skeleton, view, files, quantizer)
+        sources = ExpertSources(skeleton, view, files, _mxfp4_dequantizer(settings) if form == MXFP4 else None)
+        shipped = _as_shipped(config, sources, len(view), form, name)
+        if shipped is not None and config.codec == form:
+            config = replace(config, codec=shipped.codec)
         model = _load_others(skeleton, sources, files, name).to(target)
         # experts without weights: what the store takes the place of, and what a closed model is left with
         _replace(model, {full: nn.Parameter(meta, requires_grad=False) for full, meta in sources.parameters.items()})
         fingerprint = f"{files.fingerprint()} {skeleton.dtype} transformers {transformers.__version__}"
         made = make_store(config, view, target, fingerprint)
-        reader = _Reader(sources, len(view), name)
+        reader = _Reader(sources, len(view), name, shipped)
         try:
             made.source = reader
+            if shipped is not None and isinstance(made, CodedStore):
+                made.shipped = reader.shipped
             _check_memory(made)
             return offload(model, replace(config, store=made, store_folder=None, codec="raw"), observers=observers)
         except BaseException:
@@ -86,6 +103,8 @@ def load_offloaded(
             raise
         finally:
             made.source = None
+            if isinstance(made, CodedStore):
+                made.shipped = None
             reader.close()
 
 
@@ -96,15 +115,33 @@ class _Reader:
     _sources: ExpertSources
     _layers: int
     _model_id: str
+    _shipped: ShippedExperts | None
     _bar: tqdm | None = None
 
     def __call__(self, layer: int, views: dict[str, Tensor]) -> None:
-        try:
+        with self._one_line():
             self._sources.read_layer(layer, views)
+        self._step()
+
+    def shipped(self, layer: int, expert: int) -> Shipped:
+        """One expert as its checkpoint ships it; called from several threads."""
+        assert self._shipped is not None
+        with self._one_line():
+            read = self._shipped.expert(layer, expert)
+        if expert == 0:
+            self._step()
+        return read
+
+    @contextmanager
+    def _one_line(self) -> Iterator[None]:
+        try:
+            yield
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             if isinstance(error, ExpertcastError):
                 raise
             raise _failure(self._model_id, error) from error
+
+    def _step(self) -> None:
         if self._bar is None:
             self._bar = logging.tqdm(total=self._layers, desc="Loading experts")
         self._bar.update()
@@ -151,21 +188,24 @@ def _generation_config(path: str) -> GenerationConfig:
         return GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)
 
 
-def _dequantizer(model: PreTrainedModel, name: str) -> HfQuantizer | None:
-    """What turns a checkpoint with MXFP4 experts (gpt-oss) into bf16; None for one that is not quantised.
+def _mxfp4_dequantizer(settings: Mapping[str, Any]) -> HfQuantizer:
+    """What has transformers' conversions turn MXFP4 experts into the model's dtype."""
+    return AutoHfQuantizer.from_config(Mxfp4Config.from_dict({**settings, "dequantize": True}), pre_quantized=True)
 
-    The model's configuration forgets that it was quantised: what is loaded is not.
-    """
-    settings = getattr(model.config, "quantization_config", None)
-    if settings is None:
-        return None
-    values = dict(settings if isinstance(settings, dict) else settings.to_dict())
-    if values.get("quant_method") != "mxfp4":  # others quantise more than the experts
+
+def _as_shipped(
+    config: OffloadConfig, sources: ExpertSources, layers: int, form: str | None, name: str
+) -> ShippedExperts | None:
+    """The experts in the form in which they are shipped, where the codec is of that form; None: they are converted."""
+    codec = config.store.codec.name if isinstance(config.store, CodedStore) else config.codec.partition(":")[0]
+    if codec == form:
+        return ShippedExperts(sources, layers, codec)
+    if codec == FP8 or (codec == MXFP4 and form is not None):
         raise ExpertcastError(
-            f"{name!r} is quantised ({values.get('quant_method')}): load a checkpoint in bf16, fp16, fp32 or MXFP4"
+            f"codec {codec!r} moves experts as a checkpoint in {codec} ships them, and {name!r} "
+            f"{'is not quantised' if form is None else f'is shipped in {form}'}: choose codec 'raw' or 'bitsplit'"
         )
-    del model.config.quantization_config
-    return AutoHfQuantizer.from_config(Mxfp4Config.from_dict(values | {"dequantize": True}), pre_quantized=True)
+    return None
 
 
 def _check_memory(store: ExpertStore) -> None:

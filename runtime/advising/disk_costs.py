@@ -147,6 +147,6 @@ def _stored(nbytes_NP: list[list[int]], codec: Codec, *, decoding_s: float, thre
         plain=plain[0],
         coded=tuple(coded) if shards else (),
         shards=max(1, shards),
-        decode_s=decoding_s / shards if shards else 0.0,
+        decode_s=decoding_s / max(1, shards),
         threads=threads,
     )

@@ -76,6 +76,7 @@ class Pace(Observer):
             free=residency.free(target),
             resident=lambda expert: residency.holds(first + expert),
             victim_worth=lambda: self._worth(residency.victim(target)),
+            seconds_of=None if self._link.pools is None else lambda expert: self._link.seconds(first + expert),
         )
 
     def _seconds(self, nbytes: int) -> float:

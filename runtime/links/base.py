@@ -96,6 +96,11 @@ class Link(ABC):
         moved = self.bytes_moved
         return self.busy_s * self._store.layout.block_bytes / moved if moved else 0.0
 
+    def seconds(self, key: int) -> float:
+        """Seconds that an expert's copy in full takes now: less than `copy_s` where parts of it are in memory."""
+        del key
+        return self.copy_s
+
     def block_bytes(self, precision: str) -> int:
         """Bytes of one expert's copy.
 

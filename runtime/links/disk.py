@@ -80,6 +80,9 @@ class DiskLink(Link):
     def twin(self) -> Link:
         return DiskLink(self._threads, bandwidth=self.bandwidth, pools=self._memory, passing=self._passing)
 
+    def seconds(self, key: int) -> float:
+        return self.copy_s if self._kept is None else self._kept.seconds(key)
+
     def in_order(self, keys: Sequence[int]) -> Sequence[int]:
         return keys if self._kept is None or len(keys) < 2 else self._kept.in_order(keys)
 

@@ -8,7 +8,7 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.pools.costs import Costs
 from expertcast.runtime.pools.pools import Pools
 from expertcast.runtime.pools.schedule import schedule
-from expertcast.runtime.pools.simulate import Task
+from expertcast.runtime.pools.simulate import Task, simulate
 from expertcast.runtime.pools.states import ExpertBytes, State
 from expertcast.runtime.storage.coded_reader import CodedReader
 from expertcast.runtime.storage.coded_store import CodedStore
@@ -111,6 +111,11 @@ class KeptParts:
         tasks = [Task(expert=key, state=state) for key, state in states.items()]
         order = schedule(tasks, self._costs())
         return [tasks[task].expert for task in order.decodes]
+
+    def seconds(self, key: int) -> float:
+        """Until an expert would be ready if nothing else were read or decoded."""
+        tasks, costs = [Task(expert=key, state=_STATES[self.reader.held(key)])], self._costs()
+        return simulate(tasks, schedule(tasks, costs), costs).makespan
 
     def _costs(self) -> Costs:
         rates, codec = self.reader.rates(), self._store.codec

@@ -23,7 +23,7 @@ from expertcast.runtime.links.kept_parts import KeptParts
 from expertcast.runtime.links.virtual import VirtualCopy, VirtualLink, check_speed
 from expertcast.runtime.links.virtual_parts import VirtualParts, VirtualStore, virtual_codec
 from expertcast.runtime.pools.states import POOLS, State
-from expertcast.runtime.storage.coded_reader import Rates
+from expertcast.runtime.storage.coded_read import Rates
 from expertcast.runtime.storage.coded_store import CodedStore
 from expertcast.runtime.storage.part_memory import NOTHING, PACKED, PLAIN
 from expertcast.runtime.storage.precision import FULL
@@ -47,7 +47,7 @@ class Stored:
     coded: tuple[int, ...] = ()
     """Bytes of what is compressed, of every expert [N], or one number for all of them; none: nothing is."""
     shards: int = 1
-    """K, that are decoded one by one."""
+    """K, that are decoded one by one; 1 where nothing is compressed."""
     decode_s: float = 0.0
     """Seconds of a thread for one of them, with its share of putting the expert together."""
     threads: int = 1
@@ -82,7 +82,7 @@ class Stored:
     @property
     def decoding_s(self) -> float:
         """Seconds of a thread for a whole expert."""
-        return self.shards * self.decode_s if self.coded else 0.0
+        return self.shards * self.decode_s
 
     def coded_of(self, key: int) -> int:
         """Bytes of an expert that are compressed."""
@@ -157,6 +157,9 @@ class VirtualDisk(VirtualLink):
     def _parts(self) -> VirtualParts | None:
         return None if self._kept is None else cast(VirtualParts, self._kept.reader)
 
+    def seconds(self, key: int) -> float:
+        return self.copy_s if self._kept is None else self._kept.seconds(key)
+
     def in_order(self, keys: Sequence[int]) -> Sequence[int]:
         return keys if self._kept is None or len(keys) < 2 else self._kept.in_order(keys)
 
@@ -206,7 +209,7 @@ class VirtualDisk(VirtualLink):
             there = self._free_at = max(self._free_at, begin) + self.latency + (plain + coded) / self._rate
             self.bytes_read += plain + coded
             self.busy_s += self.latency + (plain + coded) / self._rate
-        if not stored.coded:
+        if not stored.decode_s:
             return there
         # shards follow what is stored as it is; where they are in memory, each needs its share of that
         last = (coded or plain) / self._rate

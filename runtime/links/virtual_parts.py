@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from expertcast.runtime.storage.codecs import Codec, make_codec
-from expertcast.runtime.storage.coded_reader import Rates
+from expertcast.runtime.storage.coded_read import Rates
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.part_memory import NOTHING, PLAIN, Kinds, PartMemory, Taken
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.storage.codecs import Part
 from expertcast.runtime.storage.coded_header import CodedHeader, read_coded_header
 from expertcast.runtime.storage.direct_read import SECTOR, sectors
-from expertcast.runtime.storage.store_file import PARTIAL, damaged, lock, remove_left_over
+from expertcast.runtime.storage.store_file import damaged, lock, partial_path, remove_left_over
 from expertcast.runtime.storage.store_header import StaleFileError
 
 FILE_NAME = "experts.coded.safetensors"
@@ -36,7 +37,7 @@ Index = npt.NDArray[np.int64]
 
 
 class CodedWriter:
-    """Writes a file, expert by expert in the order of their keys.
+    """Writes a file, expert by expert in the order of their keys. Until it is dropped, what was written can be read.
 
     Args:
         path: that the file will have.
@@ -48,7 +49,7 @@ class CodedWriter:
 
     def __init__(self, path: Path, header: CodedHeader) -> None:
         self._path, self._header = path, header
-        self._partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+        self._partial = partial_path(path)
         self._index: list[tuple[list[int], list[int], list[int]]] = []
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,13 +58,15 @@ class CodedWriter:
             lock(self._file.fileno())
             self._file.write(bytes(header.room))
         except OSError as error:
+            if hasattr(self, "_file"):
+                self.drop()
             raise self._failed(error) from error
 
     def add(self, parts: Sequence[Part]) -> None:
         """The next expert.
 
         Raises:
-            ExpertcastError: the disk has no room; nothing of the file stays.
+            ExpertcastError: the disk has no room.
         """
         offsets = []
         try:
@@ -75,11 +78,26 @@ class CodedWriter:
             raise self._failed(error) from error
         self._index.append((offsets, [len(part.data) for part in parts], [part.digest or 0 for part in parts]))
 
+    def flush(self) -> None:
+        """Hand all that was added to the system: whoever added it may let go of it.
+
+        Raises:
+            ExpertcastError: the disk has no room.
+        """
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def read(self, key: int) -> list[Part]:
+        """An expert that was added and flushed, for those whose packing failed."""
+        return _read(self._partial, *self._index[key])
+
     def commit(self) -> None:
         """All experts are written: add the index and the header, and give the file its name.
 
         Raises:
-            ExpertcastError: the disk has no room; nothing of the file stays.
+            ExpertcastError: the disk has no room.
         """
         offsets, sizes, digests = zip(*self._index, strict=True)
         index = b"".join(
@@ -105,8 +123,6 @@ class CodedWriter:
             self._partial.unlink()
 
     def _failed(self, error: OSError) -> ExpertcastError:
-        if hasattr(self, "_file"):
-            self.drop()
         folder = str(self._path.parent)
         return ExpertcastError(f"cannot write to {folder!r} ({error.strerror or error}): give another store_folder")
 
@@ -122,10 +138,13 @@ class CodedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.header = header = read_coded_header(path)
-        with path.open("rb") as file:
+        self.handle = os.open(path, os.O_RDONLY)
+        """Leads to this file also when another one has taken its name."""
+        weakref.finalize(self, os.close, self.handle)
+        with open(self.handle, "rb", closefd=False) as file:
             file.seek(header.room + header.nbytes)
             raw = file.read(header.index_nbytes)
-        if digest(raw) != header.index:
+        if digest(raw) != header.index:  # or it was replaced since its header was read
             raise StaleFileError("its index is damaged")
         shape = header.count, header.parts
         numbers = np.frombuffer(raw, "<i8").reshape(3, *shape)
@@ -152,17 +171,20 @@ class CodedFile:
 
     def read(self, key: int) -> list[Part]:
         """An expert's parts, read now and not compared with their digests."""
-        first = int(self.offsets[key, 0])
-        with self.path.open("rb") as file:
-            file.seek(first)
-            data = torch.frombuffer(bytearray(file.read(self.span(key))), dtype=torch.uint8)
-        starts, sizes = (self.offsets[key] - first).tolist(), self.nbytes[key].tolist()
-        parts = [data[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-        return [Part(part, digest) for part, digest in zip(parts, self.digests[key].tolist(), strict=True)]
+        return _read(self.path, self.offsets[key].tolist(), self.nbytes[key].tolist(), self.digests[key].tolist())
 
     def span(self, key: int) -> int:
         """Bytes in whole sectors from an expert's first part to the end of its last."""
         return int(self.offsets[key, -1] - self.offsets[key, 0]) + sectors(int(self.nbytes[key, -1]))
+
+
+def _read(path: Path, offsets: list[int], sizes: list[int], digests: list[int]) -> list[Part]:
+    """One expert's parts, which lie one after another."""
+    with path.open("rb") as file:
+        file.seek(offsets[0])
+        data = torch.frombuffer(bytearray(file.read(offsets[-1] + sizes[-1] - offsets[0])), dtype=torch.uint8)
+    parts = [data[start - offsets[0] :][:size] for start, size in zip(offsets, sizes, strict=True)]
+    return [Part(part, digest) for part, digest in zip(parts, digests, strict=True)]
 
 
 def verify_coded(path: Path) -> None:

@@ -10,16 +10,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from expertcast.runtime.storage.arrival import Arrival
 from expertcast.runtime.storage.codecs import Codec, Part
 from expertcast.runtime.storage.coded_file import CodedFile
+from expertcast.runtime.storage.coded_read import CodedRead, Rates
 from expertcast.runtime.storage.decode_plan import DecodePlan, Job
 from expertcast.runtime.storage.direct_read import Read, sectors
 from expertcast.runtime.storage.direct_reader import DirectReader
@@ -31,56 +29,6 @@ UNDER_WAY = 4
 SPARE = 2
 """Of these, how many are left for urgent ones when a forecast's begins."""
 _COMMON_DISK, _COMMON_DECODING = 1e9, 1e9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """Bytes per second."""
-
-    disk: float
-    """Of the file, while anything is read."""
-    decoding: float
-    """Of experts' blocks, by one thread."""
-    threads: int
-    """That decode."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class CodedRead(Arrival):
-    """One expert; the target is its block, uint8 [block_bytes]."""
-
-    key: int
-    taken: Taken | None = None
-    """While it is under way, the memory of its parts."""
-    parts: list[Part] = field(default_factory=list)
-    """Where they are read."""
-    reads: list[Read] = field(default_factory=list)
-    """What the disk was asked for."""
-    reading: int = 0
-    """Of these, how many have not come."""
-    needs: list[int] = field(default_factory=list)
-    """Pieces that have not come, of each job."""
-    ready: deque[Job] = field(default_factory=deque)
-    """Jobs that no thread has taken."""
-    undone: int = 0
-    """Jobs that are not done."""
-    running: int = 0
-    """Jobs that a thread does now."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of the block."""
-        return self.target.numel()
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing more happens: all is done, or something failed and nothing touches its memory any more."""
-        return not self.running and not self.reading and (not self.undone or self.error is not None)
-
-    def fail(self, error: BaseException) -> None:
-        """No more is done for it."""
-        self.error = self.error or error
-        self.ready.clear()
 
 
 class CodedReader:
@@ -104,7 +52,7 @@ class CodedReader:
         kept: tuple[int, int] = (0, 0), wanted: Callable[[int], Kinds] = lambda _key: NOTHING,
     ) -> None:  # fmt: skip
         self._file, self._codec, self._wanted = file, codec, wanted
-        self._disk = DirectReader(file.path, threads=threads, pace=pace)
+        self._disk = DirectReader(file.path, threads=threads, pace=pace, handle=file.handle)
         self._places, self._plan = PartPlaces(file, codec), DecodePlan(codec)
         self._jobs_of = [
             [number for number, job in enumerate(self._plan.jobs) if piece in job.pieces]

@@ -6,7 +6,7 @@ L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,16 @@ from torch import Tensor
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.storage.codecs import make_codec
+from expertcast.runtime.storage.codecs import Part, make_codec
+from expertcast.runtime.storage.codecs.scaled import Scaled
 from expertcast.runtime.storage.coded_file import FILE_NAME, CodedFile, CodedWriter
 from expertcast.runtime.storage.coded_header import CodedHeader, read_coded_header
-from expertcast.runtime.storage.coded_reader import CodedRead, CodedReader
+from expertcast.runtime.storage.coded_read import CodedRead
+from expertcast.runtime.storage.coded_reader import CodedReader
 from expertcast.runtime.storage.file_store import FileStore
 from expertcast.runtime.storage.host_memory import HostMemory, give_back_freed
 from expertcast.runtime.storage.part_memory import NOTHING, Kinds, PartPlaces
+from expertcast.runtime.storage.shipped_experts import Shipped
 from expertcast.runtime.storage.store import Write
 from expertcast.runtime.storage.store_header import StaleFileError
 
@@ -49,6 +52,9 @@ class CodedStore(FileStore):
         fingerprint: str | None = None,
     ) -> None:  # fmt: skip
         self._asked = codec
+        self.shipped: Callable[[int, int], Shipped] | None = None
+        """What a checkpoint ships of an expert of a layer, for a codec that moves it so; layers are then filled from
+        it."""
         super().__init__(view, folder, device=device, fingerprint=fingerprint)
 
     def _begin(self) -> None:
@@ -86,19 +92,26 @@ class CodedStore(FileStore):
         if self._writer is None:
             self._file = None
             self._writer = CodedWriter(self.path, self._header)
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            for parts in self._encoded(layer, write, threads):
+                self._writer.add(parts)
+        self._writer.flush()  # the weights are about to go from the model
+        give_back_freed()
+
+    def _encoded(self, layer: int, write: Write, threads: ThreadPoolExecutor) -> Iterator[tuple[Part, ...]]:
+        """The parts of a layer's experts."""
+        codec, shipped = self.codec, self.shipped
+        if shipped is not None and isinstance(codec, Scaled):
+            return threads.map(lambda expert: codec.encode_shipped(*shipped(layer, expert)), range(self.experts))
         memory = HostMemory(self.layer_nbytes)
         write(self.layout.views(memory.bytes))
-        blocks = memory.bytes.view(self.experts, -1).unbind(0)
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            for parts in threads.map(self.codec.encode, blocks):
-                self._writer.add(parts)
-        give_back_freed()
+        return threads.map(codec.encode, memory.bytes.view(self.experts, -1).unbind(0))
 
     def finish(self) -> None:
         assert self._writer is not None
         self._writer.commit()
-        self._writer = None
         self._open()
+        self._writer = None
 
     def block(self, key: int) -> Tensor:
         """uint8 [block_bytes] of one expert, read and decoded now, in this thread."""
@@ -107,7 +120,7 @@ class CodedStore(FileStore):
         return block
 
     def views(self, layer: int) -> dict[str, Tensor]:
-        """One layer's parameters, [E, ...] by name, read and decoded now.
+        """One layer's parameters, [E, ...] by name, read and decoded now; of a file that could not be completed too.
 
         Raises:
             ExpertcastError: the file was damaged or cannot be read.
@@ -119,9 +132,10 @@ class CodedStore(FileStore):
         return self.layout.views(blocks)
 
     def _decode(self, key: int, block: Tensor) -> None:
-        assert self._file is not None, "the store has not been filled"
+        source = self._writer if self._file is None else self._file
+        assert source is not None, "the store has not been filled"
         try:
-            parts = self._file.read(key)
+            parts = source.read(key)
         except OSError as error:
             raise ExpertcastError(f"{str(self.path)!r} cannot be read: {error.strerror or error}") from error
         self.codec.decode(parts, block)

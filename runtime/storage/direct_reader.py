@@ -32,16 +32,19 @@ class DirectReader:
         path: of the file, which must not change while it is read.
         threads: requests under way at a time.
         pace: bytes per second that it behaves like a disk of, at most; None: as fast as the disk is.
+        handle: of the file, open, where another one may have taken its path meanwhile.
 
     Raises:
         ExpertcastError: it cannot be opened, or the system is Windows.
     """
 
-    def __init__(self, path: Path, *, threads: int = THREADS, pace: float | None = None) -> None:
+    def __init__(
+        self, path: Path, *, threads: int = THREADS, pace: float | None = None, handle: int | None = None
+    ) -> None:
         if not can_read_directly():
             raise ExpertcastError("this system reads no file directly: use link 'instant', which reads it mapped")
         self.path, self._pace = path, pace
-        self._file, self.direct = _open(path)
+        self._file, self.direct = _open(path, handle)
         self._stamp = _stamp(self._file)
         self._queue = ReadQueue[Read](lambda read: read.begun < read.pieces)
         self._next_at: dict[int, Read] = {}
@@ -211,16 +214,18 @@ def _stamp(file: int) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def _open(path: Path) -> tuple[int, bool]:
-    """A handle, and whether it reads past the page cache."""
+def _open(path: Path, handle: int | None) -> tuple[int, bool]:
+    """A handle of its own, and whether it reads past the page cache."""
+    same = Path(f"/proc/self/fd/{handle}")  # Linux opens the file itself by it, whatever its name leads to
+    place = same if handle is not None and same.exists() else path
     try:
         if hasattr(os, "O_DIRECT"):
             try:
-                return os.open(path, os.O_RDONLY | os.O_DIRECT), True
+                return os.open(place, os.O_RDONLY | os.O_DIRECT), True
             except OSError:
-                file = os.open(path, os.O_RDONLY)
+                file = os.open(place, os.O_RDONLY)
         else:
-            file = os.open(path, os.O_RDONLY)
+            file = os.open(place, os.O_RDONLY)
     except OSError as error:
         raise ExpertcastError(f"cannot read {str(path)!r}: {error.strerror}") from error
     warnings.warn(

@@ -14,6 +14,7 @@ L MoE layers, E routed experts per layer.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import shutil
@@ -35,6 +36,7 @@ except ImportError:  # a system without it
 
 FILE_NAME = "experts.safetensors"
 PARTIAL = ".partial"
+_NUMBER = itertools.count()
 
 
 class StoreFile:
@@ -67,7 +69,7 @@ class StoreFile:
         """
         header = StoreHeader(form=form, checksums=[0] * form.layers, changed=0).encoded()
         size = len(header) + form.layers * form.layer_nbytes
-        partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+        partial = partial_path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_left_over(path)
@@ -188,6 +190,11 @@ def lock(descriptor: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def partial_path(path: Path) -> Path:
+    """Where a file is written before it has its name: another place each time, for other processes and threads."""
+    return path.with_name(f"{path.name}.{os.getpid()}-{next(_NUMBER)}{PARTIAL}")
 
 
 def remove_left_over(path: Path) -> None:

@@ -18,6 +18,7 @@ from expertcast.predictors.frequency import Frequency
 from expertcast.predictors.next_token import NextToken, NextTokenConfig
 from expertcast.runtime import OffloadConfig, offload
 from expertcast.runtime.storage.coded_file import FILE_NAME as CODED_FILE
+from tests.runtime.quantised import fp8, mxfp4
 from tests.sealed import edit_json
 
 _TARGET = {"--layers", "--slots", "--memory", "--bandwidth", "--copy-over-compute", "--latency", "--link",
@@ -277,6 +278,24 @@ def test_exponents_as_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     whole = ["--dtype", "fp32", "--codec", "raw"]
     assert "of 16-bit floats" in fails(capsys, *words, str(tmp_path / "other.png"), *whole)
     assert not (tmp_path / "other.png").exists()
+
+
+@pytest.mark.parametrize(("codec", "most"), [("fp8", 0.68), ("mxfp4", 0.33)])
+def test_store_of_what_is_shipped(codec: str, most: float, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Tiny experts, of which padding is a third; another form is refused, and inspect names the right one."""
+    model = fp8("qwen3_moe", tmp_path / "model") if codec == "fp8" else mxfp4(tmp_path / "model")
+    packed, result = ["--store-folder", str(tmp_path / "store"), "--codec", codec], tmp_path / "result.json"
+    assert main(["store", model, *packed, "--json", str(result)]) == 0
+    said = json.loads(result.read_text())
+    assert said["ratio"] < most
+    assert said["bound"] is None
+    assert main(["inspect", str(tmp_path / "store"), "--verify"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", model]) == 0
+    assert f"{codec}, computed in bfloat16" in capsys.readouterr().out
+    other = "mxfp4" if codec == "fp8" else "fp8"
+    line = fails(capsys, "store", model, "--store-folder", str(tmp_path / "store"), "--codec", other)
+    assert f"is shipped in {codec}: choose codec 'raw' or 'bitsplit'" in line
 
 
 def test_bench_with_forecasts_of_tokens(tmp_path: Path, reference_view: MoEView) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mxfp4Config, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import expertcast
 from expertcast.data.models import REFERENCE, load_model
@@ -116,30 +114,6 @@ def test_disk_store_is_made_once_and_again_after_a_change(tmp_path: Path) -> Non
         assert_same(greedy(offloaded, IDS, 4), greedy(load_model(path, dtype="fp32"), IDS, 4))
 
 
-def test_mxfp4_experts_are_dequantised(tmp_path: Path) -> None:
-    """As transformers dequantises them when it is told to."""
-    config = copy.deepcopy(CONFIGS["gpt_oss"])
-    config.intermediate_size = 64
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inner, outer = tensors.pop(name).shape
-        tensors[f"{name}_blocks"] = torch.randint(256, (experts, outer, inner // 32, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(118, 126, (experts, outer, inner // 32), dtype=torch.uint8)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    values = json.loads((tmp_path / "config.json").read_text())
-    values["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    resident = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
-    )
-    expected = greedy(resident.eval(), IDS, 4)
-    with load_offloaded(tmp_path, device="cpu", slots=6) as offloaded:
-        assert_same(greedy(offloaded, IDS, 4), expected)
-
-
 def test_close_frees_the_experts_for_good(tmp_path: Path) -> None:
     path = _saved("gpt_oss", tmp_path / "model")
     offloaded = load_offloaded(path, slots=5)
@@ -222,14 +196,6 @@ def _truncated(folder: Path) -> str:
     return path
 
 
-def _quantised(folder: Path) -> str:
-    path = _saved("gpt_oss", folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (folder / "config.json").write_text(json.dumps(config))
-    return path
-
-
 @pytest.mark.parametrize(
     ("make", "arguments", "line"),
     [
@@ -237,7 +203,6 @@ def _quantised(folder: Path) -> str:
         (_pickled, {}, "has no model.safetensors: load it with transformers and save it"),
         (_truncated, {}, "cannot read the weights of"),
         (_dense, {}, "records no router_logits"),
-        (_quantised, {}, r"is quantised \(fp8\): load a checkpoint in bf16"),
         (_without, {}, r"no weights for model\.layers\.2\.mlp\.experts\.down_proj: it is incomplete"),
         (_one_expert_less, {}, r"layers\.2\.mlp\.experts\.down_proj is \[7, 32, 16\], the model's is \[8, 32, 16\]"),
         (_misshapen, {}, r"layers\.1\.mlp\.experts\.down_proj is \[1, 32, 8\], the model's is \[1, 32, 16\]"),

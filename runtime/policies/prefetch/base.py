@@ -44,7 +44,7 @@ class Transfer:
     """What a selection may know of the link and the cache when it chooses."""
 
     copy_s: float
-    """Seconds that one expert's copy takes."""
+    """Seconds that one expert's copy takes where nothing is said of it alone."""
     backlog_s: float
     """Seconds until the link would begin a copy that is asked for now."""
     left_s: float
@@ -55,6 +55,12 @@ class Transfer:
     """Whether an expert of the target layer (0..E-1) has a slot."""
     victim_worth: Callable[[], float]
     """Probability that the expert which would be evicted next is used when its layer runs next; 0 for a free slot."""
+    seconds_of: Callable[[int], float] | None = None
+    """Seconds that the copy of an expert of the target layer takes, where they differ: parts of it are in memory."""
+
+    def seconds(self, expert: int) -> float:
+        """That the copy of an expert of the target layer takes."""
+        return self.copy_s if self.seconds_of is None else self.seconds_of(expert)
 
 
 class PrefetchPolicy(Policy):

@@ -53,6 +53,9 @@ class Value(PrefetchPolicy):
     `left_s` is over before a copy could begin. What is not counted: with forecasts several layers ahead, a copy may
     also hold up the layers in between; and the use of an expert after this step.
 
+    Where parts of experts are kept in memory, each has seconds of its own: one that only has to be decoded is worth it
+    where one that must be read is not.
+
     The forecast's own experts that are resident are named as well, so that they are protected.
     """
 
@@ -83,22 +86,30 @@ class Value(PrefetchPolicy):
         absent = [expert for expert in likely if not transfer.resident(expert)]
         worth = transfer.victim_worth() if len(absent) > transfer.free else 0.0
         chosen: list[int] = []
-        # probabilities fall and the backlog grows: once a copy is not worth it, none after it is
+        backlog_s = transfer.backlog_s
         for expert in absent:
-            p = float(p_E[expert])
+            p, copy_s = float(p_E[expert]), transfer.seconds(expert)
             lost_s = worth * transfer.copy_s if len(chosen) >= transfer.free else 0.0
             if self.config.eviction == "wrong":
                 lost_s *= 1.0 - p
-            backlog_s = transfer.backlog_s + len(chosen) * transfer.copy_s
-            if saved_s(p, backlog_s, transfer) <= lost_s:
-                break
-            chosen.append(expert)
+            if saved_s(p, backlog_s, copy_s, transfer.left_s) > lost_s:
+                chosen.append(expert)
+                backlog_s += copy_s
+            elif transfer.seconds_of is None:
+                break  # probabilities fall and the backlog grows: none after it is worth it
         return chosen
 
 
-def saved_s(p: float, backlog_s: float, transfer: Transfer) -> float:
-    """Seconds of waiting that a copy behind some backlog is expected to save, for an expert used with probability p."""
-    if backlog_s >= transfer.left_s:
+def saved_s(p: float, backlog_s: float, copy_s: float, left_s: float) -> float:
+    """Seconds of waiting that a copy is expected to save.
+
+    Args:
+        p: probability that the expert is used.
+        backlog_s: until the copy would begin.
+        copy_s: that it takes.
+        left_s: until its layer asks.
+    """
+    if backlog_s >= left_s:
         return 0.0
-    late_s = max(0.0, backlog_s + transfer.copy_s - transfer.left_s)
-    return p * (transfer.copy_s - late_s) - (1.0 - p) * late_s
+    late_s = max(0.0, backlog_s + copy_s - left_s)
+    return p * (copy_s - late_s) - (1.0 - p) * late_s

@@ -88,5 +88,5 @@ class Fp8(Scaled):
 
     def split(self, block: Tensor) -> tuple[Tensor, ...]:
         raise self._refuse(
-            "blocks do not say their scales", "encode what the checkpoint ships (encode_shipped), or choose 'bitsplit'"
+            "only a checkpoint in FP8 says their scales", "load one with load_offloaded, or choose codec 'bitsplit'"
         )

@@ -16,9 +16,12 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.storage.codecs import CODECS, ExponentHistogram, exponent_histogram
+from expertcast.runtime.storage.codecs.scaled import Scaled
+from expertcast.runtime.storage.coded_store import CodedStore
 from expertcast.runtime.storage.store import ExpertStore
 
 _LOSSLESS = ", ".join(name for name in CODECS.names() if CODECS.get(name).lossless)
+_HELP = f"{_LOSSLESS}; the latter two move checkpoints that are in such a form as they are"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,7 @@ class Options(ModelOptions):
     model: Model
     store_folder: Annotated[str, Option(metavar="DIR")]
     """Where the file lies, one folder per model; what is there of the same model is used as it is."""
-    codec: Annotated[str, Option(metavar="CODEC", help=_LOSSLESS)] = "bitsplit"
+    codec: Annotated[str, Option(metavar="CODEC", help=_HELP)] = "bitsplit"
     """How experts are compressed."""
     picture: Annotated[Path | None, Option(metavar="FILE.png", read=picture_file)] = None
     """Draw how often each exponent occurs, beside what compression makes of it."""
@@ -78,7 +81,11 @@ def picture_file(text: str) -> Path:
 
 
 def _histogram(store: ExpertStore) -> ExponentHistogram | None:
-    """Of the middle layer's experts; None where a parameter is not of 16-bit floats."""
+    """Of the middle layer's experts; None where a parameter is not of 16-bit floats, or where they are stored in the
+    form of a quantised checkpoint, which holds less.
+    """
+    if isinstance(store, CodedStore) and isinstance(store.codec, Scaled):
+        return None
     fields = store.layout.fields
     if {field.dtype for field in fields} not in ({torch.bfloat16}, {torch.float16}):
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -83,6 +84,13 @@ def test_its_own_that_are_resident_are_named() -> None:
     assert _chosen(transfer(free=4, resident=(1, 2))) == [0, 1, 3]
 
 
+def test_parts_in_memory() -> None:
+    """1 s is left. Reading 0 or 2 takes 100 s and is not worth it; decoding 1 or 3 takes .4 s."""
+    given = replace(transfer(left_s=1.0, free=4), seconds_of=lambda expert: 0.4 if expert in (1, 3) else 100.0)
+    assert _chosen(given) == [1, 3]
+    assert _chosen(replace(given, seconds_of=lambda _expert: 100.0)) == []
+
+
 def test_learns_what_forecasts_are_worth() -> None:
     """Against a victim of .5: the second expert (.652) is loaded until it turns out to be needed hardly ever."""
     policy = _made("value:eviction=always")
@@ -102,8 +110,7 @@ def test_against_both_outcomes(p: float, left: float, backlog: float, copy_s: fl
     waited_if_used = min(copy_s, max(0.0, finish - left))
     waited_if_not = 0.0 if backlog >= left else max(0.0, finish - left)
     expected = p * (copy_s - waited_if_used) - (1 - p) * waited_if_not
-    given_s = transfer(copy_s=copy_s, left_s=left, backlog_s=backlog)
-    assert saved_s(p, backlog, given_s) == pytest.approx(expected, abs=1e-9)
+    assert saved_s(p, backlog, copy_s, left) == pytest.approx(expected, abs=1e-9)
 
 
 @settings(max_examples=100, deadline=None)
@@ -125,7 +132,7 @@ def test_stopping_early_leaves_nothing_out(seed: int, left: float, backlog: floa
     margin_E = ranked.values - ranked.values[2:4].mean()
     p = [value for value in margin_E.double().sigmoid().tolist() if value >= 0.02][len(chosen) :]
     for value in p:
-        assert saved_s(value, backlog + len(chosen), given) <= worth * (len(chosen) >= free) + 1e-6
+        assert saved_s(value, backlog + len(chosen), given.copy_s, left) <= worth * (len(chosen) >= free) + 1e-6
 
 
 def test_bad_values() -> None:

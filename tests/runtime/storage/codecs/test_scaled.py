@@ -212,7 +212,9 @@ def test_what_fp8_refuses() -> None:
     codes.view(torch.uint8)[9, 9] = 0x7F
     with pytest.raises(ExpertcastError, match="codes that are no number"):
         codec.encode_shipped({"w0": (codes, scales)}, {})
-    with pytest.raises(ExpertcastError, match="blocks do not say their scales; encode what the checkpoint ships"):
+    with pytest.raises(
+        ExpertcastError, match="only a checkpoint in FP8 says their scales; load one with load_offloaded"
+    ):
         codec.encode(normal_block(layout))
     with pytest.raises(ExpertcastError, match=r"'w0' is \[200, 256\], which blocks of \[128, 128\] do not divide"):
         _fp8("fp8", layout_of((200, 256)))

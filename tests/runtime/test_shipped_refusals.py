@@ -1,0 +1,137 @@
+"""Quantised checkpoints that are refused, in one line, and the one verdict of all who inspect or load them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from expertcast.data.inspection import inspect_model
+from expertcast.data.models import load_model
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime import load_offloaded, offload
+from tests.families.models import tiny_model
+from tests.runtime.quantised import edit_weights, fp8, mxfp4, say_quantised
+
+
+def _bf16(folder: Path) -> str:
+    tiny_model("qwen3_moe").save_pretrained(folder)
+    return str(folder)
+
+
+def _fp8(folder: Path) -> str:
+    return fp8("qwen3_moe", folder)
+
+
+def _without_scales(folder: Path) -> str:
+    path = fp8("qwen3_moe", folder)
+    edit_weights(folder, lambda tensors: tensors.pop("model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"))
+    return path
+
+
+def _without_codes(folder: Path) -> str:
+    path = fp8("qwen3_moe", folder)
+    edit_weights(
+        folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1.mlp.experts" in name]
+    )
+    return path
+
+
+def _blocks_alone(folder: Path) -> str:
+    path = mxfp4(folder)
+    edit_weights(folder, lambda tensors: tensors.pop("model.layers.1.mlp.experts.down_proj_scales"))
+    return path
+
+
+def _no_experts(folder: Path) -> str:
+    path = fp8("qwen3_moe", folder)
+    edit_weights(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".mlp.experts." in name])
+    return path
+
+
+def _packed_fp4(folder: Path) -> str:
+    path = fp8("qwen3_moe", folder)
+
+    def pack(tensors: dict[str, Tensor]) -> None:
+        name = "model.layers.1.mlp.experts.3.up_proj.weight"
+        tensors[name] = tensors[name].view(torch.int8)[:, ::2].contiguous()
+
+    edit_weights(folder, pack)
+    return path
+
+
+def _other_scales(folder: Path) -> str:
+    path = fp8("qwen3_moe", folder)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"] = torch.ones(3, 2)
+
+    edit_weights(folder, change)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "codec", "line"),
+    [
+        (_bf16, "fp8", "codec 'fp8' moves experts as a checkpoint in fp8 .* is not quantised: choose codec 'raw' or"),
+        (_bf16, "mxfp4", "'gate_up_proj' is|has 16 rows|no MXFP4 code"),
+        (mxfp4, "fp8", "is shipped in mxfp4: choose codec 'raw' or 'bitsplit'"),
+        (_fp8, "mxfp4", "is shipped in fp8: choose codec 'raw' or 'bitsplit'"),
+        (_fp8, "fp8:rows=24", "blocks of .24, 128. do not divide; choose codec 'raw'"),
+        (_without_scales, "raw", r"3\.up_proj\.weight is in FP8 and has no .*weight_scale_inv: it is incomplete"),
+        (_without_codes, "fp8", r"no weights for model\.layers\.1\.mlp\.experts\.down_proj: it is incomplete"),
+        (_no_experts, "fp8", r"no weights for model\.layers\.0\.mlp\.experts\.down_proj: it is incomplete"),
+        (_blocks_alone, "raw", r"no weights for model\.layers\.1\.mlp\.experts\.down_proj: it is incomplete"),
+        (_blocks_alone, "mxfp4", r"no weights for model\.layers\.1\.mlp\.experts\.down_proj: it is incomplete"),
+        (_packed_fp4, "raw", r"3\.up_proj\.weight is I8 with scales, not FP8"),
+        (_other_scales, "raw", r"3\.up_proj\.weight is \[16, 32\], its scales are \[3, 2\]: not supported"),
+    ],
+)
+def test_what_is_refused(make: Callable[[Path], str], codec: str, line: str, tmp_path: Path) -> None:
+    path = make(tmp_path / "model")
+    with pytest.raises(ExpertcastError, match=line) as caught:
+        load_offloaded(path, device="cpu", store="disk", codec=codec, slots=6)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loaded_model_has_no_scales(tmp_path: Path) -> None:
+    with pytest.raises(
+        ExpertcastError, match="only a checkpoint in FP8 says their scales; load one with load_offloaded"
+    ):
+        offload(tiny_model("qwen3_moe"), store="disk", codec="fp8:rows=16,columns=16")
+
+
+KINDS = {
+    "bitsandbytes, 4 bits": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "bitsandbytes, 8 bits": {"load_in_8bit": True, "quant_method": "bitsandbytes"},
+    "gptq, 4 bits": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "awq, 4 bits": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
+    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_verdict_on_what_is_not_supported(kind: str, tmp_path: Path) -> None:
+    path = _bf16(tmp_path / "model")
+    say_quantised(tmp_path / "model", **KINDS[kind])
+    line = f"{path!r} is quantised ({kind}): load a checkpoint in bf16, fp16, fp32, FP8 or MXFP4"
+    report = inspect_model(path)
+    assert (report.supported, report.reason) == (False, line)
+    for load in (load_offloaded, load_model):
+        with pytest.raises(ExpertcastError) as caught:
+            load(path)
+        assert str(caught.value) == line
+
+
+@pytest.mark.parametrize(("make", "form"), [(_fp8, "fp8"), (mxfp4, "mxfp4"), (_bf16, "")])
+def test_one_verdict_on_what_is(make: Callable[[Path], str], form: str, tmp_path: Path) -> None:
+    path = make(tmp_path / "model")
+    report = inspect_model(path)
+    assert (report.supported, report.shipped) == (True, form)
+    assert report.dtype == (f"{form}, computed in bfloat16" if form else "bfloat16")
+    with load_offloaded(path, device="cpu", slots=6) as offloaded:
+        assert offloaded.store.layout.block_bytes >= report.expert_bytes
