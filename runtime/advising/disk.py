@@ -13,7 +13,7 @@ import numpy as np
 from expertcast.data.routing import ABSENT, Routing
 from expertcast.runtime.advising.advice import milliseconds
 from expertcast.runtime.advising.disk_advice import DiskAdvice, DiskOption
-from expertcast.runtime.links.virtual_disk import CODED_WINDOW, Stored
+from expertcast.runtime.links.virtual_disk import Stored
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.pools.costs import Costs
 from expertcast.runtime.pools.planner import Plan, plans
@@ -24,8 +24,6 @@ from expertcast.runtime.recording.layer_times import LayerTimes
 from expertcast.runtime.simulation.machine import Case, Machine, Simulation, no_times
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import Trace
-from expertcast.runtime.storage.direct_read import PIECE
-from expertcast.runtime.storage.direct_reader import THREADS
 from expertcast.runtime.storage.precision import FULL
 
 COMPRESS = 0.1
@@ -138,7 +136,8 @@ def _pooled(found: DiskFindings, stored: Stored) -> list[DiskOption]:
     planned = [
         plan
         for plan in plans(rank_model(routing), costs, size=size, memory=memory, step=_STEP)
-        if any(plan.experts[state] for state in POOLS[1:])
+        # prompts take turns in the slots, which decode steps do not show: a full expert of each layer at the least
+        if plan.experts[State.F] and any(plan.experts[state] for state in POOLS[1:])
     ][:_REPLAYED]
     if not planned:
         return []
@@ -154,11 +153,9 @@ def _of_plan(found: DiskFindings, stored: Stored, plan: Plan) -> DiskOption:
 
 
 def _option(found: DiskFindings, stored: Stored, slots: int) -> DiskOption:
-    coded = bool(stored.coded)
-    window = CODED_WINDOW if coded else max(1, min(THREADS, THREADS * PIECE // found.block_bytes))
     machine = Machine(
-        times=_times(found, coded=coded), block_bytes={FULL: found.block_bytes}, bandwidth=found.rate, stored=stored,
-        window=window, prefill=no_times(found.trace.shape.layers),
+        times=_times(found, coded=bool(stored.coded)), block_bytes={FULL: found.block_bytes}, bandwidth=found.rate,
+        stored=stored, prefill=no_times(found.trace.shape.layers),
     )  # fmt: skip
     done = _simulated(found.trace, machine, slots)
     return DiskOption(

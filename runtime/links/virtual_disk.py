@@ -24,13 +24,15 @@ from expertcast.runtime.links.virtual import VirtualCopy, VirtualLink, check_spe
 from expertcast.runtime.links.virtual_parts import VirtualParts, VirtualStore, virtual_codec
 from expertcast.runtime.pools.states import POOLS, State
 from expertcast.runtime.storage.coded_read import Rates
+from expertcast.runtime.storage.coded_reader import SPARE, UNDER_WAY
 from expertcast.runtime.storage.coded_store import CodedStore
+from expertcast.runtime.storage.direct_read import PIECE
+from expertcast.runtime.storage.direct_reader import THREADS
 from expertcast.runtime.storage.part_memory import NOTHING, PACKED, PLAIN
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
 
-CODED_WINDOW = 2
-"""Coded experts of forecasts that are begun at a time."""
+_CODED_WINDOW = UNDER_WAY - SPARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,11 @@ class Stored:
             raise ExpertcastError("pools hold parts of compressed experts: choose a codec, or leave the pools out")
 
     @property
+    def window(self) -> int:
+        """Experts of forecasts that are begun at a time, and can no longer be overtaken."""
+        return _CODED_WINDOW if self.coded else max(1, min(THREADS, THREADS * PIECE // self.plain))
+
+    @property
     def pools_text(self) -> str:
         """Bytes of the pools, as `C=2000000,E=300000`."""
         return ",".join(f"{state.name}={self.pools[state]}" for state in POOLS if self.pools.get(state))
@@ -104,7 +111,6 @@ class VirtualDisk(VirtualLink):
         latency: seconds of the disk per expert.
         block_bytes: of one expert in memory.
         lower: bytes of copies in each lower precision, which lie in memory and take no time.
-        window: experts of forecasts that are begun and can no longer be overtaken.
 
     Raises:
         ExpertcastError: no rate, or a negative latency.
@@ -114,11 +120,11 @@ class VirtualDisk(VirtualLink):
 
     def __init__(
         self, stored: Stored, rate: float, latency: float = 0.0, *, block_bytes: int,
-        lower: Mapping[str, int] | None = None, window: int = 1,
+        lower: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
         check_speed(rate, latency)
         in_memory = {name: (nbytes, 0.0) for name, nbytes in (lower or {}).items()}
-        super().__init__(latency + stored.copy_s(rate), lower=in_memory, window=window)
+        super().__init__(latency + stored.copy_s(rate), lower=in_memory, window=stored.window)
         self._stored, self._rate, self.latency, self._block_bytes = stored, rate, latency, block_bytes
         self._kept: KeptParts | None = None
         self._threads: list[list[tuple[float, float]]] = [[] for _ in range(stored.threads)]

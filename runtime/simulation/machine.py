@@ -34,7 +34,7 @@ class Machine:
     """Share of a copy that giving up an expert takes on the link; 0 where the host keeps all weights, as the runtime's
     store does."""
     window: int = 1
-    """Forecasts' copies that have been handed to the link and can no longer be overtaken."""
+    """Forecasts' copies that have been handed to the link and can no longer be overtaken; a disk knows its own."""
     blocking: bool = False
     """The link copies in the model's own thread, as the instant link does."""
     prefill: LayerTimes | None = None
@@ -60,8 +60,7 @@ class Machine:
         if self.stored is not None:
             lower = {name: count for name, count in self.block_bytes.items() if name != FULL}
             return VirtualDisk(
-                self.stored, self.bandwidth, self.latency, block_bytes=self.block_bytes[FULL], lower=lower,
-                window=self.window,
+                self.stored, self.bandwidth, self.latency, block_bytes=self.block_bytes[FULL], lower=lower
             )  # fmt: skip
         return VirtualLink.of(
             self.block_bytes, self.bandwidth, self.latency, expand_s=self.expand_s, write_back=self.write_back,

@@ -137,7 +137,7 @@ class MachineOptions(DiskOptions):
         block_bytes = {FULL: whole}
         block_bytes |= {name: min(whole, PackedLayout.of(layout, name).block_bytes) for name in sorted(lower)}
         bandwidths = self.bandwidth or (BANDWIDTHS["pcie4"] if bandwidth is None else bandwidth,)
-        stored, window = self.on_disk(layout)
+        stored = self.on_disk(layout)
         if stored is not None and base != FULL:
             raise ExpertcastError("--codec is for experts as the model has them: leave it or --published out")
         copies_s = shape.top_k * (self.latency + whole / bandwidths[0])
@@ -145,7 +145,7 @@ class MachineOptions(DiskOptions):
         return [
             Machine(
                 times=times, block_bytes=block_bytes, bandwidth=speed, latency=self.latency, base=base,
-                write_back=self.write_back, stored=stored, window=window,
+                write_back=self.write_back, stored=stored,
             )
             for speed in bandwidths
         ]  # fmt: skip

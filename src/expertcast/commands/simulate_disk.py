@@ -7,11 +7,9 @@ from typing import Annotated
 
 from expertcast.commands.options import Count, Option, positive_number
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.links.virtual_disk import CODED_WINDOW, Stored
+from expertcast.runtime.links.virtual_disk import Stored
 from expertcast.runtime.option_values import pool_bytes
 from expertcast.runtime.storage.codecs import check_codec, make_codec
-from expertcast.runtime.storage.direct_read import PIECE
-from expertcast.runtime.storage.direct_reader import THREADS
 from expertcast.runtime.storage.layout import BlockLayout
 
 STORED = 0.68
@@ -58,19 +56,19 @@ class DiskOptions:
     def _name(self) -> str:
         return (self.codec or "").partition(":")[0]
 
-    def on_disk(self, layout: BlockLayout) -> tuple[Stored | None, int]:
-        """How experts of this layout lie there, and how many of forecasts are begun at a time.
+    def on_disk(self, layout: BlockLayout) -> Stored | None:
+        """How experts of this layout lie there; None: they do not.
 
         Raises:
             ExpertcastError: the codec cannot hold them.
         """
         if self.codec is None:
-            return None, 1
+            return None
         block_bytes, codec = layout.block_bytes, make_codec(self.codec, layout)
         if self._name == "raw":
-            return Stored(plain=block_bytes), max(1, min(THREADS, THREADS * PIECE // block_bytes))
+            return Stored(plain=block_bytes)
         plain, shards = block_bytes // 2, sum(codec.planes[shard.plane].compressed for shard in codec.shards)
-        made = Stored(
+        return Stored(
             codec=codec.text,
             plain=plain,
             coded=(max(1, round((self.stored or STORED) * block_bytes) - plain),),
@@ -79,4 +77,3 @@ class DiskOptions:
             threads=self.decoders,
             pools=pool_bytes(self.pools),
         )
-        return made, CODED_WINDOW

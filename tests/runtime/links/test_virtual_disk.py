@@ -15,9 +15,9 @@ from expertcast.runtime.storage.slots import SlotPool
 CODED = Stored(plain=4, coded=(2,), shards=2, decode_s=3.0, threads=1)
 
 
-def disk(stored: Stored, *, window: int = 1) -> VirtualDisk:
+def disk(stored: Stored) -> VirtualDisk:
     """A byte a second."""
-    return VirtualDisk(stored, 1.0, block_bytes=8, lower={"int8": 3}, window=window)
+    return VirtualDisk(stored, 1.0, block_bytes=8, lower={"int8": 3})
 
 
 def pooled(stored: Stored) -> VirtualDisk:
@@ -113,16 +113,17 @@ def test_an_expert_that_is_held_needs_no_disk() -> None:
 
 
 def test_forecasts_wait_their_turn() -> None:
-    """One is begun; a miss overtakes the one behind it, and another is dropped, of which nothing is kept."""
+    """Two are begun; a miss overtakes the one behind them, and another is dropped, of which nothing is kept."""
     link = pooled(Stored(plain=4, coded=(2,), pools={State.C: 60}))
-    begun, queued, dropped = (link.submit(key, key, urgent=False) for key in range(3))
+    assert [Stored(plain=count).window for count in (1000, 3 << 20, 1 << 30)] == [4, 2, 1]
+    begun, _, queued, dropped = (link.submit(key, key, urgent=False) for key in range(4))
     assert link.cancel(dropped)
     assert not link.cancel(begun)
-    used(link, 0, 1, 3)
-    assert arrivals(link, 3) == [12]
+    used(link, 0, 1, 2, 4)
+    assert arrivals(link, 4) == [18]
     link.wait(queued)
-    assert link.now == 18
-    assert arrivals(link, 0, 1, 3, 2) == [18, 18, 18, 24]
+    assert link.now == 24
+    assert arrivals(link, 0, 1, 2, 4, 3) == [24, 24, 24, 24, 30]
 
 
 def test_a_pool_holds_an_expert() -> None:
