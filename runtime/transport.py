@@ -9,6 +9,7 @@ from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink, Link
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.disk import DiskLink
+from expertcast.runtime.links.disk_cuda import CudaDiskLink
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.links.paced import PacedCudaLink
@@ -50,17 +51,20 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
         )
     if isinstance(link, Link):
         return link
-    if link == "auto" and device != "cuda":
+    if link == "auto":
         coded = config.codec != "raw" or isinstance(config.store, CodedStore)
         timed = (bandwidth is not None or latency) and not coded
         on_disk = (config.store == "disk" or isinstance(config.store, FileStore)) and can_read_directly()
-        link = "emulated" if timed else "disk" if on_disk else "instant"
+        if on_disk and not timed:
+            link = "disk"
+        elif device != "cuda":
+            link = "emulated" if timed else "instant"
     if link == "emulated":
         if device != "cpu":
             raise ExpertcastError(f"the emulated link is for models on the CPU, this one is on {device}: use 'cuda'")
         return EmulatedLink(float("inf") if bandwidth is None else bandwidth, latency)
     if link == "disk" and not latency:
-        return DiskLink(bandwidth=bandwidth)
+        return CudaDiskLink(bandwidth=bandwidth) if device == "cuda" else DiskLink(bandwidth=bandwidth)
     if link == "cuda" and device != "cuda":
         raise ExpertcastError(f"link 'cuda' needs a model on CUDA, this one is on {device}: use 'emulated'")
     if bandwidth is not None or latency:

@@ -34,10 +34,7 @@ class DiskLink(Link):
 
     def __init__(self, threads: int = THREADS, *, bandwidth: float | None = None) -> None:
         super().__init__()
-        if threads < 1:
-            raise ExpertcastError(f"threads={threads}: give 1 or more")
-        if bandwidth is not None and not bandwidth > 0:
-            raise ExpertcastError(f"bandwidth={bandwidth}: give bytes per second above 0, such as 5e8")
+        check_disk(threads, bandwidth)
         self._threads, self.bandwidth = threads, bandwidth
         self._reader: Reader | None = None
         self._counting = threading.Lock()
@@ -50,11 +47,12 @@ class DiskLink(Link):
             ExpertcastError: the experts do not lie in a file, or the slots not in host memory.
         """
         super().attach(store, pool)
-        if not isinstance(store, FileStore):
-            raise ExpertcastError("link 'disk' reads experts from a file: give store='disk'")
+        file = file_of(store)
         if pool.device.type != "cpu":
-            raise ExpertcastError(f"link 'disk' is for models on the CPU, this one is on {pool.device}: use 'cuda'")
-        self._file, self._reader = store, store.reader(self._threads, self.bandwidth)
+            raise ExpertcastError(
+                f"this link fills host memory, and the slots are on {pool.device}: give link='disk', which goes by that"
+            )
+        self._file, self._reader = file, file.reader(self._threads, self.bandwidth)
         self._free_at = 0.0
 
     def twin(self) -> Link:
@@ -111,3 +109,25 @@ class DiskLink(Link):
     def _open_reader(self) -> Reader:
         assert self._reader is not None, "the link is closed"
         return self._reader
+
+
+def file_of(store: ExpertStore) -> FileStore:
+    """The store, if it is one that a disk's link can read.
+
+    Raises:
+        ExpertcastError: its experts do not lie in a file.
+    """
+    if not isinstance(store, FileStore):
+        raise ExpertcastError("link 'disk' reads experts from a file: give store='disk'")
+    return store
+
+
+def check_disk(threads: int, bandwidth: float | None) -> None:
+    """
+    Raises:
+        ExpertcastError: no threads, or no bandwidth.
+    """
+    if threads < 1:
+        raise ExpertcastError(f"threads={threads}: give 1 or more")
+    if bandwidth is not None and not bandwidth > 0:
+        raise ExpertcastError(f"bandwidth={bandwidth}: give bytes per second above 0, such as 5e8")
