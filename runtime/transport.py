@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from expertcast.predictors import ExpertcastError, MoEView
@@ -11,6 +13,7 @@ from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.links.disk_cuda import CudaDiskLink
 from expertcast.runtime.links.emulated import EmulatedLink
+from expertcast.runtime.links.gpu_direct import GpuDirectLink
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.links.paced import PacedCudaLink
 from expertcast.runtime.policies import LRU, Fetch, Standard, TopK
@@ -65,8 +68,9 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
         return EmulatedLink(float("inf") if bandwidth is None else bandwidth, latency)
     if link == "disk" and not latency:
         return CudaDiskLink(bandwidth=bandwidth) if device == "cuda" else DiskLink(bandwidth=bandwidth)
-    if link == "cuda" and device != "cuda":
-        raise ExpertcastError(f"link 'cuda' needs a model on CUDA, this one is on {device}: use 'emulated'")
+    if link in ("cuda", "gpudirect") and device != "cuda":
+        other = "emulated" if link == "cuda" else "disk"
+        raise ExpertcastError(f"link {link!r} needs a model on CUDA, this one is on {device}: use {other!r}")
     if bandwidth is not None or latency:
         if link not in ("auto", "cuda"):
             raise ExpertcastError(
@@ -76,7 +80,9 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
         return PacedCudaLink(bandwidth, latency)
     if link == "auto":
         return CudaLink() if only_on_host else None
-    kinds: dict[str, type[Link]] = {"cuda": CudaLink, "instant": InstantLink, "kernel": KernelLink}
+    kinds: dict[str, Callable[[], Link]] = {
+        "cuda": CudaLink, "gpudirect": GpuDirectLink, "instant": InstantLink, "kernel": KernelLink,
+    }  # fmt: skip
     return kinds[link]()
 
 

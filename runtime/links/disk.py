@@ -47,13 +47,17 @@ class DiskLink(Link):
             ExpertcastError: the experts do not lie in a file, or the slots not in host memory.
         """
         super().attach(store, pool)
-        file = file_of(store)
+        self._file = file_of(store)
+        self._reader = self._reader_of(self._file, pool)
+        self._free_at = 0.0
+
+    def _reader_of(self, file: FileStore, pool: SlotPool) -> Reader:
+        """A new reader that fills these slots."""
         if pool.device.type != "cpu":
             raise ExpertcastError(
                 f"this link fills host memory, and the slots are on {pool.device}: give link='disk', which goes by that"
             )
-        self._file, self._reader = file, file.reader(self._threads, self.bandwidth)
-        self._free_at = 0.0
+        return file.reader(self._threads, self.bandwidth)
 
     def twin(self) -> Link:
         return DiskLink(self._threads, bandwidth=self.bandwidth)
