@@ -21,6 +21,7 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.carve_out import has_persistent_grouped_mm
 from expertcast.runtime.links.cuda import CudaLink
+from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.links.disk_cuda import CudaDiskLink
 from expertcast.runtime.links.driver import CudaDevice, copy_seconds
 from expertcast.runtime.links.exchange import Readback
@@ -63,7 +64,7 @@ def link_speed(link: Link, store: ExpertStore) -> LinkSpeed:
     Raises:
         ExpertcastError: a link of another kind on the CPU, whose speed nothing is known about.
     """
-    if link.driver is not None and not isinstance(link, CudaDiskLink):
+    if link.driver is not None and not isinstance(link, CudaDiskLink | DiskLink):
         return _cuda_speed(link, link.driver, store)
     block_bytes = store.layout.block_bytes
     copy_s = _block_seconds(store, link.twin())

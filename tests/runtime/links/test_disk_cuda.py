@@ -20,7 +20,6 @@ from expertcast.runtime.links.base import Copy
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.links.disk_cuda import CudaDiskLink
-from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.links.paced import PacedCudaLink
 from expertcast.runtime.links.staging import StagedCopy, Staging, places_of
 from expertcast.runtime.policies import Policies
@@ -35,20 +34,10 @@ from expertcast.runtime.transport import make_link
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.faults import INPUTS
+from tests.runtime.links.disk_on_device import DiskOnDevice
 from tests.runtime.links.simulated_device import SimulatedDevice
 
 SLOTS = 5
-
-
-class _Link(CudaDiskLink):
-    """On a device that stands in; the reader is the real one."""
-
-    def __init__(self, device: SimulatedDevice | TimedDevice, places: int | None = None) -> None:
-        super().__init__(places=places)
-        self.device = device
-
-    def _device_of(self, pool: SlotPool) -> CudaDevice:
-        return cast(CudaDevice, self.device)
 
 
 def _model() -> PreTrainedModel:
@@ -69,7 +58,7 @@ def blocks(store: FileStore) -> list[Tensor]:
     return [store.block(key).clone() for key in range(store.layers * store.experts)]
 
 
-def _drive(seed: int, store: FileStore, blocks: list[Tensor], link: _Link, layers: int = 30) -> int:
+def _drive(seed: int, store: FileStore, blocks: list[Tensor], link: DiskOnDevice, layers: int = 30) -> int:
     """Random layers: keys are read, forecast, promoted, dropped and overwritten; how many kernels saw another block."""
     pool = SlotPool(store.layout, SLOTS, torch.device("cpu"))
     link.attach(store, pool)
@@ -111,7 +100,7 @@ def test_no_schedule_lets_a_kernel_see_another_block(
     store: FileStore, blocks: list[Tensor], places: int | None
 ) -> None:
     for seed in range(8):
-        link = _Link(SimulatedDevice(seed), places)
+        link = DiskOnDevice(SimulatedDevice(seed), places)
         assert _drive(seed, store, blocks, link) == 0
         assert link.busy_s > 0
         assert link.bytes_moved == link.copies * store.layout.block_bytes
@@ -132,7 +121,7 @@ def test_a_block_given_back_too_early_is_seen(
     monkeypatch.setattr(CudaDiskLink, "_issue", issued)
     monkeypatch.setattr(Staging, "give_back", lambda _staging, _copy: None)
     for seed in range(8):
-        link = _Link(SimulatedDevice(seed), 2)
+        link = DiskOnDevice(SimulatedDevice(seed), 2)
         wrong += _drive(seed, store, blocks, link)
         link.close()
     assert wrong > 0
@@ -144,7 +133,7 @@ def test_same_bits(codec: str, fields: dict[str, object], tmp_path: Path) -> Non
     """The engine's way, from a raw and a coded file; then the model is what it was."""
     model = _model()
     before, device = greedy(model, INPUTS), TimedDevice(1e9)
-    options = {"store": "disk", "codec": codec, "store_folder": tmp_path, "link": _Link(device), **fields}
+    options = {"store": "disk", "codec": codec, "store_folder": tmp_path, "link": DiskOnDevice(device), **fields}
     with offload(model, **options) as offloaded:  # type: ignore[arg-type]
         assert_same(greedy(offloaded, INPUTS), before)
         stats = offloaded.stats.as_dict()
@@ -155,7 +144,7 @@ def test_same_bits(codec: str, fields: dict[str, object], tmp_path: Path) -> Non
 
 def test_lower_precision_comes_from_memory() -> None:
     model, texts = _model(), []
-    for link in (_Link(TimedDevice(1e9)), DiskLink()):
+    for link in (DiskOnDevice(TimedDevice(1e9)), DiskLink()):
         with offload(model, store="disk", link=link, slots=5, policies=Policies(miss="fetch_lowest")) as offloaded:
             texts.append(greedy(offloaded, INPUTS, 3))
     assert_same(*texts)
@@ -165,7 +154,7 @@ def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
     """One error for each forward; with the bytes there again the model is right."""
     model = _model()
     before = greedy(model, INPUTS)
-    with offload(model, store="disk", store_folder=tmp_path, slots=5, link=_Link(TimedDevice(1e9))) as offloaded:
+    with offload(model, store="disk", store_folder=tmp_path, slots=5, link=DiskOnDevice(TimedDevice(1e9))) as offloaded:
         path = tmp_path / FILE_NAME
         content, times = path.read_bytes(), path.stat()
         os.truncate(path, len(content) // 2)
@@ -195,7 +184,7 @@ def test_what_is_taken_on_cuda(tmp_path: Path) -> None:
 
 def test_refusals(store: FileStore) -> None:
     view = find_moe_layers(_model())
-    link = _Link(TimedDevice(1e9))
+    link = DiskOnDevice(TimedDevice(1e9))
     with pytest.raises(ExpertcastError, match="give store='disk'"):
         link.attach(ExpertStore(view), SlotPool(store.layout, 1, torch.device("cpu")))
     link.close()
