@@ -12,7 +12,6 @@ Order of one expert's way, and who waits for whom:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from expertcast.predictors.errors import ExpertcastError
@@ -25,9 +24,6 @@ from expertcast.runtime.storage.host_memory import PageLock
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-
-_DECODING = 8
-"""Blocks at most that are made room for because experts are decoded on their way."""
 
 
 class CudaDiskLink(CudaLink):
@@ -64,9 +60,7 @@ class CudaDiskLink(CudaLink):
         file = self._file_of(store)
         super().attach(store, pool)
         self._free_at = 0.0
-        places = self._places_given or places_of(self._size, self._threads)
-        if not store.addressable and self._places_given is None:
-            places = max(places, min(_DECODING, (os.cpu_count() or 1) // 2 + 4))
+        places = self._places_given or places_of(self._size, self._threads, coded=not store.addressable)
         lock = PageLock() if pool.device.type == "cuda" else None
         reader = file.reader(self._threads, self.bandwidth)
         try:

@@ -7,6 +7,7 @@ the forecast asked for last, if the reader has not begun it.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from expertcast.runtime.storage.direct_read import PIECE, sectors
 from expertcast.runtime.storage.host_memory import HostMemory, PageLock
 
 _FEWEST, _MOST = 4, 32
-_COPIED = 2
-"""Blocks that are on their way to the device while the reader fills others."""
+_DECODED, _COPIED = 4, 2
+"""Blocks that are decoded at most, and on their way to the device, while the reader fills others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,9 +49,10 @@ class File(Protocol):
         """What is to be asked of a reader for one expert's block."""
 
 
-def places_of(block_bytes: int, threads: int) -> int:
-    """Blocks that keep so many requests of the disk under way while others are copied to the device."""
-    return min(_MOST, max(_FEWEST, -(-threads * PIECE // block_bytes) + _COPIED))
+def places_of(block_bytes: int, threads: int, *, coded: bool = False) -> int:
+    """Blocks that keep so many requests of the disk under way while others are decoded, or copied to the device."""
+    decoded = min(_DECODED, (os.cpu_count() or 1) // 2) if coded else 0
+    return min(_MOST, max(_FEWEST + decoded, -(-threads * PIECE // block_bytes) + _COPIED))
 
 
 class Staging:

@@ -166,7 +166,30 @@ def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
         assert_same(greedy(offloaded, INPUTS), before)
 
 
-def test_blocks_are_few() -> None:
+def test_a_block_that_could_not_be_filled_is_free_again(tmp_path: Path) -> None:
+    view = find_moe_layers(_model())
+    store, link = DiskStore(view, tmp_path), DiskOnDevice(SimulatedDevice(0), 1)
+    store.pack(view)
+    link.attach(store, pool := SlotPool(store.layout, 1, torch.device("cpu")))
+    content, times = store.path.read_bytes(), store.path.stat()
+    os.truncate(store.path, 4096)
+    for _ in range(2):
+        with pytest.raises(ExpertcastError, match="was changed or cut off while it was in use"):
+            link.wait(link.submit(3, 0, urgent=True))
+    store.path.write_bytes(content)
+    os.utime(store.path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    link.wait(link.submit(3, 0, urgent=True))
+    link.synchronize()
+    assert torch.equal(pool.block(0), store.block(3))
+    link.close()
+    store.close()
+
+
+def test_blocks_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert places_of(9 << 20, 4, coded=True) == 5
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert places_of(9 << 20, 4, coded=True) == 8
     assert [places_of(mib << 20, 4) for mib in (400, 9, 4, 1)] == [4, 4, 4, 10]
     assert places_of(4096, 4) == 32
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from expertcast.runtime import offload
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.staging import StagedCopy, Staging
+from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -85,6 +87,38 @@ def test_a_miss_waits_for_what_the_disk_has_begun_at_most(device: TimedDevice) -
     device.synchronize()
     assert [pool.block(slot).unique().tolist() for slot in range(9)] == [[key] for key in (*range(8), 100)]
     assert not device.races
+
+
+@pytest.mark.parametrize("places", [2, 8])
+def test_a_forecast_that_is_waited_for_comes_next(device: TimedDevice, places: int) -> None:
+    """Behind what the disk has begun, whether it has a block or not; then the others in their order."""
+    link, _ = attached(device, places=places, depth=1)
+    forecasts = [link.submit(key, key, urgent=False) for key in range(6)]
+    link.wait(forecasts[5])
+    assert device.now < 2.2 * READ_S
+    while not any(copy.done for copy in forecasts[1:5]):
+        device.spend(READ_S / 10)
+        link.progress()
+    assert [copy.done for copy in forecasts] == [True, True, False, False, False, True]
+
+
+def test_asking_is_enough_for_a_copy_to_go_on(device: TimedDevice) -> None:
+    link, _ = attached(device)
+    copy = link.submit(0, 0, urgent=False)
+    for done in (False, False, False, True):
+        assert link.poll(copy) is done
+        device.spend(0.6 * READ_S)
+
+
+def test_whoever_observes_sees_the_read_too(device: TimedDevice) -> None:
+    link, seen = attached(device)[0], list[float]()
+    link.observer = cast(Observer, SimpleNamespace(
+        device_time=lambda event: event.made.time,
+        copied=lambda _key, _layer, start, end, _urgent: seen.append(end - start),
+    ))  # fmt: skip
+    link.wait(link.submit(0, 0, urgent=True))
+    link.synchronize()
+    assert seen == [pytest.approx(READ_S + COPY_S, rel=0.05)]
 
 
 def test_forecasts_can_be_dropped_until_they_are_read(device: TimedDevice) -> None:
