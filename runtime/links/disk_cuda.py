@@ -8,6 +8,8 @@ Order of one expert's way, and who waits for whom:
 - the block is free for the next read when the event behind its copy has been reached;
 - who waits for an expert holds the host until it has been read, and compute's stream until it has been copied: a
   stream can wait for events of the device only. What else is read meanwhile is copied meanwhile.
+
+Tested with real files on devices that stand in; never run on a GPU.
 """
 
 from __future__ import annotations
