@@ -110,14 +110,14 @@ def _counted(offloaded: OffloadedModel, read: int, tokens: int) -> Json:
     """What the offload counted in the timed steps."""
     stats: dict[str, Any] = offloaded.stats.as_dict()
     link, waited = offloaded.link, stats["waited_s"]
-    forecasts = offloaded.predictor is not None
+    reads = link.name == "disk"  # the instant link's copies come when nobody is said to wait
+    alone = reads and offloaded.predictor is None  # with forecasts bytes also come while nobody waits
     return {
         "hit_rate": stats["hit_rate"],
         "waited_s": waited / tokens,
         "link_bytes": link.bytes_moved / tokens,
         "link_busy_s": link.busy_s / tokens,
-        # with forecasts bytes also come while nobody waits
-        "rate_waiting": read / waited if waited and read and not forecasts else None,
-        "rate_busy": read / link.busy_s if link.busy_s and read else None,
+        "rate_waiting": read / waited if alone and waited and read else None,
+        "rate_busy": read / link.busy_s if reads and link.busy_s and read else None,
         "slots": offloaded.pool.count,
     }

@@ -12,6 +12,7 @@ OWN, PROCESS = "own", "process"
 """Workloads: the model's own routing of a text, and routing drawn by a process, which alone can be forecast as well as
 real models' is."""
 DISK, DIRECT, LLAMA, ACCELERATE = "disk", "direct", "llama.cpp", "accelerate"
+POOLED = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class Side:
     codec: str = "raw"
     link: str = "disk"
     pools: bool = False
-    """Half of the memory is slots, half keeps experts as they lie in the store."""
+    """`POOLED` of the memory keeps experts as they lie in the store, the rest is slots."""
     forecasts: bool = False
     about: str = ""
     """For people."""
@@ -39,7 +40,7 @@ class Side:
         """What an :class:`OffloadConfig` takes, for so many bytes of experts."""
         options: Json = {"store": "disk", "codec": self.codec, "link": self.link, "memory": memory}
         if self.pools:
-            options |= {"memory": memory // 2, "pools": f"C={memory - memory // 2}"}
+            options["pools"] = f"C={int(POOLED * memory)}"
         return options
 
 
@@ -54,8 +55,10 @@ SIDES = (
     Side(name=DIRECT, workload=PROCESS, about="our disk link, on demand"),
     Side(name="bitsplit", workload=PROCESS, codec="bitsplit", about="compressed, on demand"),
     Side(name="forecasts", workload=PROCESS, forecasts=True, about="our disk link, forecasts of set recall"),
+    Side(name="both", workload=PROCESS, codec="bitsplit", forecasts=True, about="compressed, the same forecasts"),
+    Side(name="pools", workload=PROCESS, codec="bitsplit", pools=True, about="compressed, pools, on demand"),
     Side(
-        name="bitsplit + forecasts", workload=PROCESS, codec="bitsplit", forecasts=True, about="compressed, forecasts"
+        name="all", workload=PROCESS, codec="bitsplit", pools=True, forecasts=True, about="compressed, pools, forecasts"
     ),
 )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,13 +23,13 @@ def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_whole_script(tmp_path: Path) -> None:
+def test_the_whole_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import bench_disk
+
     out = tmp_path / "disk.json"
-    command = [sys.executable, "scripts/bench_disk.py", *SMALL, "--bandwidth", "4e7", "--new-tokens", "3"]
-    command += ["--sides", "direct", "forecasts", "llama.cpp", "--llama-python", sys.executable]
-    command += ["--keep", str(tmp_path / "kept"), "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr
+    command = [*SMALL, "--bandwidth", "4e7", "--new-tokens", "3", "--sides", "direct", "forecasts", "llama.cpp"]
+    command += ["--llama-python", sys.executable, "--keep", str(tmp_path / "kept"), "--out", str(out)]
+    assert bench_disk.main(command) == 0, capsys.readouterr().err
     result = json.loads(out.read_text())
     rows = {(row["side"], row["workload"]): row for row in result["results"]}
     assert set(rows) == {("disk", "own"), ("direct", "own"), ("direct", "process"), ("forecasts", "process")}
@@ -49,8 +48,9 @@ def test_the_whole_script(tmp_path: Path) -> None:
     page = out.with_suffix(".md").read_text()
     assert "**yes**, everywhere" in page
     assert "| forecasts | 30% |" in page
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
-    assert "1: " not in again.stderr, "nothing is measured twice"
+    capsys.readouterr()
+    assert bench_disk.main(command) == 0
+    assert "1: " not in capsys.readouterr().err, "nothing is measured twice"
 
 
 def run(side: str, tpot_s: float, repetition: int = 0, memory: float = 0.15, **more: object) -> Json:
