@@ -53,7 +53,7 @@ def text(result: Json, picture: str | None) -> str:
 
 
 def tables(result: Json) -> str:
-    """A table per workload and rate of the disk; `x` is how many times as fast a side is as another."""
+    """A table per workload and rate of the disk."""
     rows = [row for row in result.get("results", ()) if row["side"] != DISK]
     lines: list[str] = []
     for workload in (OWN, PROCESS):
@@ -97,6 +97,7 @@ def _setting(result: Json) -> list[str]:
         )
     lines += [f"Left out: {name} ({why})." for name, why in result.get("skipped", {}).items()]
     lines = [line for each in lines for line in (each, "")]
+    lines += ["In the tables `x` is how many times as fast as that side, at the same memory and rate.", ""]
     return [*lines, *(f"- `{side.name}`, {side.workload}: {side.about}" for side in SIDES)]
 
 
@@ -136,7 +137,7 @@ def _thirty(found: Json) -> list[str]:
         "",
         f"Qwen3-30B-A3B's shape, cut: {found['cut']}. Experts of {model['expert_bytes'] / 1e6:.1f} MB, "
         f"{model['experts_bytes'] / 1e9:.1f} GB in all; slots for {found['memory_share']:.1%} of them; drawn routing.",
-        "Compared with the same store read as a mapped file, without a limit.",
+        "Logits are compared with those of a run in 64 slots without a limit; `mapped` reads it another way.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
