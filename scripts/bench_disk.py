@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,8 @@ class Bench:
             if earlier["settings"] != self.result["settings"]:
                 raise ExpertcastError(f"{args.out} is of other settings: remove it, or give another --out")
             self.result = earlier
+        if args.page:
+            return
         self.result |= {
             "date": datetime.now(UTC).isoformat(timespec="seconds"), **provenance(_command(args)),
             "hardware": hardware(), "abilities": abilities(folder), "process": PROCESS_OPTIONS,
@@ -213,4 +216,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run under way and its groups go, too
     raise SystemExit(main())

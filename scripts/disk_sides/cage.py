@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
+_PREFIX = "bench-disk-"
 _REMOVALS = 50
 """Tries, a tenth of a second each: a group is busy for a moment after its last process."""
 
@@ -94,10 +95,20 @@ def _made(controller: str) -> Path | None:
             _, controllers, own = line.split(":", 2)
             mount = _mount(controller)
             if controller in controllers.split(",") and mount is not None:
-                group = mount / own.lstrip("/") / f"bench-disk-{os.getpid()}"
+                below = mount / own.lstrip("/")
+                _remove_left_over(below)
+                group = below / f"{_PREFIX}{os.getpid()}"
                 group.mkdir(exist_ok=True)
                 return group
     return None
+
+
+def _remove_left_over(below: Path) -> None:
+    """Remove the groups of benchmarks that were killed."""
+    for group in below.glob(f"{_PREFIX}*"):
+        if not Path("/proc", group.name.removeprefix(_PREFIX)).exists():
+            with contextlib.suppress(OSError):  # it still has a process
+                group.rmdir()
 
 
 def _mount(controller: str) -> Path | None:

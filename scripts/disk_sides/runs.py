@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from disk_sides.cage import Cage, drop_cached
@@ -54,16 +55,18 @@ def run(
         with errors.open("w") as log, subprocess.Popen(
             [python, "-m", module, str(written)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
             env=environment(),
-        ) as process:  # fmt: skip
+        ) as process, ExitStack() as stack:  # fmt: skip
             assert process.stdin is not None
             assert process.stdout is not None
+            stack.callback(process.kill)  # does nothing to one that has ended
             throttled = False
             if any(line == "ready\n" for line in iter(process.stdout.readline, "")):
                 drop_cached(cold)
                 throttled = rate is not None and cage.throttle(rate)
                 cage.forget_peak()
-                process.stdin.write("go\n")
-                process.stdin.flush()
+                with suppress(BrokenPipeError):  # it has died: why is in its errors
+                    process.stdin.write("go\n")
+                    process.stdin.flush()
             try:
                 process.communicate(timeout=_MOST_SECONDS)
             except subprocess.TimeoutExpired:
