@@ -79,7 +79,11 @@ def _setting(result: Json) -> list[str]:
     )
     if not able["capped"]:
         held = "**no control group can be made here, so nobody is held to it**; peaks are resident sizes."
-    rate = "Block-I/O control groups throttle the disk from the prompt on; loading a model is not timed."
+    rate = (
+        "Block-I/O control groups throttle the disk from the prompt on; loading a model is not timed. Such a throttle "
+        "saves up about a tenth of a second's worth while nobody reads: a side that computes between its reads may see "
+        "more than the rate."
+    )
     if not able["throttled"]:
         rate = "**The disk cannot be throttled here: our direct sides are paced by their reader, the others are not.**"
     lines = [

@@ -56,14 +56,14 @@ def measure_thirty(args: argparse.Namespace, prepared: Prepared) -> Json:
 
     def measured(side: Side, slots: int, limit: int | None, **more: object) -> Json:
         told = {**spec, "forecasts": side.forecasts, "options": side.options(slots), **more}
-        found = run(TORCH, told, folder=folder, memory=limit, cold=[folder / "store"])
+        found = run(TORCH, told, folder=folder, memory=limit, cold=[folder / "store", folder / "model"])
         if "failed" in found:
             raise ExpertcastError(f"--thirty, {side.name}: {found['failed']}")
         return found
 
     say("what it takes beside slots, and what it computes")
     first = measured(SIDES[1], least, None, remember=str(truth))
-    budget = Budget({"raw": first["peak_resident_bytes"] - least})
+    budget = Budget({"raw": first["peak_bytes"] - least})
     slots = MEMORY - budget.base
     rows = []
     for side in SIDES:

@@ -39,11 +39,9 @@ def test_the_whole_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         if side == "disk":
             continue
         assert row["identical"], side
-        assert 0 < row["tpot_s"] < row["ttft_s"] + 60
+        assert row["throttled"] == able["throttled"]
         assert row["bytes_read"] >= (1 - row["hit_rate"]) * 2 * 4 * block * 0.99, "every miss is read"
         assert not able["capped"] or row["peak_bytes"] <= row["limit_bytes"]
-    direct = rows["direct", "own"]
-    assert not able["throttled"] or direct["rate_busy"] < 1.5 * 4e7
     assert str(tmp_path) not in json.dumps(result["command"]).replace(str(out), "")
     page = out.with_suffix(".md").read_text()
     assert "**yes**, everywhere" in page
