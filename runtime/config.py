@@ -26,7 +26,7 @@ MODES = ("exact", "speculate", "hybrid")
 STORES = ("memory", "disk")
 FORECASTS = ("always", "worth")
 MOST_REFIT_MS = 1000.0
-LINKS = ("auto", "instant", "emulated", "disk", "cuda", "kernel")
+LINKS = ("auto", "instant", "emulated", "disk", "gpudirect", "cuda", "kernel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,9 @@ class OffloadConfig:
     latency: float = 0.0
     """Seconds that each copy takes whatever its size, emulated likewise."""
     link: str | Link = "auto"
-    """auto, instant, emulated, disk (read directly, past the system's page cache), cuda, or kernel (copies decided and
-    made on the device); auto on CUDA measures both, and reads a store on disk directly on the CPU."""
+    """auto, instant, emulated, disk (read directly, past the system's page cache), gpudirect (a raw file straight into
+    CUDA memory, by kvikio), cuda, or kernel (copies decided and made on the device); auto reads a store on disk
+    directly, and measures the last two on CUDA otherwise."""
     policies: Policies | str | None = None
     """Which experts are kept, loaded and dropped, or a preset's name (default: lru, the forecast's own, every miss)."""
     next_token: str | Path | Predictor | None = None

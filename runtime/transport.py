@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from expertcast.predictors import ExpertcastError, MoEView
@@ -9,7 +11,9 @@ from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink, Link
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.disk import DiskLink
+from expertcast.runtime.links.disk_cuda import CudaDiskLink
 from expertcast.runtime.links.emulated import EmulatedLink
+from expertcast.runtime.links.gpu_direct import GpuDirectLink
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.links.paced import PacedCudaLink
 from expertcast.runtime.option_values import pool_bytes
@@ -53,19 +57,25 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
         raise ExpertcastError(f"pools are kept by link 'disk' on the CPU, not by {link!r} on {device}: leave pools out")
     if isinstance(link, Link):
         return link
-    if link == "auto" and device != "cuda":
+    if link == "auto":
         coded = config.codec != "raw" or isinstance(config.store, CodedStore)
         timed = (bandwidth is not None or latency) and not coded
         on_disk = (config.store == "disk" or isinstance(config.store, FileStore)) and can_read_directly()
-        link = "emulated" if timed else "disk" if on_disk else "instant"
+        if on_disk and not timed:
+            link = "disk"
+        elif device != "cuda":
+            link = "emulated" if timed else "instant"
     if link == "emulated":
         if device != "cpu":
             raise ExpertcastError(f"the emulated link is for models on the CPU, this one is on {device}: use 'cuda'")
         return EmulatedLink(float("inf") if bandwidth is None else bandwidth, latency)
     if link == "disk" and not latency:
+        if device == "cuda":
+            return CudaDiskLink(bandwidth=bandwidth)
         return DiskLink(bandwidth=bandwidth, pools=pool_bytes(config.pools), passing=1 if config.on_demand else 2)
-    if link == "cuda" and device != "cuda":
-        raise ExpertcastError(f"link 'cuda' needs a model on CUDA, this one is on {device}: use 'emulated'")
+    if link in ("cuda", "gpudirect") and device != "cuda":
+        other = "emulated" if link == "cuda" else "disk"
+        raise ExpertcastError(f"link {link!r} needs a model on CUDA, this one is on {device}: use {other!r}")
     if bandwidth is not None or latency:
         if link not in ("auto", "cuda"):
             raise ExpertcastError(
@@ -75,7 +85,9 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
         return PacedCudaLink(bandwidth, latency)
     if link == "auto":
         return CudaLink() if only_on_host else None
-    kinds: dict[str, type[Link]] = {"cuda": CudaLink, "instant": InstantLink, "kernel": KernelLink}
+    kinds: dict[str, Callable[[], Link]] = {
+        "cuda": CudaLink, "gpudirect": GpuDirectLink, "instant": InstantLink, "kernel": KernelLink,
+    }  # fmt: skip
     return kinds[link]()
 
 

@@ -9,6 +9,7 @@
     3 bits       2 min    the same tokens and logits over both links, with and without cache, and as a CUDA graph
     4 first-rows 7 min    Qwen3-30B-A3B's shape without a cache: on demand, and forecasts right always and 9 in 10 times
     5 rest       8 min    longer prompts, a cache, speculation, the other link, accelerate, training an estimator
+    6 disk       4 min    experts in a file, mapped, read directly, coded, and by GPUDirect where kvikio is installed
 
 Each step is a process with a time limit and keeps what it finds in a file of its own from the start
 (`gpu_steps/day.py` draws the folder). A call begins no step that its `--minutes` do not cover; the next call goes on
@@ -45,6 +46,7 @@ STEPS = (
     Step(number=3, name="bits", module="gpu_steps.bits", seconds=120),
     Step(number=4, name="first-rows", module="gpu_steps.first_rows", seconds=420),
     Step(number=5, name="rest", module="gpu_steps.rest", seconds=480),
+    Step(number=6, name="disk", module="gpu_steps.disk", seconds=240),
 )
 GRACE_S = 5
 """A step ends itself at its limit; after so many seconds more it is killed."""

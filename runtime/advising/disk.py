@@ -202,7 +202,7 @@ def _reasons(found: DiskFindings, options: Sequence[DiskOption], chosen: DiskOpt
     coded = [option for option in options if option.codec != "raw"]
     if found.stored is None:
         reasons.append(found.refused)
-    elif chosen not in coded:
+    elif coded and chosen not in coded:
         best = min(coded, key=lambda option: option.tpot_s)
         reasons.append(_why_not(found, found.stored, chosen, best))
     return reasons

@@ -75,8 +75,8 @@ class Link(ABC):
         """
         if self.by_address and not store.addressable:
             raise ExpertcastError(
-                f"link {self.name!r} copies experts from memory, and these lie coded in a file: use link 'disk' on the "
-                "CPU, or codec 'raw'"
+                f"link {self.name!r} copies experts from memory, and these lie coded in a file: use link 'disk', or "
+                "codec 'raw'"
             )
         self._store = store
         self._pool = pool

@@ -43,7 +43,9 @@ def window_of(block_bytes: int) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class _DeviceCopy(Copy):
+class DeviceCopy(Copy):
+    """One expert on its way over the device's own link."""
+
     begun: torch.cuda.Event | None = None
     """When it began; the arrival of the copy before it, if that was under way when this one was issued."""
     arrived: torch.cuda.Event | None = None
@@ -70,7 +72,7 @@ class CudaLink(QueuedLink):
         if window is not None and window < 1:
             raise ExpertcastError(f"window={window}: give 1 or more")
         self._window_given = window
-        self._issued: deque[_DeviceCopy] = deque()
+        self._issued: deque[DeviceCopy] = deque()
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         super().attach(store, pool)
@@ -103,7 +105,7 @@ class CudaLink(QueuedLink):
         """Event of each tick that is not known to have passed, oldest first."""
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
-        copy = _DeviceCopy(key, slot, urgent)
+        copy = DeviceCopy(key, slot, urgent)
         if precision != FULL:
             self._store.copies(precision)
             copy.precision = precision
@@ -119,7 +121,7 @@ class CudaLink(QueuedLink):
 
     def wait(self, copy: Copy) -> None:
         """Make the current stream wait; the host goes on."""
-        assert isinstance(copy, _DeviceCopy)
+        assert isinstance(copy, DeviceCopy)
         self.promote(copy)
         if copy.error is not None:
             raise copy.error
@@ -168,7 +170,7 @@ class CudaLink(QueuedLink):
             self._issue(self._queued.popleft())
 
     def _issue(self, copy: Copy) -> None:
-        assert isinstance(copy, _DeviceCopy)
+        assert isinstance(copy, DeviceCopy)
         copy.started = True
         arrived = self._timed.take()
         target = self._target + copy.slot * self._size
@@ -189,7 +191,7 @@ class CudaLink(QueuedLink):
         """Queue `size` bytes from an address of the host to one of the device."""
         self._device.to_device(target, source, size, self._stream)
 
-    def _begun(self, copy: _DeviceCopy) -> torch.cuda.Event:
+    def _begun(self, copy: DeviceCopy) -> torch.cuda.Event:
         """The event at which a copy begins; behind another one it needs none of its own, which takes link time."""
         last = self._issued[-1].arrived if self._issued else None
         if last is not None and not last.query():  # type: ignore[no-untyped-call]
@@ -199,15 +201,14 @@ class CudaLink(QueuedLink):
         begun.record(self._stream)
         return begun
 
-    def _source(self, copy: _DeviceCopy) -> tuple[int, int]:
+    def _source(self, copy: DeviceCopy) -> tuple[int, int]:
         """Address and bytes of what is copied. Blocks do not move while the link is open: it is asked for once."""
-        key = copy.key
         if copy.precision != FULL:
             packed = self._store.copies(copy.precision)
-            return packed.address + key * packed.block_bytes, packed.block_bytes
-        address = self._sources.get(key)
+            return packed.address + copy.key * packed.block_bytes, packed.block_bytes
+        address = self._sources.get(copy.key)
         if address is None:
-            address = self._sources[key] = self._store.block(key).data_ptr()
+            address = self._sources[copy.key] = self._store.block(copy.key).data_ptr()
         return address, self._size
 
     def _wait_for_reader(self, slot: int) -> None:
@@ -234,7 +235,7 @@ class CudaLink(QueuedLink):
                 return
             self._finish(self._issued.popleft())
 
-    def _finish(self, copy: _DeviceCopy) -> None:
+    def _finish(self, copy: DeviceCopy) -> None:
         begun, arrived = copy.begun, copy.arrived
         assert begun is not None
         assert arrived is not None

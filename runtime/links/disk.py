@@ -43,12 +43,9 @@ class DiskLink(Link):
         passing: int = 2,
     ) -> None:  # fmt: skip
         super().__init__()
+        check_disk(threads, bandwidth)
         self._memory, self._passing = pools, passing
         self._kept: KeptParts | None = None
-        if threads < 1:
-            raise ExpertcastError(f"threads={threads}: give 1 or more")
-        if bandwidth is not None and not bandwidth > 0:
-            raise ExpertcastError(f"bandwidth={bandwidth}: give bytes per second above 0, such as 5e8")
         self._threads, self.bandwidth = threads, bandwidth
         self._reader: Reader | None = None
         self._counting = threading.Lock()
@@ -61,21 +58,25 @@ class DiskLink(Link):
             ExpertcastError: the experts do not lie in a file, or the slots not in host memory.
         """
         super().attach(store, pool)
-        if not isinstance(store, FileStore):
-            raise ExpertcastError("link 'disk' reads experts from a file: give store='disk'")
-        if pool.device.type != "cpu":
-            raise ExpertcastError(f"link 'disk' is for models on the CPU, this one is on {pool.device}: use 'cuda'")
-        self._file = store
-        if self._memory:
-            if not isinstance(store, CodedStore):
-                raise ExpertcastError("pools keep compressed experts: give a codec that compresses, such as 'bitsplit'")
-            self._kept = KeptParts(
-                store, pool, self._memory, passing=self._passing, threads=self._threads, pace=self.bandwidth
-            )
-            self._reader, self.pools = self._kept.reader, self._kept.pools
-        else:
-            self._reader = store.reader(self._threads, self.bandwidth)
+        self._file = file_of(store)
+        self._reader = self._reader_of(self._file, pool)
         self._free_at = 0.0
+
+    def _reader_of(self, file: FileStore, pool: SlotPool) -> Reader:
+        """A new reader that fills these slots."""
+        if pool.device.type != "cpu":
+            raise ExpertcastError(
+                f"this link fills host memory, and the slots are on {pool.device}: give link='disk', which goes by that"
+            )
+        if not self._memory:
+            return file.reader(self._threads, self.bandwidth)
+        if not isinstance(file, CodedStore):
+            raise ExpertcastError("pools keep compressed experts: give a codec that compresses, such as 'bitsplit'")
+        self._kept = KeptParts(
+            file, pool, self._memory, passing=self._passing, threads=self._threads, pace=self.bandwidth
+        )
+        self.pools = self._kept.pools
+        return self._kept.reader
 
     def twin(self) -> Link:
         return DiskLink(self._threads, bandwidth=self.bandwidth, pools=self._memory, passing=self._passing)
@@ -149,3 +150,25 @@ class DiskLink(Link):
     def _open_reader(self) -> Reader:
         assert self._reader is not None, "the link is closed"
         return self._reader
+
+
+def file_of(store: ExpertStore) -> FileStore:
+    """The store, if it is one that a disk's link can read.
+
+    Raises:
+        ExpertcastError: its experts do not lie in a file.
+    """
+    if not isinstance(store, FileStore):
+        raise ExpertcastError("link 'disk' reads experts from a file: give store='disk'")
+    return store
+
+
+def check_disk(threads: int, bandwidth: float | None) -> None:
+    """
+    Raises:
+        ExpertcastError: no threads, or no bandwidth.
+    """
+    if threads < 1:
+        raise ExpertcastError(f"threads={threads}: give 1 or more")
+    if bandwidth is not None and not bandwidth > 0:
+        raise ExpertcastError(f"bandwidth={bandwidth}: give bytes per second above 0, such as 5e8")

@@ -21,6 +21,8 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.carve_out import has_persistent_grouped_mm
 from expertcast.runtime.links.cuda import CudaLink
+from expertcast.runtime.links.disk import DiskLink
+from expertcast.runtime.links.disk_cuda import CudaDiskLink
 from expertcast.runtime.links.driver import CudaDevice, copy_seconds
 from expertcast.runtime.links.exchange import Readback
 from expertcast.runtime.links.kernel import KernelLink
@@ -55,13 +57,14 @@ def link_speed(link: Link, store: ExpertStore) -> LinkSpeed:
 
     CUDA: page-locked copies between events, a large one for the rate and a small one for the latency, and what the link
     was told to add to them. Emulated: copies
-    of blocks, back to back through a second link of the same numbers, in a thread of its own. Instant: memory copies.
+    of blocks, back to back through a second link of the same numbers, in a thread of its own. Disk: the same, as fast
+    as it reads. Instant: memory copies.
     To be called between forwards.
 
     Raises:
         ExpertcastError: a link of another kind on the CPU, whose speed nothing is known about.
     """
-    if link.driver is not None:
+    if link.driver is not None and not isinstance(link, CudaDiskLink | DiskLink):
         return _cuda_speed(link, link.driver, store)
     block_bytes = store.layout.block_bytes
     copy_s = _block_seconds(store, link.twin())
@@ -80,6 +83,8 @@ def _block_seconds(store: ExpertStore, link: Link) -> float:
             copies = [link.submit(key, slot, urgent=True) for slot, key in enumerate(range(count))]
             for copy in copies:
                 link.wait(copy)
+            if isinstance(link, CudaLink):
+                link.synchronize()
             seconds.append((time.perf_counter() - start) / count)
     finally:
         link.close()

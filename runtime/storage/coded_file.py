@@ -91,7 +91,11 @@ class CodedWriter:
 
     def read(self, key: int) -> list[Part]:
         """An expert that was added and flushed, for those whose packing failed."""
-        return _read(self._partial, *self._index[key])
+        handle = os.open(self._partial, os.O_RDONLY)
+        try:
+            return _read(handle, *self._index[key])
+        finally:
+            os.close(handle)
 
     def commit(self) -> None:
         """All experts are written: add the index and the header, and give the file its name.
@@ -171,18 +175,17 @@ class CodedFile:
 
     def read(self, key: int) -> list[Part]:
         """An expert's parts, read now and not compared with their digests."""
-        return _read(self.path, self.offsets[key].tolist(), self.nbytes[key].tolist(), self.digests[key].tolist())
+        return _read(self.handle, self.offsets[key].tolist(), self.nbytes[key].tolist(), self.digests[key].tolist())
 
     def span(self, key: int) -> int:
         """Bytes in whole sectors from an expert's first part to the end of its last."""
         return int(self.offsets[key, -1] - self.offsets[key, 0]) + sectors(int(self.nbytes[key, -1]))
 
 
-def _read(path: Path, offsets: list[int], sizes: list[int], digests: list[int]) -> list[Part]:
-    """One expert's parts, which lie one after another."""
-    with path.open("rb") as file:
-        file.seek(offsets[0])
-        data = torch.frombuffer(bytearray(file.read(offsets[-1] + sizes[-1] - offsets[0])), dtype=torch.uint8)
+def _read(handle: int, offsets: list[int], sizes: list[int], digests: list[int]) -> list[Part]:
+    """One expert's parts, which lie one after another; several threads may read at a time."""
+    raw = os.pread(handle, offsets[-1] + sizes[-1] - offsets[0], offsets[0])
+    data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     parts = [data[start - offsets[0] :][:size] for start, size in zip(offsets, sizes, strict=True)]
     return [Part(part, digest) for part, digest in zip(parts, digests, strict=True)]
 

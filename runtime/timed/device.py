@@ -114,7 +114,7 @@ class TimedDevice:
             stream: None: the current one.
         """
         work = Work(0.0, seconds, reads=tuple(reads), writes=tuple(writes), name=name)
-        self._note(work)
+        self.note(work)
         self.push(stream or self._current, work)
 
     def scale(self, addresses: range, factor: float) -> None:
@@ -160,10 +160,12 @@ class TimedDevice:
         work = Work(0.0, seconds, engine=way, name=way)
         if way == "to_device":
             work.writes = (target,)
-        self._note(work)
+            if source in self._writer:  # memory that something in virtual time fills
+                work.reads = (source,)
+        self.note(work)
         self.push(stream, work)
 
-    def _note(self, work: Work) -> None:
+    def note(self, work: Work) -> None:
         """What it must come after, by the order of calls."""
         after = [self._writer[address] for address in (*work.reads, *work.writes) if address in self._writer]
         for address in work.writes:

@@ -6,12 +6,16 @@ from typing import Any, cast
 
 from expertcast.runtime.links.copy import BlockCopier
 from expertcast.runtime.links.cuda import CudaLink, window_of
+from expertcast.runtime.links.disk_cuda import CudaDiskLink
 from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.links.kernel import KernelLink
+from expertcast.runtime.links.staging import File, Staging, places_of
 from expertcast.runtime.links.tables import Moves
+from expertcast.runtime.storage.direct_reader import THREADS
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.timed.device import TimedDevice
+from expertcast.runtime.timed.disk import TimedDisk
 
 
 class TimedCudaLink(CudaLink):
@@ -33,6 +37,44 @@ class TimedCudaLink(CudaLink):
         start, size = pool.block(0).data_ptr(), store.layout.block_bytes
         self.timed.scale(range(start, start + pool.count * size), self._stands_for / size)
         super().attach(store, pool)
+
+    def _device_of(self, pool: SlotPool) -> CudaDevice:
+        return cast(CudaDevice, self.timed)
+
+    def clock(self) -> float:
+        """The host's, on the device in virtual time."""
+        return self.timed.now
+
+
+class TimedDiskLink(CudaDiskLink):
+    """:class:`CudaDiskLink` with another driver under it, and a disk in the same virtual time behind it.
+
+    Args:
+        timed: the device.
+        block_bytes: bytes that each expert stands for.
+        disk: bytes per second that are read.
+        places: blocks of host memory on the way; None: what it would take for experts of `block_bytes`.
+        options: of :class:`TimedDisk`.
+    """
+
+    name = "timed disk"
+
+    def __init__(
+        self, timed: TimedDevice, block_bytes: int, disk: float, places: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(places=places or places_of(block_bytes, THREADS))
+        self.timed, self._stands_for, self._disk, self._options = timed, block_bytes, disk, options
+
+    def attach(self, store: ExpertStore, pool: SlotPool) -> None:
+        start, size = pool.block(0).data_ptr(), store.layout.block_bytes
+        self.timed.scale(range(start, start + pool.count * size), self._stands_for / size)
+        super().attach(store, pool)
+
+    def _file_of(self, store: ExpertStore) -> File:
+        return TimedDisk(self.timed, store, self._stands_for, self._disk, **self._options)
+
+    def _until_read(self, staging: Staging) -> None:
+        self.timed.wait_until(lambda: staging.ready)
 
     def _device_of(self, pool: SlotPool) -> CudaDevice:
         return cast(CudaDevice, self.timed)

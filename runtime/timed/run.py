@@ -20,6 +20,7 @@ from expertcast.runtime.benchmarking.routing_process import RoutingProcess
 from expertcast.runtime.benchmarking.routing_tables import RoutingOptions, drawn
 from expertcast.runtime.benchmarking.shapes import SHAPES, Shape, random_model
 from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.links.exchange import Readback
 from expertcast.runtime.offloaded import OffloadedModel
@@ -29,7 +30,7 @@ from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.timed.clockwork import Clockwork
 from expertcast.runtime.timed.costs import DriverCosts, StepCosts
 from expertcast.runtime.timed.device import TimedDevice
-from expertcast.runtime.timed.links import TimedCudaLink, TimedKernelLink
+from expertcast.runtime.timed.links import TimedCudaLink, TimedDiskLink, TimedKernelLink
 from expertcast.runtime.timed.streams import Span
 
 _TINY = {
@@ -56,6 +57,8 @@ class TimedCase:
     driver: DriverCosts = field(default_factory=DriverCosts)
     kernel_link: bool = False
     """Copies by a kernel and books on the device, in place of the copy engine's."""
+    disk: float | None = None
+    """Bytes per second of the disk that the experts lie on; None: in host memory."""
     policies: Policies = field(default_factory=Policies)
     routing: RoutingOptions = field(default_factory=RoutingOptions)
     """What experts the tokens take; accuracy stands above."""
@@ -122,7 +125,7 @@ def decode_timed(case: TimedCase) -> TimedRun:
     tables = drawn(view.shape, prompt=case.prompt, new_tokens=case.warm_up + case.steps + 1, options=options)
     clockwork = Clockwork(device, case.step)
     clockwork.follow(model, view)
-    link = TimedKernelLink(device, size) if case.kernel_link else TimedCudaLink(device, size)
+    link = _link_of(case, device, size)
     with RoutingProcess(model, view, tables) as process:
         config = OffloadConfig(
             link=link,
@@ -147,6 +150,12 @@ def decode_timed(case: TimedCase) -> TimedRun:
         races=tuple(device.races),
         spans=tuple(device.spans),
     )
+
+
+def _link_of(case: TimedCase, device: TimedDevice, size: int) -> Link:
+    if case.disk is not None:
+        return TimedDiskLink(device, size, case.disk)
+    return TimedKernelLink(device, size) if case.kernel_link else TimedCudaLink(device, size)
 
 
 def _decode(offloaded: OffloadedModel, clockwork: Clockwork, case: TimedCase) -> tuple[list[float], list[float]]:

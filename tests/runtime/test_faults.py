@@ -25,9 +25,11 @@ from expertcast.runtime import offloading as offloading_module
 from expertcast.runtime.links.base import Copy
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.timed.device import TimedDevice
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.faults import INPUTS, RaiseAt, Result, facts_of, slow_link, still_right
+from tests.runtime.links.disk_on_device import DiskOnDevice
 
 
 @pytest.fixture
@@ -116,7 +118,8 @@ def test_interrupt_inside_the_link(
             assert_same(greedy(offloaded, INPUTS), expected)
 
 
-def test_interrupt_at_any_line(model: PreTrainedModel, expected: Result) -> None:
+@pytest.mark.parametrize("disk", [False, True])
+def test_interrupt_at_any_line(disk: bool, model: PreTrainedModel, expected: Result) -> None:
     """A signal arrives between any two lines of the runtime's own code: the next generation is right all the same."""
     runtime = os.path.dirname(offloaded_module.__file__)
     folders = {os.path.join(runtime, room) for room in ("engine", "links", "storage")}
@@ -136,7 +139,8 @@ def test_interrupt_at_any_line(model: PreTrainedModel, expected: Result) -> None
 
     short = greedy(model, INPUTS, 2)
     before, interrupted = sys.gettrace(), 0
-    with still_right(model, expected, slots=4) as offloaded:
+    options = {"store": "disk", "link": DiskOnDevice(TimedDevice(1e9), places=2)} if disk else {}
+    with still_right(model, expected, slots=4, **options) as offloaded:
         for lines in range(1, 3000, 37):
             left = lines
             sys.settrace(trace)
