@@ -6,10 +6,13 @@ Of a mapped file every page that was looked at would count as this process's mem
 from __future__ import annotations
 
 import hashlib
+import json
+import math
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from types import EllipsisType
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,8 +25,12 @@ from expertcast.data.models import first_line
 from expertcast.predictors.errors import ExpertcastError
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = _FLOATS | {
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+}  # fmt: skip
 Part = slice | EllipsisType
-"""Rows of a tensor, or all of it."""
+"""Rows of a tensor one after another, or all of it."""
 
 
 class TensorFile(Protocol):
@@ -36,6 +43,37 @@ class TensorFile(Protocol):
         """As safetensors names it."""
 
     def __getitem__(self, part: Part) -> Tensor: ...
+
+
+class _Rows:
+    """A tensor of which rows are read alone.
+
+    The library's own slices, read with `pread`, read the whole tensor: of experts that lie in one tensor per layer, each
+    would cost as much as all of them.
+    """
+
+    def __init__(self, whole: TensorFile, file: BinaryIO, start: int) -> None:
+        self._whole, self._file, self._start = whole, file, start
+        self._dtype = _DTYPES.get(whole.get_dtype())
+
+    def get_shape(self) -> list[int]:
+        """Its sizes."""
+        return self._whole.get_shape()
+
+    def get_dtype(self) -> str:
+        """As safetensors names it."""
+        return self._whole.get_dtype()
+
+    def __getitem__(self, part: Part) -> Tensor:
+        if part is ... or self._dtype is None:
+            return self._whole[part]
+        count, *row = self.get_shape()
+        start, stop, _ = part.indices(count)
+        size = math.prod(row) * self._dtype.itemsize
+        read = bytearray((stop - start) * size)
+        if os.preadv(self._file.fileno(), [read], self._start + start * size) != len(read):
+            raise OSError(f"{self._file.name} is cut off")
+        return torch.frombuffer(read, dtype=self._dtype).view(stop - start, *row)
 
 
 class SafetensorsFiles(ExitStack):
@@ -52,12 +90,21 @@ class SafetensorsFiles(ExitStack):
         try:
             for file in self.paths:
                 opened = self.enter_context(safe_open(file, framework="pt", device="cpu", backend="pread"))
-                tensors.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                tensors.update(self._by_rows(file, slices) if hasattr(os, "preadv") else slices)
         except (OSError, SafetensorError) as error:
             self.close()
             raise ExpertcastError(f"cannot read the weights of {path!r}: {error}") from error
         self.tensors = {name: tensors[name] for name in sorted(tensors, key=dot_natural_key)}
         """In the order in which transformers reads them."""
+
+    def _by_rows(self, path: str, slices: dict[str, TensorFile]) -> dict[str, TensorFile]:
+        file = self.enter_context(open(path, "rb"))
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        return {
+            name: _Rows(tensor, file, 8 + length + header[name]["data_offsets"][0]) for name, tensor in slices.items()
+        }
 
     @property
     def dtype(self) -> torch.dtype:
