@@ -48,8 +48,8 @@ class TensorFile(Protocol):
 class _Rows:
     """A tensor of which rows are read alone.
 
-    The library's own slices, read with `pread`, read the whole tensor: of experts that lie in one tensor per layer, each
-    would cost as much as all of them.
+    The library's own slices, with `pread`, read the whole tensor: of experts that lie in one tensor per layer, each would
+    cost as much as all of them.
     """
 
     def __init__(self, whole: TensorFile, file: BinaryIO, start: int) -> None:
@@ -69,11 +69,13 @@ class _Rows:
             return self._whole[part]
         count, *row = self.get_shape()
         start, stop, _ = part.indices(count)
+        stop = max(start, stop)
         size = math.prod(row) * self._dtype.itemsize
         read = bytearray((stop - start) * size)
         if os.preadv(self._file.fileno(), [read], self._start + start * size) != len(read):
             raise OSError(f"{self._file.name} is cut off")
-        return torch.frombuffer(read, dtype=self._dtype).view(stop - start, *row)
+        found = torch.frombuffer(read, dtype=self._dtype) if read else torch.empty(0, dtype=self._dtype)
+        return found.view(stop - start, *row)
 
 
 class SafetensorsFiles(ExitStack):
@@ -99,7 +101,7 @@ class SafetensorsFiles(ExitStack):
         """In the order in which transformers reads them."""
 
     def _by_rows(self, path: str, slices: dict[str, TensorFile]) -> dict[str, TensorFile]:
-        file = self.enter_context(open(path, "rb"))
+        file = self.enter_context(Path(path).open("rb"))  # noqa: SIM115
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         return {
