@@ -17,6 +17,7 @@ import argparse
 import importlib.util
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,9 +27,10 @@ from pathlib import Path
 
 from disk_sides import report
 from disk_sides.figures import summaries
+from disk_sides.plan import planned
 from disk_sides.prepared import PROCESS_OPTIONS, Budget, Prepared, codecs
 from disk_sides.runs import LLAMA, TORCH, abilities, run
-from disk_sides.sides import ACCELERATE, DISK, OWN, SIDES, Side, known
+from disk_sides.sides import ACCELERATE, DISK, OWN, PROCESS, SIDES, Side
 from disk_sides.sides import LLAMA as LLAMA_SIDE
 from disk_sides.thirty import measure_thirty
 
@@ -41,6 +43,8 @@ from expertcast.runtime.benchmarking.hardware import hardware
 SETTINGS = ("layers", "small", "prompt", "warm", "new_tokens", "peer_steps", "threads")
 """Runs of a file with the same ones are kept."""
 _DISK_SECONDS, _DISK_BYTES = 3, 1 << 30
+_COMMON_RATE = 1.5e9
+"""Bytes per second of a disk that was not measured."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,6 +121,8 @@ class Bench:
         cold, module, python = [Path(spec["store_folder"])], TORCH, sys.executable
         if side.kind == "ours":
             spec["options"] = side.options(budget.slots(side.codec, int(memory * total)))
+            if side.pools:
+                spec["options"]["pools"] = self._plan(side, spec["options"]["memory"], rate)
             if rate and not self.result["abilities"]["throttled"] and side.link == "disk":
                 spec["options"]["bandwidth"] = rate
         elif side.kind == DISK:
@@ -132,7 +138,22 @@ class Bench:
         found = run(module, spec, folder=self._folder, python=python, memory=limit, rate=rate, cold=cold)
         if "largest" in found:
             found |= report.same_largest(found.pop("largest"), Path(spec["truth"]))
-        return {**found, "limit_bytes": limit}
+        return {**found, "limit_bytes": limit, "pools": spec.get("options", {}).get("pools")}
+
+    def _plan(self, side: Side, memory: int, rate: float | None) -> str:
+        model, top_k = self.result["model"], len(self._prepared.ids[side.workload][0][0])
+        measured = [each["rate"] for each in self.result["runs"] if each["side"] == DISK and not each["throttle"]]
+        return planned(
+            self._prepared.ids[side.workload],
+            prompt=self._args.prompt,
+            experts=model["experts_bytes"] // model["expert_bytes"] // len(self._prepared.ids[side.workload][0]),
+            memory=memory,
+            passing=(2 if side.forecasts else 1) * top_k,
+            block=model["expert_bytes"],
+            ratio=self.result["stores"][side.codec]["ratio"],
+            rate=rate or (statistics.median(measured) if measured else _COMMON_RATE),
+            threads=self._args.threads,
+        )
 
     def _beside(self, codec: str) -> int:
         """Bytes of memory that a side of this codec takes beside its slots, as far as it is counted as its own."""
@@ -148,15 +169,18 @@ class Bench:
 
     def _sides(self) -> list[Side]:
         """Those that were asked for and can be run; the others are named in the result."""
-        wanted = [side for side in SIDES if not self._args.sides or side.name in (DISK, *self._args.sides)]
+        named, workloads = self._args.sides, self._args.workloads
+        wanted = [
+            side
+            for side in SIDES
+            if side.kind == DISK or ((not named or side.name in named) and side.workload in workloads)
+        ]
         missing: Json = {}
         for side in wanted:
             if side.kind == ACCELERATE and importlib.util.find_spec("accelerate") is None:
                 missing[side.name] = "accelerate is not installed"
             elif side.kind == LLAMA_SIDE and not _has_llama(self._args.llama_python):
                 missing[side.name] = "no interpreter with llama-cpp-python and gguf: give --llama-python"
-            elif not known(side):
-                missing[side.name] = "this version has no pools"
         self.result["skipped"] = missing
         return [side for side in wanted if side.name not in missing]
 
@@ -196,6 +220,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = sorted({side.name for side in SIDES})
     parser.add_argument("--sides", nargs="*", choices=names, default=[], help="(default: all)")
+    workloads = [OWN, PROCESS]
+    parser.add_argument("--workloads", nargs="+", choices=workloads, default=workloads, help="(default: both)")
     parser.add_argument("--memory", nargs="+", type=float, default=[0.08, 0.15, 0.3], help="shares of the experts")
     parser.add_argument("--bandwidth", nargs="+", type=float, default=[0, 5e8, 2e8], help="bytes/s; 0: as it is")
     parser.add_argument("--repetitions", type=int, default=3, help="(default: %(default)s)")

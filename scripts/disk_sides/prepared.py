@@ -12,7 +12,7 @@ from pathlib import Path
 
 from disk_sides import model_files
 from disk_sides.runs import TORCH, call, run
-from disk_sides.sides import LLAMA, PROCESS, Side
+from disk_sides.sides import LLAMA, OWN, PROCESS, Side
 from expertcast.commands.output import say
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.plain import Json
@@ -41,6 +41,8 @@ class Prepared:
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         self.folder, self._args = folder, args
         self.model, self.gguf, self.truth = folder / "model", folder / "model.gguf", folder / "truth"
+        self.ids: dict[str, list[list[list[int]]]] = {}
+        """Routing [T, L, K] of each workload, once made."""
         self.tokens = model_files.text_tokens(args.prompt + args.warm + args.new_tokens)
 
     @property
@@ -99,7 +101,8 @@ class Prepared:
         asked = {"tokens": self.tokens, "prompt": args.prompt, "process": PROCESS_OPTIONS, "threads": args.threads}
         if note.is_file():
             kept = json.loads(note.read_text())
-            if kept["asked"] == asked:
+            if kept["asked"] == asked and "ids" in kept:
+                self.ids = kept["ids"]
                 return dict(kept["found"])
         say("the resident model")
         self.truth.mkdir(exist_ok=True)
@@ -107,8 +110,9 @@ class Prepared:
         found = run(TORCH, spec, folder=self.folder)
         if "failed" in found:
             raise ExpertcastError(f"the resident model: {found['failed']}")
-        kept = {workload: found[workload] for workload in ("own", PROCESS)}
-        note.write_text(json.dumps({"asked": asked, "found": kept}))
+        self.ids = {workload: found[workload].pop("ids") for workload in (OWN, PROCESS)}
+        kept = {workload: found[workload] for workload in (OWN, PROCESS)}
+        note.write_text(json.dumps({"asked": asked, "found": kept, "ids": self.ids}))
         return kept
 
 

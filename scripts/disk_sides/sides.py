@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from expertcast.predictors.plain import Json
-from expertcast.runtime import OffloadConfig
 
 OWN, PROCESS = "own", "process"
 """Workloads: the model's own routing of a text, and routing drawn by a process, which alone can be forecast as well as
 real models' is."""
 DISK, DIRECT, LLAMA, ACCELERATE = "disk", "direct", "llama.cpp", "accelerate"
-POOLED = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +23,7 @@ class Side:
     codec: str = "raw"
     link: str = "disk"
     pools: bool = False
-    """`POOLED` of the memory keeps experts as they lie in the store, the rest is slots."""
+    """What the planner says of the memory keeps experts compressed, the rest is slots."""
     forecasts: bool = False
     about: str = ""
     """For people."""
@@ -38,10 +35,7 @@ class Side:
 
     def options(self, memory: int) -> Json:
         """What an :class:`OffloadConfig` takes, for so many bytes of experts."""
-        options: Json = {"store": "disk", "codec": self.codec, "link": self.link, "memory": memory}
-        if self.pools:
-            options["pools"] = f"C={int(POOLED * memory)}"
-        return options
+        return {"store": "disk", "codec": self.codec, "link": self.link, "memory": memory}
 
 
 SIDES = (
@@ -49,7 +43,12 @@ SIDES = (
     Side(name="mapped", link="instant", about="our mapped store: pages come as they are touched"),
     Side(name=DIRECT, about="our disk link: direct reads into the slots"),
     Side(name="bitsplit", codec="bitsplit", about="the same over experts compressed without loss"),
-    Side(name="pools", codec="bitsplit", pools=True, about="bitsplit, half of the memory keeps compressed experts"),
+    Side(
+        name="pools",
+        codec="bitsplit",
+        pools=True,
+        about="bitsplit, and as planned experts compressed in memory",
+    ),
     Side(name=LLAMA, kind=LLAMA, about="llama.cpp, a mapped GGUF in bf16, two threads, no repacking"),
     Side(name=ACCELERATE, kind=ACCELERATE, about="accelerate's disk_offload over the checkpoint's own file"),
     Side(name=DIRECT, workload=PROCESS, about="our disk link, on demand"),
@@ -61,8 +60,3 @@ SIDES = (
         name="all", workload=PROCESS, codec="bitsplit", pools=True, forecasts=True, about="compressed, pools, forecasts"
     ),
 )
-
-
-def known(side: Side) -> bool:
-    """Whether this version can run a side: the options that it needs are there."""
-    return not side.pools or "pools" in {field.name for field in dataclasses.fields(OffloadConfig)}

@@ -102,7 +102,7 @@ def resident(spec: Json) -> Json:
                 routed = torch.cat([torch.stack(ids_LTK, 1) for ids_LTK in recorded()]).tolist()
         remember(followed, spec, Path(spec["remember"]) / f"{workload}.safetensors")
         found[workload] = {"source": source, **described(routed[spec["prompt"] :], view.shape.experts, spec["shares"])}
-        found[workload]["resident_tpot_s"] = followed.as_dict()["tpot_s"]
+        found[workload] |= {"resident_tpot_s": followed.as_dict()["tpot_s"], "ids": routed}
     return found
 
 
