@@ -75,10 +75,14 @@ class Bench:
             if earlier["settings"] != self.result["settings"]:
                 raise ExpertcastError(f"{args.out} is of other settings: remove it, or give another --out")
             self.result = earlier
+        commands: list[str] = self.result.setdefault("commands", [])
         if args.page:
             return
+        command = _command(args)
+        if command not in commands:
+            commands.append(command)
         self.result |= {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"), **provenance(_command(args)),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"), **provenance(command),
             "hardware": hardware(), "abilities": abilities(folder), "process": PROCESS_OPTIONS,
         }  # fmt: skip
 

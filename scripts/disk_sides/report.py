@@ -42,7 +42,13 @@ def write(result: Json, out: Path) -> None:
 
 def text(result: Json, picture: str | None) -> str:
     """The page, in Markdown."""
-    lines = ["# Experts on a disk, in equal memory", "", f"    {result['command']}", "", *_setting(result)]
+    lines = [
+        "# Experts on a disk, in equal memory",
+        "",
+        *(f"    python scripts/{command}" for command in result["commands"]),
+        "",
+        *_setting(result),
+    ]
     lines += ["", "## Targets", "", *targets(result)]
     if picture:
         lines += ["", f"![time per token over memory]({picture})"]

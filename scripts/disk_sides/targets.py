@@ -8,7 +8,8 @@ from disk_sides.figures import find, ratio
 from disk_sides.sides import ACCELERATE, DIRECT, LLAMA, OWN
 from expertcast.predictors.plain import Json
 
-OURS = ("mapped", DIRECT, "bitsplit", "pools")
+CODED = ("bitsplit", "pools")
+OURS = ("mapped", DIRECT, *CODED)
 LEAST_ACCELERATE, LEAST_LLAMA, LEAST_RATE, LEAST_CODED, MOST_SLOWER = 10.0, 2.0, 0.9, 1.3, 0.03
 LLAMA_MEMORY, CODED_RATE = 0.15, 5e8
 
@@ -20,9 +21,14 @@ def targets(result: Json) -> list[str]:
     at = [row for row in best if row["memory"] == LLAMA_MEMORY]
     direct = [row for row in rows if row["side"] == DIRECT]
     rates = [_pair(row, row["rate_waiting"] / row["disk_bandwidth"]) for row in direct if _has_rate(row)]
-    coded = [_pair(row, 1 / value) for row in rows if row["side"] == DIRECT and (value := _over(rows, row, "bitsplit"))]
-    slow = [(where, value) for where, value, row in _with_rows(coded, direct) if row["throttle"] == CODED_RATE]
-    full = [(where, value) for where, value, row in _with_rows(coded, direct) if row["throttle"] is None]
+    coded = [
+        (*_pair({**row, "side": side}, 1 / value), row["throttle"])
+        for row in direct
+        for side in CODED
+        if (value := _over(rows, row, side))
+    ]
+    slow = [(where, value) for where, value, throttle in coded if throttle == CODED_RATE]
+    full = [(where, value) for where, value, throttle in coded if throttle is None]
     lossless = [row for row in result.get("results", ()) if row.get("identical") is not None and "slots" in row]
     differ = sorted({row["side"] for row in lossless if not row["identical"]})
     faster = [_pair(row, value) for row in best if (value := ratio(rows, row, ACCELERATE))]
@@ -32,8 +38,8 @@ def targets(result: Json) -> list[str]:
         _line(f"{LEAST_ACCELERATE:g} times accelerate", faster, LEAST_ACCELERATE),
         _line(f"{LEAST_LLAMA:g} times llama.cpp at {LLAMA_MEMORY:.0%}", than_llama, LEAST_LLAMA),
         _line(f"{LEAST_RATE:g} of the disk's sequential rate while waiting (direct)", rates, LEAST_RATE),
-        _line(f"bitsplit {LEAST_CODED:g} times raw at {CODED_RATE / 1e9:g} GB/s", slow, LEAST_CODED),
-        _line(f"bitsplit at most {MOST_SLOWER:.0%} slower than raw at full speed", full, 1 / (1 + MOST_SLOWER)),
+        _line(f"compressed {LEAST_CODED:g} times raw at {CODED_RATE / 1e9:g} GB/s", slow, LEAST_CODED),
+        _line(f"compressed at most {MOST_SLOWER:.0%} slower than raw at full speed", full, 1 / (1 + MOST_SLOWER)),
         f"- logits of our lossless sides are the resident model's bits: {said}",
     ]
 
@@ -61,11 +67,6 @@ def _has_rate(row: Json) -> bool:
 def _pair(row: Json, value: float) -> tuple[str, float]:
     rate = "as it is" if row["throttle"] is None else f"{row['throttle'] / 1e9:g} GB/s"
     return f"{row['side']}, {row['memory']:.0%}, {rate}", value
-
-
-def _with_rows(pairs: Sequence[tuple[str, float]], rows: Sequence[Json]) -> list[tuple[str, float, Json]]:
-    by_name = {_pair(row, 0)[0]: row for row in rows}
-    return [(where, value, by_name[where]) for where, value in pairs]
 
 
 def _line(wanted: str, found: Sequence[tuple[str, float]], least: float) -> str:
