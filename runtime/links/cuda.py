@@ -24,9 +24,10 @@ from dataclasses import dataclass
 import torch
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.links.base import Copy, QueuedLink
+from expertcast.runtime.links.base import Copy
 from expertcast.runtime.links.driver import CudaDevice, EventPool, ForwardOrder
 from expertcast.runtime.links.exchange import Sent, Upload
+from expertcast.runtime.links.queued import QueuedLink
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -38,7 +39,7 @@ _READS = 64
 
 
 def window_of(block_bytes: int) -> int:
-    """Copies of so many bytes each that a window holds."""
+    """Copies of so many bytes that a window holds."""
     return -(-_WINDOW_BYTES // block_bytes)
 
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.links.base import Copy, QueuedLink
+from expertcast.runtime.links.base import Copy
+from expertcast.runtime.links.queued import QueuedLink
 from expertcast.runtime.storage.precision import FULL
 
 

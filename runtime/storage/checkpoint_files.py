@@ -48,8 +48,8 @@ class TensorFile(Protocol):
 class _Rows:
     """A tensor of which rows are read alone.
 
-    The library's own slices, with `pread`, read the whole tensor: of experts that lie in one tensor per layer, each would
-    cost as much as all of them.
+    The library's own slices, with `pread`, read the whole tensor: where a layer's experts are one tensor, each of them
+    would cost as much as all.
     """
 
     def __init__(self, whole: TensorFile, file: BinaryIO, start: int) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from expertcast.data.models import with_index
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.storage.host_memory import HostMemory
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.packed import PackedExperts
 
@@ -119,10 +120,10 @@ def _allocate(layout: BlockLayout, count: int, device: torch.device) -> Tensor:
     """Zeroed uint8 [count * block_bytes] whose first byte lies at a multiple of 4096."""
     nbytes = count * layout.block_bytes
     try:
+        if device.type == "cpu":
+            return HostMemory(nbytes).bytes  # large pages: a disk reads into them faster, and kernels read them faster
         raw = torch.zeros(nbytes + _PAGE, dtype=torch.uint8, device=device)
-    except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, a plain one on the CPU
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
-            raise
+    except (torch.OutOfMemoryError, ExpertcastError) as error:
         raise ExpertcastError(
             f"slots={count} of {layout.block_bytes} bytes each ({nbytes / 1e9:.3g} GB) do not fit in the memory of "
             f"{device}: give fewer slots, or what is free there as memory=..."
