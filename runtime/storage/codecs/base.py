@@ -124,7 +124,8 @@ class Codec(ABC):
         Args:
             planes: each uint8 [nbytes].
             block: the slot's, or one in host memory.
-            shard: write only what follows from this one; the others need not have come. None: all.
+            shard: a compressed one, or the only one: write no more than what follows from it and from the plain planes
+                under it; other threads write the rest, from planes of their own. None: all.
         """
 
     def take_plain(self, block: Tensor, plane: Tensor) -> None:
