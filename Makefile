@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/expertcast demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --cov --cov-report=term --cov-fail-under=85
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --cov --cov-report=term --cov-fail-under=85
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu

@@ -101,7 +101,9 @@ class Bench:
         args, sides = self._args, self._sides()
         self.result |= self._prepared.make(sides)
         beside = self.result.setdefault("beside", {})
-        beside |= {codec: self._beside(codec) for codec in codecs(sides) if codec not in beside}
+        for codec in codecs(sides):
+            if codec not in beside:  # the first run may find libraries that are not in the page cache, and pay for them
+                beside[codec] = min(self._beside(codec), self._beside(codec))
         budget = Budget(self.result["beside"])
         self.result["base_bytes"] = budget.base
         done = {_key(each) for each in self.result["runs"] if "failed" not in each}

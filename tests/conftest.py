@@ -25,6 +25,20 @@ from expertcast.training.fit import fit_many
 from expertcast.training.options import Fitted
 
 REFERENCE_TOKENS = 12_000
+LONGEST = (
+    "scripts/test_kill_commands.py", "scripts/test_bench_disk.py", "package/test_readme.py", "training/test_resume.py",
+    "scripts/test_gpu_day", "scripts/test_mutate", "families/", "policies/test_runtime.py", "package/", "training/",
+)  # fmt: skip
+"""Files that take a minute or more: begun first, or one worker is at them long after the others are done."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, the others in the usual order (workers are told not to reorder them)."""
+
+    def place(item: pytest.Item) -> int:
+        return next((rank for rank, part in enumerate(LONGEST) if part in item.nodeid), len(LONGEST))
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ from expertcast.runtime.links.base import Copy, Link
 from expertcast.runtime.links.kept_parts import KeptParts
 from expertcast.runtime.pools.states import State
 from expertcast.runtime.storage.arrival import Arrival, Reader
+from expertcast.runtime.storage.coded_read import CodedRead
+from expertcast.runtime.storage.coded_reader import CodedReader
 from expertcast.runtime.storage.coded_store import CodedStore
 from expertcast.runtime.storage.direct_reader import THREADS
 from expertcast.runtime.storage.file_store import FileStore
@@ -59,8 +61,13 @@ class DiskLink(Link):
         """
         super().attach(store, pool)
         self._file = file_of(store)
-        self._reader = self._reader_of(self._file, pool)
+        self._use(self._reader_of(self._file, pool))
         self._free_at = 0.0
+
+    def _use(self, reader: Reader) -> None:
+        if isinstance(reader, CodedReader):
+            reader.jobs.held_back = True
+        self._reader = reader
 
     def _reader_of(self, file: FileStore, pool: SlotPool) -> Reader:
         """A new reader that fills these slots."""
@@ -117,7 +124,9 @@ class DiskLink(Link):
         assert not copy.cancelled
         if self._kept is not None:
             self._kept.take_apart()
-        if copy.read is not None:
+        if isinstance(copy.read, CodedRead) and isinstance(self._reader, CodedReader):
+            self._reader.wait(copy.read)
+        elif copy.read is not None:
             copy.read.wait()
 
     def promote(self, copy: Copy) -> None:
@@ -139,7 +148,7 @@ class DiskLink(Link):
             super().restart()
         else:
             self._kept.restart()
-            self._reader = self._kept.reader
+            self._use(self._kept.reader)
 
     def close(self) -> None:
         if self._reader is not None:

@@ -18,11 +18,12 @@ from torch import Tensor
 from expertcast.runtime.storage.codecs import Codec, Part
 from expertcast.runtime.storage.coded_file import CodedFile
 from expertcast.runtime.storage.coded_read import CodedRead, Rates
-from expertcast.runtime.storage.decode_plan import DecodePlan, Job
+from expertcast.runtime.storage.decode_plan import DecodePlan
 from expertcast.runtime.storage.direct_read import Read, sectors
 from expertcast.runtime.storage.direct_reader import DirectReader
 from expertcast.runtime.storage.part_memory import NOTHING, PLAIN, Kinds, PartMemory, PartPlaces, Taken
 from expertcast.runtime.storage.read_queue import ReadQueue
+from expertcast.runtime.storage.ready_jobs import ReadyJobs
 
 UNDER_WAY = 4
 """Experts that are read or decoded at a time."""
@@ -60,8 +61,8 @@ class CodedReader:
         ]
         self._memory = PartMemory(self._places.nbytes, under_way=UNDER_WAY, kept=kept)
         self._waiting = ReadQueue[CodedRead](lambda read: not read.begun)
-        self._ready = ReadQueue[CodedRead](lambda read: bool(read.ready))
         self._changed = threading.Condition()
+        self.jobs = ReadyJobs(self._changed)
         self._closed = False
         self._decoded, self._decoding_s = 0.0, 0.0
         """Bytes of blocks, and the seconds of threads that they took."""
@@ -93,8 +94,7 @@ class CodedReader:
             if not read.begun:
                 self._waiting.push(read)
                 self._begin()
-            if read.ready:
-                self._ready.push(read)
+            self.jobs.promote(read)
             for part in read.reads:
                 self._disk.promote(part)
 
@@ -103,6 +103,21 @@ class CodedReader:
         with self._changed:
             read.cancelled = not read.begun
             return read.cancelled
+
+    def wait(self, read: CodedRead) -> None:
+        """Return when all of an expert has come; the thread that asks computes nothing meanwhile.
+
+        Raises:
+            ExpertcastError: it could not be read.
+        """
+        with self._changed:
+            self.jobs.awaited += 1
+            self._changed.notify_all()
+        try:
+            read.wait()
+        finally:
+            with self._changed:
+                self.jobs.awaited -= 1
 
     def held(self, key: int) -> Kinds:
         """Which parts of an expert that is not under way are in memory."""
@@ -136,8 +151,7 @@ class CodedReader:
         with self._changed:
             self._closed = True
             self._waiting.clear()
-            self._ready.clear()
-            self._changed.notify_all()
+            self.jobs.close()
         self._disk.close()
         for decoder in self._decoders:
             decoder.join()
@@ -171,7 +185,7 @@ class CodedReader:
             read.reads.append(Read(target, self._come(read, number), read.urgent, offset=offset))
         for job, left in zip(plan.jobs, read.needs, strict=True):
             if not left:
-                self._make_ready(read, job)
+                self.jobs.add(read, job)
         for part in read.reads:
             self._disk.submit(part)
 
@@ -186,35 +200,19 @@ class CodedReader:
                 for index in self._jobs_of[number]:
                     read.needs[index] -= 1
                     if not read.needs[index] and read.error is None:
-                        self._make_ready(read, self._plan.jobs[index])
+                        self.jobs.add(read, self._plan.jobs[index])
                 over = read.over
             if over:
                 self._finish(read)
 
         return arrived
 
-    def _make_ready(self, read: CodedRead, job: Job) -> None:
-        read.ready.append(job)
-        if len(read.ready) == 1:
-            self._ready.push(read)
-        self._changed.notify()
-
-    def _take(self) -> tuple[CodedRead, Job] | None:
-        with self._changed:
-            while True:
-                if (read := self._ready.first()) is not None:
-                    read.running += 1
-                    return read, read.ready.popleft()
-                if self._closed:
-                    return None
-                self._changed.wait()
-
     def _run(self) -> None:
         planes = [
             torch.empty(plane.nbytes if plane.compressed else 0, dtype=torch.uint8) for plane in self._codec.planes
         ]
-        while (taken := self._take()) is not None:
-            read, job = taken
+        while (taken := self.jobs.take()) is not None:
+            read, job, early = taken
             error, start = None, time.perf_counter()
             try:
                 self._plan.run(job, read.parts, planes, read.target)
@@ -223,6 +221,7 @@ class CodedReader:
             with self._changed:
                 read.running -= 1
                 read.undone -= 1
+                self.jobs.done(early)
                 self._decoded += read.nbytes / len(self._plan.jobs)
                 self._decoding_s += time.perf_counter() - start
                 if error is not None:

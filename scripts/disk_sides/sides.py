@@ -35,7 +35,10 @@ class Side:
 
     def options(self, memory: int) -> Json:
         """What an :class:`OffloadConfig` takes, for so many bytes of experts."""
-        return {"store": "disk", "codec": self.codec, "link": self.link, "memory": memory}
+        options: Json = {"store": "disk", "codec": self.codec, "link": self.link, "memory": memory}
+        if self.forecasts:
+            options["policies"] = {"prefetch": "value"}  # a disk has no time for copies that may be wrong
+        return options
 
 
 SIDES = (
@@ -53,7 +56,7 @@ SIDES = (
     Side(name=ACCELERATE, kind=ACCELERATE, about="accelerate's disk_offload over the checkpoint's own file"),
     Side(name=DIRECT, workload=PROCESS, about="our disk link, on demand"),
     Side(name="bitsplit", workload=PROCESS, codec="bitsplit", about="compressed, on demand"),
-    Side(name="forecasts", workload=PROCESS, forecasts=True, about="our disk link, forecasts of set recall"),
+    Side(name="forecasts", workload=PROCESS, forecasts=True, about="our disk link, the forecasts that are worth it"),
     Side(name="both", workload=PROCESS, codec="bitsplit", forecasts=True, about="compressed, the same forecasts"),
     Side(name="pools", workload=PROCESS, codec="bitsplit", pools=True, about="compressed, pools, on demand"),
     Side(

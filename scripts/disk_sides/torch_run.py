@@ -51,7 +51,7 @@ def tables_of(view: MoEView, spec: Json) -> RoutingTables:
 
 def ours(spec: Json) -> Json:
     """Offloaded from the disk."""
-    config = OffloadConfig(store_folder=spec["store_folder"], **spec["options"])
+    config = OffloadConfig.from_dict({"store_folder": spec["store_folder"], **spec["options"]})
     truth = None if spec["truth"] is None else remembered(Path(spec["truth"]))
     predictor = None
     if spec["forecasts"]:
