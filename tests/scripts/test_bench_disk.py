@@ -73,7 +73,7 @@ def test_results_are_medians_and_targets_follow_from_them() -> None:
     assert said[0].startswith("- 10 times accelerate: **no**, 0 of 1 (bitsplit, 15%, 0.5 GB/s: 9.33")
     assert said[1].startswith("- 2 times llama.cpp at 15%: **yes** (bitsplit, 15%, 0.5 GB/s: 2.07")
     assert said[2].endswith("**yes** (direct, 15%, 0.5 GB/s: 0.92)")
-    assert said[3].endswith("**yes** (direct, 15%, 0.5 GB/s: 1.33)")
+    assert said[3].endswith("**yes** (bitsplit, 15%, 0.5 GB/s: 1.33)")
     assert said[4].endswith("not measured")
     assert said[5].endswith("**yes**, everywhere")
 
