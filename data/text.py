@@ -74,13 +74,15 @@ def bundled_ids(tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[int]:
     """The first tokens' ids of the bundled text.
 
     Raises:
-        ExpertcastError: it is shorter.
+        ExpertcastError: it is shorter, or the tokenizer knows no text.
     """
     ids: list[int] = []
     for document in load_documents(REFERENCE):
         ids += tokenizer(document.text)["input_ids"]
         if len(ids) >= tokens:
             return ids[:tokens]
+    if not ids:
+        raise ExpertcastError("the model's tokenizer makes no token of any text: put its files into the model's folder")
     raise ExpertcastError(f"the bundled text has {len(ids)} tokens, {tokens} were asked for: give fewer")
 
 

@@ -218,6 +218,8 @@ def _why_not(found: DiskFindings, stored: Stored, chosen: DiskOption, best: Disk
         )
     gain = 1 - best.tpot_s / chosen.tpot_s
     saved = f"an expert is read in {milliseconds(coded_s)} in place of {milliseconds(read_s)}"
+    if gain <= 0:
+        return f"do not compress: {saved}, and decoding costs a token more than that saves"
     return (
         f"do not compress: {saved}, which saves {gain:.0%} of a token here; less than {COMPRESS:.0%} is not relied on"
     )
