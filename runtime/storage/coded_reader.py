@@ -231,8 +231,8 @@ class CodedReader:
                 self._finish(read)
 
     def _finish(self, read: CodedRead) -> None:
-        keep = self._wanted(read.key) if read.error is None else NOTHING
-        with self._changed:
+        with self._changed:  # whoever wants something else from now on drops it after this
+            keep = self._wanted(read.key) if read.error is None else NOTHING
             assert read.taken is not None
             self._memory.give(read.key, read.taken, keep)
             read.taken = None

@@ -66,6 +66,10 @@ def _check(offloaded: OffloadedModel) -> None:
     link, slots = offloaded.link, offloaded.pool.slots
     assert isinstance(link, DiskLink)
     assert link.pools is not None
+    assert link._kept is not None
+    for copy in offloaded.residency.copies.values():
+        link.wait(copy)
+    link._kept.settle()
     reader = link._reader
     found = dict.fromkeys(State, 0)
     for key in range(offloaded.store.layers * offloaded.store.experts):
