@@ -92,7 +92,7 @@ class DiskLink(Link):
         return self.copy_s if self._kept is None else self._kept.seconds(key)
 
     def in_order(self, keys: Sequence[int]) -> Sequence[int]:
-        return keys if self._kept is None or len(keys) < 2 else self._kept.in_order(keys)
+        return keys if self._kept is None else self._kept.in_order(keys)
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
         block = self._pool.block(slot)
@@ -106,8 +106,7 @@ class DiskLink(Link):
             return copy
         copy = _DiskCopy(key, slot, urgent)
         if self._kept is not None:
-            self._kept.settle()
-            self._kept.gives_away(slot)
+            self._kept.fills(slot)
 
         def arrived(read: Arrival) -> None:
             with self._counting:  # reads overlap: the time in which any was under way is counted once

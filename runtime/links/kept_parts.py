@@ -98,12 +98,15 @@ class KeptParts:
                 self.reader.keep_plain(key, self._slots.block(slot))
         self._leaving.clear()
 
-    def gives_away(self, slot: int) -> None:
+    def fills(self, slot: int) -> None:
         """A slot is filled with another expert: it is too late for the one that was in it."""
+        self.settle()
         self._leaving.pop(slot, None)
 
     def in_order(self, keys: Sequence[int]) -> Sequence[int]:
         """The order in which a layer's misses keep disk and processors busy (row E7)."""
+        if len(keys) < 2:
+            return keys
         self.settle()
         states = {key: _STATES[self.reader.held(key)] for key in keys}
         if len(set(states.values())) < 2:

@@ -22,7 +22,7 @@ from expertcast.runtime.links.base import Copy
 from expertcast.runtime.links.kept_parts import KeptParts
 from expertcast.runtime.links.virtual import VirtualCopy, VirtualLink, check_speed
 from expertcast.runtime.links.virtual_parts import VirtualParts, VirtualStore, virtual_codec
-from expertcast.runtime.pools.states import POOLS, State
+from expertcast.runtime.pools.states import POOLS, State, pools_text
 from expertcast.runtime.storage.coded_read import Rates
 from expertcast.runtime.storage.coded_reader import SPARE, UNDER_WAY
 from expertcast.runtime.storage.coded_store import CodedStore
@@ -78,8 +78,8 @@ class Stored:
 
     @property
     def pools_text(self) -> str:
-        """Bytes of the pools, as `C=2000000,E=300000`."""
-        return ",".join(f"{state.name}={self.pools[state]}" for state in POOLS if self.pools.get(state))
+        """Bytes of the pools, as `OffloadConfig.pools` takes them."""
+        return pools_text(self.pools)
 
     @property
     def mean_coded(self) -> float:
@@ -167,15 +167,14 @@ class VirtualDisk(VirtualLink):
         return self.copy_s if self._kept is None else self._kept.seconds(key)
 
     def in_order(self, keys: Sequence[int]) -> Sequence[int]:
-        return keys if self._kept is None or len(keys) < 2 else self._kept.in_order(keys)
+        return keys if self._kept is None else self._kept.in_order(keys)
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> VirtualCopy:
         for thread in self._threads:  # no copy is begun before now any more
             while thread and thread[0][1] <= self.now:
                 del thread[0]
         if self._kept is not None:
-            self._kept.settle()
-            self._kept.gives_away(slot)
+            self._kept.fills(slot)
         return super().submit(key, slot, urgent=urgent, precision=precision)
 
     def wait(self, copy: Copy) -> None:

@@ -6,6 +6,7 @@ each, compressed in K shards (ZipMoE, section 3.2 and Figure 6; rows E4, E6 and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -95,3 +96,8 @@ class ExpertBytes:
 
 POOLS = (State.F, State.C, State.S, State.E)
 """States that have a pool, hottest first."""
+
+
+def pools_text(memory: Mapping[State, int]) -> str:
+    """Bytes of the pools beside the slots, as `C=2000000,E=300000`; those of full experts are the slots."""
+    return ",".join(f"{state.name}={memory[state]}" for state in POOLS if state is not State.F and memory.get(state))

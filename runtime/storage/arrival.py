@@ -53,14 +53,10 @@ class Arrival:
         Raises:
             ExpertcastError: it could not be read.
         """
-        self.settle()
-        if self.error is not None:
-            raise self.error
-
-    def settle(self) -> None:
-        """Return when nothing more of it comes, whether all has or not."""
         with self._arrived:
             pass
+        if self.error is not None:
+            raise self.error
 
 
 class Reader(Protocol):

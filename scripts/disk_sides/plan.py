@@ -14,7 +14,7 @@ from expertcast.runtime.pools.costs import Costs
 from expertcast.runtime.pools.planner import plans
 from expertcast.runtime.pools.ranks import rank_model
 from expertcast.runtime.pools.replay import best_by_replay
-from expertcast.runtime.pools.states import ExpertBytes, State
+from expertcast.runtime.pools.states import ExpertBytes, State, pools_text
 
 DECODED = 1.0e9
 """Bytes of bf16 that a thread decodes in a second while the other one does, too."""
@@ -56,5 +56,4 @@ def planned(
         if plan.experts[State.F] >= _LEAST_FULL
     ]  # fmt: skip
     best = best_by_replay(found[:_REPLAYED], routing, costs, size=size)
-    sizes = {state: layers * nbytes for state, nbytes in best.memory.items() if state is not State.F and nbytes}
-    return ",".join(f"{state.name}={nbytes}" for state, nbytes in sizes.items())
+    return pools_text({state: layers * nbytes for state, nbytes in best.memory.items()})
