@@ -1,0 +1,1 @@
+"""Drafts: a cheap version of the model writes tokens ahead, and one exact pass verifies them all."""
