@@ -12,6 +12,7 @@ from expertcast.runtime.drafts.costs import KEEP_SECONDS, DraftModel, Verificati
 from expertcast.runtime.drafts.cycle import Choice, Cycle
 from expertcast.runtime.drafts.lookahead import LookaheadBuffer
 from expertcast.runtime.drafts.plans import NONE, Plan, draft_plan, plain_plan
+from expertcast.runtime.drafts.roofline import RooflinePoint, roofline
 from expertcast.runtime.drafts.running import RunningMean
 from expertcast.runtime.drafts.trials import Trials
 
@@ -147,6 +148,25 @@ class Governor:
             "lost_s": self._trials.lost_s,
             "reasons": list(self._changes),
         }
+
+    def roofline(self, draft: str, block_bytes: int) -> list[RooflinePoint]:
+        """A plain step and drafts of 1 to `longest` tokens between their roofs, by what is known now; `block_bytes` is
+        what one copy brings.
+
+        Raises:
+            ExpertcastError: a draft, or plain steps, that were not run yet.
+        """
+        if draft not in self._models or self._plain_s.value is None:
+            raise ExpertcastError(f"{draft!r} and plain steps were not both run yet: there is nothing to draw")
+        model = self._models[draft]
+        drafting_s = model.draft_seconds(self.longest)
+        cycle_s = model.seconds(self.longest, self._verify_s, self.copy_s)
+        return roofline(
+            model.tokens(self.longest),
+            [own + self._verify_s[n + 1] for n, own in enumerate(drafting_s)],
+            [self._plain_s.value, *cycle_s[1:]],
+            block_bytes / self.copy_s,
+        )
 
     def _first_choice(self, candidates: Sequence[str], longest: int) -> Choice | None:
         """Who was not run often enough to be judged."""
