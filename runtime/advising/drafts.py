@@ -1,0 +1,230 @@
+"""What drafts would do for a model whose routing was recorded: cycles of every length through the runtime's own books.
+
+What it assumes, for a recorded run holds none of it:
+
+- a drafted token is accepted by chance, with the same acceptance wherever it stands; tokens that are refused need the
+  experts of those that the text really had there;
+- a draft pass takes a set share of an exact token's computing, copies nothing itself, and foresees a set share of the
+  experts; in place of each other one it asks for another of that layer;
+- an exact pass over several tokens takes as long before its experts as one over one token, and each distinct expert of
+  a layer takes the same time: both are bound by reading weights.
+
+What is asked for while drafting is what the draft foresaw, position by position and layer by layer, as far as there is
+room that nothing foreseen has. S decode steps, L MoE layers, E routed experts per layer, n drafted tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import Json
+from expertcast.predictors.view import ModelShape
+from expertcast.runtime.simulation.machine import Case, check_slots
+from expertcast.runtime.simulation.simulator import VirtualRuntime
+from expertcast.runtime.simulation.trace import Forward, Trace, asked_for, prefilled
+
+WORTH = 0.02
+"""Share of tokens per second that a draft must gain before it is advised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTraits:
+    """What is taken to be true of a draft.
+
+    Raises:
+        ExpertcastError: a share that is none, or a cost below 0.
+    """
+
+    name: str
+    acceptance: float
+    """Share of its tokens that are accepted, where all before were."""
+    foreseen: float = 1.0
+    """Share of the experts that it foresees."""
+    cost: float = 1.0
+    """Its pass over one token, of an exact token's computing without copies."""
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.acceptance <= 1 and 0 <= self.foreseen <= 1 and self.cost >= 0):
+            raise ExpertcastError(
+                f"{self.name}: acceptance={self.acceptance}, foreseen={self.foreseen}, cost={self.cost}: give shares "
+                "from 0 to 1 and a cost of 0 or more"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftOption:
+    """One length, and what is expected of it."""
+
+    length: int
+    """n; 0: plain exact steps."""
+    tokens_per_s: float
+    tokens_per_cycle: float
+    cycle_s: float
+    """Mean seconds of a cycle."""
+    wait_s: float
+    """Of these, waiting for copies."""
+    copies: float
+    """Experts copied per token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftAdvice:
+    """What every length of a draft would do."""
+
+    draft: DraftTraits
+    options: list[DraftOption]
+    """n = 0, 1, ..."""
+
+    @property
+    def best(self) -> DraftOption:
+        """The fastest; plain steps unless a length is faster by a margin."""
+        fastest = max(self.options, key=lambda option: option.tokens_per_s)
+        plain = self.options[0]
+        return fastest if fastest.tokens_per_s > (1 + WORTH) * plain.tokens_per_s else plain
+
+    def text(self) -> str:
+        """One line for the terminal."""
+        plain, best = self.options[0], self.best
+        name, given = self.draft.name, f"{self.draft.acceptance:.0%} accepted at {self.draft.cost:.2g} of a step each"
+        if best is plain:
+            other = max(self.options[1:], key=lambda option: option.tokens_per_s)
+            return (
+                f"{name} ({given}) does not pay: {other.length} ahead gives {other.tokens_per_s:.3g} tokens/s, plain "
+                f"steps {plain.tokens_per_s:.3g}"
+            )
+        return (
+            f"{name}, {best.length} ahead ({given}): {best.tokens_per_cycle:.1f} tokens in "
+            f"{1e3 * best.cycle_s:.3g} ms, {best.tokens_per_s:.3g} tokens/s; plain steps {plain.tokens_per_s:.3g}"
+        )
+
+    def as_dict(self) -> Json:
+        """Plain values, for JSON."""
+        return {**asdict(self), "best_length": self.best.length, "text": self.text()}
+
+
+def advise_drafts(
+    trace: Trace, case: Case, draft: DraftTraits, *, longest: int = 8, repetitions: int = 4
+) -> DraftAdvice:
+    """Replay cycles of every length, 0 included, and say what they give.
+
+    Args:
+        trace: of one text: its prompt, which leaves the cache as the decode steps find it, and its decode steps.
+        case: slots, link, layer times and policies; predictors are left out.
+        draft: what is taken to be true of it.
+        longest: n of the longest draft.
+        repetitions: runs through the text, with other tokens accepted; the same ones for all lengths.
+
+    Raises:
+        ExpertcastError: fewer than `longest` + 2 decode steps, or several texts; too few slots for one token.
+    """
+    check_slots(case.slots, trace.shape.top_k)
+    steps, fresh = trace.decode, trace.forwards[: len(trace.forwards) - trace.steps]
+    if longest < 1 or len(steps) < longest + 2 or any(forward.fresh for forward in trace.forwards[len(fresh) :]):
+        raise ExpertcastError(
+            f"drafts of 1 to {longest} tokens need one prompt and {longest + 2} steps decoded after it, and there are "
+            f"{len(steps)}: decode more tokens"
+        )
+    case = replace(case, predictor=None)
+    runs = [_Replay(trace, case, draft, seed) for seed in range(repetitions)]
+    return DraftAdvice(draft=draft, options=[_mean(n, [run.cycles(n) for run in runs]) for n in range(longest + 1)])
+
+
+def routed_trace(ids_TLK: Tensor, experts: int, prompt: int = 64) -> Trace:
+    """The trace of one text whose routing is known and nothing else.
+
+    Args:
+        ids_TLK: experts of consecutive tokens, [T, L, K].
+        experts: E
+        prompt: leading tokens that are read at once; half of a text shorter than twice as many.
+
+    Raises:
+        ExpertcastError: fewer than two tokens.
+    """
+    count, layers, top_k = ids_TLK.shape
+    if count < 2:
+        raise ExpertcastError(f"ids_TLK has shape {list(ids_TLK.shape)}: give 2 tokens or more, [T, L, K]")
+    keys_TLK: list[list[list[int]]] = (ids_TLK + experts * torch.arange(layers)[:, None]).tolist()
+    cut = prefilled(count, prompt)
+    forwards = [
+        Forward(fresh=not start, rows=slice(start, stop), keys=_union(keys_TLK[start:stop]))
+        for start, stop in [(0, cut), *((token, token + 1) for token in range(cut, count))]
+    ]
+    return Trace(shape=ModelShape(layers=layers, experts=experts, top_k=top_k, hidden=0), forwards=forwards)
+
+
+@dataclass(slots=True)
+class _Sums:
+    tokens: int = 0
+    cycles: int = 0
+    seconds: float = 0.0
+    waited_s: float = 0.0
+    copies: int = 0
+
+
+class _Replay:
+    """One text, with the tokens that would be accepted of it and what a draft foresees of each."""
+
+    def __init__(self, trace: Trace, case: Case, draft: DraftTraits, seed: int) -> None:
+        choose = random.Random(seed)
+        self._trace, self._case = trace, case
+        self._steps = [forward.keys for forward in trace.decode]
+        self._accepted = [choose.random() < draft.acceptance for _ in self._steps]
+        self._pass_s = draft.cost * sum(case.machine.times.compute_s)
+        experts = trace.shape.experts
+        self._foreseen = [
+            [
+                [
+                    key if choose.random() < draft.foreseen else layer * experts + choose.randrange(experts)
+                    for key in keys
+                ]
+                for layer, keys in enumerate(step)
+            ]
+            for step in self._steps
+        ]
+
+    def cycles(self, length: int) -> _Sums:
+        """The whole text in cycles of so many drafted tokens."""
+        runtime = VirtualRuntime(self._trace, self._case)
+        for forward in self._trace.forwards:
+            if forward.fresh:
+                runtime.run(forward)
+        total = runtime.residency.stats.total
+        waited_s, copies = total.waited_s, total.misses + total.prefetched
+        sums, at = _Sums(), 0
+        while at + length < len(self._steps):
+            start = runtime.link.now
+            for step in self._foreseen[at : at + length]:
+                for keys in step:
+                    runtime.residency.prefetch(asked_for(keys))
+                runtime.link.spend(self._pass_s)
+            drafting_s = runtime.link.now - start
+            verified = _union(self._steps[at : at + length + 1])
+            sums.seconds += drafting_s + runtime.run(
+                Forward(fresh=False, rows=slice(at, at + length + 1), keys=verified)
+            )
+            kept = self._accepted[at + 1 : at + length + 1]
+            tokens = 1 + (kept.index(False) if False in kept else length)
+            at, sums.tokens, sums.cycles = at + tokens, sums.tokens + tokens, sums.cycles + 1
+        total = runtime.residency.stats.total
+        sums.waited_s, sums.copies = total.waited_s - waited_s, total.misses + total.prefetched - copies
+        return sums
+
+
+def _union(steps: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+    """[L] distinct keys of some tokens, [T][L][K]."""
+    return [asked_for([key for keys in column for key in keys]) for column in zip(*steps, strict=True)]
+
+
+def _mean(length: int, runs: Sequence[_Sums]) -> DraftOption:
+    tokens, cycles = sum(run.tokens for run in runs), sum(run.cycles for run in runs)
+    seconds = sum(run.seconds for run in runs)
+    return DraftOption(
+        length=length, tokens_per_s=tokens / seconds, tokens_per_cycle=tokens / cycles, cycle_s=seconds / cycles,
+        wait_s=sum(run.waited_s for run in runs) / cycles, copies=sum(run.copies for run in runs) / tokens,
+    )  # fmt: skip

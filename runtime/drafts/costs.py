@@ -1,0 +1,180 @@
+"""What drafting n tokens and verifying them takes, and how many tokens it gives: learned from a run's own cycles.
+
+n drafted tokens, m = n + 1 verified ones, L MoE layers. Rows C3 to C5, with the bonus token (trap 1).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from operator import mul
+
+from expertcast.predictors.plain import Json
+from expertcast.runtime.drafts.cycle import Cycle
+from expertcast.runtime.drafts.running import PositionMeans, RunningLine, RunningMean
+
+PRIOR_ACCEPTANCE = 0.8
+"""Share of drafted tokens that are taken to be accepted before any was verified."""
+KEEP_SECONDS = 0.98
+_KEEP_ACCEPTANCE, _KEEP_GROWTH = 0.985, 0.98
+_FIRMNESS = 2.0
+_RIDGE = 4.0
+_STALE = 0.02
+
+
+def expected_tokens(acceptance: Iterable[float]) -> list[float]:
+    """E[N] of each length from 0: 1 + the sum over i <= n of the product over j <= i of p_j (row C4). The 1 is the
+    token that verification gives by itself, whatever was accepted."""
+    return list(accumulate(accumulate(acceptance, mul), initial=1.0))
+
+
+def exposed_seconds(backlog_s: float, verify_s: float, layers: int) -> float:
+    """What a verification of `verify_s` waits for copies that are still to come when it begins.
+
+    They come in the order of their layers, evenly spread: those of layer l are there after (l + 1) / L of `backlog_s`
+    and are needed after l / L of `verify_s`; the largest difference is at the first layer or at the last.
+    """
+    return max(backlog_s / layers, backlog_s - verify_s * (layers - 1) / layers)
+
+
+class VerificationTimes:
+    """Seconds of an exact pass over m tokens of each sequence, without its waiting; the same for all drafts.
+
+    Between the numbers of tokens that were measured they are interpolated linearly, beyond them they go on with the
+    slope of the nearest two (row C5). A number that was not measured for long is forgotten, but two are kept.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[int, RunningMean] = {}
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A pass over so many tokens of each sequence took so long without its waiting."""
+        for other, mean in list(self._means.items()):
+            if other != tokens:
+                mean.fade(1 - (1 - KEEP_SECONDS) / 5)
+                if mean.weight < _STALE * RunningMean._FIRST and len(self._means) > 2:
+                    del self._means[other]
+        self._means.setdefault(tokens, RunningMean(KEEP_SECONDS)).observe(seconds)
+
+    def values(self, most: int) -> list[float]:
+        """Of 0 to `most` tokens; nothing that was not measured makes more tokens cheaper."""
+        points = sorted((tokens, mean.value or 0.0) for tokens, mean in self._means.items())
+        if not points:
+            return [0.0] * (most + 1)
+        seconds = list(accumulate((value for _, value in points), max))
+        if len(points) == 1:
+            return [seconds[0]] * (most + 1)
+        counts = [count for count, _ in points]
+        found = []
+        for tokens in range(most + 1):
+            after = min(max(bisect_left(counts, tokens), 1), len(points) - 1)
+            slope = (seconds[after] - seconds[after - 1]) / (counts[after] - counts[after - 1])
+            found.append(max(0.0, seconds[after] + slope * (tokens - counts[after])))
+        return found
+
+
+class DraftModel:
+    """One draft's acceptance and costs.
+
+    Args:
+        layers: L
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self.cycles = 0
+        """How many it has had."""
+        self._acceptance = PositionMeans(PRIOR_ACCEPTANCE, keep=_KEEP_ACCEPTANCE, firmness=_FIRMNESS)
+        self._growth = PositionMeans(0.0, keep=_KEEP_GROWTH, firmness=0.2)
+        self._first_s, self._later_s = RunningMean(KEEP_SECONDS), RunningMean(KEEP_SECONDS)
+        self._rest_s = RunningLine(KEEP_SECONDS, _RIDGE)
+        """By n, what the other parts do not explain: the first fetch, experts that nobody foresaw, rolling back."""
+
+    def observe(self, cycle: Cycle, verify_s: Sequence[float], copy_s: float) -> None:
+        """Learn from a cycle; `verify_s` and `copy_s` as :meth:`seconds` takes them, for n tokens at least."""
+        self.cycles += 1
+        n = cycle.drafted
+        self._acceptance.start_cycle()
+        known = cycle.known or (0,) * len(cycle.accepted)
+        for kept, certain in zip(cycle.accepted, known, strict=True):
+            for position in range(certain, kept):
+                self._acceptance.observe(position, 1.0)
+            if kept < n or cycle.ended:
+                self._acceptance.observe(kept, 0.0)
+        if cycle.growth:
+            self._growth.start_cycle()
+            for position, count in enumerate(cycle.growth):
+                self._growth.observe(position, float(count))
+        if cycle.passes_s:
+            self._first_s.observe(cycle.passes_s[0])
+        if n > 1:
+            self._later_s.observe(sum(cycle.passes_s[1:]) / (n - 1))
+        explained = self._explained(n, verify_s, copy_s, cycle.growth)[n]
+        self._rest_s.observe(n, cycle.total_s - explained)
+
+    def limit(self, weight: float) -> None:
+        """What was learnt is of long ago: it counts as so many cycles at most."""
+        for learnt in (self._acceptance, self._growth, self._rest_s, self._first_s, self._later_s):
+            learnt.limit(weight)
+
+    def acceptance(self, most: int, doubt: float = 0.0) -> list[float]:
+        """p_j of the first `most` positions: the share accepted where all before were, less `doubt` standard errors."""
+        shares = self._acceptance.values(most)
+        if not doubt:
+            return shares
+        weights = self._acceptance.weights(most)
+        return [max(0.0, p - doubt * (p * (1 - p) / own) ** 0.5) for p, own in zip(shares, weights, strict=True)]
+
+    def growth(self, most: int) -> list[float]:
+        """New experts that each of the first `most` positions is expected to bring."""
+        return self._growth.values(most)
+
+    def draft_seconds(self, most: int) -> list[float]:
+        """Of 0 to `most` drafted tokens: a n + b, and nothing for none (row C5)."""
+        first = self._first_s.value or 0.0
+        later = first if self._later_s.value is None else self._later_s.value
+        return [0.0, *(first + later * n for n in range(most))]
+
+    def tokens(self, most: int, doubt: float = 0.0) -> list[float]:
+        """E[N] of 0 to `most` drafted tokens, with acceptance less `doubt` standard errors."""
+        return expected_tokens(self.acceptance(most, doubt))
+
+    def seconds(self, most: int, verify_s: Sequence[float], copy_s: float, known: Sequence[int] = ()) -> list[float]:
+        """Of a cycle of 0 to `most` drafted tokens.
+
+        Args:
+            most: n of the last one.
+            verify_s: of the exact pass over 0 to `most` + 1 tokens, without its waiting.
+            copy_s: seconds of one expert's copy.
+            known: new experts by position, of the positions that are drafted already; later ones are expected to bring
+                what they brought of late.
+        """
+        rest = self._rest_s.at(range(most + 1))
+        explained = self._explained(most, verify_s, copy_s, known)
+        return [max(1e-9, own + more) for own, more in zip(explained, rest, strict=True)]
+
+    def report(self, most: int) -> Json:
+        """Cycles so far, and for drafts of 1 to `most` tokens: `acceptance` and `growth` of the last position, seconds
+        of drafting, and `rest_s`, what a cycle takes beyond drafting, verifying and foreseen copies."""
+        return {
+            "cycles": self.cycles,
+            "acceptance": self.acceptance(most),
+            "growth": self.growth(most),
+            "draft_s": self.draft_seconds(most)[1:],
+            "rest_s": self._rest_s.at(range(1, most + 1)),
+        }
+
+    def _explained(self, most: int, verify_s: Sequence[float], copy_s: float, known: Sequence[int]) -> list[float]:
+        """Drafting, verifying, and the waiting for copies of experts that the draft foresaw.
+
+        The copies of a position are asked for while its pass runs, and are done one after another: what is left of them
+        when verification begins hides behind its earlier layers.
+        """
+        draft = self.draft_seconds(most)
+        new = [*known[:most], *self.growth(most)[len(known) :]]
+        backlog, found = 0.0, [verify_s[1]]
+        for n in range(1, most + 1):
+            backlog = max(0.0, backlog + new[n - 1] * copy_s - (draft[n] - draft[n - 1]))
+            found.append(draft[n] + verify_s[n + 1] + exposed_seconds(backlog, verify_s[n + 1], self._layers))
+        return found

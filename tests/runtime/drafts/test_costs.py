@@ -1,0 +1,157 @@
+"""What drafts cost and give: hand-worked, and against sums that were written otherwise."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from expertcast.runtime.drafts.costs import DraftModel, VerificationTimes, expected_tokens, exposed_seconds
+from expertcast.runtime.drafts.cycle import Cycle
+from expertcast.runtime.drafts.running import PositionMeans, RunningLine, RunningMean
+
+
+def test_expected_tokens_by_hand() -> None:
+    # 1; 1 + .9; 1 + .9 + .9 * .8; 1 + .9 + .72 + .72 * .5
+    assert expected_tokens([0.9, 0.8, 0.5]) == pytest.approx([1.0, 1.9, 2.62, 2.98])
+
+
+@pytest.mark.parametrize("length", range(5))
+def test_expected_tokens_are_the_mean_over_all_outcomes(length: int) -> None:
+    acceptance = [0.9, 0.35, 0.6, 0.8, 0.1][:length]
+    mean = 0.0
+    for outcome in itertools.product((True, False), repeat=length):
+        chance = 1.0
+        for took, p in zip(outcome, acceptance, strict=True):
+            chance *= p if took else 1 - p
+        mean += chance * (1 + next((j for j, took in enumerate(outcome) if not took), length))
+    assert expected_tokens(acceptance)[length] == pytest.approx(mean)
+
+
+@pytest.mark.parametrize(("backlog_s", "verify_s"), [(0.0, 4.0), (2.0, 4.0), (4.0, 4.0), (6.0, 4.0), (20.0, 4.0)])
+def test_exposed_seconds_are_what_a_walk_through_the_layers_waits(backlog_s: float, verify_s: float) -> None:
+    layers, clock = 8, 0.0
+    for layer in range(layers):
+        clock = max(clock, backlog_s * (layer + 1) / layers) + verify_s / layers
+    assert exposed_seconds(backlog_s, verify_s, layers) == pytest.approx(clock - verify_s)
+
+
+def test_verification_is_interpolated_and_goes_on_with_the_last_slope() -> None:
+    times = VerificationTimes()
+    assert times.values(2) == [0.0, 0.0, 0.0]
+    times.observe(3, 0.016)
+    assert times.values(4) == pytest.approx([0.016] * 5)
+    times.observe(1, 0.010)
+    # 3 ms a token between 1 and 3, and beyond
+    assert times.values(5) == pytest.approx([0.007, 0.010, 0.013, 0.016, 0.019, 0.022])
+    times.observe(7, 0.018)
+    # .5 ms a token from 3 to 7, and from there on
+    assert times.values(9) == pytest.approx([0.007, 0.010, 0.013, 0.016, 0.0165, 0.017, 0.0175, 0.018, 0.0185, 0.019])
+
+
+def test_more_tokens_are_never_cheaper_to_verify() -> None:
+    times = VerificationTimes()
+    for tokens, seconds in ((1, 0.010), (3, 0.016), (5, 0.012)):
+        times.observe(tokens, seconds)
+    assert times.values(6) == pytest.approx([0.007, 0.010, 0.013, 0.016, 0.016, 0.016, 0.016])
+
+
+def test_a_verification_measured_long_ago_is_forgotten() -> None:
+    times = VerificationTimes()
+    times.observe(5, 0.5)  # at a bad moment
+    for _ in range(2000):
+        times.observe(1, 0.010)
+        times.observe(3, 0.012)
+    assert times.values(5)[5] == pytest.approx(0.014)
+
+
+def test_a_cycle_by_hand() -> None:
+    # 4 layers, copies of 1 ms, draft passes of 4 ms and then 2 ms, verification 10 ms + 1 ms per token
+    verify = VerificationTimes()
+    verify.observe(1, 0.011)
+    verify.observe(3, 0.013)
+    model = DraftModel(4)
+    model.observe(
+        Cycle(draft="int4", drafted=2, accepted=(1,), passes_s=(0.004, 0.002), verify_s=0.0165, waited_s=0.0035,
+              growth=(6, 2)), verify.values(3), 0.001,
+    )  # fmt: skip
+    # that cycle itself: 6 copies in the first pass leave 2 ms of them; 2 more in the next: 2 ms are left again.
+    # Verification of 13 ms hides all but the first layer's share, .5 ms: 6 + 13 + .5 = 19.5 of 22.5 ms. 3 ms remain,
+    # which the draft foresaw nothing of.
+    assert model.report(1)["rest_s"] == pytest.approx([0.003])
+    # n = 0: 11. n = 1: 4 + 12 + 2/4. n = 2: 19.5; n = 3, with 30 new ones: 30 ms are left, of which 14 * 3/4 hide
+    assert model.seconds(3, verify.values(4), 0.001, (6, 2, 30)) == pytest.approx(
+        [0.014, 0.0195, 0.0225, 0.008 + 0.014 + 0.0225]
+    )
+    # unforeseen positions bring what the last one did: 0 of them are drafted, the first brings 6, the others 2
+    assert model.growth(3) == pytest.approx([6 / 1.2, (2 + 0.2 * 5) / 1.2, 2.5])
+
+
+def test_acceptance_by_hand() -> None:
+    model, verify = DraftModel(4), [0.0] * 6
+    model.observe(Cycle(draft="a", drafted=3, accepted=(3, 1)), verify, 0.0)
+    # position 0: both of 2; position 1: 1 of 2; position 2: 1 of 1; each drawn to the one before by 2, from .8
+    first = (2 + 2 * 0.8) / 4
+    second = (1 + 2 * first) / 4
+    third = (1 + 2 * second) / 3
+    assert model.acceptance(4) == pytest.approx([first, second, third, third])
+
+
+def test_what_was_certain_before_is_not_judged_and_a_draft_that_ended_counts_as_refused() -> None:
+    verify = [0.0] * 6
+    one, other = DraftModel(4), DraftModel(4)
+    # the first two positions of the second sequence were text already: its judged ones are 2 (kept) and 3 (refused)
+    one.observe(Cycle(draft="a", drafted=4, accepted=(0, 3), known=(0, 2)), verify, 0.0)
+    first = (0 + 2 * 0.8) / 3
+    assert one.acceptance(4) == pytest.approx([first, first, (1 + 2 * first) / 3, 2 * (1 + 2 * first) / 9])
+    other.observe(Cycle(draft="a", drafted=1, accepted=(1,), ended=True), verify, 0.0)
+    first = (1 + 2 * 0.8) / 3
+    assert other.acceptance(2) == pytest.approx([first, 2 * first / 3])
+
+
+def test_positions_that_are_not_reached_fall_back_to_the_one_before() -> None:
+    means = PositionMeans(0.8, keep=0.9, firmness=2.0)
+    for _ in range(50):
+        means.start_cycle()
+        means.observe(0, 1.0)
+        means.observe(1, 0.0)
+    high, low = means.values(2)
+    assert high > 0.9 > 0.2 > low
+    for _ in range(100):
+        means.start_cycle()
+        means.observe(0, 1.0)
+    assert means.values(2)[1] == pytest.approx(means.values(2)[0], abs=0.01)
+
+
+def test_a_running_mean_leaves_its_first_observation_behind() -> None:
+    mean = RunningMean(0.5)
+    assert mean.value is None
+    mean.observe(10.0)
+    assert mean.value == pytest.approx(10.0)
+    mean.observe(1.0)
+    assert mean.value == pytest.approx((0.1 * 10 + 1) / 1.1)  # .2 of an observation, halved
+    mean.observe(3.0)
+    assert mean.value == pytest.approx((0.05 * 10 + 0.5 * 1 + 3) / 1.55)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_running_line_is_the_weighted_least_squares_line(seed: int) -> None:
+    choose, keep = random.Random(seed), 0.9
+    points = [(float(choose.randrange(1, 9)), choose.random()) for _ in range(30)]
+    line = RunningLine(keep, ridge=0.0)
+    for x, y in points:
+        line.observe(x, y)
+    weights = np.sqrt(keep ** np.arange(29, -1, -1))
+    rows = np.array([[1.0, x] for x, _ in points])
+    base, slope = np.linalg.lstsq(rows * weights[:, None], np.array([y for _, y in points]) * weights, rcond=None)[0]
+    assert line.at([0.0, 3.0, 12.0]) == pytest.approx([base, base + 3 * slope, base + 12 * slope])
+
+
+def test_a_running_line_is_flat_where_x_never_changed() -> None:
+    line = RunningLine(0.9, ridge=4.0)
+    assert line.at([1.0]) == [0.0]
+    for y in (1.0, 1.0, 1.0):
+        line.observe(2.0, y)
+    assert line.at([0.0, 9.0]) == pytest.approx([1.0, 1.0])

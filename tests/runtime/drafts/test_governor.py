@@ -1,0 +1,222 @@
+"""The governor against exhaustive replays of made worlds, whose verification is walked layer by layer."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+import pytest
+
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime.drafts.cycle import Cycle
+from expertcast.runtime.drafts.governor import Governor
+from expertcast.runtime.drafts.lookahead import LookaheadBuffer
+from tests.runtime.drafts.world import Draft, Run, World, changed, random_world
+
+MS = 1e-3
+COMPUTE = World(
+    drafts={"int4": Draft(acceptance=(0.85, 0.7, 0.5, 0.3), pass_s=3 * MS)},
+    plain_s=20 * MS, verify_s=15 * MS, token_s=1 * MS,
+)  # fmt: skip
+"""Computing is what costs: two tokens ahead are best."""
+COPIES = World(
+    drafts={"int4": Draft(acceptance=(0.95, 0.95, 0.9, 0.9, 0.85, 0.4, 0.2), pass_s=3 * MS,
+                          growth=(5, 2, 2, 1, 1), missed=0.3)},
+    plain_s=30 * MS, verify_s=20 * MS, token_s=1 * MS,
+)  # fmt: skip
+"""Copies hide behind drafting, some experts were not foreseen: five tokens ahead are best."""
+HOPELESS = World(
+    drafts={"int4": Draft(acceptance=(0.4,), pass_s=13 * MS, growth=(6, 4, 3)), "drop": Draft((0.2,), 6 * MS)},
+    plain_s=20 * MS, verify_s=15 * MS, token_s=2 * MS,
+)  # fmt: skip
+"""Plain steps give 50 tokens a second; int4 at best 1.4 tokens in 32 ms or a little more, drop 1.2 in 25."""
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_length_is_the_argmax_of_what_was_learnt(seed: int) -> None:
+    # all parts are in the report; E[N] and T are put together here as a product of shares and a walk through layers
+    world = random_world(seed)
+    run = Run(world, Governor(world.layers, world.copy_s, longest=8, limit_s=None), seed)
+    for _ in range(60):
+        run.cycle()
+    while (choice := run.governor.choose(list(world.drafts))).trial:
+        run.cycle()
+    found = run.governor.report()
+    rates = {(None, 0): 1 / found["plain_s"]}
+    for name, own in found["drafts"].items():
+        for n in range(1, len(own["growth"]) + 1):
+            kept, tokens = 1.0, 1.0
+            for position in range(n):
+                kept *= own["acceptance"][position]
+                tokens += kept
+            passes = [own["draft_s"][i] - (own["draft_s"][i - 1] if i else 0.0) for i in range(n)]
+            left_s = 0.0
+            for new, pass_s in zip(own["growth"], passes, strict=False):
+                left_s = max(0.0, left_s + new * world.copy_s - pass_s)
+            clock, compute_s = 0.0, found["verify_s"][n]
+            for layer in range(world.layers):
+                clock = max(clock, left_s * (layer + 1) / world.layers) + compute_s / world.layers
+            rates[name, n] = tokens / (sum(passes) + clock + own["rest_s"][n - 1])
+    within = {key: rate for key, rate in rates.items() if key[1] <= max(1, choice.longest)}
+    assert (choice.draft, choice.length) == max(within, key=within.__getitem__)
+    assert choice.rate == pytest.approx(max(within.values()))
+
+
+@pytest.mark.parametrize("world", [COMPUTE, COPIES], ids=["compute", "copies"])
+def test_nine_lengths_in_ten_are_those_of_an_exhaustive_replay(world: World) -> None:
+    agreed, cycles = 0, 0
+    for seed in range(4):
+        run = Run(world, Governor(world.layers, world.copy_s, longest=8), seed)
+        for _ in range(400):
+            run.cycle()
+        # trials are not what it thinks best, and the first cycles are what it learns from
+        judged = [i for i in range(50, 400) if not run.trials[i]]
+        agreed += sum(run.best[i] == run.chosen[i] for i in judged)
+        cycles += len(judged)
+        assert run.tokens / run.seconds > 0.96 * run.rate, "with all that trials and the first cycles cost"
+    assert agreed >= 0.9 * cycles
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_predicted_seconds_are_within_a_tenth_in_the_median(seed: int) -> None:
+    world = random_world(seed)
+    run = Run(world, Governor(world.layers, world.copy_s, longest=8), seed)
+    for _ in range(300):
+        run.cycle()
+    found = run.governor.report()
+    assert found["within_tenth"] > 0.5
+    assert 0.95 < found["predicted_over_actual"] < 1.05
+
+
+def test_it_recovers_when_the_text_or_the_machine_changes() -> None:
+    run = Run(COPIES, Governor(12, COPIES.copy_s, longest=8), 1)
+    for _ in range(300):
+        run.cycle()
+    assert statistics.median(n for _, n in run.chosen[-50:]) == 5
+    # half of the first tokens are refused, and what was refused once is refused again: one ahead is best
+    run.change(changed(COPIES, "int4", acceptance=(0.5, 0.1)))
+    for _ in range(200):
+        run.cycle()
+    assert run.best[-1] == ("int4", 1)
+    assert statistics.median(n for _, n in run.chosen[-50:]) == 1
+    run.change(COPIES)
+    for _ in range(300):
+        run.cycle()
+    assert statistics.median(n for _, n in run.chosen[-50:]) == 5
+
+
+def test_plain_steps_are_taken_where_no_draft_pays_and_trials_stay_cheap() -> None:
+    run = Run(HOPELESS, Governor(12, HOPELESS.copy_s, longest=8), 0)
+    for _ in range(1000):
+        run.cycle()
+    assert {best for best, _ in run.best} == {None}
+    assert all(name is None for (name, _), trial in zip(run.chosen[50:], run.trials[50:], strict=True) if not trial)
+    assert any(name is not None for name, _ in run.chosen[100:]), "others are tried again now and then"
+    assert run.trial_loss_s < 0.015 * run.seconds
+    assert run.governor.report()["lost_s"] < 0.015 * run.seconds
+    # the drafts become good ones: that is found out
+    run.change(World(drafts=dict(COPIES.drafts, drop=HOPELESS.drafts["drop"]), plain_s=30 * MS, verify_s=20 * MS,
+                     token_s=1 * MS))  # fmt: skip
+    for _ in range(600):
+        run.cycle()
+    assert {name for (name, _), trial in zip(run.chosen[-50:], run.trials[-50:], strict=True) if not trial} == {"int4"}
+    assert statistics.median(n for _, n in run.chosen[-50:]) in (4, 5, 6)
+
+
+def test_untried_ones_come_first_in_order() -> None:
+    governor = Governor(4, 1e-3)
+    order = []
+    for _ in range(7):
+        choice = governor.choose(["a", "b"])
+        assert choice.trial
+        order.append((choice.draft, choice.length))
+        governor.observe(_cycle(choice.draft, choice.length))
+    assert order == [(None, 0)] * 3 + [("a", 2)] * 2 + [("b", 2)] * 2
+    assert not governor.choose(["a", "b"]).trial
+    assert governor.choose(["a", "b", "c"]).draft == "c", "one that comes later is tried when it comes"
+
+
+def test_a_choice_by_hand() -> None:
+    # plain: 10 ms. Draft passes of 1 ms, verification of 1 token 10 ms, of 3 tokens 12 ms: 1 ms a token.
+    # All accepted twice: p_0 = (2 + 2 * .8) / 4 = .9 (nearly: the older cycle counts .985), p_1 = .95
+    governor = Governor(4, 1e-3, longest=2)
+    for _ in range(7):
+        choice = governor.choose(["a", "b"])
+        governor.observe(_cycle(choice.draft, choice.length, accepted=2 if choice.draft == "a" else 0))
+    choice = governor.choose(["a", "b"])
+    assert (choice.draft, choice.length, choice.longest) == ("a", 2, 2)
+    first = (1.985 + 2 * 0.8) / 3.985
+    second = (1.985 + 2 * first) / 3.985
+    assert choice.rate == pytest.approx((1 + first + first * second) / 14e-3)
+    # = 2.754 / 14 ms. Of b both were refused at once: p_0 = 1.6 / 3.985 = .402; one ahead, 1.402 tokens in 12 ms = 117
+    assert choice.reason == "a, 2 ahead: 2.8 tokens in 14 ms (197/s); b: 117/s; none: 100/s"
+
+
+def test_a_draft_stops_where_new_experts_cost_more_than_tokens_are_worth() -> None:
+    governor = Governor(4, 1e-3, longest=8)
+    while (choice := governor.choose(["a"])).trial or choice.length < 6:
+        n = max(choice.length, 2)
+        governor.observe(_cycle(choice.draft, n if choice.draft else 0, accepted=n, growth=(1,) * n))
+    buffer = LookaheadBuffer(4, 64)
+    assert governor.goes_on(buffer, ()), "the first token is always drafted"
+    buffer.put(0, 0, [[0]], [[1.0]])
+    assert governor.goes_on(buffer, ())
+    buffer.put(1, 0, [list(range(1, 60))], [[1.0] * 59])
+    assert governor.goes_on(buffer, ()), "the cycle has to bring these 59 experts now, and more tokens share them"
+    for position in range(2, choice.longest):
+        buffer.put(position, 0, [[0]], [[1.0]])
+        assert governor.goes_on(buffer, ()) == (position + 1 < choice.longest)
+
+
+def test_the_limit_of_a_cycle_bounds_its_length_but_leaves_one() -> None:
+    # n draft passes of 1 ms and a verification of 10 + n ms: 10 + 2 n
+    for limit_s, longest in ((0.0165, 3), (0.0185, 4), (0.005, 1), (None, 8)):
+        governor = Governor(4, 1e-3, longest=8, limit_s=limit_s)
+        for _ in range(5):
+            choice = governor.choose(["a"])
+            governor.observe(_cycle(choice.draft, choice.length, accepted=choice.length))
+        assert governor.choose(["a"]).longest == longest
+
+
+def test_what_is_left_to_write_bounds_the_length() -> None:
+    governor = Governor(4, 1e-3, longest=8)
+    for _ in range(5):
+        choice = governor.choose(["a"])
+        governor.observe(_cycle(choice.draft, choice.length, accepted=choice.length))
+    assert governor.choose(["a"], 3).longest == 3
+    assert (governor.choose(["a"], 0).draft, governor.choose([], 8).draft) == (None, None)
+
+
+def test_several_sequences_count_with_their_mean() -> None:
+    run = Run(COMPUTE, Governor(12, COMPUTE.copy_s, longest=8), 3, sequences=4)
+    for _ in range(200):
+        run.cycle()
+    assert run.governor.report()["drafts"]["int4"]["acceptance"][:2] == pytest.approx([0.85, 0.7], abs=0.06)
+    assert run.chosen[-30:].count(("int4", 2)) > 25
+
+
+def test_a_report_is_plain_values() -> None:
+    run = Run(COPIES, Governor(12, COPIES.copy_s, longest=8), 0)
+    for _ in range(100):
+        run.cycle()
+    found = json.loads(json.dumps(run.governor.report()))
+    assert sum(found["lengths"].values()) == 100
+    assert found["seconds"] == pytest.approx(run.seconds)
+    assert found["reasons"][0] == {"cycle": 0, "reason": "trying none: too few steps to judge it"}
+    assert Governor(4, 1e-3).report()["predicted_over_actual"] is None
+
+
+def test_refusals() -> None:
+    with pytest.raises(ExpertcastError, match="longest=-1, layers=4: give 0 or more, and 1 layer or more"):
+        Governor(4, 1e-3, longest=-1)
+    with pytest.raises(ExpertcastError, match=r"no draft was chosen: call choose\(\) before a cycle"):
+        Governor(4, 1e-3).goes_on(LookaheadBuffer(4, 8), ())
+
+
+def _cycle(draft: str | None, n: int, accepted: int = 0, growth: tuple[int, ...] = ()) -> Cycle:
+    if draft is None:
+        return Cycle(draft=None, verify_s=10e-3)
+    return Cycle(
+        draft=draft, drafted=n, accepted=(accepted,), passes_s=(1e-3,) * n, verify_s=(10 + n) * 1e-3, growth=growth,
+        emitted=1.0 + accepted,
+    )  # fmt: skip

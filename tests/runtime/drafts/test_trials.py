@@ -1,0 +1,88 @@
+"""What trials may cost, when they are due, and what luck does not decide."""
+
+from __future__ import annotations
+
+import pytest
+
+from expertcast.runtime.drafts.costs import DraftModel
+from expertcast.runtime.drafts.cycle import Cycle
+from expertcast.runtime.drafts.plans import draft_plan
+from expertcast.runtime.drafts.trials import Trials
+
+
+def test_a_dear_trial_waits_until_the_run_can_afford_it() -> None:
+    # cycles of 10 ms; a trial takes 20 ms, of which 9 are lost: 9 <= .015 * (10 c + 20) from c = 58 on
+    trials, tried = Trials(), []
+    for cycle in range(130):
+        if trials.next([("a", 0.020, 0.009)]) is not None:
+            tried.append(cycle)
+            trials.spent(0.020)
+            trials.lost(0.009)
+            trials.tried("a", 1.0)
+        else:
+            trials.spent(0.010)
+    # then 18 are lost: at cycle c all have taken 10 c + 10, so 18 <= .015 * (10 c + 30) from c = 117 on
+    assert tried == [58, 117]
+    assert trials.lost_s <= 0.015 * trials.seconds
+
+
+def test_a_cheap_trial_pauses_longer_each_time_it_finds_nothing() -> None:
+    trials, tried = Trials(), []
+    for cycle in range(100):
+        if trials.next([("a", 0.010, 0.0)]) is not None:
+            tried.append(cycle)
+            trials.spent(0.010)
+            trials.tried("a", 2.0 if cycle > 60 else 1.0)
+        else:
+            trials.spent(0.010)
+    # 8; the pause of 16 begins when that trial is over, at 9; then 32, from 26: 58; then 64, beyond the end
+    assert tried == [8, 25, 58]
+
+
+def test_one_that_turned_out_better_is_tried_again_soon() -> None:
+    trials, tried = Trials(), []
+    for cycle in range(40):
+        if trials.next([("a", 0.010, 0.0)]) is not None:
+            tried.append(cycle)
+            trials.tried("a", 1.1)
+        trials.spent(0.010)
+    assert tried == [8, 16, 24, 32]
+
+
+def test_what_may_be_better_than_the_best_is_tried_at_once_but_within_the_same_means() -> None:
+    trials = Trials()
+    assert trials.next([("a", 0.01, 0.001), ("b", 0.01, -0.001)]) == "b"
+    trials.lost(0.001)
+    assert trials.next([("b", 0.01, -0.001)]) is None, "it promised to gain, and lost all that trials may"
+    trials.spent(1.0)
+    assert trials.next([("b", 0.01, -0.001)]) == "b"
+
+
+def test_the_best_begins_its_pauses_anew() -> None:
+    trials = Trials()
+    for name in ("a", "a", "a"):
+        trials.tried(name, 1.0)  # its pause is 64 by now
+    trials.won("a")
+    tried = []
+    for cycle in range(20):
+        if trials.next([("a", 0.01, 0.0)]):
+            tried.append(cycle)
+            trials.tried("a", 1.0)
+        trials.spent(0.01)
+    assert tried == [8]
+
+
+def test_a_plan_says_what_does_not_rest_on_luck() -> None:
+    # passes of 1 ms, verification of 10 ms whatever is verified, all of 2 accepted twice; the older counts .985
+    verify_s = [0.010] * 4
+    model = DraftModel(4)
+    for _ in range(2):
+        model.observe(Cycle(draft="a", drafted=2, accepted=(2,), passes_s=(1e-3, 1e-3), verify_s=0.010), verify_s, 0.0)
+    plan = draft_plan("a", model, verify_s, 0.0, longest=2)
+    first = (1.985 + 2 * 0.8) / 3.985
+    second = (1.985 + 2 * first) / 3.985
+    assert plan.rate == pytest.approx((1 + first + first * second) / 0.012)
+    lower = first - (first * (1 - first) / 3.985) ** 0.5
+    last = second - (second * (1 - second) / 3.985) ** 0.5
+    assert plan.least_rate == pytest.approx((1 + lower + lower * last) / 0.012)
+    assert str(plan) == "a, 2 ahead: 2.8 tokens in 12 ms (229/s)"
