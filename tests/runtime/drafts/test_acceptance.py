@@ -1,0 +1,176 @@
+"""Greedy acceptance by hand; sampled acceptance against the exact distribution of whole sequences, by chi-square.
+
+The model and the draft of the samples are Markov chains over a few tokens, so the probability of every sequence is a
+product. A draft's tokens, accepted or not, are completed to n + 1 by drawing from the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from expertcast.runtime.drafts.acceptance import accept_greedy, accept_sampled
+
+SAMPLES = 60_000
+LEAST_P = 1e-3
+
+Accept = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, torch.Generator], tuple[Tensor, Tensor]]
+
+
+def chain(vocabulary: int, seed: int, kept: int | None = None) -> Tensor:
+    """Logits [V, V] of the next token by the last; of each row only the `kept` largest are finite."""
+    logits_VV = torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(seed)) * 1.2
+    if kept is not None:
+        least_V1 = logits_VV.topk(kept).values[:, -1:]
+        logits_VV = logits_VV.masked_fill(logits_VV < least_V1, -torch.inf)
+    return logits_VV
+
+
+def follow(logits_VV: Tensor, last_B: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.multinomial(logits_VV[last_B].softmax(dim=-1), 1, generator=generator)[:, 0]
+
+
+def sequences(
+    accept: Accept, p_VV: Tensor, q_VV: Tensor | None, drafted: int, known: tuple[int, ...] = (), seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """`SAMPLES` rows of drafted + 1 tokens behind token 0, and how many drafted tokens stood in each.
+
+    Without q the draft is the likeliest token. `known` are the ids that each row's draft begins with.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.zeros(SAMPLES, dtype=torch.long)]
+    for position in range(drafted):
+        if position < len(known):
+            ids.append(torch.full_like(ids[0], known[position]))
+        elif q_VV is None:
+            ids.append(p_VV[ids[-1]].argmax(dim=-1))
+        else:
+            ids.append(follow(q_VV, ids[-1], generator))
+    ids_BN = torch.stack(ids, dim=1)
+    q_BnV = None if q_VV is None else q_VV[ids_BN[:, :-1]]
+    start_B = torch.full((SAMPLES,), len(known))
+    out_BN, accepted_B = accept(p_VV[ids_BN], ids_BN[:, 1:], q_BnV, start_B, generator)
+    for position in range(1, drafted + 1):
+        more_B = follow(p_VV, out_BN[:, position - 1].clamp(min=0), generator)
+        out_BN[:, position] = torch.where(position > accepted_B, more_B, out_BN[:, position])
+    return out_BN, accepted_B
+
+
+def p_value(ids_BN: Tensor, p_VV: Tensor, known: tuple[int, ...] = ()) -> float:
+    """That rows so far from the chain's distribution come from it. Cells of fewer than 5 expected are one cell."""
+    vocabulary, length = p_VV.shape[0], ids_BN.shape[1]
+    p = p_VV.double().softmax(dim=-1)
+    expected = torch.zeros((vocabulary,) * length, dtype=torch.float64)
+    for cell in product(range(vocabulary), repeat=length):
+        if cell[: len(known)] == known:
+            chance = 1.0
+            for position in range(len(known), length):
+                chance *= float(p[cell[position - 1] if position else 0, cell[position]])
+            expected[cell] = chance * len(ids_BN)
+    places = torch.tensor([vocabulary**power for power in range(length - 1, -1, -1)])
+    observed = torch.bincount((ids_BN * places).sum(dim=1), minlength=expected.numel()).double()
+    expected = expected.flatten()
+    if bool(observed[expected == 0].any()):
+        return 0.0
+    small = expected < 5
+    cells = torch.cat([expected[~small], expected[small].sum()[None]])
+    counts = torch.cat([observed[~small], observed[small].sum()[None]])
+    cells, counts = cells[cells > 0], counts[cells > 0]
+    statistic = ((counts - cells) ** 2 / cells).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2, dtype=torch.float64), statistic / 2))
+
+
+def redrawn_from_p(
+    p_BNV: Tensor, drafted_Bn: Tensor, q_BnV: Tensor | None, start_B: Tensor | None, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """The wrong rule: what is rejected is drawn again from p, not from what q left of it."""
+    out_BN, accepted_B = accept_sampled(p_BNV, drafted_Bn, q_BnV, start_B, generator)
+    p_BV = p_BNV[torch.arange(len(p_BNV)), accepted_B].softmax(dim=-1)
+    out_BN.scatter_(1, accepted_B[:, None], torch.multinomial(p_BV, 1, generator=generator))
+    return out_BN, accepted_B
+
+
+CASES = [
+    pytest.param(8, None, "sampled", id="sampled"),
+    pytest.param(8, None, "likeliest", id="deterministic"),
+    pytest.param(6, 3, "sampled", id="top-k of p"),
+    pytest.param(6, 3, "top-k", id="top-k of both"),
+    pytest.param(6, None, "top-k", id="q is zero where p is not"),
+]
+
+
+@pytest.mark.parametrize("drafted", [1, 2, 3, 4])
+@pytest.mark.parametrize(("vocabulary", "kept", "draft"), CASES)
+def test_sampled_follows_the_model(vocabulary: int, kept: int | None, draft: str, drafted: int) -> None:
+    vocabulary = min(vocabulary, {3: 6, 4: 5}.get(drafted, vocabulary))
+    p_VV = chain(vocabulary, 1, kept)
+    q_VV = None if draft == "likeliest" else chain(vocabulary, 2, 2 if draft == "top-k" else None)
+    ids_BN, accepted_B = sequences(accept_sampled, p_VV, q_VV, drafted)
+    assert 0 < float(accepted_B.float().mean()) < drafted
+    assert p_value(ids_BN, p_VV) > LEAST_P
+    wrong_BN, _ = sequences(redrawn_from_p, p_VV, q_VV, drafted)
+    assert p_value(wrong_BN, p_VV) < LEAST_P
+
+
+@pytest.mark.parametrize("draft", ["sampled", "likeliest"])
+def test_as_many_stand_as_the_distributions_share(draft: str) -> None:
+    """The first token stands with probability sum(min(p, q)); within 5 standard errors of 60,000 draws."""
+    p_VV, q_VV = chain(8, 1), chain(8, 2)
+    _, accepted_B = sequences(accept_sampled, p_VV, q_VV if draft == "sampled" else None, 3)
+    p_V, q_V = p_VV[0].softmax(dim=-1), q_VV[0].softmax(dim=-1)
+    shared = float(torch.minimum(p_V, q_V).sum() if draft == "sampled" else p_V.max())
+    error = (shared * (1 - shared) / SAMPLES) ** 0.5
+    assert abs(float((accepted_B > 0).float().mean()) - shared) < 5 * error
+
+
+@pytest.mark.parametrize("known", [(5,), (5, 2), (5, 2, 5)])
+@pytest.mark.parametrize("draft", ["sampled", "likeliest"])
+def test_known_text_stands_though_the_model_never_says_it(known: tuple[int, ...], draft: str) -> None:
+    """Token 5 has probability 0 everywhere; what follows the known tokens is the model's."""
+    p_VV = chain(6, 1).index_fill(1, torch.tensor([5]), -torch.inf)
+    q_VV = chain(6, 2) if draft == "sampled" else None
+    ids_BN, accepted_B = sequences(accept_sampled, p_VV, q_VV, 3, known)
+    assert int(accepted_B.min()) >= len(known)
+    assert p_value(ids_BN, p_VV, known) > LEAST_P
+
+
+def test_a_draft_of_the_model_itself_always_stands() -> None:
+    p_VV = chain(8, 1, kept=5)
+    ids_BN, accepted_B = sequences(accept_sampled, p_VV, p_VV, 3)
+    assert bool((accepted_B == 3).all())
+    assert p_value(ids_BN[:, :3], p_VV) > LEAST_P
+
+
+def test_nothing_drafted_is_ordinary_sampling() -> None:
+    p_VV = chain(8, 1)
+    for q_VV in (None, p_VV):
+        ids_BN, accepted_B = sequences(accept_sampled, p_VV, q_VV, 0)
+        assert not accepted_B.any()
+        assert p_value(ids_BN, p_VV) > LEAST_P
+
+
+def test_the_same_generator_draws_the_same() -> None:
+    p_VV, q_VV = chain(8, 1), chain(8, 2)
+    first, again = (sequences(accept_sampled, p_VV, q_VV, 3, seed=7)[0] for _ in range(2))
+    assert torch.equal(first, again)
+
+
+def test_greedy_by_hand() -> None:
+    """V = 4, n = 3. The model's likeliest tokens are 1 2 3 0 in every row."""
+    logits_BNV = torch.full((5, 4, 4), -1.0)
+    for position, token in enumerate((1, 2, 3, 0)):
+        logits_BNV[:, position, token] = 1.0
+    drafted_Bn = torch.tensor([[1, 2, 3], [1, 0, 3], [0, 2, 3], [0, 2, 0], [0, 0, 0]])
+    ids_BN, accepted_B = accept_greedy(logits_BNV, drafted_Bn)
+    assert accepted_B.tolist() == [3, 1, 0, 0, 0]
+    assert ids_BN.tolist() == [[1, 2, 3, 0], [1, 2, -1, -1], [1, -1, -1, -1], [1, -1, -1, -1], [1, -1, -1, -1]]
+    # With 0, 1, 1, 1 and 3 known tokens: row 2 stands whole, row 3 to its last token, row 4 as it is given.
+    ids_BN, accepted_B = accept_greedy(logits_BNV, drafted_Bn, torch.tensor([0, 1, 1, 1, 3]))
+    assert accepted_B.tolist() == [3, 1, 3, 2, 3]
+    assert ids_BN.tolist() == [[1, 2, 3, 0], [1, 2, -1, -1], [0, 2, 3, 0], [0, 2, 3, -1], [0, 0, 0, 0]]
+    ids_BN, accepted_B = accept_greedy(logits_BNV[:, :1], drafted_Bn[:, :0])
+    assert (ids_BN.tolist(), accepted_B.tolist()) == ([[1]] * 5, [0] * 5)
