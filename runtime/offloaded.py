@@ -19,6 +19,8 @@ from expertcast.data.discovery import experts_implementation
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView, NextToken
 from expertcast.predictors.next_token_tracker import NextTokenTracker
+from expertcast.runtime.drafts.drafting import Drafting, DraftOptions
+from expertcast.runtime.drafts.names import NONE
 from expertcast.runtime.engine.base import EXPERTS_NAME, Engine, EngineParts
 from expertcast.runtime.engine.device import DeviceEngine
 from expertcast.runtime.engine.drift import DriftMonitor
@@ -61,6 +63,8 @@ class OffloadParts:
     """With a cache, make only forecasts that are expected to save more waiting than they cost."""
     drift: DriftMonitor | None = None
     """Follows the forecasts' recall."""
+    draft: str = NONE
+    """What `generate` drafts with unless it is told otherwise."""
     observers: Sequence[Observer] = ()
 
 
@@ -82,6 +86,8 @@ class OffloadedModel:
         """Refits the forecasts while the model runs, where it was asked to."""
         self.policies = parts.policies
         """Which policies decide what is kept, loaded and dropped."""
+        self.lossy = parts.policies.lossy
+        """Whether policies may change what is computed."""
         self.executed_layers = speculator.layers
         """Layers that execute their forecast when there is one."""
         self.store = store = parts.store
@@ -114,15 +120,21 @@ class OffloadedModel:
             undo.callback(dropped.detach)
             self._drift = None if link.decides_on_device else parts.drift
             made = DeviceEngine if link.decides_on_device else HostEngine
-            self._engine = engine = made(
-                EngineParts(
-                    link=link, pool=self.pool, speculator=speculator, policies=policies, kernel=parts.kernel,
-                    tokens_ahead=None if parts.next_token is None else NextTokenTracker(parts.next_token),
-                    drift=self._drift, keep=parts.cache, likely=parts.likely, gated=parts.gated,
-                )
+            engine_parts = EngineParts(
+                link=link, pool=self.pool, speculator=speculator, policies=policies, kernel=parts.kernel,
+                tokens_ahead=None if parts.next_token is None else NextTokenTracker(parts.next_token),
+                drift=self._drift, keep=parts.cache, likely=parts.likely, gated=parts.gated,
             )  # fmt: skip
+            self._engine = engine = made(engine_parts)
             self.stats = engine.stats
             self.stats.reports = [each.as_dict for each in (self._drift, speculator.refit) if each is not None]
+            self.drafting: Drafting | None = None
+            """Drafts of this model and what was learnt of them; None where the link decides on the device."""
+            if isinstance(engine, HostEngine):
+                self.drafting = Drafting(model, engine, engine_parts, store)
+                undo.callback(self.drafting.close)
+                self.stats.reports.append(self.drafting.report)
+            self._draft = parts.draft
             for layer in view:
                 undo.callback(Engine.detach, layer)
                 engine.attach(layer)
@@ -159,10 +171,41 @@ class OffloadedModel:
         """
         return self._engine.flow.residency
 
-    def generate(self, *args: object, **kwargs: object) -> Any:
-        """transformers' own `generate`."""
+    def generate(
+        self, *args: Any, draft: str | Policies | PreTrainedModel | None = None, draft_length: int | None = None,
+        assistant_tokenizer: object = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """transformers' own `generate`, with a draft if there is one: the same tokens sooner, or, with sampling, others
+        of the same distribution.
+
+        Args:
+            args: those of transformers.
+            draft: what writes tokens ahead, of which those stay that the exact model would have chosen: a name of
+                :func:`expertcast.runtime.drafts.names.draft_names`, lossy policies, or an assistant model; `auto`
+                chooses by what this run's own cycles took, `none` is plain decoding. By default what the offload was
+                made with.
+            draft_length: tokens drafted in every cycle; by default as many as pay, none included.
+            assistant_tokenizer: of an assistant with other tokens than the model, beside `tokenizer`.
+            kwargs: those of transformers.
+
+        Raises:
+            ExpertcastError: no such draft, or something that a draft does not go with.
+        """
         self._check_open()
-        return self.model.generate(*args, **kwargs)
+        chosen = self._draft if draft is None else draft
+        if assistant_tokenizer is not None and not isinstance(chosen, PreTrainedModel):
+            kwargs["assistant_tokenizer"] = assistant_tokenizer
+        if chosen == NONE:
+            return self.model.generate(*args, **kwargs)
+        if self.drafting is None:
+            raise ExpertcastError("drafts need their experts' copies decided on the host: offload with link='cuda'")
+        if self.executed_layers or self.lossy:
+            raise ExpertcastError(
+                "a draft is verified by the exact model, and this one is offloaded with executed forecasts or lossy "
+                "policies: offload it in mode 'exact', and give these as the draft"
+            )
+        options = DraftOptions(draft=chosen, length=draft_length, assistant_tokenizer=assistant_tokenizer)
+        return self.drafting.generate(options, args, kwargs)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         self._check_open()

@@ -9,8 +9,10 @@ T tokens, D hidden size, E routed experts per layer, K experts per token, P = T 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -60,10 +62,40 @@ class EngineParts:
     """With a cache, make only forecasts that are expected to save more waiting than they cost."""
 
 
+class Stage(Protocol):
+    """What runs a model's MoE layers in an engine's place for some forwards, such as those that draft."""
+
+    def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
+        """As :meth:`Engine.on_start`."""
+
+    def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
+        """As :meth:`Engine.on_router`."""
+
+    def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """As :meth:`Engine.run`."""
+
+
+class Ahead(Protocol):
+    """What loads experts ahead of a verification, told how far it has come."""
+
+    def routed(self, call: RouterCall) -> None:
+        """A router has run, in a draft or in the verification."""
+
+    def reached(self, layer: int, keys: Sequence[int]) -> None:
+        """A layer is about to request these experts (distinct keys)."""
+
+    def load(self) -> None:
+        """A layer has made its requests: load what comes next."""
+
+
 class Engine(ABC):
     """Runs a model's MoE layers from slots."""
 
     stats: RunStatistics
+    stage: Stage | None = None
+    """Runs the layers in this engine's place, while there is one."""
+    ahead: Ahead | None = None
+    """Loads experts ahead, while there is something to verify."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._speculator, self._kernel, self._pool = parts.speculator, parts.kernel, parts.pool
@@ -73,6 +105,8 @@ class Engine(ABC):
         self._pointers = {name: view.data_ptr() for name, view in self._pool.views.items()}
         self._halfway = False
         """A call began that moves experts and, as far as is known, did not end: books and slots may not agree."""
+        self._complete = False
+        """The last forward ran to its last layer."""
 
     def _enter(self, state: State, layer: int) -> None:
         if self._told is not None:
@@ -86,6 +120,23 @@ class Engine(ABC):
             ExpertcastError: this engine keeps them on the device.
         """
         raise ExpertcastError("the books of this offload are on the device: it has no flow and no residency")
+
+    @contextmanager
+    def drafting(self, stage: Stage | None) -> Iterator[None]:
+        """Inside, forwards draft: they run in a stage where one is given, and may end before the last layer."""
+        self.stage = stage
+        try:
+            yield
+        except BaseException:
+            self._halfway = True  # whatever was cut short
+            raise
+        finally:
+            self.stage = None
+        self._complete = True
+
+    def go_on(self) -> None:
+        """The next forward goes on where another engine of the model stopped."""
+        self._complete, self._halfway = True, False
 
     def attach(self, layer: MoELayer) -> None:
         """Put the slot views in the place of a layer's parameters."""
@@ -168,7 +219,8 @@ def _offloaded_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: T
             "such as 'grouped_mm' (or does this model share its config with an offloaded one?)"
         )
     with torch.no_grad():
-        output_TD = engine.run(engine._speculator.view[found[1]], hidden_states, top_k_index, top_k_weights)
+        runs = engine if engine.stage is None else engine.stage
+        output_TD = runs.run(engine._speculator.view[found[1]], hidden_states, top_k_index, top_k_weights)
     if torch.is_grad_enabled() and hidden_states.requires_grad:
         refused: Tensor = _NoBackward.apply(hidden_states, output_TD)  # type: ignore[no-untyped-call]
         return refused

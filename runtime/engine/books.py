@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+from expertcast.runtime.engine.window import Window
 from expertcast.runtime.links.base import Copy, Link
 from expertcast.runtime.policies.scope import Eviction
 from expertcast.runtime.recording.observer import Observer, Observers, heard
@@ -55,10 +56,16 @@ class Books:
         """Prefetched, requested by the running layer for the first time."""
         self._given_up: set[int] = set()
         """Evicted for another expert's sake in this pass."""
-        self._needed = Union(self.running, self._wanted, self.copies)
+        self.window = Window(len(eviction.by_layer), experts)
+        """Kept for a verification to come; asked for one by one, by :meth:`Residency.load_ahead`."""
+        self._needed = Union(self.running, self._wanted, self.copies, self.window.keys)
         """What a forecast's expert may not push out."""
+        self._awaited = Union(self._wanted, self.window.keys)
+        """What is not lost without a cache once it has arrived."""
         self._needed_now = Union(self.running, self.copies)
         """What a running layer's expert pushes out last."""
+        self.only_arrived = False
+        """Whether experts on their way are not held: for a draft that waits for nothing."""
         self._listeners = [link.observer]
         self.stats = stats
 
@@ -96,9 +103,15 @@ class Books:
         return layer in self._asked
 
     def held(self, layer: int) -> dict[int, str]:
-        """The layer's experts (0..E-1) that have a slot, with the precision of what is or will be in it."""
+        """The layer's experts (0..E-1) that have a slot, with the precision of what is or will be in it; of those that
+        are on their way none, while only what has arrived counts."""
         first, slots, packed = layer * self.experts, self._slots, self._packed
-        return {expert: packed.get(first + expert, FULL) for expert in range(self.experts) if first + expert in slots}
+        coming: Container[int] = ()
+        if self.only_arrived and self.copies:
+            self._sweep()
+            coming = self.copies
+        keys = (key for key in range(first, first + self.experts) if key in slots and key not in coming)
+        return {key - first: packed.get(key, FULL) for key in keys}
 
     def limit(self, layer: int) -> int:
         """Most experts of a layer that can have a slot at once."""
@@ -119,6 +132,7 @@ class Books:
             self._given_up,
         ):  # fmt: skip
             held.clear()
+        self.window.clear()
 
     def _sweep(self, needed: Container[int] = ()) -> None:
         """Notice copies that have arrived by themselves, so that their slots can be given up; not the needed ones'."""
@@ -132,7 +146,7 @@ class Books:
                 self._lose(key)  # the layer's own request tries again
                 continue
             self._arrived(key, copy)
-            if not self.keep and key not in self._wanted and key not in needed:
+            if not self.keep and key not in self._awaited and key not in needed:
                 self._lose(key)
 
     def _load(self, key: int, urgent: bool, precision: str = FULL) -> None:

@@ -29,15 +29,23 @@ _FEW_IDS = 512
 
 
 class HostEngine(Engine):
-    """Drives flow and kernel from the host, which reads every layer's routing back."""
+    """Drives flow and kernel from the host, which reads every layer's routing back.
 
-    def __init__(self, parts: EngineParts) -> None:
+    Args:
+        parts: what it drives.
+        residency: books and rules that are shared with another engine of the model; none makes its own.
+    """
+
+    def __init__(self, parts: EngineParts, residency: Residency | None = None) -> None:
         super().__init__(parts)
         speculator, policies, shape = parts.speculator, parts.policies, parts.speculator.view.shape
-        self.stats = stats = RunStatistics(shape.layers)
-        self._residency = residency = Residency(
-            parts.pool, parts.link, policies.eviction, stats, experts=shape.experts, keep=parts.keep
-        )
+        if residency is None:
+            stats = RunStatistics(shape.layers)
+            residency = Residency(
+                parts.pool, parts.link, policies.eviction, stats, experts=shape.experts, keep=parts.keep
+            )
+        self._residency = residency
+        self.stats = residency.stats
         carry = 0 if speculator.predictor is None else speculator.ahead
         self._flow = LayerFlow(
             residency, policies, shape, view=speculator.view, carry=carry, tokens_ahead=parts.tokens_ahead,
@@ -51,14 +59,15 @@ class HostEngine(Engine):
         self._foresight = Foresight(speculator, self._flow, self._readback, gate=gate, told=self._told)
         self._plan: Plan | None = None
         self._drift, self._refit = parts.drift, speculator.refit
-        self._complete = False
-        """The last forward ran to its last layer."""
 
     @property
     def flow(self) -> LayerFlow:
         return self._flow
 
     def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
+        if self.stage is not None:
+            self.stage.on_start(fresh, token_BS)
+            return
         self._residency.link.follow()
         self._plan = None
         self._foresight.start()
@@ -75,7 +84,11 @@ class HostEngine(Engine):
             self._drift.start()
 
     def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
+        if self.stage is not None:
+            return self.stage.on_router(call)
         self._halfway = True
+        if self.ahead is not None:
+            self.ahead.routed(call)
         if self._told is not None:
             self._told("policy", call.layer)
         executed = forecast_executed = self._speculator.executed(call)
@@ -151,10 +164,14 @@ class HostEngine(Engine):
             pairs = {first + expert: count for expert, count in enumerate(counts) if count}
             distinct = list(pairs)
         self._foresight.learn(layer, distinct)
+        if self.ahead is not None:
+            self.ahead.reached(layer, distinct)
         chunks = self._flow.begin(layer, distinct, precision)
         plan = self._plan = Plan(layer, ids_TK, all_keys, pairs, chunks, precision, flat)
         if len(chunks) == 1:
             self._send_slots(plan)
+        if self.ahead is not None:
+            self.ahead.load()
         return plan
 
     def _send_slots(self, plan: Plan) -> None:

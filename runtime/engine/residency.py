@@ -3,8 +3,9 @@
 What may lose its slot, in this order:
 
 1. a resident expert that neither the running layer nor an outstanding forecast needs (the policy chooses);
-2. a queued prefetch, the last one asked for first;
-3. an arrived prefetch, then one under way (waited for): a layer that runs comes before a forecast.
+2. one that is kept for a verification's later layers, those of the last layer first;
+3. a queued prefetch, the last one asked for first;
+4. an arrived prefetch, then one under way (waited for): a layer that runs comes before a forecast.
 
 An expert of the running layer is never given up. Three words for a slot that becomes free:
 
@@ -17,7 +18,7 @@ Everything here is called by the thread that runs the model.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from expertcast.runtime.engine.books import Books, Union
 from expertcast.runtime.storage.precision import FULL, is_better
@@ -120,6 +121,38 @@ class Residency(Books):
         if self.free(layer):
             self._load(key, False)
 
+    def load_ahead(self, key: int) -> bool:
+        """Load an expert that the window keeps, in place of one that it does not keep or keeps for a later layer.
+
+        Returns:
+            Whether there was such room.
+        """
+        layer = key // self.experts
+        if not self.free(layer):
+            victim = self._policies[layer].victim(self._needed)
+            if victim is None:
+                victim = self._farthest(layer)
+            if victim is None:
+                return False
+            self._give_up(victim)
+        self._load(key, False)
+        return True
+
+    def take_back(self, keys: Iterable[int]) -> None:
+        """These experts are not needed after all: their copies that have not begun are not made."""
+        for key in keys:
+            if key in self._unused:
+                self._drop(key)
+
+    def keep_full_only(self) -> None:
+        """Give up what is held in less than full precision: what follows is exact. No layer is running."""
+        for key in list(self._packed):
+            copy = self.copies.get(key)
+            if copy is not None and not self._drop(key):
+                self._arrive(key, copy)
+            if key in self._slots:
+                self._lose(key)
+
     def free_up(self, layer: int, count: int, keep: Container[int]) -> None:
         """Give experts up until `count` slots are free for the layer, in the policy's order, none of `keep`."""
         protected = Union(self.running, self._wanted, self.copies, keep)
@@ -156,7 +189,7 @@ class Residency(Books):
         self.pool.mark(keys, SlotState.READY)
         if not self.keep:
             for key in keys:
-                if key not in self._wanted:
+                if key not in self._awaited:
                     self._lose(key)
 
     def abandon(self) -> None:
@@ -168,6 +201,7 @@ class Residency(Books):
             self._drop(key)
         self._wanted.clear()
         self._asked.clear()
+        self.window.clear()
         if not self.keep:
             for key in [key for key in self.pool.resident() if key not in self.copies]:
                 self._lose(key)
@@ -184,6 +218,8 @@ class Residency(Books):
         policy = self._policies[layer]
         victim = policy.victim(self._needed)
         if victim is None:
+            victim = self._farthest(layer)
+        if victim is None:
             for key in reversed(list(self.copies)):
                 own = self._shares is None or key // self.experts == layer
                 if own and key not in self.running and self._drop(key):
@@ -194,6 +230,12 @@ class Residency(Books):
             assert victim is not None, "a chunk holds more experts than there are slots"
             self._arrive(victim, self.copies[victim])
         self._give_up(victim)
+
+    def _farthest(self, layer: int) -> int | None:
+        """What the window keeps for the last layer after this one; with shares, a slot of that layer's is of no use."""
+        if self._shares is not None:
+            return None
+        return self.window.farthest(layer, self._slots, self._needed_now)
 
     def _give_up(self, key: int) -> None:
         """Lose an expert for another one's sake."""

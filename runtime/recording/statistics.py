@@ -98,6 +98,11 @@ class RunStatistics(Observer):
         )
 
     @property
+    def waited_s(self) -> float:
+        """Seconds that compute was blocked on copies, at all layers."""
+        return sum(layer.waited_s for layer in self.layers)
+
+    @property
     def hit_rate(self) -> float:
         """hits / requests; 0 when nothing ran."""
         total = self.total

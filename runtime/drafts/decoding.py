@@ -1,0 +1,277 @@
+"""One generation by drafting and verifying: what transformers calls in place of its own loop (rows C4, C9, C11, C14).
+
+A cycle drafts n tokens behind those that are settled, rolls the cache back, and feeds them to the exact model in one
+pass, which reads every expert once for all of them. What the exact model would have chosen stays, with one token more.
+
+B sequences, V vocabulary, n drafted tokens. Columns are those of :mod:`.texts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.drafts.acceptance import accept_greedy, accept_sampled
+from expertcast.runtime.drafts.cycle import Choice, Cycle
+from expertcast.runtime.drafts.drafts import Draft, PassDraft, ProposalDraft
+from expertcast.runtime.drafts.feed import Feed
+from expertcast.runtime.drafts.rollback import SharedCache
+from expertcast.runtime.drafts.schedule import Schedule
+from expertcast.runtime.drafts.texts import Texts
+from expertcast.runtime.engine.host import HostEngine
+
+
+@dataclass(slots=True, kw_only=True)
+class Guide:
+    """Who decides on a generation's cycles."""
+
+    choose: Callable[[int], Choice]
+    """Gets the most tokens that may be drafted."""
+    goes_on: Callable[[], bool]
+    """Asked after each drafted token."""
+    observe: Callable[[Cycle], None]
+
+
+@dataclass(slots=True)
+class _Drafted:
+    """What a draft wrote in one cycle."""
+
+    count: int = 0
+    logits: list[Tensor] = field(default_factory=list)
+    """Processed, [B, V] of each token; none where tokens are certain guesses."""
+    passes_s: list[float] = field(default_factory=list)
+    ended: bool = False
+
+
+class DraftedDecoding:
+    """Generates one batch.
+
+    Args:
+        engine: runs the exact model; drafts stand in for it.
+        schedule: is told what drafts are routed to.
+        drafts: by name.
+        guide: decides.
+        streamer: gets every token that is settled.
+    """
+
+    def __init__(
+        self, engine: HostEngine, schedule: Schedule, drafts: Mapping[str, Draft], guide: Guide,
+        streamer: BaseStreamer | None,
+    ) -> None:  # fmt: skip
+        self._engine, self._schedule, self._drafts, self._guide = engine, schedule, drafts, guide
+        self._streamer = streamer
+        self._residency = engine.flow.residency
+
+    @torch.no_grad()
+    def generate(
+        self, model: PreTrainedModel, input_ids: Tensor, logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:  # fmt: skip
+        """What transformers' `generate` calls as `custom_generate`."""
+        _check(generation_config, model_kwargs, input_ids, self._streamer)
+        self._model, self._config = model, generation_config
+        self._process, self._stops = logits_processor, stopping_criteria
+        output = model._prefill(input_ids, generation_config, model_kwargs)
+        pad = generation_config._pad_token_tensor
+        self._texts = texts = Texts(input_ids, generation_config.max_length, 0 if pad is None else int(pad))
+        self._cache = SharedCache(output.past_key_values)
+        model_kwargs["past_key_values"] = output.past_key_values
+        self._feed = Feed(model, texts, model_kwargs)
+        self._scores: list[list[Tensor]] = [[] for _ in texts.known]
+        self._logits: list[list[Tensor]] = [[] for _ in texts.known]
+        try:
+            with model._optimize_model_for_decode():
+                self._settle(output.logits[:, -1:].float(), _Drafted())
+                del output
+                while texts.open:
+                    self._cycle()
+        finally:
+            self._schedule.stop()
+            self._cache.roll_back(min(self._cache.length, self._columns()))
+        if self._streamer is not None:
+            self._streamer.end()
+        return self._result(model_kwargs)
+
+    def _columns(self) -> int:
+        """Columns that belong into the cache: a row's last token has not been fed."""
+        return (self._texts.common if self._texts.open else self._texts.longest) - 1
+
+    def _cycle(self) -> None:
+        texts, cache, schedule = self._texts, self._cache, self._schedule
+        start = perf_counter()
+        settled = texts.common
+        choice = self._guide.choose(max(0, texts.most - settled - 1))
+        begin, drafted = cache.length, _Drafted()
+        cache.mark()
+        schedule.begin()
+        draft = None if choice.draft is None or not choice.longest else self._drafts[choice.draft]
+        if isinstance(draft, PassDraft):
+            self._write(draft, choice, drafted)
+            begin = cache.roll_back(begin)
+            self._residency.keep_full_only()
+            cache.mark()
+        elif isinstance(draft, ProposalDraft):
+            self._propose(draft, choice, drafted)
+        growth = tuple(schedule.buffer.growth[: drafted.count])
+        verified = perf_counter()
+        waited_s = self._residency.stats.waited_s
+        if drafted.count:
+            schedule.verify()
+        logits_BNV = self._feed.run(begin, settled + drafted.count, drafted.count + 1)
+        known = tuple(min(drafted.count, first) for first in texts.start_B(settled))
+        before = list(texts.known)
+        kept = self._settle(logits_BNV, drafted)
+        schedule.end()
+        cache.roll_back(min(cache.length, self._columns()))
+        end = perf_counter()
+        if isinstance(draft, ProposalDraft):
+            draft.proposer.saw(texts.ids_BS[:, : texts.longest], kept)
+        rows = [row for row, length in enumerate(before) if length < texts.most]
+        self._guide.observe(
+            Cycle(
+                draft=None if draft is None else choice.draft, drafted=drafted.count, accepted=tuple(kept), known=known,
+                ended=drafted.ended, passes_s=tuple(drafted.passes_s), verify_s=end - verified,
+                waited_s=self._residency.stats.waited_s - waited_s, growth=growth,
+                emitted=sum(texts.known[row] - before[row] for row in rows) / max(1, len(rows)), seconds=end - start,
+            )
+        )  # fmt: skip
+
+    def _write(self, draft: PassDraft, choice: Choice, drafted: _Drafted) -> None:
+        """Passes of the model, one after another, each over the token that the one before drafted."""
+        texts, schedule = self._texts, self._schedule
+        settled, fed = texts.common, self._cache.length
+        with draft.passes():
+            while drafted.count < choice.longest:
+                start, column = perf_counter(), settled + drafted.count
+                schedule.draft(drafted.count)
+                logits_BV = self._feed.run(fed, column, 1)[:, 0]
+                fed = column
+                scores_BV = self._process(texts.ids_BS[:, :column], logits_BV)
+                token_B = _pick(scores_BV, sample=self._config.do_sample)
+                texts.draft(column, token_B)
+                schedule.drafted()
+                drafted.logits.append(scores_BV)
+                drafted.count += 1
+                drafted.passes_s.append(perf_counter() - start)
+                if self._all_end(column) or not self._guide.goes_on():
+                    break
+
+    def _propose(self, draft: ProposalDraft, choice: Choice, drafted: _Drafted) -> None:
+        """All tokens at once, each row's own; rows that have fewer go on with what they have."""
+        texts, settled, start = self._texts, self._texts.common, perf_counter()
+        ids_BS, logits_BNV = draft.proposer.propose(texts.ids_BS[:, :settled], choice.longest)
+        drafted.count = ids_BS.shape[1]
+        drafted.ended = drafted.count < choice.longest
+        for place in range(drafted.count):
+            texts.draft(settled + place, ids_BS[:, place])
+        if logits_BNV is not None:
+            drafted.logits = list(logits_BNV.unbind(1))
+        drafted.passes_s = [perf_counter() - start]
+
+    def _settle(self, logits_BNV: Tensor, drafted: _Drafted) -> list[int]:
+        """Take what the exact model's logits say of the drafted columns, and one token more.
+
+        Returns:
+            Drafted tokens that stay, by row; what was settled before counts.
+        """
+        texts = self._texts
+        settled = texts.common
+        scores_BNV = logits_BNV.clone() if len(self._process) else logits_BNV
+        if len(self._process):
+            for place in range(logits_BNV.shape[1]):
+                ids_BS = texts.ids_BS[:, : settled + place]
+                scores_BNV[:, place] = self._process(ids_BS, logits_BNV[:, place])
+        drafted_BN = texts.ids_BS[:, settled : settled + drafted.count]
+        starts = texts.start_B(settled)
+        start_B = torch.tensor(starts, device=drafted_BN.device).clamp(max=drafted.count)
+        if self._config.do_sample:
+            draft_BNV = torch.stack(drafted.logits, dim=1) if drafted.logits else None
+            token_BN, accepted_B = accept_sampled(scores_BNV, drafted_BN, draft_BNV, start_B)
+        else:
+            token_BN, accepted_B = accept_greedy(scores_BNV, drafted_BN, start_B)
+        accepted, before = accepted_B.tolist(), list(texts.known)
+        rows, counts = torch.zeros_like(token_BN), []
+        for row, (first, kept) in enumerate(zip(starts, accepted, strict=True)):
+            count = max(0, kept + 1 - first)
+            rows[row, :count] = token_BN[row, first : first + count]
+            counts.append(count)
+        got = texts.take(rows, counts, self._stops)
+        for row, count in enumerate(got):
+            for column in range(before[row], before[row] + count):
+                self._keep(row, logits_BNV[row, column - settled], scores_BNV[row, column - settled])
+                if self._streamer is not None:
+                    self._streamer.put(texts.ids_BS[row, column : column + 1].cpu())
+        return accepted
+
+    def _keep(self, row: int, logits_V: Tensor, scores_V: Tensor) -> None:
+        if self._config.return_dict_in_generate:
+            if self._config.output_logits:
+                self._logits[row].append(logits_V)
+            if self._config.output_scores:
+                self._scores[row].append(scores_V)
+
+    def _all_end(self, column: int) -> bool:
+        """Whether every row that goes on has drafted its end."""
+        ends = self._config._eos_token_tensor
+        if ends is None:
+            return False
+        return bool(torch.isin(self._texts.ids_BS[self._texts.open, column], ends).all())
+
+    def _result(self, model_kwargs: Mapping[str, Any]) -> Tensor | GenerateDecoderOnlyOutput:
+        ids_BS = self._texts.result()
+        config = self._config
+        if not config.return_dict_in_generate:
+            return ids_BS
+        return GenerateDecoderOnlyOutput(
+            sequences=ids_BS,
+            scores=_steps(self._scores) if config.output_scores else None,
+            logits=_steps(self._logits) if config.output_logits else None,
+            past_key_values=model_kwargs["past_key_values"],
+        )
+
+
+def _pick(scores_BV: Tensor, *, sample: bool) -> Tensor:
+    if not sample:
+        return scores_BV.argmax(dim=-1)
+    return torch.multinomial(scores_BV.softmax(dim=-1), num_samples=1).squeeze(1)
+
+
+def _steps(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """By step, [B, V]; rows that ended before have zeros."""
+    most = max(map(len, rows), default=0)
+    return tuple(
+        torch.stack([row[step] if step < len(row) else torch.zeros_like(rows[0][0]) for row in rows])
+        for step in range(most)
+    )
+
+
+def _check(
+    config: GenerationConfig, kwargs: Mapping[str, Any], input_ids: Tensor, streamer: BaseStreamer | None
+) -> None:
+    """What a draft cannot be combined with.
+
+    Raises:
+        ExpertcastError: that, in one line.
+    """
+    refused = {
+        "num_beams": config.num_beams > 1,
+        "output_attentions": config.output_attentions,
+        "output_hidden_states": config.output_hidden_states,
+        "guidance_scale": config.guidance_scale not in (None, 1.0),
+        "use_cache=False": not config.use_cache,
+        "a streamer for several texts": streamer is not None and len(input_ids) > 1,
+        "inputs_embeds": kwargs.get("inputs_embeds") is not None,
+        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
+        "assistant_early_exit": config.assistant_early_exit is not None,
+    }
+    for what, given in refused.items():
+        if given:
+            raise ExpertcastError(f"a draft does not go with {what}: leave one of them out")

@@ -1,0 +1,219 @@
+"""Drafts for one offloaded model: made when they are first asked for, and governed by what its own runs took.
+
+B sequences.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import Json
+from expertcast.runtime.drafts import names
+from expertcast.runtime.drafts.cycle import Choice
+from expertcast.runtime.drafts.decoding import DraftedDecoding, Guide
+from expertcast.runtime.drafts.drafts import Draft, EarlyExit, ForecastDraft, PassDraft, ProposalDraft, StageDraft
+from expertcast.runtime.drafts.governor import Governor
+from expertcast.runtime.drafts.proposals import AssistantProposer, MTPProposer, PromptLookup
+from expertcast.runtime.drafts.quantised import QuantisedExperts
+from expertcast.runtime.drafts.schedule import Schedule
+from expertcast.runtime.drafts.stages import PolicyStage, QuantisedStage
+from expertcast.runtime.engine.base import EngineParts
+from expertcast.runtime.engine.host import HostEngine
+from expertcast.runtime.policies import Policies
+from expertcast.runtime.storage.store import ExpertStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftOptions:
+    """How a generation drafts."""
+
+    draft: str | Policies | PreTrainedModel | None
+    """A name, lossy policies, or an assistant model."""
+    length: int | None = None
+    """Tokens drafted in every cycle; None: the governor decides, 0 included."""
+    assistant_tokenizer: object = None
+    """Of an assistant with other tokens than the model, given beside `tokenizer`."""
+    prefetch: bool = True
+    """Load ahead what drafts were routed to."""
+
+
+class Drafting:
+    """What drafts for a model, and what was learnt of it.
+
+    Args:
+        model: which is offloaded.
+        engine: of its offload.
+        parts: what the engine drives.
+        store: of its experts.
+    """
+
+    def __init__(self, model: PreTrainedModel, engine: HostEngine, parts: EngineParts, store: ExpertStore) -> None:
+        self._model, self._engine, self._parts, self._store = model, engine, parts, store
+        self._residency = engine.flow.residency
+        self._schedule = Schedule(self._residency, parts.speculator.view.shape)
+        self._drafts: dict[str, Draft] = {}
+        self._governors: dict[int, Governor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the device's memory that drafts hold beside the slots."""
+        return sum(draft.nbytes for draft in self._drafts.values())
+
+    def generate(
+        self, options: DraftOptions, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """transformers' `generate` with drafts, its arguments as they are.
+
+        Raises:
+            ExpertcastError: no such draft, or something that a draft does not go with.
+        """
+        kwargs = dict(kwargs)
+        candidates = self._candidates(options, kwargs)
+        _own_stop_strings(kwargs)
+        streamer = kwargs.get("streamer")
+
+        def decode(model: PreTrainedModel, input_ids: Tensor, **rest: Any) -> Tensor | GenerateDecoderOnlyOutput:
+            guide = self._guide(candidates, options.length, len(input_ids))
+            self._schedule.prefetch = options.prefetch
+            decoding = DraftedDecoding(self._engine, self._schedule, self._drafts, guide, streamer)
+            self._engine.ahead = self._schedule
+            try:
+                return decoding.generate(model, input_ids, **rest)
+            finally:
+                self._engine.ahead = None
+
+        return self._model.generate(*args, **kwargs, custom_generate=decode)
+
+    def report(self) -> Json:
+        """`drafts`: by number of sequences what the governor says (:meth:`.governor.Governor.report`), with the bytes
+        of device memory that drafts hold; nothing where nothing was drafted."""
+        if not self._governors:
+            return {}
+        reports = {str(batch): governor.report() for batch, governor in self._governors.items()}
+        return {"drafts": {"memory_bytes": self.nbytes, "by_sequences": reports}}
+
+    def reset(self) -> None:
+        """Forget what was learnt."""
+        self._governors.clear()
+
+    def close(self) -> None:
+        """Free what drafts hold."""
+        self._drafts.clear()
+
+    def _guide(self, candidates: list[str], length: int | None, batch: int) -> Guide:
+        governor = self._governors.get(batch)
+        link = self._residency.link
+        if governor is None:
+            governor = self._governors[batch] = Governor(len(self._parts.speculator.view), link.copy_s)
+        governor.copy_s = link.copy_s
+        if length is None:
+            return Guide(
+                choose=lambda most: governor.choose(candidates, most),
+                goes_on=lambda: governor.goes_on(self._schedule.buffer, self._schedule.held()),
+                observe=governor.observe,
+            )
+        name = candidates[0]
+
+        def fixed(most: int) -> Choice:
+            n = min(length, most)
+            return Choice(
+                draft=name if n else None, length=n, longest=n, reason=f"{name}, {n} ahead: as asked", rate=0.0
+            )
+
+        return Guide(choose=fixed, goes_on=self._counted, observe=governor.observe)
+
+    def _counted(self) -> bool:
+        self._schedule.buffer.new_experts(self._schedule.held())
+        return True
+
+    def _candidates(self, options: DraftOptions, kwargs: dict[str, Any]) -> list[str]:
+        """Names of the drafts that may be used, all of them made."""
+        given = options.draft
+        if isinstance(given, PreTrainedModel):
+            return [self._add("assistant", lambda: self._assistant(given, options, kwargs), anew=True)]
+        if isinstance(given, Policies):
+            if not given.lossy:
+                raise ExpertcastError(
+                    "these policies lose nothing, so that nothing is gained: give lossy ones as draft"
+                )
+            text = "policies " + ", ".join(f"{kind}={policy}" for kind, policy in given.as_dict().items())
+            return [self._add(text, lambda: self._by_policies(text, given))]
+        assert given is not None
+        names.check_draft(given)
+        if given != names.AUTO:
+            return [self._add(given, lambda: self._named(given))]
+        if options.length is not None:
+            raise ExpertcastError("draft='auto' chooses the length too: leave the length out, or name a draft")
+        made = [name for name, draft in self._drafts.items() if isinstance(draft, StageDraft) and draft.nbytes]
+        speculates = [names.SPECULATE] if self._parts.speculator.predictor is not None else []
+        found = [*made, "resident", *speculates, names.PROMPT_LOOKUP]
+        return [self._add(name, lambda name=name: self._named(name)) for name in found]  # type: ignore[misc]
+
+    def _add(self, name: str, make: Callable[[], Draft], *, anew: bool = False) -> str:
+        if anew or name not in self._drafts:
+            self._drafts[name] = make()
+        return name
+
+    def _named(self, name: str) -> Draft:
+        """The draft of this name.
+
+        Raises:
+            ExpertcastError: this model or offload cannot have it.
+        """
+        base = name.partition(":")[0]
+        speculator = self._parts.speculator
+        if name in names.QUANTISED:
+            experts = QuantisedExperts.of(speculator.view, self._store, name, device=self._store.device)
+            stage = QuantisedStage(experts, self._schedule, self._residency.link)
+            return StageDraft(name, self._engine, stage, experts.nbytes)
+        if base == names.SPECULATE:
+            if speculator.predictor is None:
+                raise ExpertcastError("draft='speculate' executes forecasts: offload the model with a predictor")
+            return ForecastDraft(name, self._engine, speculator)
+        if base == names.EARLY_EXIT:
+            config = self._model.config.get_text_config()
+            blocks = names.early_exit_options(name).layers or config.num_hidden_layers // 2
+            if not 0 < blocks < config.num_hidden_layers:
+                raise ExpertcastError(f"draft {name!r}: give layers from 1 to {config.num_hidden_layers - 1}")
+            return EarlyExit(name, self._engine, config, blocks)
+        if base == names.PROMPT_LOOKUP:
+            return ProposalDraft(name, PromptLookup(self._model))
+        if base == names.MTP:
+            return ProposalDraft(name, MTPProposer(self._model))
+        return self._by_policies(name, names.policies_of(name))
+
+    def _by_policies(self, name: str, policies: Policies) -> PassDraft:
+        parts = self._parts
+        stage = PolicyStage(parts, policies, self._residency, self._schedule)
+        self._store.add_copies(stage.precisions)
+        return StageDraft(name, self._engine, stage)
+
+    def _assistant(self, assistant: PreTrainedModel, options: DraftOptions, kwargs: Mapping[str, Any]) -> Draft:
+        return ProposalDraft(
+            "assistant",
+            AssistantProposer(self._model, assistant, kwargs.get("tokenizer"), options.assistant_tokenizer),
+        )
+
+
+def _own_stop_strings(kwargs: dict[str, Any]) -> None:
+    """Make stop strings a stopping criterion here: `generate` has no tokenizer left where a loop is given to it."""
+    config = kwargs.get("generation_config")
+    strings = kwargs.pop("stop_strings", None) or getattr(config, "stop_strings", None)
+    tokenizer = kwargs.pop("tokenizer", None)
+    if strings is None:
+        return
+    if tokenizer is None:
+        raise ExpertcastError("stop_strings need the tokenizer: give tokenizer=... beside them")
+    if config is not None:
+        kwargs["generation_config"] = config = copy.copy(config)
+        config.stop_strings = None
+    given = kwargs.get("stopping_criteria") or []
+    kwargs["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])

@@ -1,0 +1,104 @@
+"""The kinds of drafts, and what each is called.
+
+int4, int8            all experts resident in less precision (C1, C12); `int4:calibrated` with error compensation
+resident              the experts that have a slot, in place of those that have none
+drop, substitute, cascade, drop_cascade, cache_aware     a lossy policy over the slots, with its options
+speculate             the predictor's forecasts are executed
+early_exit:layers=N   the first N blocks and the head
+prompt_lookup, mtp, assistant    transformers' own
+
+B sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from expertcast.runtime.drafts.proposals import Proposer
+from expertcast.runtime.engine.base import Stage
+from expertcast.runtime.engine.host import HostEngine
+from expertcast.runtime.engine.speculation import Speculator
+
+
+class Draft(ABC):
+    """What writes tokens ahead."""
+
+    name: str
+    """As it was asked for."""
+    nbytes: int = 0
+    """Bytes of the device's memory that it takes beside the slots."""
+
+
+class PassDraft(Draft):
+    """Passes of the model itself, in a cheaper way, over the same cache (row C11)."""
+
+    def __init__(self, name: str, engine: HostEngine) -> None:
+        self.name, self._engine = name, engine
+
+    @abstractmethod
+    def passes(self) -> AbstractContextManager[None]:
+        """Inside, the model's forwards draft."""
+
+
+class StageDraft(PassDraft):
+    """In a stage of its own."""
+
+    def __init__(self, name: str, engine: HostEngine, stage: Stage, nbytes: int = 0) -> None:
+        super().__init__(name, engine)
+        self._stage, self.nbytes = stage, nbytes
+
+    def passes(self) -> AbstractContextManager[None]:
+        return self._engine.drafting(self._stage)
+
+
+class ForecastDraft(PassDraft):
+    """The engine itself, executing its forecasts at all layers that have one."""
+
+    def __init__(self, name: str, engine: HostEngine, speculator: Speculator) -> None:
+        super().__init__(name, engine)
+        self._speculator = speculator
+
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        speculator = self._speculator
+        before, speculator.layers = speculator.layers, frozenset(range(len(speculator.view)))
+        try:
+            with self._engine.drafting(None):
+                yield
+        finally:
+            speculator.layers = before
+
+
+class EarlyExit(PassDraft):
+    """The model's first blocks, then its head; the cache of these blocks is the verification's own."""
+
+    def __init__(self, name: str, engine: HostEngine, config: PreTrainedConfig, blocks: int) -> None:
+        super().__init__(name, engine)
+        self._config, self._blocks = config, blocks
+
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        config = self._config
+        before, config.num_hidden_layers = config.num_hidden_layers, self._blocks
+        try:
+            with self._engine.drafting(None):
+                yield
+        finally:
+            config.num_hidden_layers = before
+
+
+class ProposalDraft(Draft):
+    """Tokens from somewhere else, all at once."""
+
+    def __init__(self, name: str, proposer: Proposer) -> None:
+        self.name, self.proposer = name, proposer
+
+
+def exits_early(model: PreTrainedModel) -> PreTrainedConfig | None:
+    """The configuration that says how many blocks a model runs; None where its class does not read it there."""
+    config = model.config.get_text_config()
+    return config if hasattr(config, "num_hidden_layers") else None

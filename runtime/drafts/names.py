@@ -1,0 +1,74 @@
+"""What a draft is called: names with options, as users write them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.fields import parse_options
+from expertcast.runtime.policies import Policies
+from expertcast.runtime.policies.miss import MISS
+from expertcast.runtime.policies.routing import ROUTING
+
+NONE, AUTO = "none", "auto"
+QUANTISED = ("int4", "int4:calibrated", "int8")
+RESIDENT = Policies(prefetch="none", miss="substitute:tolerance=1.0")
+"""Any held expert in place of a missing one: nothing is loaded while there is one."""
+EARLY_EXIT, SPECULATE, PROMPT_LOOKUP, MTP = "early_exit", "speculate", "prompt_lookup", "mtp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyExitOptions:
+    """Options of `early_exit`."""
+
+    layers: int = 0
+    """Blocks that run; 0: half of them."""
+
+
+def lossy_names() -> dict[str, str]:
+    """Names of lossy policies, with their kind."""
+    found = {cls.name: "miss" for cls in MISS.classes() if cls.lossy}
+    return found | {cls.name: "routing" for cls in ROUTING.classes() if cls.lossy}
+
+
+def draft_names() -> list[str]:
+    """All that a draft can be called."""
+    return [NONE, AUTO, *QUANTISED, "resident", *lossy_names(), SPECULATE, EARLY_EXIT, PROMPT_LOOKUP, MTP]
+
+
+def check_draft(name: str) -> None:
+    """Refuse what is no draft.
+
+    Raises:
+        ExpertcastError: unknown name or option; the message lists the known ones.
+    """
+    base, _, options = name.partition(":")
+    if name in QUANTISED or (not options and base in draft_names()):
+        return
+    if base in lossy_names():
+        policies_of(name)
+    elif base == EARLY_EXIT:
+        early_exit_options(name)
+    else:
+        raise ExpertcastError(f"unknown draft {name!r}: choose from {', '.join(draft_names())}")
+
+
+def policies_of(name: str) -> Policies:
+    """The policies that a lossy policy's name stands for.
+
+    Raises:
+        ExpertcastError: an unknown option, or one out of range.
+    """
+    if name == "resident":
+        return RESIDENT
+    kind = lossy_names()[name.partition(":")[0]]
+    return Policies(prefetch="none", **{kind: name})  # type: ignore[arg-type]
+
+
+def early_exit_options(name: str) -> EarlyExitOptions:
+    """The options in `early_exit:layers=4`.
+
+    Raises:
+        ExpertcastError: an unknown option, or one out of range.
+    """
+    return parse_options(name.partition(":")[2], EarlyExitOptions, f"draft {EARLY_EXIT!r}")

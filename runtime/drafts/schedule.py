@@ -1,0 +1,158 @@
+"""Loads what a verification will need while its tokens are drafted, and goes on while it runs (rows C8 to C10).
+
+A draft's routers name the experts that the exact pass over its tokens will need: they go into the lookahead buffer, and
+what has no slot is asked for, nearest layer first, for that one's turn comes first. The link gets a few copies at a
+time, so that what is seen later can still go before. Three phases:
+
+priming       the first token is drafted: few copies at a time, of confident entries
+guided        the further ones: what keeps the link busy, confident entries first
+saturation    drafting has ended: everything that is left, and while the exact pass runs what comes after its layer
+
+L MoE layers, E routed experts per layer, K experts per token, T tokens. A key is layer * E + expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from torch import Tensor
+
+from expertcast.data.taps import RouterCall
+from expertcast.predictors.view import ModelShape
+from expertcast.runtime.drafts.lookahead import LookaheadBuffer
+from expertcast.runtime.engine.residency import Residency
+
+CONFIDENT = 0.5
+"""An entry is confident whose share of its token's combine weights is at least so much of a mean one's, 1 / K."""
+
+
+class Phase(Enum):
+    """What a cycle is at; the value is the most copies on their way at once, as a multiple of K."""
+
+    PRIMING = 0.5
+    GUIDED = 2.0
+    SATURATION = 4.0
+
+
+class Schedule:
+    """Fills the buffer and asks for what is in it.
+
+    Args:
+        residency: books and rules; its window is this one's.
+        shape: of the model.
+    """
+
+    def __init__(self, residency: Residency, shape: ModelShape) -> None:
+        self._residency, self._window = residency, residency.window
+        self._layers, self._experts, self._top_k = shape.layers, shape.experts, shape.top_k
+        self.prefetch = True
+        """False only fills the buffer: nothing is loaded ahead."""
+        self.buffer = LookaheadBuffer(shape.layers, shape.experts)
+        """What the drafts of this cycle were routed to."""
+        self._confident: list[list[int]] = [[] for _ in range(shape.layers)]
+        self._rest: list[list[int]] = [[] for _ in range(shape.layers)]
+        self._nearest = shape.layers
+        self._at: int | None = None
+        """Position of the token that is drafted; None: nothing is drafted."""
+        self._verifies = False
+        self._waiting: list[tuple[int, int, Tensor, Tensor]] = []
+        """Routing on the device that the host has not asked for: position, layer, ids and weights."""
+        self._limit = 0
+
+    def begin(self) -> None:
+        """A cycle starts: nothing is known of it."""
+        self.stop()
+        self.buffer.clear()
+
+    def draft(self, position: int) -> None:
+        """A pass starts that drafts the token at this position (0: the first)."""
+        self._at = position
+        self._limit = self._most(Phase.GUIDED if position else Phase.PRIMING)
+
+    def drafted(self) -> None:
+        """A pass has ended. On a device, its routing comes to the host now, all layers' at once (row C15)."""
+        for position, layer, ids_TK, weights_TK in self._waiting:
+            self._put(position, layer, ids_TK, weights_TK)
+        self._waiting.clear()
+        self._at = None
+        self.load()
+
+    def verify(self) -> None:
+        """The exact pass starts."""
+        self._at, self._verifies = None, True
+        self._limit = self._most(Phase.SATURATION)
+        self.load()
+
+    def end(self) -> None:
+        """The cycle is over: what is left was not needed."""
+        self._residency.take_back(list(self._window.keys))
+        self.stop()
+
+    def held(self) -> dict[int, int]:
+        """Slot of each expert that has one."""
+        return self._residency.pool.slots
+
+    def routed(self, call: RouterCall) -> None:
+        if self._at is None:
+            return
+        if call.ids_TK.device.type == "cpu":
+            self._put(self._at, call.layer, call.ids_TK, call.weights_TK)
+            self.load()
+        else:
+            self._waiting.append((self._at, call.layer, call.ids_TK, call.weights_TK))
+
+    def reached(self, layer: int, keys: Sequence[int]) -> None:
+        if self._verifies:
+            self._confident[layer].clear()
+            self._rest[layer].clear()
+            self._residency.take_back(self._window.pop(layer).difference(keys))
+
+    def load(self) -> None:
+        if not (self.prefetch and self._residency.link.overlaps) or self._nearest >= self._layers:
+            return
+        residency = self._residency
+        room = self._limit - len(residency.copies)
+        for pending in (self._confident, self._rest):
+            layer = self._nearest
+            while room > 0 and layer < self._layers:
+                if not pending[layer]:
+                    layer += 1
+                    continue
+                key = pending[layer][-1]
+                if key not in residency.pool.slots:
+                    if not residency.load_ahead(key):
+                        return
+                    room -= 1
+                pending[layer].pop()
+            if room <= 0:
+                return
+        self._nearest = self._layers  # nothing is left
+
+    def _put(self, position: int, layer: int, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        ids, weights = ids_TK.tolist(), weights_TK.tolist()
+        self.buffer.put(position, layer, ids, weights)
+        first, slots, window = layer * self._experts, self._residency.pool.slots, self._window
+        self.buffer.new_experts(slots)
+        for row, values in zip(ids, weights, strict=True):
+            least = CONFIDENT * sum(values) / len(values)
+            for expert, weight in zip(row, values, strict=True):
+                key = first + expert
+                if key in window.keys:
+                    continue
+                window.add(key)
+                if key not in slots:
+                    (self._confident if weight >= least else self._rest)[layer].append(key)
+                    if layer < self._nearest:
+                        self._nearest = layer
+
+    def _most(self, phase: Phase) -> int:
+        return max(1, int(phase.value * self._top_k))
+
+    def stop(self) -> None:
+        """Nothing more is loaded ahead. What is on its way may arrive."""
+        self._window.clear()
+        self._waiting.clear()
+        for pending in (*self._confident, *self._rest):
+            pending.clear()
+        self._nearest, self._at, self._verifies = self._layers, None, False
