@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.discovery import experts_implementation
 from expertcast.data.taps import RouterTaps
@@ -173,7 +173,7 @@ class OffloadedModel:
 
     def generate(
         self, *args: Any, draft: str | Policies | PreTrainedModel | None = None, draft_length: int | None = None,
-        assistant_tokenizer: object = None, **kwargs: Any,
+        assistant_tokenizer: PreTrainedTokenizerBase | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """transformers' own `generate`, with a draft if there is one: the same tokens sooner, or, with sampling, others
         of the same distribution.

@@ -24,6 +24,7 @@ from expertcast.runtime.drafts.cycle import Choice, Cycle
 from expertcast.runtime.drafts.drafts import Draft, PassDraft, ProposalDraft
 from expertcast.runtime.drafts.feed import Feed
 from expertcast.runtime.drafts.rollback import SharedCache
+from expertcast.runtime.drafts.rows import RowProposers
 from expertcast.runtime.drafts.schedule import Schedule
 from expertcast.runtime.drafts.texts import Texts
 from expertcast.runtime.engine.host import HostEngine
@@ -84,6 +85,9 @@ class DraftedDecoding:
         self._texts = texts = Texts(input_ids, generation_config.max_length, 0 if pad is None else int(pad))
         self._cache = SharedCache(output.past_key_values)
         model_kwargs["past_key_values"] = output.past_key_values
+        mask_BS = model_kwargs.get("attention_mask")
+        self._first_B = [0] * len(input_ids) if mask_BS is None else mask_BS.long().argmax(dim=1).tolist()
+        self._proposers: dict[str, RowProposers] = {}
         self._feed = Feed(model, texts, model_kwargs)
         self._scores: list[list[Tensor]] = [[] for _ in texts.known]
         self._logits: list[list[Tensor]] = [[] for _ in texts.known]
@@ -132,8 +136,6 @@ class DraftedDecoding:
         schedule.end()
         cache.roll_back(min(cache.length, self._columns()))
         end = perf_counter()
-        if isinstance(draft, ProposalDraft):
-            draft.proposer.saw(texts.ids_BS[:, : texts.longest], kept)
         rows = [row for row, length in enumerate(before) if length < texts.most]
         self._guide.observe(
             Cycle(
@@ -166,14 +168,15 @@ class DraftedDecoding:
 
     def _propose(self, draft: ProposalDraft, choice: Choice, drafted: _Drafted) -> None:
         """All tokens at once, each row's own; rows that have fewer go on with what they have."""
-        texts, settled, start = self._texts, self._texts.common, perf_counter()
-        ids_BS, logits_BNV = draft.proposer.propose(texts.ids_BS[:, :settled], choice.longest)
-        drafted.count = ids_BS.shape[1]
+        start = perf_counter()
+        rows = self._proposers.get(draft.name)
+        if rows is None:
+            made = [draft.make(self._config, self._process) for _ in self._texts.known]
+            rows = self._proposers[draft.name] = RowProposers(made, self._texts, self._first_B)
+        drafted.count, logits_BmV = rows.propose(choice.longest)
         drafted.ended = drafted.count < choice.longest
-        for place in range(drafted.count):
-            texts.draft(settled + place, ids_BS[:, place])
-        if logits_BNV is not None:
-            drafted.logits = list(logits_BNV.unbind(1))
+        if logits_BmV is not None:
+            drafted.logits = list(logits_BmV.unbind(1))
         drafted.passes_s = [perf_counter() - start]
 
     def _settle(self, logits_BNV: Tensor, drafted: _Drafted) -> list[int]:

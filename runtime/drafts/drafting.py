@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 
 from expertcast.predictors.errors import ExpertcastError
@@ -21,7 +27,7 @@ from expertcast.runtime.drafts.cycle import Choice
 from expertcast.runtime.drafts.decoding import DraftedDecoding, Guide
 from expertcast.runtime.drafts.drafts import Draft, EarlyExit, ForecastDraft, PassDraft, ProposalDraft, StageDraft
 from expertcast.runtime.drafts.governor import Governor
-from expertcast.runtime.drafts.proposals import AssistantProposer, MTPProposer, PromptLookup
+from expertcast.runtime.drafts.proposals import Assistant, PromptLookup
 from expertcast.runtime.drafts.quantised import QuantisedExperts
 from expertcast.runtime.drafts.schedule import Schedule
 from expertcast.runtime.drafts.stages import PolicyStage, QuantisedStage
@@ -39,7 +45,7 @@ class DraftOptions:
     """A name, lossy policies, or an assistant model."""
     length: int | None = None
     """Tokens drafted in every cycle; None: the governor decides, 0 included."""
-    assistant_tokenizer: object = None
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None
     """Of an assistant with other tokens than the model, given beside `tokenizer`."""
     prefetch: bool = True
     """Load ahead what drafts were routed to."""
@@ -185,9 +191,7 @@ class Drafting:
                 raise ExpertcastError(f"draft {name!r}: give layers from 1 to {config.num_hidden_layers - 1}")
             return EarlyExit(name, self._engine, config, blocks)
         if base == names.PROMPT_LOOKUP:
-            return ProposalDraft(name, PromptLookup(self._model))
-        if base == names.MTP:
-            return ProposalDraft(name, MTPProposer(self._model))
+            return ProposalDraft(name, self._lookup)
         return self._by_policies(name, names.policies_of(name))
 
     def _by_policies(self, name: str, policies: Policies) -> PassDraft:
@@ -197,10 +201,16 @@ class Drafting:
         return StageDraft(name, self._engine, stage)
 
     def _assistant(self, assistant: PreTrainedModel, options: DraftOptions, kwargs: Mapping[str, Any]) -> Draft:
-        return ProposalDraft(
-            "assistant",
-            AssistantProposer(self._model, assistant, kwargs.get("tokenizer"), options.assistant_tokenizer),
-        )
+        tokenizer = kwargs.get("tokenizer")
+
+        def make(config: GenerationConfig, processors: LogitsProcessorList) -> Assistant:
+            return Assistant(self._model, assistant, config, processors, tokenizer, options.assistant_tokenizer)
+
+        return ProposalDraft("assistant", make)
+
+    def _lookup(self, config: GenerationConfig, processors: LogitsProcessorList) -> PromptLookup:
+        vocabulary = self._model.config.get_text_config().vocab_size
+        return PromptLookup(config.max_matching_ngram_size or 2, config._eos_token_tensor, processors, vocabulary)
 
 
 def _own_stop_strings(kwargs: dict[str, Any]) -> None:

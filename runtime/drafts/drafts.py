@@ -13,10 +13,10 @@ B sequences, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig
 
 from expertcast.runtime.drafts.proposals import Proposer
 from expertcast.runtime.engine.base import Stage
@@ -92,13 +92,12 @@ class EarlyExit(PassDraft):
 
 
 class ProposalDraft(Draft):
-    """Tokens from somewhere else, all at once."""
+    """Tokens from somewhere else, all at once.
 
-    def __init__(self, name: str, proposer: Proposer) -> None:
-        self.name, self.proposer = name, proposer
+    Args:
+        name: as it was asked for.
+        make: a proposer for one row of a generation, from its configuration and logits processors.
+    """
 
-
-def exits_early(model: PreTrainedModel) -> PreTrainedConfig | None:
-    """The configuration that says how many blocks a model runs; None where its class does not read it there."""
-    config = model.config.get_text_config()
-    return config if hasattr(config, "num_hidden_layers") else None
+    def __init__(self, name: str, make: Callable[[GenerationConfig, LogitsProcessorList], Proposer]) -> None:
+        self.name, self.make = name, make

@@ -1,0 +1,55 @@
+"""Proposers at work on a batch: one for each row, over its text without padding.
+
+B sequences, V vocabulary, m proposed tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from expertcast.runtime.drafts.proposals import Proposer
+from expertcast.runtime.drafts.texts import Texts
+
+
+class RowProposers:
+    """What one draft proposes for all rows.
+
+    Args:
+        proposers: one for each row.
+        texts: the rows.
+        first_B: each row's first column that is no padding.
+    """
+
+    def __init__(self, proposers: list[Proposer], texts: Texts, first_B: list[int]) -> None:
+        self._proposers, self._texts, self._first_B = proposers, texts, first_B
+
+    def propose(self, most: int) -> tuple[int, Tensor | None]:
+        """Put proposals behind the columns that are settled in all rows.
+
+        Returns:
+            Columns of the longest proposal, and the processed logits [B, m, V] that they were drawn from, if they were.
+        """
+        texts, settled = self._texts, self._texts.common
+        found: dict[int, tuple[Tensor, Tensor | None]] = {}
+        for row in texts.open:
+            known = min(texts.known[row], settled + most)
+            further = settled + most - known
+            if further:
+                text_1S = texts.ids_BS[row : row + 1, self._first_B[row] : known]
+                found[row] = self._proposers[row].propose(text_1S, further)
+                ids_1m = found[row][0]
+                texts.ids_BS[row, known : known + ids_1m.shape[1]] = ids_1m[0]
+        ends = [min(texts.known[row], settled + most) + ids.shape[1] for row, (ids, _) in found.items()]
+        count = max([settled, *ends]) - settled
+        drawn = {row: logits for row, (_, logits) in found.items() if logits is not None}
+        if not drawn or not count:
+            return count, None
+        vocabulary = next(iter(drawn.values())).shape[-1]
+        # what was not drawn from anything could have been nothing else
+        logits_BmV = torch.full((len(texts.known), count, vocabulary), float("-inf"), device=texts.ids_BS.device)
+        logits_BmV.scatter_(2, texts.ids_BS[:, settled : settled + count, None], 0.0)
+        for row, logits_1mV in drawn.items():
+            start = texts.known[row] - settled
+            logits_BmV[row, start : start + logits_1mV.shape[1]] = logits_1mV[0].float()
+        return count, logits_BmV
