@@ -8,7 +8,7 @@ B sequences, V vocabulary, n drafted tokens. Columns are those of :mod:`.texts`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
-from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.drafts.acceptance import accept_greedy, accept_sampled
-from expertcast.runtime.drafts.cycle import Choice, Cycle
+from expertcast.runtime.drafts.asked import check_asked
+from expertcast.runtime.drafts.cycle import Choice, Cycle, Guide
 from expertcast.runtime.drafts.drafts import Draft, PassDraft, ProposalDraft
 from expertcast.runtime.drafts.feed import Feed
 from expertcast.runtime.drafts.rollback import SharedCache
@@ -28,17 +28,6 @@ from expertcast.runtime.drafts.rows import RowProposers
 from expertcast.runtime.drafts.schedule import Schedule
 from expertcast.runtime.drafts.texts import Texts
 from expertcast.runtime.engine.host import HostEngine
-
-
-@dataclass(slots=True, kw_only=True)
-class Guide:
-    """Who decides on a generation's cycles."""
-
-    choose: Callable[[int], Choice]
-    """Gets the most tokens that may be drafted."""
-    goes_on: Callable[[], bool]
-    """Asked after each drafted token."""
-    observe: Callable[[Cycle], None]
 
 
 @dataclass(slots=True)
@@ -77,7 +66,7 @@ class DraftedDecoding:
         stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:  # fmt: skip
         """What transformers' `generate` calls as `custom_generate`."""
-        _check(generation_config, model_kwargs, input_ids, self._streamer)
+        check_asked(generation_config, model_kwargs, input_ids, self._streamer)
         self._model, self._config = model, generation_config
         self._process, self._stops = logits_processor, stopping_criteria
         output = model._prefill(input_ids, generation_config, model_kwargs)
@@ -254,27 +243,3 @@ def _steps(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
         torch.stack([row[step] if step < len(row) else torch.zeros_like(rows[0][0]) for row in rows])
         for step in range(most)
     )
-
-
-def _check(
-    config: GenerationConfig, kwargs: Mapping[str, Any], input_ids: Tensor, streamer: BaseStreamer | None
-) -> None:
-    """What a draft cannot be combined with.
-
-    Raises:
-        ExpertcastError: that, in one line.
-    """
-    refused = {
-        "num_beams": config.num_beams > 1,
-        "output_attentions": config.output_attentions,
-        "output_hidden_states": config.output_hidden_states,
-        "guidance_scale": config.guidance_scale not in (None, 1.0),
-        "use_cache=False": not config.use_cache,
-        "a streamer for several texts": streamer is not None and len(input_ids) > 1,
-        "inputs_embeds": kwargs.get("inputs_embeds") is not None,
-        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
-        "assistant_early_exit": config.assistant_early_exit is not None,
-    }
-    for what, given in refused.items():
-        if given:
-            raise ExpertcastError(f"a draft does not go with {what}: leave one of them out")

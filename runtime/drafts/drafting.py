@@ -5,7 +5,6 @@ B sequences.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +15,15 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    StoppingCriteriaList,
 )
-from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.runtime.drafts import names
-from expertcast.runtime.drafts.cycle import Choice
-from expertcast.runtime.drafts.decoding import DraftedDecoding, Guide
+from expertcast.runtime.drafts.asked import own_stop_strings
+from expertcast.runtime.drafts.cycle import Choice, Guide
+from expertcast.runtime.drafts.decoding import DraftedDecoding
 from expertcast.runtime.drafts.drafts import Draft, EarlyExit, ForecastDraft, PassDraft, ProposalDraft, StageDraft
 from expertcast.runtime.drafts.governor import Governor
 from expertcast.runtime.drafts.proposals import Assistant, PromptLookup
@@ -69,9 +68,9 @@ class Drafting:
         self._governors: dict[int, Governor] = {}
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the device's memory that drafts hold beside the slots."""
-        return sum(draft.nbytes for draft in self._drafts.values())
+    def memory(self) -> dict[str, int]:
+        """Bytes of the device's memory that drafts hold beside the slots, by name."""
+        return {name: draft.nbytes for name, draft in self._drafts.items()}
 
     def generate(
         self, options: DraftOptions, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -83,7 +82,7 @@ class Drafting:
         """
         kwargs = dict(kwargs)
         candidates = self._candidates(options, kwargs)
-        _own_stop_strings(kwargs)
+        own_stop_strings(kwargs)
         streamer = kwargs.get("streamer")
 
         def decode(model: PreTrainedModel, input_ids: Tensor, **rest: Any) -> Tensor | GenerateDecoderOnlyOutput:
@@ -104,7 +103,7 @@ class Drafting:
         if not self._governors:
             return {}
         reports = {str(batch): governor.report() for batch, governor in self._governors.items()}
-        return {"drafts": {"memory_bytes": self.nbytes, "by_sequences": reports}}
+        return {"drafts": {"memory_bytes": sum(self.memory.values()), "by_sequences": reports}}
 
     def reset(self) -> None:
         """Forget what was learnt."""
@@ -211,19 +210,3 @@ class Drafting:
     def _lookup(self, config: GenerationConfig, processors: LogitsProcessorList) -> PromptLookup:
         vocabulary = self._model.config.get_text_config().vocab_size
         return PromptLookup(config.max_matching_ngram_size or 2, config._eos_token_tensor, processors, vocabulary)
-
-
-def _own_stop_strings(kwargs: dict[str, Any]) -> None:
-    """Make stop strings a stopping criterion here: `generate` has no tokenizer left where a loop is given to it."""
-    config = kwargs.get("generation_config")
-    strings = kwargs.pop("stop_strings", None) or getattr(config, "stop_strings", None)
-    tokenizer = kwargs.pop("tokenizer", None)
-    if strings is None:
-        return
-    if tokenizer is None:
-        raise ExpertcastError("stop_strings need the tokenizer: give tokenizer=... beside them")
-    if config is not None:
-        kwargs["generation_config"] = config = copy.copy(config)
-        config.stop_strings = None
-    given = kwargs.get("stopping_criteria") or []
-    kwargs["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])
