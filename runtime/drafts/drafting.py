@@ -26,6 +26,7 @@ from expertcast.runtime.drafts.cycle import Choice, Guide
 from expertcast.runtime.drafts.decoding import DraftedDecoding
 from expertcast.runtime.drafts.drafts import Draft, EarlyExit, ForecastDraft, PassDraft, ProposalDraft, StageDraft
 from expertcast.runtime.drafts.governor import Governor
+from expertcast.runtime.drafts.heads import Heads, HeadsDraft
 from expertcast.runtime.drafts.proposals import Assistant, PromptLookup
 from expertcast.runtime.drafts.quantised import QuantisedExperts
 from expertcast.runtime.drafts.schedule import Schedule
@@ -88,7 +89,8 @@ class Drafting:
         def decode(model: PreTrainedModel, input_ids: Tensor, **rest: Any) -> Tensor | GenerateDecoderOnlyOutput:
             guide = self._guide(candidates, options.length, len(input_ids))
             self._schedule.prefetch = options.prefetch
-            decoding = DraftedDecoding(self._engine, self._schedule, self._drafts, guide, streamer)
+            drafts = {name: self._drafts[name] for name in candidates}
+            decoding = DraftedDecoding(self._engine, self._schedule, drafts, guide, streamer)
             self._engine.ahead = self._schedule
             try:
                 return decoding.generate(model, input_ids, **rest)
@@ -191,6 +193,8 @@ class Drafting:
             return EarlyExit(name, self._engine, config, blocks)
         if base == names.PROMPT_LOOKUP:
             return ProposalDraft(name, self._lookup)
+        if base == names.MTP:
+            return self._heads(name)
         return self._by_policies(name, names.policies_of(name))
 
     def _by_policies(self, name: str, policies: Policies) -> PassDraft:
@@ -200,12 +204,20 @@ class Drafting:
         return StageDraft(name, self._engine, stage)
 
     def _assistant(self, assistant: PreTrainedModel, options: DraftOptions, kwargs: Mapping[str, Any]) -> Draft:
-        tokenizer = kwargs.get("tokenizer")
+        tokenizer, own = kwargs.get("tokenizer"), kwargs.get("logits_processor")
 
-        def make(config: GenerationConfig, processors: LogitsProcessorList) -> Assistant:
-            return Assistant(self._model, assistant, config, processors, tokenizer, options.assistant_tokenizer)
+        def make(config: GenerationConfig, _processors: LogitsProcessorList) -> Assistant:  # it makes others of config
+            return Assistant(self._model, assistant, config, own, tokenizer, options.assistant_tokenizer)
 
         return ProposalDraft("assistant", make)
+
+    def _heads(self, name: str) -> Draft:
+        heads = Heads(self._model)
+
+        def make(config: GenerationConfig, processors: LogitsProcessorList) -> HeadsDraft:
+            return HeadsDraft(heads, bool(config.do_sample), processors)
+
+        return ProposalDraft(name, make, needs_hidden=True, nbytes=heads.nbytes)
 
     def _lookup(self, config: GenerationConfig, processors: LogitsProcessorList) -> PromptLookup:
         vocabulary = self._model.config.get_text_config().vocab_size

@@ -43,6 +43,12 @@ class Heads:
         self._model.config._experts_implementation = "grouped_mm"  # the model's own may know offloaded experts alone
         self.length: int = self._model.num_mtp_layers
         self.device: torch.device = device
+        self._shared = {each.data_ptr() for each in model.parameters()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the heads' own weights; what they share with the model is not counted twice."""
+        return sum(each.nbytes for each in self._model.parameters() if each.data_ptr() not in self._shared)
 
     def cache(self) -> MtpCache:
         """An empty one, which can be rolled back."""
