@@ -64,7 +64,10 @@ class Governor:
         self._ratios: deque[float] = deque(maxlen=_SHOWN)
         self._lengths: Counter[tuple[str, int]] = Counter()
         self._changes: deque[Json] = deque(maxlen=_CHANGES)
-        self._cycle = 0
+        self._cycle = self._drafted = 0
+        """Cycles, and those of them that drafted."""
+        self._emitted = 0.0
+        """Tokens of these, the mean over sequences."""
 
     def choose(self, candidates: Sequence[str], longest: int | None = None) -> Choice:
         """What the next cycle is to be.
@@ -120,6 +123,8 @@ class Governor:
             self._plain_steps += 1
         else:
             self._model(cycle.draft).observe(cycle, self._verify_s, self.copy_s)
+            self._drafted += 1
+            self._emitted += cycle.emitted
         self._cycle += 1
         self._lengths[cycle.draft or NONE, cycle.drafted] += 1
         self._trials.spent(seconds)
@@ -129,17 +134,20 @@ class Governor:
     def report(self) -> Json:
         """What was learnt and chosen, as plain values: `drafts` by name as :meth:`DraftModel.report` has them;
         `plain_s` of a plain step, `verify_s` by tokens; `predicted_over_actual`, the median over cycles, and
-        `within_tenth`, the share of cycles that took what was predicted to 10%; `lengths`, how often each was run;
+        `median_error`, how far it was off in the median, and `within_tenth`, the share of cycles that took what was
+        predicted to 10%; `tokens_per_cycle`, the mean over those that drafted; `lengths`, how often each was run;
         `lost_s` by trials of `seconds`; `reasons`, one line wherever the draft changed.
         """
         most = max((length for _, length in self._lengths), default=0)
-        close = [abs(ratio - 1) <= 0.1 for ratio in self._ratios]
+        errors = [abs(ratio - 1) for ratio in self._ratios]
         return {
             "drafts": {name: model.report(most) for name, model in self._models.items()},
             "plain_s": self._plain_s.value,
             "verify_s": self._verify_s[1 : most + 2],
             "predicted_over_actual": statistics.median(self._ratios) if self._ratios else None,
-            "within_tenth": sum(close) / len(close) if close else None,
+            "median_error": statistics.median(errors) if errors else None,
+            "within_tenth": sum(error <= 0.1 for error in errors) / len(errors) if errors else None,
+            "tokens_per_cycle": self._emitted / self._drafted if self._drafted else None,
             "lengths": {f"{name} {n}": count for (name, n), count in sorted(self._lengths.items())},
             "seconds": self._trials.seconds,
             "lost_s": self._trials.lost_s,
