@@ -53,8 +53,6 @@ def bench_drafts(
             shift = repetition % len(names)
             for name in names[shift:] + names[:shift]:
                 say(f"draft {name}, " + (f"repetition {repetition} of {repetitions}" if repetition else "first round"))
-                if repetition == 0 and offloaded.drafting is not None:
-                    offloaded.drafting.reset()
                 first_s = _generate(offloaded, prompt_ids, 1, NONE)[0]
                 before = offloaded.link.bytes_moved
                 seconds, text = _generate(offloaded, prompt_ids, new_tokens + 1, name)
