@@ -185,7 +185,9 @@ class DraftedDecoding:
         drafted.passes_s = [perf_counter() - start]
 
     def _make(self, draft: ProposalDraft) -> RowProposers:
-        made = [draft.make(self._config, self._process) for _ in self._texts.known]
+        # processors may know each row's padding; what they forbid is not accepted in any case
+        process = self._process if len(self._texts.known) == 1 else LogitsProcessorList()
+        made = [draft.make(self._config, process) for _ in self._texts.known]
         rows = self._proposers[draft.name] = RowProposers(made, self._texts, self._first_B)
         return rows
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import OffloadedModel, offload
@@ -29,9 +30,9 @@ def plain(offloaded: OffloadedModel, ids_BS: Tensor, new: int = NEW) -> Tensor:
     return said
 
 
-def unlimited(family: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def unlimited(family: str) -> PreTrainedModel:
     """Mamba2 layers limit no time steps."""
-    model = tiny(family, dtype)
+    model: PreTrainedModel = tiny(family)
     for part in model.modules():
         if hasattr(part, "time_step_limit"):
             part.time_step_limit = (0.0, float("inf"))
@@ -42,7 +43,7 @@ def unlimited(family: str, dtype: torch.dtype = torch.float32) -> torch.nn.Modul
 def test_every_draft_gives_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ids_BS = prompt()
     drafted, accepted = 0, 0
-    with offload(unlimited(family), slots=SLOTS, predictor="next_norm") as offloaded:  # type: ignore[arg-type]
+    with offload(unlimited(family), slots=SLOTS, predictor="next_norm") as offloaded:
         expected = plain(offloaded, ids_BS)
         for draft in [*DRAFTS, AUTO]:
             for length in LENGTHS if draft != AUTO else (None,):
@@ -67,7 +68,7 @@ def test_models_whose_longer_passes_say_something_else_are_refused(family: str) 
     with offload(tiny(family), slots=SLOTS) as offloaded:
         expected = plain(offloaded, ids_BS)
         for _ in range(2):
-            with pytest.raises(ExpertcastError, match="pass(es)? over several tokens") as caught:
+            with pytest.raises(ExpertcastError, match=r"pass(es)? over several tokens") as caught:
                 offloaded.generate(ids_BS, max_new_tokens=NEW, do_sample=False, draft="int4", draft_length=2)
             assert "\n" not in str(caught.value)
             check_books(offloaded)
