@@ -60,6 +60,8 @@ class DraftedDecoding:
         self._engine, self._schedule, self._drafts, self._guide = engine, schedule, drafts, guide
         self._streamer = streamer
         self._residency = engine.flow.residency
+        self.fit = False
+        """Whether it is known that a pass over several tokens says what steps say."""
 
     @torch.no_grad()
     def generate(
@@ -87,6 +89,7 @@ class DraftedDecoding:
         self._outputs = Outputs(generation_config, len(texts.known))
         try:
             with model._optimize_model_for_decode():
+                self._refuse_unfit()
                 self._settle(output.logits[:, -1:].float(), _Drafted())
                 if needy:
                     self._show(input_ids.shape[1] - output.hidden_states[-1].shape[1], output.hidden_states[-1])
@@ -101,8 +104,16 @@ class DraftedDecoding:
         return self._outputs.result(texts.result(), self._cache.cache)
 
     def _columns(self) -> int:
-        """Columns that belong into the cache: a row's last token has not been fed."""
-        return (self._texts.common if self._texts.open else self._texts.longest) - 1
+        """Columns that belong into the cache: a row's last new token has not been fed."""
+        texts = self._texts
+        return max(texts.prompt, (texts.common if texts.open else texts.longest) - 1)
+
+    def _refuse_unfit(self) -> None:
+        """Two passes, if any, once for a model: not where there is no room for a draft."""
+        start = self._cache.length
+        if not self.fit and self._texts.most - self._texts.prompt > 2:
+            self._cache.refuse_unfit(self._model, lambda: self._feed.run(start, self._texts.prompt + 2, 1))
+            self.fit = True
 
     def _cycle(self) -> None:
         texts, cache, schedule = self._texts, self._cache, self._schedule
@@ -174,7 +185,9 @@ class DraftedDecoding:
         drafted.passes_s = [perf_counter() - start]
 
     def _make(self, draft: ProposalDraft) -> RowProposers:
-        made = [draft.make(self._config, self._process) for _ in self._texts.known]
+        # processors may know each row's padding; what they forbid is not accepted in any case
+        process = self._process if len(self._texts.known) == 1 else LogitsProcessorList()
+        made = [draft.make(self._config, process) for _ in self._texts.known]
         rows = self._proposers[draft.name] = RowProposers(made, self._texts, self._first_B)
         return rows
 

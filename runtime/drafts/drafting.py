@@ -67,6 +67,7 @@ class Drafting:
         self._schedule = Schedule(self._residency, parts.speculator.view.shape)
         self._drafts: dict[str, Draft] = {}
         self._governors: dict[int, Governor] = {}
+        self._fit = False
 
     @property
     def memory(self) -> dict[str, int]:
@@ -91,11 +92,12 @@ class Drafting:
             self._schedule.prefetch = options.prefetch
             drafts = {name: self._drafts[name] for name in candidates}
             decoding = DraftedDecoding(self._engine, self._schedule, drafts, guide, streamer)
+            decoding.fit = self._fit
             self._engine.ahead = self._schedule
             try:
                 return decoding.generate(model, input_ids, **rest)
             finally:
-                self._engine.ahead = None
+                self._engine.ahead, self._fit = None, decoding.fit
 
         return self._model.generate(*args, **kwargs, custom_generate=decode)
 
@@ -186,11 +188,8 @@ class Drafting:
                 raise ExpertcastError("draft='speculate' executes forecasts: offload the model with a predictor")
             return ForecastDraft(name, self._engine, speculator)
         if base == names.EARLY_EXIT:
-            config = self._model.config.get_text_config()
-            blocks = names.early_exit_options(name).layers or config.num_hidden_layers // 2
-            if not 0 < blocks < config.num_hidden_layers:
-                raise ExpertcastError(f"draft {name!r}: give layers from 1 to {config.num_hidden_layers - 1}")
-            return EarlyExit(name, self._engine, config, blocks)
+            count = names.early_exit_options(name).layers
+            return EarlyExit(name, self._engine, self._model, speculator.view[0].experts, count)
         if base == names.PROMPT_LOOKUP:
             return ProposalDraft(name, self._lookup)
         if base == names.MTP:

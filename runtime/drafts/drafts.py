@@ -16,8 +16,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessorList
 
+from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.drafts.proposals import Proposer
 from expertcast.runtime.engine.base import Stage
 from expertcast.runtime.engine.host import HostEngine
@@ -74,21 +76,45 @@ class ForecastDraft(PassDraft):
 
 
 class EarlyExit(PassDraft):
-    """The model's first blocks, then its head; the cache of these blocks is the verification's own."""
+    """The model's first blocks, then its head; the cache of these blocks is the verification's own.
 
-    def __init__(self, name: str, engine: HostEngine, config: PreTrainedConfig, blocks: int) -> None:
+    Args:
+        name: as it was asked for.
+        engine: of the model's offload.
+        model: whose list of decoder blocks is shorter while it drafts.
+        inside: a module in any of them.
+        count: blocks that run, from 1 to one less than there are; 0: half of them.
+
+    Raises:
+        ExpertcastError: as many blocks cannot be left out.
+    """
+
+    def __init__(self, name: str, engine: HostEngine, model: nn.Module, inside: nn.Module, count: int) -> None:
         super().__init__(name, engine)
-        self._config, self._blocks = config, blocks
+        lists = (
+            (owner, attribute, blocks)
+            for owner in model.modules()
+            for attribute, blocks in owner.named_children()
+            if isinstance(blocks, nn.ModuleList) and any(part is inside for part in blocks.modules())
+        )
+        found = next(lists, None)
+        if found is None:
+            raise ExpertcastError(f"draft {name!r}: this model keeps no list of its blocks: choose another draft")
+        self._owner, self._attribute, self._blocks = found
+        count = count or len(self._blocks) // 2
+        if not 0 < count < len(self._blocks):
+            raise ExpertcastError(f"draft {name!r}: give layers from 1 to {len(self._blocks) - 1}")
+        self._first = nn.ModuleList(list(self._blocks)[:count])
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        config = self._config
-        before, config.num_hidden_layers = config.num_hidden_layers, self._blocks
+        modules = self._owner._modules
+        modules[self._attribute] = self._first
         try:
             with self._engine.drafting(None):
                 yield
         finally:
-            config.num_hidden_layers = before
+            modules[self._attribute] = self._blocks
 
 
 class ProposalDraft(Draft):

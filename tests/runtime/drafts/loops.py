@@ -1,0 +1,125 @@
+"""Tiny offloaded models that draft, what their cycles were, and hand-made drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+
+from expertcast.data.models import auto_class
+from expertcast.runtime import OffloadedModel
+from expertcast.runtime.drafts.cycle import Cycle
+from expertcast.runtime.drafts.drafts import ProposalDraft
+from expertcast.runtime.drafts.governor import Governor
+from tests.families.table import tiny_config
+
+SLOTS = 6
+LENGTHS = (1, 3, None)
+"""Tokens drafted in each cycle; None: the governor decides."""
+
+
+def tiny(family: str, dtype: torch.dtype = torch.float32, vocabulary: int = 4096, **own: Any) -> PreTrainedModel:
+    """A random model of the family whose windows are small; texts end by their length alone."""
+    config = tiny_config(family)
+    text = config.get_text_config(decoder=True)
+    small = dict.fromkeys(("sliding_window", "sliding_window_size"), 8)
+    for name, value in {**small, "vocab_size": vocabulary, **own}.items():
+        if getattr(text, name, None) is not None:
+            setattr(text, name, value)
+    for one in (config, text):
+        one.eos_token_id = one.pad_token_id = None
+    torch.manual_seed(0)
+    model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype).eval()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if "bias" in name and tensor.is_floating_point():
+            tensor.data.normal_(std=0.1)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def prompt(rows: int = 1, length: int = 5, vocabulary: int = 4096, seed: int = 1) -> Tensor:
+    """ids [B, S], none of them padding."""
+    return torch.randint(1, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(rows: int, vocabulary: int = 4096) -> dict[str, Tensor]:
+    """Texts of 6, 5, 4 and 3 tokens, padded on the left."""
+    ids_BS, mask_BS = prompt(rows, 6, vocabulary), torch.ones(rows, 6, dtype=torch.long)
+    for row in range(rows):
+        ids_BS[row, :row], mask_BS[row, :row] = 0, 0
+    return {"input_ids": ids_BS, "attention_mask": mask_BS}
+
+
+@contextmanager
+def cycles_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Cycle]]:
+    """The cycles that are run inside, as the governor is told of them."""
+    found: list[Cycle] = []
+    observe = Governor.observe
+
+    def told(self: Governor, cycle: Cycle) -> None:
+        found.append(cycle)
+        observe(self, cycle)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Governor, "observe", told)
+        yield found
+
+
+class Scripted:
+    """Proposes what a text goes on with, or, from some of its columns on, what it does not.
+
+    Args:
+        texts_BS: whole texts without padding, prompts included.
+        right: of each proposal so many tokens are right, the others wrong; None: all.
+        vocabulary: V
+    """
+
+    needs_hidden = False
+
+    def __init__(self, texts_BS: Tensor, right: int | None, vocabulary: int = 4096) -> None:
+        self._texts, self._right, self._vocabulary = texts_BS, right, vocabulary
+
+    def propose(self, text_1S: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
+        length = text_1S.shape[1]
+        row = next(text_S for text_S in self._texts if torch.equal(text_S[:length], text_1S[0]))
+        ids_m = row[length : length + most].clone()
+        if self._right is not None:
+            ids_m[self._right :] = (ids_m[self._right :] + 1) % self._vocabulary
+        return ids_m[None], None
+
+    def saw(self, hidden_1TD: Tensor) -> None:
+        """Nothing."""
+
+
+def script(offloaded: OffloadedModel, texts_BS: Tensor, right: int | None, vocabulary: int = 4096) -> str:
+    """Let the offload's `prompt_lookup` propose by script; the name to draft with."""
+
+    def make(config: GenerationConfig, processors: LogitsProcessorList) -> Scripted:
+        del config, processors
+        return Scripted(texts_BS, right, vocabulary)
+
+    assert offloaded.drafting is not None
+    offloaded.drafting._drafts["prompt_lookup"] = ProposalDraft("prompt_lookup", make)
+    return "prompt_lookup"
+
+
+def check_books(offloaded: OffloadedModel) -> None:
+    """Nothing is running, kept or asked for; slots, policies and copies agree."""
+    residency, engine = offloaded.residency, offloaded._engine
+    assert engine.stage is None
+    assert engine.ahead is None
+    assert not residency.only_arrived
+    while not residency.idle:
+        for copy in list(residency.copies.values()):
+            residency.link.wait(copy)
+    assert not residency.window.keys
+    assert not residency._packed
+    slots = residency.pool.slots
+    assert len(set(slots.values())) == len(slots)
+    assert sorted([*slots.values(), *residency.pool.free_slots]) == list(range(residency.pool.count))

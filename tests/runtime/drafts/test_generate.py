@@ -1,0 +1,223 @@
+"""transformers' own arguments of `generate` mean with a draft what they mean without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.generation import BaseStreamer
+
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime import OffloadedModel, offload
+from tests.runtime.drafts.loops import LENGTHS, SLOTS, check_books, cycles_of, padded, prompt, script, tiny
+
+VOCABULARY = 64
+"""So few that texts repeat themselves, and end."""
+DRAFTS = ("int4", "resident", "prompt_lookup")
+
+
+@pytest.fixture(scope="module")
+def offloaded() -> Iterator[OffloadedModel]:
+    with offload(tiny("qwen3_moe", vocabulary=VOCABULARY), slots=SLOTS) as opened:
+        yield opened
+
+
+def both(offloaded: OffloadedModel, draft: str, length: int | None, **given: Any) -> tuple[Any, Any]:
+    """What comes out with a draft, and without."""
+    given = {"max_new_tokens": 12, "do_sample": False} | given
+    drafted = offloaded.generate(**given, draft=draft, draft_length=length)
+    check_books(offloaded)
+    return drafted, offloaded.generate(**given, draft="none")
+
+
+# batches ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_next", "lfm2_moe"])
+def test_rows_of_a_batch_end_where_they_would(family: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of different length, padded on the left; the end of a text is what each row says at another step."""
+    given: dict[str, Any] = dict(padded(rows, VOCABULARY))
+    with offload(tiny(family, vocabulary=VOCABULARY), slots=SLOTS) as offloaded:
+        whole = offloaded.generate(**given, max_new_tokens=12, do_sample=False, draft="none")[:, 6:]
+        eos = [int(row_S[3 * index + 1]) for index, row_S in enumerate(whole)]
+        first = [min(row_S.tolist().index(end) for end in eos if end in row_S.tolist()) for row_S in whole]
+        assert rows < 3 or len(set(first)) > 1
+        for draft in DRAFTS:
+            for length in LENGTHS:
+                with cycles_of(monkeypatch) as cycles:
+                    got, expected = both(offloaded, draft, length, **given, eos_token_id=eos)
+                assert torch.equal(got, expected), (draft, length)
+                assert all(len(cycle.accepted) == rows for cycle in cycles)
+
+
+def test_what_rows_know_ahead_is_not_judged(offloaded: OffloadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows; each cycle asks 3 tokens of a script that knows the first row's text and is wrong on the second's.
+
+    The prompt gives both rows their first token. Cycle 1: row 0 gets 3 + 1, row 1 gets 1. Cycle 2 begins where row 1
+    is: of its 3 places row 0 knows all 3, and gets the next one, 1; row 1 gets 1. From then on row 0 keeps 3 ahead.
+    """
+    ids_BS = prompt(2, vocabulary=VOCABULARY)
+    whole = offloaded.generate(ids_BS, max_new_tokens=12, do_sample=False, draft="none")
+
+    class Half:
+        """Right on the first row."""
+
+        needs_hidden = False
+
+        def propose(self, text_1S: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
+            length = text_1S.shape[1]
+            row = 0 if torch.equal(text_1S[0], whole[0, :length]) else 1
+            ids_m = (whole[row, length : length + most] + row) % VOCABULARY
+            return ids_m[None], None
+
+        def saw(self, hidden_1TD: Tensor) -> None:
+            """Nothing."""
+
+    draft = script(offloaded, whole, None, VOCABULARY)
+    assert offloaded.drafting is not None
+    offloaded.drafting._drafts[draft].make = lambda *_args: Half()  # type: ignore[attr-defined]
+    with cycles_of(monkeypatch) as cycles:
+        got = offloaded.generate(ids_BS, max_new_tokens=12, do_sample=False, draft=draft, draft_length=3)
+    offloaded.drafting._drafts.pop(draft)
+    assert torch.equal(got, whole)
+    assert [cycle.known for cycle in cycles[:3]] == [(0, 0), (3, 0), (3, 0)]
+    assert [cycle.accepted for cycle in cycles[:3]] == [(3, 0), (3, 0), (3, 0)]
+    assert [cycle.emitted for cycle in cycles[:3]] == [2.5, 1.0, 1.0]
+
+
+def test_samples_of_one_text(offloaded: OffloadedModel) -> None:
+    got = offloaded.generate(
+        prompt(vocabulary=VOCABULARY), max_new_tokens=9, do_sample=True, num_return_sequences=3, draft="int4",
+        draft_length=3,
+    )  # fmt: skip
+    assert got.shape == (3, 5 + 9)
+    assert len({tuple(row) for row in got.tolist()}) == 3
+    check_books(offloaded)
+
+
+# what ends a text, and what changes logits --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"min_new_tokens": 9, "eos_token_id": list(range(0, VOCABULARY, 3))},
+        {"repetition_penalty": 1.7},
+        {"no_repeat_ngram_size": 2},
+        {"max_new_tokens": None, "max_length": 11},
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 2},
+        {"bad_words_ids": [[1], [5, 6]], "suppress_tokens": [2, 3]},
+        {"forced_eos_token_id": 7},
+    ],
+)
+def test_processors_and_limits(draft: str, length: int | None, given: Any, offloaded: OffloadedModel) -> None:
+    for rows in (1, 3):
+        got, expected = both(offloaded, draft, length, **padded(rows, VOCABULARY), **given)
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_stop_strings(length: int | None, reference_model: PreTrainedModel, reference_tokenizer: Any) -> None:
+    """The bundled model, which writes text: the string ends in the middle of what a cycle accepts."""
+    given = dict(reference_tokenizer("The old man went down to the", return_tensors="pt"))
+    text = reference_tokenizer.decode(reference_model.generate(**given, max_new_tokens=12, do_sample=False)[0])
+    stop = text[-9:-5]
+    with offload(reference_model, slots=128) as offloaded:
+        got, expected = both(
+            offloaded,
+            "resident",
+            length,
+            **given,
+            max_new_tokens=30,
+            stop_strings=[stop],
+            tokenizer=reference_tokenizer,
+        )
+        with pytest.raises(ExpertcastError, match="stop_strings need the tokenizer"):
+            offloaded.generate(**given, stop_strings=[stop], draft="resident")
+    assert torch.equal(got, expected)
+    assert got.shape[1] < given["input_ids"].shape[1] + 30
+
+
+# what is given back --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("draft", ["int4", "early_exit", "prompt_lookup"])
+def test_scores_logits_and_cache(draft: str, length: int | None, rows: int, offloaded: OffloadedModel) -> None:
+    """Scores and logits of every step, of rows that go on; the cache holds the text but its last token."""
+    given: dict[str, Any] = dict(padded(rows, VOCABULARY))
+    whole = offloaded.generate(**given, max_new_tokens=12, do_sample=False, draft="none")
+    got, expected = both(
+        offloaded, draft, length, **given, return_dict_in_generate=True, output_scores=True, output_logits=True,
+        repetition_penalty=1.3, eos_token_id=int(whole[0, -2]),
+    )  # fmt: skip
+    assert torch.equal(got.sequences, expected.sequences)
+    new = got.sequences.shape[1] - 6
+    assert got.past_key_values.get_seq_length() == 6 + new - 1
+    assert len(got.scores) == len(got.logits) == len(expected.scores) == new
+    ended = torch.zeros(rows, dtype=torch.bool)
+    for step in range(new):
+        for own, other in ((got.scores, expected.scores), (got.logits, expected.logits)):
+            torch.testing.assert_close(own[step][~ended], other[step][~ended], rtol=1e-4, atol=1e-4)
+        ended |= got.sequences[:, 6 + step] == int(whole[0, -2])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_next", "lfm2_moe", "minimax"])
+@pytest.mark.parametrize("draft", ["int4", "prompt_lookup"])
+def test_a_cache_goes_on_in_the_next_turn(family: str, draft: str) -> None:
+    """Turn two continues the cache of turn one, which was drafted; so may decoding without a draft."""
+    with offload(tiny(family, vocabulary=VOCABULARY), slots=SLOTS) as offloaded:
+        given: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "return_dict_in_generate": True}
+        texts, caches = {}, {}
+        for turns in (("none", "none"), (draft, draft), (draft, "none")):
+            first = offloaded.generate(prompt(vocabulary=VOCABULARY), draft=turns[0], **given)
+            held = first.past_key_values.get_seq_length()
+            ids_BS = torch.cat([first.sequences, prompt(1, 3, VOCABULARY, seed=2)], dim=1)
+            second = offloaded.generate(ids_BS, past_key_values=first.past_key_values, draft=turns[1], **given)
+            assert second.past_key_values is first.past_key_values
+            texts[turns], caches[turns] = second.sequences, (held, second.past_key_values.get_seq_length())
+        assert caches == dict.fromkeys(texts, (5 + 9 - 1, 5 + 9 + 3 + 9 - 1))
+        for sequences in texts.values():
+            assert torch.equal(sequences, texts["none", "none"])
+
+
+class _Heard(BaseStreamer):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[int], list[int]] | str] = []
+
+    def put(self, value: Tensor) -> None:
+        self.calls.append((list(value.shape), value.flatten().tolist()))
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_streamer_hears_the_same(draft: str, length: int | None, offloaded: OffloadedModel) -> None:
+    heard = []
+    for name, count in ((draft, length), ("none", None)):
+        streamer = _Heard()
+        offloaded.generate(
+            prompt(vocabulary=VOCABULARY), max_new_tokens=9, do_sample=False, streamer=streamer, draft=name,
+            draft_length=count,
+        )  # fmt: skip
+        heard.append(streamer.calls)
+    assert heard[0] == heard[1]
+    assert len(heard[0]) == 1 + 9 + 1
+
+
+def test_a_cache_made_by_hand_goes_on(offloaded: OffloadedModel) -> None:
+    cache, ids_BS = DynamicCache(config=offloaded.model.config), prompt(vocabulary=VOCABULARY)
+    got = offloaded.generate(ids_BS, past_key_values=cache, max_new_tokens=9, do_sample=False, draft="int4")
+    assert torch.equal(got, offloaded.generate(ids_BS, max_new_tokens=9, do_sample=False, draft="none"))
+    assert cache.get_seq_length() == 5 + 9 - 1
