@@ -64,14 +64,16 @@ class Drafting:
     def __init__(self, model: PreTrainedModel, engine: HostEngine, parts: EngineParts, store: ExpertStore) -> None:
         self._model, self._engine, self._parts, self._store = model, engine, parts, store
         self._residency = engine.flow.residency
-        self._schedule = Schedule(self._residency, parts.speculator.view.shape)
-        self._drafts: dict[str, Draft] = {}
-        self._governors: dict[int, Governor] = {}
+        self.schedule = Schedule(self._residency, parts.speculator.view.shape)
+        self.drafts: dict[str, Draft] = {}
+        """Those that were made, by name."""
+        self.governors: dict[int, Governor] = {}
+        """What was learnt, by number of sequences; a benchmark puts in what each of its runs has learnt."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the device's memory that drafts hold beside the slots."""
-        return sum(draft.nbytes for draft in self._drafts.values())
+        return sum(draft.nbytes for draft in self.drafts.values())
 
     def generate(
         self, options: DraftOptions, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -88,9 +90,9 @@ class Drafting:
 
         def decode(model: PreTrainedModel, input_ids: Tensor, **rest: Any) -> Tensor | GenerateDecoderOnlyOutput:
             guide = self._guide(candidates, options.length, len(input_ids))
-            self._schedule.prefetch = options.prefetch
-            decoding = DraftedDecoding(self._engine, self._schedule, self._drafts, guide, streamer)
-            self._engine.ahead = self._schedule
+            self.schedule.prefetch = options.prefetch
+            decoding = DraftedDecoding(self._engine, self.schedule, self.drafts, guide, streamer)
+            self._engine.ahead = self.schedule
             try:
                 return decoding.generate(model, input_ids, **rest)
             finally:
@@ -101,29 +103,29 @@ class Drafting:
     def report(self) -> Json:
         """`drafts`: by number of sequences what the governor says (:meth:`.governor.Governor.report`), with the bytes
         of device memory that drafts hold; nothing where nothing was drafted."""
-        if not self._governors:
+        if not self.governors:
             return {}
-        reports = {str(batch): governor.report() for batch, governor in self._governors.items()}
+        reports = {str(batch): governor.report() for batch, governor in self.governors.items()}
         return {"drafts": {"memory_bytes": self.nbytes, "by_sequences": reports}}
 
     def reset(self) -> None:
         """Forget what was learnt."""
-        self._governors.clear()
+        self.governors.clear()
 
     def close(self) -> None:
         """Free what drafts hold."""
-        self._drafts.clear()
+        self.drafts.clear()
 
     def _guide(self, candidates: list[str], length: int | None, batch: int) -> Guide:
-        governor = self._governors.get(batch)
+        governor = self.governors.get(batch)
         link = self._residency.link
         if governor is None:
-            governor = self._governors[batch] = Governor(len(self._parts.speculator.view), link.copy_s)
+            governor = self.governors[batch] = Governor(len(self._parts.speculator.view), link.copy_s)
         governor.copy_s = link.copy_s
         if length is None:
             return Guide(
                 choose=lambda most: governor.choose(candidates, most),
-                goes_on=lambda: governor.goes_on(self._schedule.buffer, self._schedule.held()),
+                goes_on=lambda: governor.goes_on(self.schedule.buffer, self.schedule.held()),
                 observe=governor.observe,
             )
         name = candidates[0]
@@ -137,7 +139,7 @@ class Drafting:
         return Guide(choose=fixed, goes_on=self._counted, observe=governor.observe)
 
     def _counted(self) -> bool:
-        self._schedule.buffer.new_experts(self._schedule.held())
+        self.schedule.buffer.new_experts(self.schedule.held())
         return True
 
     def _candidates(self, options: DraftOptions, kwargs: dict[str, Any]) -> list[str]:
@@ -158,14 +160,14 @@ class Drafting:
             return [self._add(given, lambda: self._named(given))]
         if options.length is not None:
             raise ExpertcastError("draft='auto' chooses the length too: leave the length out, or name a draft")
-        made = [name for name, draft in self._drafts.items() if isinstance(draft, StageDraft) and draft.nbytes]
+        made = [name for name, draft in self.drafts.items() if isinstance(draft, StageDraft) and draft.nbytes]
         speculates = [names.SPECULATE] if self._parts.speculator.predictor is not None else []
         found = [*made, "resident", *speculates, names.PROMPT_LOOKUP]
         return [self._add(name, lambda name=name: self._named(name)) for name in found]  # type: ignore[misc]
 
     def _add(self, name: str, make: Callable[[], Draft], *, anew: bool = False) -> str:
-        if anew or name not in self._drafts:
-            self._drafts[name] = make()
+        if anew or name not in self.drafts:
+            self.drafts[name] = make()
         return name
 
     def _named(self, name: str) -> Draft:
@@ -178,7 +180,7 @@ class Drafting:
         speculator = self._parts.speculator
         if name in names.QUANTISED:
             experts = QuantisedExperts.of(speculator.view, self._store, name, device=self._store.device)
-            stage = QuantisedStage(experts, self._schedule, self._residency.link)
+            stage = QuantisedStage(experts, self.schedule, self._residency.link)
             return StageDraft(name, self._engine, stage, experts.nbytes)
         if base == names.SPECULATE:
             if speculator.predictor is None:
@@ -196,7 +198,7 @@ class Drafting:
 
     def _by_policies(self, name: str, policies: Policies) -> PassDraft:
         parts = self._parts
-        stage = PolicyStage(parts, policies, self._residency, self._schedule)
+        stage = PolicyStage(parts, policies, self._residency, self.schedule)
         self._store.add_copies(stage.precisions)
         return StageDraft(name, self._engine, stage)
 
