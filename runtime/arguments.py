@@ -12,6 +12,8 @@ from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor, predictor_class
 from expertcast.predictors.view import overfetched
 from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.drafts.names import QUANTISED
+from expertcast.runtime.drafts.quantised import expected_bytes
 from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.refit import OnlineRefit
 from expertcast.runtime.option_values import check_predictor, pool_bytes, size_bytes
@@ -124,9 +126,11 @@ def slot_count(config: OffloadConfig, view: MoEView) -> int:
     everything = shape.layers * shape.experts
     if config.memory is not None:
         block_bytes = BlockLayout.of(view).block_bytes
-        slots = (size_bytes(config.memory) - sum(pool_bytes(config.pools).values())) // block_bytes
+        drafts = expected_bytes(view, config.draft) if config.draft in QUANTISED else 0
+        slots = (size_bytes(config.memory) - drafts - sum(pool_bytes(config.pools).values())) // block_bytes
         if slots < shape.top_k:
             beside = f" beside pools={config.pools!r}" if config.pools else ""
+            beside += f" beside {drafts} bytes for draft={config.draft!r}" if drafts else ""
             raise ExpertcastError(
                 f"memory={config.memory!r} holds {max(0, slots)} experts of {block_bytes} bytes{beside}, one token "
                 f"needs {shape.top_k}: give {shape.top_k * block_bytes} bytes or more{beside}"

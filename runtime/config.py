@@ -16,6 +16,7 @@ from expertcast.data.writer import write_where_told
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.artefacts import read_json
 from expertcast.predictors.plain import Json
+from expertcast.runtime.drafts.names import NONE, check_draft
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.option_values import from_plain, pool_bytes, size_bytes, to_plain
 from expertcast.runtime.policies import PRESETS, Policies
@@ -84,6 +85,9 @@ class OffloadConfig:
     """Layers that execute their forecast leave their router out: its logits are never known there."""
     speculate_prefill: bool = False
     """Forecast and execute in prefill steps too; they are exact otherwise."""
+    draft: str = NONE
+    """What `generate` drafts with unless it is told otherwise: none, auto, int4, int8, resident, a lossy policy, ...
+    (see :mod:`expertcast.runtime.drafts.drafts`); with `memory`, what int4 or int8 take is taken from it."""
     drift: bool = True
     """Follow the forecasts' recall, and warn once when it falls below the checkpoint's."""
     refit: float = 0.0
@@ -128,6 +132,11 @@ class OffloadConfig:
             raise ExpertcastError(f"router_free leaves routers out, which {with_what} needs: choose one of them")
         if pool_bytes(self.pools):
             self._check_pools()
+        check_draft(self.draft)
+        if self.draft != NONE and (self.mode != "exact" or self.resolved_policies().lossy):
+            raise ExpertcastError(
+                f"draft={self.draft!r} is verified by the exact model: leave mode and lossy policies out"
+            )
         self.resolved_policies()
 
     def _check_pools(self) -> None:

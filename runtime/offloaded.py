@@ -6,9 +6,7 @@ L MoE layers, E routed experts per layer, K experts per token.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -17,55 +15,24 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.discovery import experts_implementation
 from expertcast.data.taps import RouterTaps
-from expertcast.predictors import ExpertcastError, MoEView, NextToken
+from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.next_token_tracker import NextTokenTracker
 from expertcast.runtime.drafts.drafting import Drafting, DraftOptions
 from expertcast.runtime.drafts.names import NONE
 from expertcast.runtime.engine.base import EXPERTS_NAME, Engine, EngineParts
 from expertcast.runtime.engine.device import DeviceEngine
-from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.engine.guards import ForwardGuard, in_use, weights_guarded
 from expertcast.runtime.engine.host import HostEngine
-from expertcast.runtime.engine.kernels import SlotKernel, decode_kernel_followed
+from expertcast.runtime.engine.kernels import decode_kernel_followed
 from expertcast.runtime.engine.residency import Residency
-from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.speed import fastest_link
+from expertcast.runtime.offload_parts import OffloadParts
 from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.policies.eviction.pooled import Pooled
 from expertcast.runtime.policies.scope import Eviction
-from expertcast.runtime.recording.observer import Observer, Observers
+from expertcast.runtime.recording.observer import Observers
 from expertcast.runtime.storage.slots import SlotPool
-from expertcast.runtime.storage.store import ExpertStore
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadParts:
-    """What a model is offloaded with; :func:`expertcast.offload` makes them from its options."""
-
-    store: ExpertStore
-    slots: int
-    """How many experts fit on the device."""
-    link: Link | None
-    """None: the one that measures fastest on this CUDA device."""
-    policies: Policies
-    speculator: Speculator
-    """Which knows the model's MoE layers."""
-    next_token: NextToken | None
-    """Forecasts the next tokens' routing."""
-    kernel: SlotKernel
-    cache: bool
-    """False frees an expert's slot as soon as its layer has run."""
-    likely: float
-    """The least probability by `next_token` at which an expert is loaded when a token begins."""
-    gated: bool = False
-    """With a cache, make only forecasts that are expected to save more waiting than they cost."""
-    drift: DriftMonitor | None = None
-    """Follows the forecasts' recall."""
-    draft: str = NONE
-    """What `generate` drafts with unless it is told otherwise."""
-    observers: Sequence[Observer] = ()
 
 
 class OffloadedModel:

@@ -24,7 +24,8 @@ from expertcast.runtime.engine.base import EXPERTS_NAME, Engine
 from expertcast.runtime.engine.guards import refuse_shared
 from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
 from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.offloaded import OffloadedModel, OffloadParts
+from expertcast.runtime.offload_parts import OffloadParts
+from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_link, make_store
@@ -85,6 +86,7 @@ def offload(
         cache=config.cache,
         likely=config.likely,
         gated=config.forecasts == "worth",
+        draft=config.draft,
         drift=make_monitor(config, view, bound, checkpoint),
         observers=observers,
     )

@@ -23,12 +23,18 @@ import torch
 from torch import Tensor
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.fields import parse_options
 from expertcast.predictors.plain import Json
 from expertcast.predictors.view import ModelShape
+from expertcast.runtime.drafts.costs import PRIOR_ACCEPTANCE
 from expertcast.runtime.simulation.machine import Case, check_slots
 from expertcast.runtime.simulation.simulator import VirtualRuntime
 from expertcast.runtime.simulation.trace import Forward, Trace, asked_for, prefilled
 
+LONGEST = 8
+"""n of the longest draft that is asked about."""
+FEWEST = 4
+"""Tokens to be written at least: the first comes from the prompt, and a draft of one needs three steps."""
 WORTH = 0.02
 """Share of tokens per second that a draft must gain before it is advised."""
 
@@ -41,8 +47,8 @@ class DraftTraits:
         ExpertcastError: a share that is none, or a cost below 0.
     """
 
-    name: str
-    acceptance: float
+    name: str = "draft"
+    acceptance: float = PRIOR_ACCEPTANCE
     """Share of its tokens that are accepted, where all before were."""
     foreseen: float = 1.0
     """Share of the experts that it foresees."""
@@ -55,6 +61,16 @@ class DraftTraits:
                 f"{self.name}: acceptance={self.acceptance}, foreseen={self.foreseen}, cost={self.cost}: give shares "
                 "from 0 to 1 and a cost of 0 or more"
             )
+
+    @classmethod
+    def parse(cls, text: str) -> DraftTraits:
+        """From `NAME` or `NAME:acceptance=P,foreseen=P,cost=C`.
+
+        Raises:
+            ExpertcastError: an unknown option, or a value that does not fit.
+        """
+        name, _, options = text.partition(":")
+        return replace(parse_options(options, cls, f"draft {name!r}"), name=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +125,7 @@ class DraftAdvice:
 
 
 def advise_drafts(
-    trace: Trace, case: Case, draft: DraftTraits, *, longest: int = 8, repetitions: int = 4
+    trace: Trace, case: Case, draft: DraftTraits, *, longest: int = LONGEST, repetitions: int = 4
 ) -> DraftAdvice:
     """Replay cycles of every length, 0 included, and say what they give.
 

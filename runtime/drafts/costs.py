@@ -12,7 +12,7 @@ from operator import mul
 
 from expertcast.predictors.plain import Json
 from expertcast.runtime.drafts.cycle import Cycle
-from expertcast.runtime.drafts.running import PositionMeans, RunningLine, RunningMean
+from expertcast.runtime.drafts.running import OUTLIER, PositionMeans, RunningLine, RunningMean
 
 PRIOR_ACCEPTANCE = 0.8
 """Share of drafted tokens that are taken to be accepted before any was verified."""
@@ -111,7 +111,10 @@ class DraftModel:
         if n > 1:
             self._later_s.observe(sum(cycle.passes_s[1:]) / (n - 1))
         explained = self._explained(n, verify_s, copy_s, cycle.growth)[n]
-        self._rest_s.observe(n, cycle.total_s - explained)
+        total_s = cycle.total_s
+        if self.cycles > 2:
+            total_s = min(total_s, OUTLIER * (explained + max(0.0, self._rest_s.at([n])[0])))
+        self._rest_s.observe(n, total_s - explained)
 
     def limit(self, weight: float) -> None:
         """What was learnt is of long ago: it counts as so many cycles at most."""

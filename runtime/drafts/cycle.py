@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -57,3 +58,14 @@ class Choice:
     """One line with the numbers that it was chosen by."""
     trial: bool = False
     """Run to learn what it does, not because it is best: it is drafted to its length, no less and no more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guide:
+    """Who decides on a generation's cycles."""
+
+    choose: Callable[[int], Choice]
+    """Gets the most tokens that may be drafted."""
+    goes_on: Callable[[], bool]
+    """Asked after each drafted token."""
+    observe: Callable[[Cycle], None]

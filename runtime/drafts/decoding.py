@@ -8,7 +8,7 @@ B sequences, V vocabulary, n drafted tokens. Columns are those of :mod:`.texts`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -18,27 +18,17 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
-from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.drafts.acceptance import accept_greedy, accept_sampled
-from expertcast.runtime.drafts.cycle import Choice, Cycle
+from expertcast.runtime.drafts.asked import check_asked
+from expertcast.runtime.drafts.cycle import Choice, Cycle, Guide
 from expertcast.runtime.drafts.drafts import Draft, PassDraft, ProposalDraft
 from expertcast.runtime.drafts.feed import Feed
+from expertcast.runtime.drafts.outputs import Outputs
 from expertcast.runtime.drafts.rollback import SharedCache
 from expertcast.runtime.drafts.rows import RowProposers
 from expertcast.runtime.drafts.schedule import Schedule
 from expertcast.runtime.drafts.texts import Texts
 from expertcast.runtime.engine.host import HostEngine
-
-
-@dataclass(slots=True, kw_only=True)
-class Guide:
-    """Who decides on a generation's cycles."""
-
-    choose: Callable[[int], Choice]
-    """Gets the most tokens that may be drafted."""
-    goes_on: Callable[[], bool]
-    """Asked after each drafted token."""
-    observe: Callable[[Cycle], None]
 
 
 @dataclass(slots=True)
@@ -77,9 +67,12 @@ class DraftedDecoding:
         stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:  # fmt: skip
         """What transformers' `generate` calls as `custom_generate`."""
-        _check(generation_config, model_kwargs, input_ids, self._streamer)
+        check_asked(generation_config, model_kwargs, input_ids, self._streamer)
         self._model, self._config = model, generation_config
         self._process, self._stops = logits_processor, stopping_criteria
+        needy = [draft for draft in self._drafts.values() if isinstance(draft, ProposalDraft) and draft.needs_hidden]
+        if needy:
+            model_kwargs["output_hidden_states"] = -1  # the last ones alone
         output = model._prefill(input_ids, generation_config, model_kwargs)
         pad = generation_config._pad_token_tensor
         self._texts = texts = Texts(input_ids, generation_config.max_length, 0 if pad is None else int(pad))
@@ -88,12 +81,15 @@ class DraftedDecoding:
         mask_BS = model_kwargs.get("attention_mask")
         self._first_B = [0] * len(input_ids) if mask_BS is None else mask_BS.long().argmax(dim=1).tolist()
         self._proposers: dict[str, RowProposers] = {}
+        for draft in needy:
+            self._make(draft)
         self._feed = Feed(model, texts, model_kwargs)
-        self._scores: list[list[Tensor]] = [[] for _ in texts.known]
-        self._logits: list[list[Tensor]] = [[] for _ in texts.known]
+        self._outputs = Outputs(generation_config, len(texts.known))
         try:
             with model._optimize_model_for_decode():
                 self._settle(output.logits[:, -1:].float(), _Drafted())
+                if needy:
+                    self._show(input_ids.shape[1] - output.hidden_states[-1].shape[1], output.hidden_states[-1])
                 del output
                 while texts.open:
                     self._cycle()
@@ -102,7 +98,7 @@ class DraftedDecoding:
             self._cache.roll_back(min(self._cache.length, self._columns()))
         if self._streamer is not None:
             self._streamer.end()
-        return self._result(model_kwargs)
+        return self._outputs.result(texts.result(), self._cache.cache)
 
     def _columns(self) -> int:
         """Columns that belong into the cache: a row's last token has not been fed."""
@@ -133,6 +129,7 @@ class DraftedDecoding:
         known = tuple(min(drafted.count, first) for first in texts.start_B(settled))
         before = list(texts.known)
         kept = self._settle(logits_BNV, drafted)
+        self._show(begin, self._feed.hidden_BTD)
         schedule.end()
         cache.roll_back(min(cache.length, self._columns()))
         end = perf_counter()
@@ -169,15 +166,23 @@ class DraftedDecoding:
     def _propose(self, draft: ProposalDraft, choice: Choice, drafted: _Drafted) -> None:
         """All tokens at once, each row's own; rows that have fewer go on with what they have."""
         start = perf_counter()
-        rows = self._proposers.get(draft.name)
-        if rows is None:
-            made = [draft.make(self._config, self._process) for _ in self._texts.known]
-            rows = self._proposers[draft.name] = RowProposers(made, self._texts, self._first_B)
+        rows = self._proposers.get(draft.name) or self._make(draft)
         drafted.count, logits_BmV = rows.propose(choice.longest)
         drafted.ended = drafted.count < choice.longest
         if logits_BmV is not None:
             drafted.logits = list(logits_BmV.unbind(1))
         drafted.passes_s = [perf_counter() - start]
+
+    def _make(self, draft: ProposalDraft) -> RowProposers:
+        made = [draft.make(self._config, self._process) for _ in self._texts.known]
+        rows = self._proposers[draft.name] = RowProposers(made, self._texts, self._first_B)
+        return rows
+
+    def _show(self, begin: int, hidden_BTD: Tensor | None) -> None:
+        """Hidden states from column `begin` on, to the proposers that read them."""
+        if hidden_BTD is not None:
+            for rows in self._proposers.values():
+                rows.saw(begin, hidden_BTD)
 
     def _settle(self, logits_BNV: Tensor, drafted: _Drafted) -> list[int]:
         """Take what the exact model's logits say of the drafted columns, and one token more.
@@ -209,17 +214,10 @@ class DraftedDecoding:
         got = texts.take(rows, counts, self._stops)
         for row, count in enumerate(got):
             for column in range(before[row], before[row] + count):
-                self._keep(row, logits_BNV[row, column - settled], scores_BNV[row, column - settled])
+                self._outputs.keep(row, logits_BNV[row, column - settled], scores_BNV[row, column - settled])
                 if self._streamer is not None:
                     self._streamer.put(texts.ids_BS[row, column : column + 1].cpu())
         return accepted
-
-    def _keep(self, row: int, logits_V: Tensor, scores_V: Tensor) -> None:
-        if self._config.return_dict_in_generate:
-            if self._config.output_logits:
-                self._logits[row].append(logits_V)
-            if self._config.output_scores:
-                self._scores[row].append(scores_V)
 
     def _all_end(self, column: int) -> bool:
         """Whether every row that goes on has drafted its end."""
@@ -228,53 +226,8 @@ class DraftedDecoding:
             return False
         return bool(torch.isin(self._texts.ids_BS[self._texts.open, column], ends).all())
 
-    def _result(self, model_kwargs: Mapping[str, Any]) -> Tensor | GenerateDecoderOnlyOutput:
-        ids_BS = self._texts.result()
-        config = self._config
-        if not config.return_dict_in_generate:
-            return ids_BS
-        return GenerateDecoderOnlyOutput(
-            sequences=ids_BS,
-            scores=_steps(self._scores) if config.output_scores else None,
-            logits=_steps(self._logits) if config.output_logits else None,
-            past_key_values=model_kwargs["past_key_values"],
-        )
-
 
 def _pick(scores_BV: Tensor, *, sample: bool) -> Tensor:
     if not sample:
         return scores_BV.argmax(dim=-1)
     return torch.multinomial(scores_BV.softmax(dim=-1), num_samples=1).squeeze(1)
-
-
-def _steps(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """By step, [B, V]; rows that ended before have zeros."""
-    most = max(map(len, rows), default=0)
-    return tuple(
-        torch.stack([row[step] if step < len(row) else torch.zeros_like(rows[0][0]) for row in rows])
-        for step in range(most)
-    )
-
-
-def _check(
-    config: GenerationConfig, kwargs: Mapping[str, Any], input_ids: Tensor, streamer: BaseStreamer | None
-) -> None:
-    """What a draft cannot be combined with.
-
-    Raises:
-        ExpertcastError: that, in one line.
-    """
-    refused = {
-        "num_beams": config.num_beams > 1,
-        "output_attentions": config.output_attentions,
-        "output_hidden_states": config.output_hidden_states,
-        "guidance_scale": config.guidance_scale not in (None, 1.0),
-        "use_cache=False": not config.use_cache,
-        "a streamer for several texts": streamer is not None and len(input_ids) > 1,
-        "inputs_embeds": kwargs.get("inputs_embeds") is not None,
-        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
-        "assistant_early_exit": config.assistant_early_exit is not None,
-    }
-    for what, given in refused.items():
-        if given:
-            raise ExpertcastError(f"a draft does not go with {what}: leave one of them out")

@@ -5,7 +5,6 @@ B sequences.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,17 +15,18 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    StoppingCriteriaList,
 )
-from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.runtime.drafts import names
-from expertcast.runtime.drafts.cycle import Choice
-from expertcast.runtime.drafts.decoding import DraftedDecoding, Guide
+from expertcast.runtime.drafts.asked import own_stop_strings
+from expertcast.runtime.drafts.cycle import Choice, Guide
+from expertcast.runtime.drafts.decoding import DraftedDecoding
 from expertcast.runtime.drafts.drafts import Draft, EarlyExit, ForecastDraft, PassDraft, ProposalDraft, StageDraft
 from expertcast.runtime.drafts.governor import Governor
+from expertcast.runtime.drafts.heads import Heads, HeadsDraft
 from expertcast.runtime.drafts.proposals import Assistant, PromptLookup
 from expertcast.runtime.drafts.quantised import QuantisedExperts
 from expertcast.runtime.drafts.schedule import Schedule
@@ -71,9 +71,9 @@ class Drafting:
         """What was learnt, by number of sequences; a benchmark puts in what each of its runs has learnt."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the device's memory that drafts hold beside the slots."""
-        return sum(draft.nbytes for draft in self.drafts.values())
+    def memory(self) -> dict[str, int]:
+        """Bytes of the device's memory that drafts hold beside the slots, by name."""
+        return {name: draft.nbytes for name, draft in self.drafts.items()}
 
     def generate(
         self, options: DraftOptions, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -85,13 +85,14 @@ class Drafting:
         """
         kwargs = dict(kwargs)
         candidates = self._candidates(options, kwargs)
-        _own_stop_strings(kwargs)
+        own_stop_strings(kwargs)
         streamer = kwargs.get("streamer")
 
         def decode(model: PreTrainedModel, input_ids: Tensor, **rest: Any) -> Tensor | GenerateDecoderOnlyOutput:
             guide = self._guide(candidates, options.length, len(input_ids))
             self.schedule.prefetch = options.prefetch
-            decoding = DraftedDecoding(self._engine, self.schedule, self.drafts, guide, streamer)
+            drafts = {name: self.drafts[name] for name in candidates}
+            decoding = DraftedDecoding(self._engine, self.schedule, drafts, guide, streamer)
             self._engine.ahead = self.schedule
             try:
                 return decoding.generate(model, input_ids, **rest)
@@ -106,7 +107,7 @@ class Drafting:
         if not self.governors:
             return {}
         reports = {str(batch): governor.report() for batch, governor in self.governors.items()}
-        return {"drafts": {"memory_bytes": self.nbytes, "by_sequences": reports}}
+        return {"drafts": {"memory_bytes": sum(self.memory.values()), "by_sequences": reports}}
 
     def reset(self) -> None:
         """Forget what was learnt."""
@@ -194,6 +195,8 @@ class Drafting:
             return EarlyExit(name, self._engine, config, blocks)
         if base == names.PROMPT_LOOKUP:
             return ProposalDraft(name, self._lookup)
+        if base == names.MTP:
+            return self._heads(name)
         return self._by_policies(name, names.policies_of(name))
 
     def _by_policies(self, name: str, policies: Policies) -> PassDraft:
@@ -203,29 +206,21 @@ class Drafting:
         return StageDraft(name, self._engine, stage)
 
     def _assistant(self, assistant: PreTrainedModel, options: DraftOptions, kwargs: Mapping[str, Any]) -> Draft:
-        tokenizer = kwargs.get("tokenizer")
+        tokenizer, own = kwargs.get("tokenizer"), kwargs.get("logits_processor")
 
-        def make(config: GenerationConfig, processors: LogitsProcessorList) -> Assistant:
-            return Assistant(self._model, assistant, config, processors, tokenizer, options.assistant_tokenizer)
+        def make(config: GenerationConfig, _processors: LogitsProcessorList) -> Assistant:  # it makes others of config
+            return Assistant(self._model, assistant, config, own, tokenizer, options.assistant_tokenizer)
 
         return ProposalDraft("assistant", make)
+
+    def _heads(self, name: str) -> Draft:
+        heads = Heads(self._model)
+
+        def make(config: GenerationConfig, processors: LogitsProcessorList) -> HeadsDraft:
+            return HeadsDraft(heads, bool(config.do_sample), processors)
+
+        return ProposalDraft(name, make, needs_hidden=True, nbytes=heads.nbytes)
 
     def _lookup(self, config: GenerationConfig, processors: LogitsProcessorList) -> PromptLookup:
         vocabulary = self._model.config.get_text_config().vocab_size
         return PromptLookup(config.max_matching_ngram_size or 2, config._eos_token_tensor, processors, vocabulary)
-
-
-def _own_stop_strings(kwargs: dict[str, Any]) -> None:
-    """Make stop strings a stopping criterion here: `generate` has no tokenizer left where a loop is given to it."""
-    config = kwargs.get("generation_config")
-    strings = kwargs.pop("stop_strings", None) or getattr(config, "stop_strings", None)
-    tokenizer = kwargs.pop("tokenizer", None)
-    if strings is None:
-        return
-    if tokenizer is None:
-        raise ExpertcastError("stop_strings need the tokenizer: give tokenizer=... beside them")
-    if config is not None:
-        kwargs["generation_config"] = config = copy.copy(config)
-        config.stop_strings = None
-    given = kwargs.get("stopping_criteria") or []
-    kwargs["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])

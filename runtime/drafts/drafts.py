@@ -97,7 +97,12 @@ class ProposalDraft(Draft):
     Args:
         name: as it was asked for.
         make: a proposer for one row of a generation, from its configuration and logits processors.
+        needs_hidden: it is shown the model's last hidden states.
+        nbytes: of the device's memory that it takes.
     """
 
-    def __init__(self, name: str, make: Callable[[GenerationConfig, LogitsProcessorList], Proposer]) -> None:
-        self.name, self.make = name, make
+    def __init__(
+        self, name: str, make: Callable[[GenerationConfig, LogitsProcessorList], Proposer], *,
+        needs_hidden: bool = False, nbytes: int = 0,
+    ) -> None:  # fmt: skip
+        self.name, self.make, self.needs_hidden, self.nbytes = name, make, needs_hidden, nbytes

@@ -35,6 +35,8 @@ class Feed:
             if self._kwargs.get(name) is not None:
                 self._kwargs[name] = continued(self._kwargs[name], texts.most, how)
         self._keeps = "logits_to_keep" in self._kwargs
+        self.hidden_BTD: Tensor | None = None
+        """Last hidden states of what was fed last, where `output_hidden_states` is among the arguments."""
 
     def run(self, start: int, end: int, keep: int) -> Tensor:
         """Feed columns start..end-1 behind those in the cache.
@@ -52,5 +54,7 @@ class Feed:
         if self._keeps:
             inputs["logits_to_keep"] = keep
         output = self._model(**inputs, return_dict=True)
+        if self._kwargs.get("output_hidden_states"):
+            self.hidden_BTD = output.hidden_states[-1]
         logits: Tensor = output.logits[:, -keep:]
         return logits.float()

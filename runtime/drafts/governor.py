@@ -13,13 +13,16 @@ from expertcast.runtime.drafts.cycle import Choice, Cycle
 from expertcast.runtime.drafts.lookahead import LookaheadBuffer
 from expertcast.runtime.drafts.plans import NONE, Plan, draft_plan, plain_plan
 from expertcast.runtime.drafts.roofline import RooflinePoint, roofline
-from expertcast.runtime.drafts.running import RunningMean
+from expertcast.runtime.drafts.running import OUTLIER, RunningMean
 from expertcast.runtime.drafts.trials import Trials
 
 PLAIN_STEPS, FIRST_CYCLES, FIRST_LENGTH = 3, 2, 2
 """How many plain steps, and cycles of each draft of which length, are run to begin with."""
-_OLD = 4.0
-"""What was learnt long ago of one that is tried again counts as so many cycles."""
+_SURE, _HOPE = 1.0, 0.5
+"""Standard errors: another becomes the best when it is so much below what was measured, and is tried at once when it
+might be so much above."""
+_OLD = 8.0
+"""What was learnt long ago of one that is tried again counts as so many cycles at most."""
 _SHOWN = 4096
 _CHANGES = 64
 
@@ -28,8 +31,8 @@ class Governor:
     """Takes n* = argmax E[N(n)] / T(n) over all drafts and lengths; n = 0 is a plain exact step.
 
     It learns from the cycles that it is told of, and holds for one number of sequences: what cycles take depends on it.
-    Those that were never run are tried first; those that are not the best again and again, as long as all trials
-    together lose no more than 1.5% of the time.
+    Those that were never run are tried first; those that are not the best again and again, as long as these trials
+    together lose less than 1% of the time.
 
     Args:
         layers: MoE layers of the model.
@@ -54,8 +57,6 @@ class Governor:
         self._plain_s = RunningMean(KEEP_SECONDS)
         self._plain_steps = 0
         self._trials = Trials()
-        self._first: list[tuple[float, float]] | None = []
-        """Seconds and tokens of the cycles before anything was known; None afterwards."""
         self._now: Choice | None = None
         self._best: Plan | None = None
         self._trying: tuple[str, float] | None = None
@@ -63,7 +64,10 @@ class Governor:
         self._ratios: deque[float] = deque(maxlen=_SHOWN)
         self._lengths: Counter[tuple[str, int]] = Counter()
         self._changes: deque[Json] = deque(maxlen=_CHANGES)
-        self._cycle = 0
+        self._cycle = self._drafted = 0
+        """Cycles, and those of them that drafted."""
+        self._emitted = 0.0
+        """Tokens of these, the mean over sequences."""
 
     def choose(self, candidates: Sequence[str], longest: int | None = None) -> Choice:
         """What the next cycle is to be.
@@ -110,7 +114,7 @@ class Governor:
         """Learn from a cycle that was run, chosen or not."""
         predicted_s = self._predicted(cycle)
         seconds = cycle.total_s
-        if predicted_s is not None:
+        if predicted_s is not None and seconds > 0:
             self._ratios.append(predicted_s / seconds)
         self._verify.observe(cycle.drafted + 1, max(0.0, cycle.verify_s - cycle.waited_s))
         self._verify_s = self._verify.values(max(self.longest, cycle.drafted) + 1)
@@ -119,30 +123,31 @@ class Governor:
             self._plain_steps += 1
         else:
             self._model(cycle.draft).observe(cycle, self._verify_s, self.copy_s)
+            self._drafted += 1
+            self._emitted += cycle.emitted
         self._cycle += 1
         self._lengths[cycle.draft or NONE, cycle.drafted] += 1
         self._trials.spent(seconds)
-        if self._first is not None:
-            self._first.append((seconds, cycle.emitted))
-        elif self._trying is not None and self._best is not None:
-            self._trials.lost(seconds - cycle.emitted / self._best.rate)
-            name, rate = self._trying
-            self._trials.tried(name, self._plan(cycle.draft, self.longest).rate / rate)
+        if self._trying is not None:
+            self._judge(*self._trying, cycle, seconds if predicted_s is None else min(seconds, OUTLIER * predicted_s))
 
     def report(self) -> Json:
         """What was learnt and chosen, as plain values: `drafts` by name as :meth:`DraftModel.report` has them;
         `plain_s` of a plain step, `verify_s` by tokens; `predicted_over_actual`, the median over cycles, and
-        `within_tenth`, the share of cycles that took what was predicted to 10%; `lengths`, how often each was run;
+        `median_error`, how far it was off in the median, and `within_tenth`, the share of cycles that took what was
+        predicted to 10%; `tokens_per_cycle`, the mean over those that drafted; `lengths`, how often each was run;
         `lost_s` by trials of `seconds`; `reasons`, one line wherever the draft changed.
         """
         most = max((length for _, length in self._lengths), default=0)
-        close = [abs(ratio - 1) <= 0.1 for ratio in self._ratios]
+        errors = [abs(ratio - 1) for ratio in self._ratios]
         return {
             "drafts": {name: model.report(most) for name, model in self._models.items()},
             "plain_s": self._plain_s.value,
             "verify_s": self._verify_s[1 : most + 2],
             "predicted_over_actual": statistics.median(self._ratios) if self._ratios else None,
-            "within_tenth": sum(close) / len(close) if close else None,
+            "median_error": statistics.median(errors) if errors else None,
+            "within_tenth": sum(error <= 0.1 for error in errors) / len(errors) if errors else None,
+            "tokens_per_cycle": self._emitted / self._drafted if self._drafted else None,
             "lengths": {f"{name} {n}": count for (name, n), count in sorted(self._lengths.items())},
             "seconds": self._trials.seconds,
             "lost_s": self._trials.lost_s,
@@ -168,6 +173,13 @@ class Governor:
             block_bytes / self.copy_s,
         )
 
+    def _judge(self, name: str, believed: float, cycle: Cycle, seconds: float) -> None:
+        """A trial is over: what it lost, and whether it found more tokens per second than were believed in."""
+        self._trying = None
+        if self._best is not None and self._now is not None and self._now.draft == cycle.draft:
+            self._trials.lost(seconds - cycle.emitted / self._best.rate)
+            self._trials.tried(name, self._plan(cycle.draft, self.longest).rate / believed)
+
     def _first_choice(self, candidates: Sequence[str], longest: int) -> Choice | None:
         """Who was not run often enough to be judged."""
         if longest < 1 or not candidates:
@@ -185,22 +197,20 @@ class Governor:
         plans = [self._plan(name, longest) for name in (None, *candidates)]
         self._best = best = self._best_of(plans)
         others = sorted((plan for plan in plans if plan is not best), key=lambda plan: -plan.rate)
-        if self._first is not None:
-            self._trials.lost(sum(seconds - tokens / best.rate for seconds, tokens in self._first))
-            self._first = None
         self._trials.won(best.name)
         trials = {plan.name: plan for plan in others}
         if best.longest > best.length:
             trials[f"{best.name}, longer"] = self._plan(best.draft, longest, min(2 * best.length, best.longest))
         tried = self._trials.next(
-            (name, plan.seconds, plan.seconds - plan.tokens / best.rate) for name, plan in trials.items()
+            (name, plan.seconds, plan.seconds - plan.tokens / best.rate, plan.rate_within(_HOPE) > best.rate)
+            for name, plan in trials.items()
         )
         if tried is None:
             reason = "; ".join([str(best), *(f"{plan.name}: {plan.rate:.3g}/s" for plan in others)])
             return Choice(best.draft, best.length, best.longest, best.rate, reason)
         plan = trials[tried]
         self._trying = tried, self._plan(plan.draft, longest).rate
-        if plan.rate < best.rate and plan.draft != best.draft:  # what is known of it is of long ago
+        if plan.rate_within(_HOPE) <= best.rate and plan.draft != best.draft:  # what is known of it is of long ago
             known = self._plain_s if plan.draft is None else self._models[plan.draft]
             known.limit(_OLD)
         reason = f"trying {plan}; {best.name}: {best.rate:.3g}/s"
@@ -210,8 +220,8 @@ class Governor:
         """The best of all, but what was the best stays that until another is better without luck."""
         best = max(plans, key=lambda plan: plan.rate)
         before = next((plan for plan in plans if self._best is not None and plan.draft == self._best.draft), best)
-        surest = max(plans, key=lambda plan: plan.least_rate)
-        return before if surest.least_rate <= before.rate else surest
+        surest = max(plans, key=lambda plan: plan.rate_within(-_SURE))
+        return before if surest.rate_within(-_SURE) <= before.rate else surest
 
     def _plan(self, draft: str | None, longest: int, length: int | None = None) -> Plan:
         if draft is None:

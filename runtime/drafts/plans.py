@@ -9,7 +9,6 @@ from expertcast.runtime.drafts.costs import DraftModel
 
 NONE = "none"
 """How plain exact steps are called where a name is shown."""
-_DOUBT = 1.0
 _LEAST_S = 1e-9
 
 
@@ -24,8 +23,9 @@ class Plan:
     """n_max: no draft of it is longer."""
     tokens: float
     """E[N]"""
-    least_tokens: float
-    """The same, with acceptance a standard error below what was measured: where little was, it may be luck."""
+    doubt: float
+    """How much less that is with acceptance a standard error below what was measured: where little was, it may be
+    luck."""
     seconds: float
 
     @property
@@ -38,10 +38,9 @@ class Plan:
         """Tokens per second."""
         return self.tokens / self.seconds
 
-    @property
-    def least_rate(self) -> float:
-        """Tokens per second that do not rest on luck."""
-        return self.least_tokens / self.seconds
+    def rate_within(self, errors: float) -> float:
+        """Tokens per second with so many times the doubt, above or below 0."""
+        return (self.tokens + errors * self.doubt) / self.seconds
 
     def __str__(self) -> str:
         ahead = f", {self.length} ahead" if self.draft else ""
@@ -50,7 +49,7 @@ class Plan:
 
 def plain_plan(seconds: float) -> Plan:
     """A plain exact step, which gives one token."""
-    return Plan(None, 0, 0, 1.0, 1.0, max(_LEAST_S, seconds))
+    return Plan(None, 0, 0, 1.0, 0.0, max(_LEAST_S, seconds))
 
 
 def draft_plan(
@@ -75,4 +74,5 @@ def draft_plan(
     tokens, seconds = model.tokens(most), model.seconds(most, verify_s, copy_s)
     if length is None:
         length = max(range(1, most + 1), key=lambda n: tokens[n] / seconds[n])
-    return Plan(draft, length, most, tokens[length], model.tokens(length, doubt=_DOUBT)[length], seconds[length])
+    doubt = tokens[length] - model.tokens(length, doubt=1.0)[length]
+    return Plan(draft, length, most, tokens[length], doubt, seconds[length])

@@ -79,7 +79,7 @@ class PromptLookup:
 
     def propose(self, text_1S: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
         """As :meth:`Proposer.propose`; nothing where the text's last token is new."""
-        _refuse_batch(text_1S)
+        refuse_batch(text_1S)
         self._generator.num_output_tokens = most
         ids_1N, _ = self._generator.get_candidates(text_1S)
         return ids_1N[:, text_1S.shape[1] :], None
@@ -149,7 +149,7 @@ class Assistant:
         Raises:
             ExpertcastError: the assistant keeps recurrent states, as its cache shows.
         """
-        _refuse_batch(text_1S)
+        refuse_batch(text_1S)
         self._go_back_to(text_1S)
         if self._generator is None:
             self._generator = self._made(text_1S)
@@ -207,7 +207,12 @@ class Assistant:
         return generator
 
 
-def _refuse_batch(text_BS: Tensor) -> None:
+def refuse_batch(text_BS: Tensor) -> None:
+    """Refuse more than one text.
+
+    Raises:
+        ExpertcastError: a batch of any other number.
+    """
     if text_BS.shape[0] != 1:
         raise ExpertcastError(f"a proposer drafts for one text, not for {text_BS.shape[0]}: make one for each row")
 

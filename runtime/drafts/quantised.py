@@ -210,3 +210,27 @@ def _activated(experts: Any, rows_PN: Tensor) -> Tensor:
     """What stands between the two projections, by the experts' own code."""
     activated: Tensor = experts._apply_gate(rows_PN) if experts.has_gate else experts.act_fn(rows_PN)
     return activated
+
+
+def expected_bytes(view: MoEView, precision: str) -> int:
+    """Bytes that :attr:`QuantisedExperts.nbytes` will be, before any weight is there: codes, scales and biases.
+
+    Args:
+        view: the model's MoE layers, on whatever device.
+        precision: a name of `BITS`.
+    """
+    bits = BITS[precision]
+    total = 0
+    for layer in view:
+        parameters = expert_parameters(layer.experts, layer.num_experts)
+        for value in parameters.values():
+            if value.dim() < 3:
+                total += value.nbytes
+                continue
+            width = value.shape[1 if layer.experts.is_transposed else 2]
+            group = group_of(width, bits)
+            if group is None:
+                total += value.nbytes
+            else:
+                total += value.numel() * bits // 8 + value.numel() // group * (4 if bits == 4 else 2)
+    return total

@@ -23,6 +23,21 @@ class RowProposers:
 
     def __init__(self, proposers: list[Proposer], texts: Texts, first_B: list[int]) -> None:
         self._proposers, self._texts, self._first_B = proposers, texts, first_B
+        self._seen_B = list(first_B)
+        """Columns of which each row's proposer has seen the hidden states."""
+
+    def saw(self, begin: int, hidden_BTD: Tensor) -> None:
+        """Show each proposer what it has not seen of its row's tokens that stand.
+
+        Args:
+            begin: the first column that was fed.
+            hidden_BTD: the model's last hidden states [B, T, D] from there on.
+        """
+        for row, proposer in enumerate(self._proposers):
+            start, end = self._seen_B[row], min(self._texts.known[row] - 1, begin + hidden_BTD.shape[1])
+            if start < end:
+                proposer.saw(hidden_BTD[row : row + 1, start - begin : end - begin])
+                self._seen_B[row] = end
 
     def propose(self, most: int) -> tuple[int, Tensor | None]:
         """Put proposals behind the columns that are settled in all rows.

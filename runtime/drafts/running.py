@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+OUTLIER = 3.0
+"""What takes longer than so many times what was expected counts as that: a disturbance says nothing of the next time,
+and what has really changed is found out all the same."""
+
 
 class RunningMean:
-    """A mean in which each observation counts `keep` times as much as the one after it.
+    """A mean of numbers above 0, in which each observation counts `keep` times as much as the one after it.
 
-    The very first counts little as soon as there is a second: what runs for the first time is not what it will be.
+    The very first counts little as soon as there is a second: what runs for the first time is not what it will be. From
+    the third on none counts as more than `OUTLIER` times the mean.
 
     Args:
         keep: above 0, below 1.
@@ -27,6 +32,8 @@ class RunningMean:
         if not self.weight:
             self.weight, self._sum = self._FIRST, self._FIRST * value
             return
+        if self.weight > 2 * self._FIRST:
+            value = min(value, OUTLIER * self._sum / self.weight)
         self.fade(self._keep)
         self.weight += 1.0
         self._sum += value

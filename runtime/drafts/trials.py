@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-LOSS = 0.015
-"""Share of all seconds that trying may lose."""
+LOSS = 0.0075
+"""Share of all seconds that trying again may lose; the first cycles, when nothing is known, are not counted."""
 FIRST_PAUSE = 8
 """Cycles from one trial to the next; twice as many after every trial that found nothing better than was known."""
 BETTER = 1.1
@@ -33,18 +33,18 @@ class Trials:
         """A trial took so much more than the best would have; less, if it was better."""
         self.lost_s = max(0.0, self.lost_s + seconds)
 
-    def next(self, others: Iterable[tuple[str, float, float]]) -> str | None:
-        """Who is tried now; None: nobody.
+    def next(self, others: Iterable[tuple[str, float, float, bool]]) -> str | None:
+        """Who is tried now; None: nobody. What is expected to gain needs no means.
 
         Args:
-            others: name, expected seconds of a trial and how many of these are lost, of all that are not the best.
-                Nothing is lost by one that may be better than the best: it is tried until that is settled.
+            others: of all that are not the best, name, expected seconds of a trial, how many of these are lost, and
+                whether it may be better than the best for all that is known: then it waits for no pause.
         """
-        for name, seconds, loss_s in sorted(others, key=lambda other: other[2]):
+        for name, seconds, loss_s, hopeful in sorted(others, key=lambda other: other[2]):
             if name not in self._due:
                 self._due[name] = self._cycle + self._pauses.setdefault(name, FIRST_PAUSE)
-            due = loss_s < 0 or self._cycle >= self._due[name]
-            if due and self.lost_s + max(0.0, loss_s) <= LOSS * (self.seconds + seconds):
+            due = hopeful or self._cycle >= self._due[name]
+            if due and (loss_s < 0 or self.lost_s + loss_s <= LOSS * (self.seconds + seconds)):
                 return name
         return None
 

@@ -165,7 +165,7 @@ class Runner:
             ids = self._generate(side, prompt_1T, new_tokens + 1, clock)
         moved, hits, requests = (now - then for now, then in zip(counts(), before, strict=True))
         self._made |= made.drafts
-        learnt.memory_bytes = made.nbytes
+        learnt.memory_bytes = sum(made.memory.values())
         if side.draft == ASSISTANT:
             assert self._helper is not None
             learnt.memory_bytes = self._helper.bytes_at(prompt_1T.shape[1] + new_tokens)

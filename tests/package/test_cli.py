@@ -33,14 +33,14 @@ COMMANDS = {
              "--bandwidth", "--layer-time", "--expert-bytes", "--dtype", "--device"},
     "generate": {"--prompt", "--predictor", "--mode", "--slots", "--memory", "--policies", "--next-token",
                  "--store-folder", "--codec", "--pools", "--bandwidth", "--new-tokens", "--config", "--forecasts",
-                 "--dtype", "--device"},
+                 "--draft", "--draft-length", "--dtype", "--device"},
     "store": {"--store-folder", "--codec", "--picture", "--dtype", "--device"},
     "inspect": {"--verify"},
     "bench": {*_TARGET, "--mode", "--cache", "--ahead", "--prompt-tokens", "--new-tokens", "--repetitions",
               "--no-advice", "--peer", "--minutes", "--timeline", "--next-token", "--likely", "--policies",
-              "--forecasts"},
+              "--forecasts", "--draft"},
     "advise": {*_TARGET, "--prompt-tokens", "--new-tokens", "--save", "--gpu", "--capacity", "--host",
-               "--experts", "--expert-bytes", "--store-folder"},
+               "--experts", "--expert-bytes", "--store-folder", "--draft"},
     "simulate": {"--sweep", "--policy", "--prefetch", "--miss", "--routing", "--pre-eviction", "--scope", "--preset",
                  "--published", "--predictor", "--ahead", "--next-token", "--slots", "--capacity", "--bandwidth",
                  "--latency", "--write-back", "--layer-time", "--split", "--tokens", "--prefill", "--batch", "--model",
@@ -109,6 +109,11 @@ def test_bench_and_advise_refuse_in_one_line(capsys: pytest.CaptureFixture[str])
     assert "--layers cuts shapes" in fails(capsys, "bench", "no/model", "--layers", "2")
     assert "--layers 99" in fails(capsys, "bench", "olmoe-1b-7b", "--layers", "99")
     assert "leave it out" in fails(capsys, "bench", "olmoe-1b-7b", "--predictor", "next_norm")
+    assert "give --new-tokens 4 or more" in fails(capsys, "advise", "reference", "--draft", "int4", "--new-tokens", "3")
+    assert "--draft asks of a run from memory" in fails(
+        capsys, "advise", "reference", "--draft", "int4", "--store-folder", "x"
+    )
+    assert "draft 'int4'" in fails(capsys, "advise", "reference", "--draft", "int4:acceptance=high")
     assert "--accuracy 1.5" in fails(capsys, "advise", "olmoe-1b-7b", "--accuracy", "1.5")
     assert "--accuracy 2" in fails(capsys, "bench", "reference", "--accuracy", "2", "--persistence", "0.5")
     assert "give --layers" in fails(capsys, "bench", "qwen3-235b-a22b")
@@ -245,8 +250,11 @@ def test_bench_and_advise_a_model(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert all(run["identical"] for run in got["runs"].values())
     assert got["routing"] == "the model's own routers"
     assert got["bandwidth"] == 12e9
-    assert main(["advise", "reference", *options]) == 0
+    drafts = ("int4:acceptance=0.95", "drop:acceptance=0.6,cost=0.5")
+    assert main(["advise", "reference", *options, "--new-tokens", "6", "--draft", *drafts]) == 0
     advice = json.loads(result.read_text())
+    assert [draft["draft"]["name"] for draft in advice["drafts"]] == ["int4", "drop"]
+    assert [option["length"] for option in advice["drafts"][0]["options"]] == [0, 1, 2, 3]  # 5 steps
     assert advice["slots"] == 96
     assert {option["mode"] for option in advice["options"]} == {"on_demand", "exact", "speculate"}
     assert "advice: " in capsys.readouterr().out

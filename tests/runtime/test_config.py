@@ -63,6 +63,7 @@ def configs(draw: st.DrawFn) -> OffloadConfig:
     pooled = codec != "raw" and policies is None and draw(st.booleans())
     values = {name: draw(drawn) for name, drawn in _field_values().items()}
     values["cache"] |= pooled
+    exact = values["mode"] == "exact" and not OffloadConfig(policies=policies).resolved_policies().lossy
     routers = values["mode"] == "exact" or values["true_weights"]
     return OffloadConfig(
         **values,
@@ -74,6 +75,7 @@ def configs(draw: st.DrawFn) -> OffloadConfig:
         store=store,
         store_folder=draw(_PLACES) if store == "disk" else None,
         codec=codec,
+        draft=draw(st.sampled_from(["none", "auto", "int4", "drop:fetched=1"])) if exact else "none",
         pools=draw(st.sampled_from(["C=2GB", "C=1000,S=500MiB,E=1KB"])) if pooled else "",
     )
 
@@ -98,6 +100,7 @@ def test_every_field_is_tried() -> None:
         "store",
         "store_folder",
         "codec",
+        "draft",
         "pools",
     }
     assert set(_field_values()) | others == {field.name for field in dataclasses.fields(OffloadConfig)}

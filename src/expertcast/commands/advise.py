@@ -18,7 +18,9 @@ from expertcast.commands.output import Outcome, new_file, say
 from expertcast.data.routing_file import is_routing_file
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.advising.absent import AbsentModel, advise_absent, known_recall
-from expertcast.runtime.advising.advise import advise
+from expertcast.runtime.advising.advise import advice_from
+from expertcast.runtime.advising.drafts import FEWEST, LONGEST, DraftTraits, advise_drafts
+from expertcast.runtime.advising.survey import survey
 from expertcast.runtime.benchmarking.bench import BenchSettings
 from expertcast.runtime.benchmarking.routing_tables import RoutingOptions
 from expertcast.runtime.config import OffloadConfig
@@ -30,7 +32,11 @@ _GPU = Option(
     help=f"the speed of its link, bytes per second or one of {', '.join(LINKS)}; forecasts as right as --accuracy or "
     "the metrics of --predictor say",
 )
-_OF_A_RUN = ("dtype", "device", "copy_over_compute", "replay", "prompt_tokens", "new_tokens", "store_folder")
+_DRAFT = Option(
+    metavar="NAME:K=V,...",
+    help="the `acceptance` of its tokens, the share of experts `foreseen`, `cost` of its pass in steps without copies",
+)
+_OF_A_RUN = ("draft", "dtype", "device", "copy_over_compute", "replay", "prompt_tokens", "new_tokens", "store_folder")
 """Options that say how a model is run here."""
 
 
@@ -47,6 +53,8 @@ class Options(TargetOptions):
     """Length of the prompt."""
     new_tokens: Count = 32
     """Tokens decoded per run."""
+    draft: Annotated[tuple[str, ...], _DRAFT] = ()
+    """Ask as well whether these drafts pay, and how many tokens ahead, from the routing of the run on demand."""
     store_folder: Annotated[str | None, Option(metavar="DIR")] = None
     """Ask how experts are best kept that lie, or will lie, in this folder: compressed or not, with which memory."""
     save: Annotated[Path | None, Option(metavar="FILE", read=new_file)] = None
@@ -76,11 +84,23 @@ class Options(TargetOptions):
                 raise ExpertcastError(f"--{name} is for a GPU that is not there: give --gpu LINK too, or leave it out")
         super().__post_init__()
         BenchSettings(new_tokens=self.new_tokens)
+        if self.draft:
+            self._check_drafts()
         if self.store_folder is not None:
             check_disk(self)
             return
         if self.save is not None and self.routing is not None:
             raise ExpertcastError("--save needs a model that routes by itself: a process has no predictor to deploy")
+
+    def _check_drafts(self) -> None:
+        for draft in self.draft:
+            DraftTraits.parse(draft)
+        if self.new_tokens < FEWEST:
+            raise ExpertcastError(
+                f"--draft replays decode steps: give --new-tokens {FEWEST} or more, not {self.new_tokens}"
+            )
+        if self.store_folder is not None:
+            raise ExpertcastError("--draft asks of a run from memory, --store-folder of one from a disk: give one")
 
     def _check_routing(self) -> None:
         defaults = {field.name: field.default for field in fields(self)}
@@ -140,9 +160,18 @@ def run(options: Options) -> Outcome:
         config = target.config(link)
         say("short runs, on demand and with forecasts")
         predictors = [target.forecaster(process)]
-        advice = advise(target.model, prompt_ids, config, predictors=predictors, new_tokens=options.new_tokens)
+        found = survey(target.model, prompt_ids, config, predictors=predictors, new_tokens=options.new_tokens)
+    advice = advice_from(found)
     result = {**target.heading(process), **link.as_dict(), **advice.as_dict()}
     text = f"{options.target}, routing: {result['routing']}\n{advice.text()}"
+    if options.draft:
+        longest = min(LONGEST, found.trace.steps - 2)
+        drafts = [
+            advise_drafts(found.trace, found.case, draft, longest=longest)
+            for draft in map(DraftTraits.parse, options.draft)
+        ]
+        result["drafts"] = [draft.as_dict() for draft in drafts]
+        text += "\n\ndrafts, as replayed from this routing\n" + "\n".join(f"- {draft.text()}" for draft in drafts)
     if options.save is not None:
         chosen = replace(advice.config(config), slots=advice.slots, memory=None, store="memory")
         chosen.save(options.save)

@@ -23,12 +23,13 @@ from expertcast.predictors.plain import Json
 from expertcast.runtime.advising.advise import advice_errors, advice_from
 from expertcast.runtime.advising.survey import survey
 from expertcast.runtime.benchmarking.bench import Bench, BenchSettings, decode_resident, measure, usual_runs
+from expertcast.runtime.benchmarking.drafts import bench_drafts
 from expertcast.runtime.benchmarking.peer import measure_peer
 from expertcast.runtime.benchmarking.routing_process import RoutingProcess
 from expertcast.runtime.benchmarking.shapes import weight_bytes
+from expertcast.runtime.benchmarking.timeline import write_timeline
 from expertcast.runtime.config import FORECASTS, OffloadConfig
-from expertcast.runtime.recording.timeline import draw_steps
-from expertcast.runtime.recording.timeline import write_timeline as write_trace
+from expertcast.runtime.drafts.names import check_draft
 
 PEER_TOKENS = 4
 MODES = ("on_demand", "exact", "speculate", "hybrid", "next_token")
@@ -56,6 +57,8 @@ class Options(TargetOptions):
     """Prompts of these lengths."""
     settings: Annotated[BenchSettings, Fields(new_tokens=COUNT, repetitions=COUNT)]
     """How much is measured."""
+    draft: Annotated[tuple[str, ...], Option(metavar="DRAFT")] = ()
+    """Generate with these drafts as well, beside plain exact decoding: auto, int4, resident, ..."""
     no_advice: bool = False
     """Do not check what `advise` would have expected."""
     peer: bool = False
@@ -69,6 +72,10 @@ class Options(TargetOptions):
         TargetOptions.__post_init__(self)
         if self.next_token is None and "next_token" in self.mode:
             raise ExpertcastError("--mode next_token needs a checkpoint: give --next-token CKPT")
+        for name in self.draft:
+            check_draft(name)
+        if self.draft and self.routing is not None:
+            raise ExpertcastError("drafts need a model that routes by itself: leave --draft out, or give a model")
         self.forecasting(OffloadConfig())
 
     def forecasting(self, config: OffloadConfig) -> OffloadConfig:
@@ -90,6 +97,8 @@ class Prompt:
     advice: Json | None = None
     """What the event model expected, and how far it was off."""
     peer: Json | None = None
+    drafts: Json | None = None
+    """By name, what generating with it takes."""
 
     def as_dict(self) -> Json:
         """What is reported of it, for JSON."""
@@ -99,6 +108,7 @@ class Prompt:
             "measured_routing": self.process and self.process.tables.measured(),
             "advice": self.advice,
             "peer": self.peer,
+            "drafts": self.drafts,
         }
         return {
             "prompt_tokens": self.ids.shape[1],
@@ -158,6 +168,10 @@ def bench_prompt(options: Options, target: Target, tokens: int, link: LinkSettin
         runs = ways(options, target, process, link)
         measured = measure(target.model, prompt_ids, runs, options.settings, resident=resident, say=say)
         prompt = Prompt(ids=prompt_ids, bench=measured, process=process, link=link)
+        if options.draft:
+            config = replace(target.config(link), predictor=target.forecaster(None), cache=options.cache != "without")
+            drafts, config = options.draft, options.forecasting(config)
+            prompt.drafts = bench_drafts(target.model, prompt_ids, config, drafts, options.settings, say=say)
         if not options.no_advice and options.offload.link != "kernel":  # the event model has no books of a device's own
             prompt.advice = check_advice(options, target, prompt)
     return prompt
@@ -235,15 +249,3 @@ def hybrid_layers(measured: Bench) -> list[int] | None:
     """Layers that the hybrid runs were told to execute forecasts at; None where a checkpoint's recall chose them."""
     chosen = next((run.config.layers for name, run in measured.runs.items() if name.startswith("hybrid")), None)
     return None if chosen is None else list(chosen)
-
-
-def write_timeline(path: Path, measured: Bench) -> dict[str, str]:
-    """Chrome trace of the last repetition of every run, and a PNG of two decode steps, on demand above prefetch."""
-    recorders = {name: run.recorder for name, run in measured.runs.items() if run.recorder is not None}
-    write_trace(path, recorders)
-    written = {"trace": str(path)}
-    for pair in (("on_demand", "exact"), ("on_demand_cache", "exact_cache")):
-        if "picture" not in written and all(name in recorders for name in pair):
-            written["picture"] = str(path.with_suffix(".png"))
-            draw_steps({name: recorders[name] for name in pair}, path.with_suffix(".png"), steps=2)
-    return written

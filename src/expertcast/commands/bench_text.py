@@ -28,6 +28,8 @@ def describe_prompt(prompt: Json) -> list[str]:
     if "measured_routing" in prompt:
         lines.append("routing came out as " + ", ".join(f"{k} {v:.3g}" for k, v in prompt["measured_routing"].items()))
     lines.append(runs_table(prompt["runs"]))
+    if "drafts" in prompt:
+        lines += ["", drafts_table(prompt["drafts"]), ""]
     if prompt["resident"] is not None:
         lines.append(f"resident model: {prompt['resident']['tpot_s'] * 1e3:.2f} ms per token")
     if "advice" in prompt:
@@ -38,6 +40,28 @@ def describe_prompt(prompt: Json) -> list[str]:
     if "peer" in prompt:
         lines.append("accelerate: " + peer_text(prompt["peer"]))
     return lines
+
+
+def drafts_table(drafts: Json) -> str:
+    """A row per draft."""
+    rows: list[tuple[str, ...]] = [
+        ("draft", "TPOT ms", "x none", "tokens/cycle", "MB/token", "extra MB", "identical", "why")
+    ]
+    for name, run in drafts.items():
+        governor: Json = next(iter(run["governor"].get("by_sequences", {}).values()), {})
+        rows.append(
+            (
+                name,
+                f"{run['tpot_s'] * 1e3:.2f}",
+                f"{run['over_none']:.2f}",
+                _number(governor.get("tokens_per_cycle")),
+                f"{run['bytes_per_token'] / 1e6:.2f}",
+                f"{run['memory_bytes'] / 1e6:.1f}",
+                "yes" if run["identical"] else "no",
+                governor["reasons"][-1]["reason"] if governor.get("reasons") else "",
+            )
+        )
+    return aligned(rows)
 
 
 def runs_table(runs: Json) -> str:

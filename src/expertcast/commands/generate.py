@@ -11,6 +11,7 @@ from expertcast.commands.output import Outcome, table
 from expertcast.commands.policies import POLICIES_HELP, policies_of
 from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
+from expertcast.predictors.plain import Json
 from expertcast.runtime.config import FORECASTS, MODES, OffloadConfig
 from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.option_values import check_predictor
@@ -22,6 +23,7 @@ _OFFLOAD = Fields(
     memory=Option(metavar="BYTES"),
     next_token=Option(metavar="CKPT"),
     forecasts=Option(choices=FORECASTS),
+    draft=Option(metavar="DRAFT"),
     bandwidth=BANDWIDTH,
 )
 
@@ -43,6 +45,8 @@ class Options(ModelOptions):
     """How `expertcast store` packed them there (default: raw)."""
     pools: Annotated[str | None, Option(metavar="C=BYTES,...")] = None
     """With a codec, memory for experts that are kept compressed beside the slots; see `expertcast advise`."""
+    draft_length: Annotated[int | None, COUNT] = None
+    """Tokens drafted in every cycle (default: as many as pay, none included)."""
     new_tokens: Count = 64
     """Tokens to generate."""
     offload: Annotated[Given[OffloadConfig], _OFFLOAD]
@@ -57,11 +61,20 @@ def run(options: Options) -> Outcome:
     if not inputs["input_ids"].shape[1]:
         raise ExpertcastError("--prompt holds no token: give some text")
     with load_offloaded(options.model, config, device=options.device_name, dtype=options.dtype) as offloaded:
-        output = offloaded.generate(**inputs, max_new_tokens=options.new_tokens, do_sample=False)
+        output = offloaded.generate(
+            **inputs, max_new_tokens=options.new_tokens, do_sample=False, draft_length=options.draft_length
+        )
         stats = offloaded.stats.as_dict()
     text = tokenizer.decode(output[0], skip_special_tokens=True)
     totals = {key: value for key, value in stats.items() if isinstance(value, (int, float))}
-    return {"text": text, "tokens": output[0].tolist(), "stats": stats}, f"{text}\n\n{table(totals)}"
+    shown = [text, "", table(totals), *draft_lines(stats)]
+    return {"text": text, "tokens": output[0].tolist(), "stats": stats}, "\n".join(shown)
+
+
+def draft_lines(stats: Json) -> list[str]:
+    """What was drafted, and why, in a line or two; nothing where nothing was."""
+    governors = stats.get("drafts", {}).get("by_sequences", {}).values()
+    return [f"draft: {line['reason']}" for governor in governors for line in governor["reasons"][-1:]]
 
 
 def configuration(options: Options) -> OffloadConfig:

@@ -136,6 +136,16 @@ def test_a_running_mean_leaves_its_first_observation_behind() -> None:
     assert mean.value == pytest.approx((0.05 * 10 + 0.5 * 1 + 3) / 1.55)
 
 
+def test_a_disturbance_counts_as_three_times_the_mean_and_a_change_is_found_out() -> None:
+    mean = RunningMean(0.5)
+    for value in (1.0, 1.0, 100.0):
+        mean.observe(value)
+    assert mean.value == pytest.approx((0.05 + 0.5 + 3) / 1.55)
+    for _ in range(20):
+        mean.observe(100.0)
+    assert mean.value == pytest.approx(100.0, rel=0.01)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_running_line_is_the_weighted_least_squares_line(seed: int) -> None:
     choose, keep = random.Random(seed), 0.9

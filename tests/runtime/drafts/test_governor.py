@@ -58,8 +58,10 @@ def test_the_length_is_the_argmax_of_what_was_learnt(seed: int) -> None:
                 clock = max(clock, left_s * (layer + 1) / world.layers) + compute_s / world.layers
             rates[name, n] = tokens / (sum(passes) + clock + own["rest_s"][n - 1])
     within = {key: rate for key, rate in rates.items() if key[1] <= max(1, choice.longest)}
-    assert (choice.draft, choice.length) == max(within, key=within.__getitem__)
-    assert choice.rate == pytest.approx(max(within.values()))
+    own = {key: rate for key, rate in within.items() if key[0] == choice.draft}
+    assert (choice.draft, choice.length) == max(own, key=own.__getitem__)
+    assert choice.rate == pytest.approx(max(own.values()))
+    assert choice.rate > 0.95 * max(within.values()), "another draft is not taken for a lead that may be luck"
 
 
 @pytest.mark.parametrize("world", [COMPUTE, COPIES], ids=["compute", "copies"])
@@ -110,8 +112,9 @@ def test_plain_steps_are_taken_where_no_draft_pays_and_trials_stay_cheap() -> No
     for _ in range(1000):
         run.cycle()
     assert {best for best, _ in run.best} == {None}
-    assert all(name is None for (name, _), trial in zip(run.chosen[50:], run.trials[50:], strict=True) if not trial)
-    assert any(name is not None for name, _ in run.chosen[100:]), "others are tried again now and then"
+    assert all(name is None for (name, _), trial in zip(run.chosen[150:], run.trials[150:], strict=True) if not trial)
+    assert run.tokens / run.seconds > 0.98 / HOPELESS.plain_s
+    assert any(name is not None for name, _ in run.chosen[150:]), "others are tried again now and then"
     assert run.trial_loss_s < 0.015 * run.seconds
     assert run.governor.report()["lost_s"] < 0.015 * run.seconds
     # the drafts become good ones: that is found out
@@ -123,6 +126,45 @@ def test_plain_steps_are_taken_where_no_draft_pays_and_trials_stay_cheap() -> No
     assert statistics.median(n for _, n in run.chosen[-50:]) in (4, 5, 6)
 
 
+def test_one_disturbed_cycle_is_got_over() -> None:
+    run = Run(COMPUTE, Governor(12, COMPUTE.copy_s, longest=8), 0)
+    for _ in range(200):
+        run.cycle()
+    disturbed = Cycle(
+        draft="int4",
+        drafted=2,
+        accepted=(2,),
+        passes_s=(0.003, 1.5),
+        verify_s=2.0,
+        waited_s=1.0,
+        growth=(0, 0),
+        emitted=3,
+    )
+    run.governor.observe(disturbed)  # 3.5 s in place of .024
+    for _ in range(100):
+        run.cycle()
+    others = [choice for choice in run.chosen[-100:] if choice != ("int4", 2)]
+    assert len(others) <= 30
+    assert run.chosen[-50:].count(("int4", 2)) >= 45
+
+
+def test_a_draft_that_proposes_all_at_once_and_not_always_as_much_as_asked() -> None:
+    # prompt lookup: nothing known of routing, one lookup of .1 ms, five tokens or none in turns of ten cycles
+    governor, emitted, took = Governor(12, 1e-3, longest=8), 0.0, 0.0
+    for number in range(400):
+        choice = governor.choose(["lookup"])
+        found = min(5, choice.length) if number % 20 < 10 and choice.draft else 0
+        cycle = Cycle(
+            draft=choice.draft, drafted=found, accepted=(found,) if choice.draft else (), ended=found < choice.length,
+            passes_s=(1e-4,) if choice.draft else (), verify_s=0.020 + 0.001 * found, emitted=1.0 + found,
+        )  # fmt: skip
+        governor.observe(cycle)
+        emitted, took = emitted + cycle.emitted, took + cycle.total_s
+    # 6 tokens in 25.1 ms and one in 20.1: 155 a second; plain steps give 50
+    assert emitted / took > 0.9 * 155
+    assert governor.report()["drafts"]["lookup"]["draft_s"] == pytest.approx([1e-4] * 5)
+
+
 def test_untried_ones_come_first_in_order() -> None:
     governor = Governor(4, 1e-3)
     order = []
@@ -130,7 +172,7 @@ def test_untried_ones_come_first_in_order() -> None:
         choice = governor.choose(["a", "b"])
         assert choice.trial
         order.append((choice.draft, choice.length))
-        governor.observe(_cycle(choice.draft, choice.length))
+        governor.observe(_cycle(choice.draft, choice.length, accepted=2 if choice.draft == "a" else 0))
     assert order == [(None, 0)] * 3 + [("a", 2)] * 2 + [("b", 2)] * 2
     assert not governor.choose(["a", "b"]).trial
     assert governor.choose(["a", "b", "c"]).draft == "c", "one that comes later is tried when it comes"

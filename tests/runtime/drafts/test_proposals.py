@@ -4,37 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.trainers import BpeTrainer
-from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    SuppressTokensLogitsProcessor,
-)
+from transformers import LogitsProcessorList, PreTrainedModel, SuppressTokensLogitsProcessor
 from transformers.generation import candidate_generator
 
 from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.drafts.acceptance import accept_greedy
-from expertcast.runtime.drafts.proposals import Assistant, PromptLookup, Proposer
+from expertcast.runtime.drafts.proposals import Assistant, PromptLookup
 from tests.families.models import tiny_model
 from tests.families.table import tiny_family
-
-NEW = 40
-TEXT = (
-    "The experts of a layer are many, and a token asks for few of them: the few are read, the many stay where they are."
-)
-Candidates = list[tuple[list[int], list[int]]]
+from tests.runtime.drafts.cycles import decoded, prepared, prompt, recorded
 
 
 @pytest.fixture(autouse=True)
@@ -55,53 +36,6 @@ def assistant(model: PreTrainedModel) -> PreTrainedModel:
     noise = torch.randn(made.lm_head.weight.shape, generator=torch.Generator().manual_seed(1))
     made.lm_head.weight.data.add_(0.03 * noise)
     return made
-
-
-def prompt(length: int = 9, seed: int = 3) -> Tensor:
-    """Ids [1, length] that repeat themselves."""
-    ids = torch.randint(10, 4096, (1, length), generator=torch.Generator().manual_seed(seed))
-    return torch.cat([ids, ids[:, : length // 2]], dim=1)
-
-
-def prepared(model: PreTrainedModel, **options: Any) -> GenerationConfig:
-    """As `generate` prepares it."""
-    config, _ = model._prepare_generation_config(GenerationConfig(pad_token_id=0, **options))
-    model._prepare_special_tokens(config, True, device=torch.device("cpu"))
-    return config
-
-
-def recorded(
-    monkeypatch: pytest.MonkeyPatch, generator: type, model: PreTrainedModel, text: Tensor, **options: Any
-) -> tuple[Candidates, list[int]]:
-    """Text and candidates of each cycle of transformers' own greedy `generate`, and its output."""
-    cycles: Candidates = []
-    own = generator.get_candidates
-
-    def get_candidates(self: Any, input_ids: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:
-        ids, logits = own(self, input_ids, **given)
-        cycles.append((input_ids[0].tolist(), ids[0, input_ids.shape[1] :].tolist()))
-        return ids, logits
-
-    with monkeypatch.context() as patched:
-        patched.setattr(generator, "get_candidates", get_candidates)
-        output = model.generate(text, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0, **options)
-    return cycles, output[0].tolist()
-
-
-def decoded(model: PreTrainedModel, proposer: Proposer, text: Tensor, lengths: list[int]) -> tuple[Candidates, Tensor]:
-    """Our cycles, greedy, without a cache; a length of 0 is a cycle without a draft."""
-    cycles: Candidates = []
-    for most in lengths:
-        drafted = text[:, :0]
-        if most:
-            drafted, logits = proposer.propose(text, most)
-            assert logits is None
-            assert drafted.shape[1] <= most
-            cycles.append((text[0].tolist(), drafted[0].tolist()))
-        exact = model(input_ids=torch.cat([text, drafted], dim=1)).logits[:, text.shape[1] - 1 :]
-        ids, accepted = accept_greedy(exact, drafted)
-        text = torch.cat([text, ids[:, : int(accepted[0]) + 1]], dim=1)
-    return cycles, text
 
 
 def test_prompt_lookup_is_transformers_own(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
@@ -180,58 +114,6 @@ def test_sampled_drafts_come_with_what_they_were_drawn_from(model: PreTrainedMod
         torch.testing.assert_close(logits, own.masked_fill(own < least, -torch.inf), rtol=1e-4, atol=1e-4)
         assert bool(logits.gather(2, drafted[..., None]).isfinite().all())
         text = whole[:, :-1]
-
-
-@pytest.fixture(scope="module")
-def stranger(model: PreTrainedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """An assistant with a tokenizer of 300 tokens of its own."""
-    made = Tokenizer(BPE())
-    made.pre_tokenizer, made.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
-    made.train_from_iterator([TEXT], BpeTrainer(vocab_size=300, initial_alphabet=ByteLevel.alphabet()))
-    other = tiny_model("qwen3_moe", torch.float32)
-    other.resize_token_embeddings(300)
-    other.config.vocab_size = 300
-    return other, PreTrainedTokenizerFast(tokenizer_object=made)
-
-
-def test_another_tokenizer_is_transformers_own(
-    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, stranger: tuple[PreTrainedModel, PreTrainedTokenizerFast]
-) -> None:
-    other, other_tokenizer = stranger
-    tokenizer = load_tokenizer("reference")
-    text = tokenizer(TEXT, return_tensors="pt")["input_ids"]
-    monkeypatch.setattr(other.generation_config, "num_assistant_tokens", 6)
-    monkeypatch.setattr(other.generation_config, "num_assistant_tokens_schedule", "constant")
-    monkeypatch.setattr(other.generation_config, "assistant_confidence_threshold", 0.0)
-    kind = candidate_generator.AssistedCandidateGeneratorDifferentTokenizers
-    expected, output = recorded(
-        monkeypatch, kind, model, text, assistant_model=other, tokenizer=tokenizer, assistant_tokenizer=other_tokenizer
-    )
-    config = prepared(model, do_sample=False, eos_token_id=None)
-    proposer = Assistant(model, other, config, None, tokenizer, other_tokenizer)
-    cycles, whole = decoded(model, proposer, text, [6] * len(expected))
-    assert sum(len(ids) > 1 for _, ids in expected) > 5
-    for (own_text, own), (their_text, theirs) in list(zip(cycles, expected, strict=True))[:-8]:
-        assert (own_text, own) == (their_text, theirs[:6])
-    assert whole[0].tolist()[: len(output)] == output
-
-
-def test_another_tokenizer_drafts_the_likeliest_where_the_model_samples(
-    model: PreTrainedModel, stranger: tuple[PreTrainedModel, PreTrainedTokenizerFast]
-) -> None:
-    """The same draft each time, and as in greedy decoding; also behind text that no draft said."""
-    tokenizer = load_tokenizer("reference")
-    text = tokenizer(TEXT, return_tensors="pt")["input_ids"]
-    for sampled in (text, torch.cat([text, text[:, :4]], dim=1)):
-        drafts = []
-        for do_sample in (True, True, False):
-            config = prepared(model, do_sample=do_sample, eos_token_id=None)
-            proposer = Assistant(model, stranger[0], config, None, tokenizer, stranger[1])
-            proposer.propose(text[:, :-1], 2)
-            drafted, logits = proposer.propose(sampled, 4)
-            assert logits is None
-            drafts.append(drafted.tolist())
-        assert drafts[0] == drafts[1] == drafts[2] != [[]]
 
 
 def test_another_vocabulary_needs_tokenizers(model: PreTrainedModel) -> None:

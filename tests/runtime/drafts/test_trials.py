@@ -11,25 +11,25 @@ from expertcast.runtime.drafts.trials import Trials
 
 
 def test_a_dear_trial_waits_until_the_run_can_afford_it() -> None:
-    # cycles of 10 ms; a trial takes 20 ms, of which 9 are lost: 9 <= .015 * (10 c + 20) from c = 58 on
+    # cycles of 10 ms; a trial takes 20 ms, of which 8.9 are lost: 8.9 <= .0075 * (10 c + 20) from c = 117 on
     trials, tried = Trials(), []
-    for cycle in range(130):
-        if trials.next([("a", 0.020, 0.009)]) is not None:
+    for cycle in range(260):
+        if trials.next([("a", 0.020, 0.0089, False)]) is not None:
             tried.append(cycle)
             trials.spent(0.020)
-            trials.lost(0.009)
+            trials.lost(0.0089)
             trials.tried("a", 1.0)
         else:
             trials.spent(0.010)
-    # then 18 are lost: at cycle c all have taken 10 c + 10, so 18 <= .015 * (10 c + 30) from c = 117 on
-    assert tried == [58, 117]
-    assert trials.lost_s <= 0.015 * trials.seconds
+    # then 17.8 are lost: at cycle c all have taken 10 c + 10, so 17.8 <= .0075 * (10 c + 30) from c = 235 on
+    assert tried == [117, 235]
+    assert trials.lost_s <= 0.0075 * trials.seconds
 
 
 def test_a_cheap_trial_pauses_longer_each_time_it_finds_nothing() -> None:
     trials, tried = Trials(), []
     for cycle in range(100):
-        if trials.next([("a", 0.010, 0.0)]) is not None:
+        if trials.next([("a", 0.010, 0.0, False)]) is not None:
             tried.append(cycle)
             trials.spent(0.010)
             trials.tried("a", 2.0 if cycle > 60 else 1.0)
@@ -42,7 +42,7 @@ def test_a_cheap_trial_pauses_longer_each_time_it_finds_nothing() -> None:
 def test_one_that_turned_out_better_is_tried_again_soon() -> None:
     trials, tried = Trials(), []
     for cycle in range(40):
-        if trials.next([("a", 0.010, 0.0)]) is not None:
+        if trials.next([("a", 0.010, 0.0, False)]) is not None:
             tried.append(cycle)
             trials.tried("a", 1.1)
         trials.spent(0.010)
@@ -51,11 +51,14 @@ def test_one_that_turned_out_better_is_tried_again_soon() -> None:
 
 def test_what_may_be_better_than_the_best_is_tried_at_once_but_within_the_same_means() -> None:
     trials = Trials()
-    assert trials.next([("a", 0.01, 0.001), ("b", 0.01, -0.001)]) == "b"
-    trials.lost(0.001)
-    assert trials.next([("b", 0.01, -0.001)]) is None, "it promised to gain, and lost all that trials may"
+    for _ in range(5):
+        trials.spent(0.010)
+    assert trials.next([("a", 0.01, 0.0001, False), ("b", 0.01, 0.0002, True)]) == "b", "a has its pause before it"
+    trials.lost(0.0004)
+    assert trials.next([("b", 0.01, 0.0002, True)]) is None, ".6 ms are more than .0075 of 60"
+    assert trials.next([("b", 0.01, -0.0002, True)]) == "b", "one that is expected to gain costs nothing"
     trials.spent(1.0)
-    assert trials.next([("b", 0.01, -0.001)]) == "b"
+    assert trials.next([("b", 0.01, 0.0002, True)]) == "b"
 
 
 def test_the_best_begins_its_pauses_anew() -> None:
@@ -65,7 +68,7 @@ def test_the_best_begins_its_pauses_anew() -> None:
     trials.won("a")
     tried = []
     for cycle in range(20):
-        if trials.next([("a", 0.01, 0.0)]):
+        if trials.next([("a", 0.01, 0.0, False)]):
             tried.append(cycle)
             trials.tried("a", 1.0)
         trials.spent(0.01)
@@ -84,5 +87,6 @@ def test_a_plan_says_what_does_not_rest_on_luck() -> None:
     assert plan.rate == pytest.approx((1 + first + first * second) / 0.012)
     lower = first - (first * (1 - first) / 3.985) ** 0.5
     last = second - (second * (1 - second) / 3.985) ** 0.5
-    assert plan.least_rate == pytest.approx((1 + lower + lower * last) / 0.012)
+    assert plan.rate_within(-1.0) == pytest.approx((1 + lower + lower * last) / 0.012)
+    assert plan.rate_within(0.5) - plan.rate == pytest.approx((plan.rate - plan.rate_within(-1.0)) / 2)
     assert str(plan) == "a, 2 ahead: 2.8 tokens in 12 ms (229/s)"

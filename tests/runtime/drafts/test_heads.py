@@ -1,0 +1,209 @@
+"""Heads for later tokens, read from tiny checkpoints, against transformers' own `generate(use_mtp=True)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper
+from transformers.generation.candidate_generator import MTPCandidateGenerator
+
+import expertcast
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime.drafts.acceptance import accept_greedy
+from expertcast.runtime.drafts.heads import Heads, HeadsDraft
+from expertcast.runtime.drafts.rollback import SharedCache
+from tests.families.models import tiny_model
+from tests.families.table import tiny_config
+
+CASES = [("glm4_moe", 1), ("deepseek_v3", 1), ("deepseek_v3", 3)]
+NEW = 30
+PROMPT = torch.randint(10, 4096, (1, 9), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def checkpoint(family: str, heads: int, folder: Path, reads: str = "token") -> Path:
+    """A tiny model's checkpoint, its heads behind its layers as published ones have them.
+
+    Where heads read the last token, which says the next above all, a draft is right now and then; where they read the
+    past, every token of it shows in the draft.
+    """
+    config = tiny_config(family)
+    config.num_mtp_layers = heads
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            parameter.data.mul_(0.03 if reads == "token" else 1.0)
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    last, hidden = config.num_hidden_layers - 1, config.hidden_size
+    for head in range(heads):
+        name = f"model.layers.{last + 1 + head}."
+        weights |= {
+            key.replace(f"model.layers.{last}.", name): value.clone()
+            for key, value in weights.items()
+            if key.startswith(f"model.layers.{last}.")
+        }
+        weights |= {
+            name + "eh_proj.weight": torch.eye(hidden, 2 * hidden).roll(0 if reads == "token" else hidden, dims=1)
+            + 0.02 * torch.randn(hidden, 2 * hidden),
+            **{name + each: torch.ones(hidden) for each in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")},
+        }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def loaded(folder: Path) -> PreTrainedModel:
+    """The model; what its class ignores are heads behind this few layers."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return with_heads(model)
+
+
+def with_heads(model: PreTrainedModel) -> PreTrainedModel:
+    """Published models say where their heads lie: at layers 46, 61 or 92."""
+    model._keys_to_ignore_on_load_unexpected = {r"model\.layers\.[3-9]\..*"}
+    return model
+
+
+def decoded(
+    model: PreTrainedModel, draft: HeadsDraft, lengths: list[int]
+) -> tuple[list[tuple[list[int], list[int]]], Tensor]:
+    """Text and draft of each cycle, and the text: greedy, with a shared cache; a length of 0 drafts nothing."""
+    output = model(input_ids=PROMPT, use_cache=True, output_hidden_states=-1)
+    cache = SharedCache(output.past_key_values)
+    text = torch.cat([PROMPT, output.logits[:, -1:].argmax(dim=-1)], dim=1)
+    draft.saw(output.hidden_states[-1])
+    cycles = []
+    for most in lengths:
+        drafted = text[:, :0]
+        if most:
+            drafted, logits = draft.propose(text, most)
+            assert logits is None
+            cycles.append((text[0].tolist(), drafted[0].tolist()))
+        start = cache.mark()
+        fed = torch.cat([text[:, -1:], drafted], dim=1)
+        output = model(input_ids=fed, past_key_values=cache.cache, use_cache=True, output_hidden_states=-1)
+        ids, accepted = accept_greedy(output.logits, drafted)
+        stands = int(accepted[0]) + 1
+        cache.roll_back(start + stands)
+        draft.saw(output.hidden_states[-1][:, :stands])
+        text = torch.cat([text, ids[:, :stands]], dim=1)
+    return cycles, text
+
+
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, reads: str) -> PreTrainedModel:
+    family, heads = request.param
+    return loaded(checkpoint(family, heads, tmp_path_factory.mktemp(family), reads))
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    return made(request, tmp_path_factory, "token")
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    return made(request, tmp_path_factory, "past")
+
+
+def test_drafts_are_transformers_own(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
+    expected: list[tuple[list[int], list[int]]] = []
+    own = MTPCandidateGenerator.get_candidates
+
+    def get_candidates(self: Any, input_ids: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:
+        ids, logits = own(self, input_ids, **given)
+        if logits is not None:
+            expected.append((input_ids[0].tolist(), ids[0, input_ids.shape[1] :].tolist()))
+        return ids, logits
+
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", get_candidates)
+    output = model.generate(
+        PROMPT, max_new_tokens=NEW, do_sample=False, use_mtp=True, eos_token_id=None, pad_token_id=0
+    )
+    heads = Heads(model)
+    cycles, text = decoded(model, HeadsDraft(heads), [heads.length] * len(expected))
+    assert cycles == expected
+    grown = {len(after) - len(before) for (before, _), (after, _) in pairwise(cycles)}
+    assert len(grown) > 1, "drafts are sometimes right"
+    assert text[0, : output.shape[1]].tolist() == output[0].tolist()
+
+
+def test_a_draft_is_that_of_a_text_read_at_once(deep: PreTrainedModel) -> None:
+    """Whatever was drafted before, and however many tokens came without a draft."""
+    heads = Heads(deep)
+    text = torch.randint(10, 4096, (1, 40), generator=torch.Generator().manual_seed(5))
+    hidden = deep(input_ids=text, output_hidden_states=-1).hidden_states[-1]
+
+    def said(draft: HeadsDraft, length: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(length)
+        ids, logits = draft.propose(text[:, :length], heads.length)
+        assert logits is not None
+        return ids, logits
+
+    draft, seen = HeadsDraft(heads, do_sample=True), 0
+    for length in (2, 3, 9, 10, 11, 13, 14, 19, 20, 24, 25, 26, 40):
+        for end in range(seen + 1, length):
+            draft.saw(hidden[:, end - 1 : end])
+        seen = length - 1
+        fresh = HeadsDraft(heads, do_sample=True)
+        fresh.saw(hidden[:, :seen])
+        for one, other in zip(said(draft, length), said(fresh, length), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+def test_sampled_drafts_come_with_what_they_were_drawn_from(model: PreTrainedModel) -> None:
+    """At a temperature of 0.5 the first head's logits are twice what they are."""
+    heads = Heads(model)
+    hidden = model(input_ids=PROMPT[:, :-1], output_hidden_states=-1).hidden_states[-1]
+    plain, cold = (HeadsDraft(heads, True, LogitsProcessorList(each)) for each in ([], [TemperatureLogitsWarper(0.5)]))
+    said = []
+    for draft in (plain, cold):
+        draft.saw(hidden)
+        ids, logits = draft.propose(PROMPT, heads.length)
+        assert logits is not None
+        assert (ids.shape, logits.shape) == ((1, heads.length), (1, heads.length, 4096))
+        said.append(logits[:, 0])
+    torch.testing.assert_close(said[0] * 2, said[1])
+
+
+def test_heads_of_an_offloaded_model(tmp_path: Path) -> None:
+    """They have their own experts in memory, and draft what the resident model's draft."""
+    folder = checkpoint("glm4_moe", 1, tmp_path)
+    model = loaded(folder)
+    expected, whole = decoded(model, HeadsDraft(Heads(model)), [1] * 6)
+    with expertcast.load_offloaded(str(folder), slots=5, dtype="fp32") as offloaded:
+        draft = HeadsDraft(Heads(with_heads(offloaded.model)))
+        cycles, text = decoded(offloaded.model, draft, [1] * 6)
+    assert cycles == expected
+    assert torch.equal(text, whole)
+
+
+def test_hidden_states_must_be_those_of_the_text(model: PreTrainedModel) -> None:
+    draft = HeadsDraft(Heads(model))
+    with pytest.raises(RuntimeError, match="hidden states of 0 tokens for a text of 9"):
+        draft.propose(PROMPT, 1)
+    draft.saw(torch.zeros(1, 9, 32))
+    with pytest.raises(RuntimeError, match="hidden states of 9 tokens for a text of 9"):
+        draft.propose(PROMPT, 1)
+
+
+def test_models_without_heads_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExpertcastError, match="a Qwen3MoeForCausalLM has no heads for later tokens"):
+        Heads(tiny_model("qwen3_moe"))
+    AutoModelForCausalLM.from_config(tiny_config("glm4_moe")).save_pretrained(tmp_path)
+    model = loaded(tmp_path)
+    with pytest.raises(ExpertcastError, match=r"heads for later tokens cannot be read: .+missing") as caught:
+        Heads(model)
+    assert "\n" not in str(caught.value)
