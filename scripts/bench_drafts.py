@@ -37,6 +37,7 @@ from expertcast.commands.output import say, write_json
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.runtime.benchmarking.hardware import hardware
+from expertcast.runtime.drafts.cycle import Cycle
 
 SETTINGS = ("small", "prompt", "new_tokens", "wide_tokens", "expert_bytes", "threads")
 """Runs of a file with the same ones are kept."""
@@ -163,18 +164,20 @@ class Bench:
 
     def _replay(self, setting: Setting) -> Json | None:
         """How the governor of int4 chose, in hindsight; None where no cycles of two lengths were run now."""
-        fixed = [
-            learnt.cycles
-            for (where, name), learnt in self._learnt.items()
-            for side in sides_of(setting, ())
-            if where == setting.name and name == side.name and side.draft == INT4 and side.length and not side.ablation
-        ]
+        fixed: list[list[Cycle]] = []
+        for side in sides_of(setting, ()):
+            known = self._learnt.get((setting.name, side.name))
+            if known is not None and side.draft == INT4 and side.length is not None:
+                whole = [
+                    cycle for cycle in known.cycles if cycle.drafted == side.length
+                ]  # at a text's end some are not
+                fixed += [whole] if whole else []
         governed = self._learnt.get((setting.name, Side(draft=INT4).name))
         plain = [own["tpot_s"] for own in self.result["results"]
                  if own["setting"] == setting.name and own["side"] == Side().name]  # fmt: skip
-        cycles = [cycle for own in fixed for cycle in own]
-        if len({cycle.drafted for cycle in cycles}) < 2 or governed is None or not plain:
+        if len(fixed) < 2 or governed is None or not plain:
             return None
+        cycles = [cycle for own in fixed for cycle in own]
         assert governed.governor is not None
         layers = self.result["models"][setting.model]["shape"]["L"]
         return Hindsight(cycles, plain[0], governed.governor.copy_s, layers).judge(governed.cycles, governed.choices)

@@ -90,8 +90,7 @@ FEW = (
 ALL = (
     *BASELINES,
     *(Side(draft=INT4, length=n) for n in (*LENGTHS, None)),
-    *(Side(draft="resident", length=n) for n in (*LENGTHS, None)),
-    *(Side(draft="prompt_lookup", length=n) for n in (*LENGTHS, None)),
+    *(Side(draft=draft, length=n) for draft in ("resident", "prompt_lookup") for n in (2, 4, None)),
     *(Side(draft=draft, length=n)
       for draft in ("int8", "drop:fetched=1", "cache_aware", "drop_cascade", "early_exit")
       for n in (2, None)),
