@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -18,23 +19,29 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from expertcast.data.models import load_tokenizer
+from expertcast.data.text import bundled_ids
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.runtime.drafts import names
 from expertcast.runtime.drafts.asked import own_stop_strings
+from expertcast.runtime.drafts.calibration import Calibration
 from expertcast.runtime.drafts.cycle import Choice, Guide
 from expertcast.runtime.drafts.decoding import DraftedDecoding
 from expertcast.runtime.drafts.drafts import Draft, EarlyExit, ForecastDraft, PassDraft, ProposalDraft, StageDraft
 from expertcast.runtime.drafts.governor import Governor
 from expertcast.runtime.drafts.heads import Heads, HeadsDraft
 from expertcast.runtime.drafts.proposals import Assistant, PromptLookup
-from expertcast.runtime.drafts.quantised import QuantisedExperts
+from expertcast.runtime.drafts.quantised import CALIBRATED, QuantisedExperts
 from expertcast.runtime.drafts.schedule import Schedule
 from expertcast.runtime.drafts.stages import PolicyStage, QuantisedStage
 from expertcast.runtime.engine.base import EngineParts
 from expertcast.runtime.engine.host import HostEngine
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.store import ExpertStore
+
+_WINDOWS, _WINDOW = 16, 512
+"""Tokens of text for calibration, and how many are read at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,15 +71,17 @@ class Drafting:
     def __init__(self, model: PreTrainedModel, engine: HostEngine, parts: EngineParts, store: ExpertStore) -> None:
         self._model, self._engine, self._parts, self._store = model, engine, parts, store
         self._residency = engine.flow.residency
-        self._schedule = Schedule(self._residency, parts.speculator.view.shape)
-        self._drafts: dict[str, Draft] = {}
-        self._governors: dict[int, Governor] = {}
+        self.schedule = Schedule(self._residency, parts.speculator.view.shape)
+        self.drafts: dict[str, Draft] = {}
+        """Those that were made, by name."""
+        self.governors: dict[int, Governor] = {}
+        """What was learnt, by number of sequences; a benchmark puts in what each of its runs has learnt."""
         self._fit = False
 
     @property
     def memory(self) -> dict[str, int]:
         """Bytes of the device's memory that drafts hold beside the slots, by name."""
-        return {name: draft.nbytes for name, draft in self._drafts.items()}
+        return {name: draft.nbytes for name, draft in self.drafts.items()}
 
     def generate(
         self, options: DraftOptions, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -89,11 +98,11 @@ class Drafting:
 
         def decode(model: PreTrainedModel, input_ids: Tensor, **rest: Any) -> Tensor | GenerateDecoderOnlyOutput:
             guide = self._guide(candidates, options.length, len(input_ids))
-            self._schedule.prefetch = options.prefetch
-            drafts = {name: self._drafts[name] for name in candidates}
-            decoding = DraftedDecoding(self._engine, self._schedule, drafts, guide, streamer)
+            self.schedule.prefetch = options.prefetch
+            drafts = {name: self.drafts[name] for name in candidates}
+            decoding = DraftedDecoding(self._engine, self.schedule, drafts, guide, streamer)
             decoding.fit = self._fit
-            self._engine.ahead = self._schedule
+            self._engine.ahead = self.schedule
             try:
                 return decoding.generate(model, input_ids, **rest)
             finally:
@@ -104,29 +113,29 @@ class Drafting:
     def report(self) -> Json:
         """`drafts`: by number of sequences what the governor says (:meth:`.governor.Governor.report`), with the bytes
         of device memory that drafts hold; nothing where nothing was drafted."""
-        if not self._governors:
+        if not self.governors:
             return {}
-        reports = {str(batch): governor.report() for batch, governor in self._governors.items()}
+        reports = {str(batch): governor.report() for batch, governor in self.governors.items()}
         return {"drafts": {"memory_bytes": sum(self.memory.values()), "by_sequences": reports}}
 
     def reset(self) -> None:
         """Forget what was learnt."""
-        self._governors.clear()
+        self.governors.clear()
 
     def close(self) -> None:
         """Free what drafts hold."""
-        self._drafts.clear()
+        self.drafts.clear()
 
     def _guide(self, candidates: list[str], length: int | None, batch: int) -> Guide:
-        governor = self._governors.get(batch)
+        governor = self.governors.get(batch)
         link = self._residency.link
         if governor is None:
-            governor = self._governors[batch] = Governor(len(self._parts.speculator.view), link.copy_s)
+            governor = self.governors[batch] = Governor(len(self._parts.speculator.view), link.copy_s)
         governor.copy_s = link.copy_s
         if length is None:
             return Guide(
                 choose=lambda most: governor.choose(candidates, most),
-                goes_on=lambda: governor.goes_on(self._schedule.buffer, self._schedule.held()),
+                goes_on=lambda: governor.goes_on(self.schedule.buffer, self.schedule.held()),
                 observe=governor.observe,
             )
         name = candidates[0]
@@ -140,7 +149,7 @@ class Drafting:
         return Guide(choose=fixed, goes_on=self._counted, observe=governor.observe)
 
     def _counted(self) -> bool:
-        self._schedule.buffer.new_experts(self._schedule.held())
+        self.schedule.buffer.new_experts(self.schedule.held())
         return True
 
     def _candidates(self, options: DraftOptions, kwargs: dict[str, Any]) -> list[str]:
@@ -161,14 +170,14 @@ class Drafting:
             return [self._add(given, lambda: self._named(given))]
         if options.length is not None:
             raise ExpertcastError("draft='auto' chooses the length too: leave the length out, or name a draft")
-        made = [name for name, draft in self._drafts.items() if isinstance(draft, StageDraft) and draft.nbytes]
+        made = [name for name, draft in self.drafts.items() if isinstance(draft, StageDraft) and draft.nbytes]
         speculates = [names.SPECULATE] if self._parts.speculator.predictor is not None else []
         found = [*made, "resident", *speculates, names.PROMPT_LOOKUP]
         return [self._add(name, lambda name=name: self._named(name)) for name in found]  # type: ignore[misc]
 
     def _add(self, name: str, make: Callable[[], Draft], *, anew: bool = False) -> str:
-        if anew or name not in self._drafts:
-            self._drafts[name] = make()
+        if anew or name not in self.drafts:
+            self.drafts[name] = make()
         return name
 
     def _named(self, name: str) -> Draft:
@@ -180,8 +189,11 @@ class Drafting:
         base = name.partition(":")[0]
         speculator = self._parts.speculator
         if name in names.QUANTISED:
-            experts = QuantisedExperts.of(speculator.view, self._store, name, device=self._store.device)
-            stage = QuantisedStage(experts, self._schedule, self._residency.link)
+            calibration = self._calibration() if name == CALIBRATED else None
+            experts = QuantisedExperts.of(
+                speculator.view, self._store, name, calibration=calibration, device=self._store.device
+            )
+            stage = QuantisedStage(experts, self.schedule, self._residency.link)
             return StageDraft(name, self._engine, stage, experts.nbytes)
         if base == names.SPECULATE:
             if speculator.predictor is None:
@@ -196,9 +208,19 @@ class Drafting:
             return self._heads(name)
         return self._by_policies(name, names.policies_of(name))
 
+    def _calibration(self) -> Calibration:
+        """On the bundled text, with the tokenizer that lies beside the model.
+
+        Raises:
+            ExpertcastError: there is none.
+        """
+        ids = bundled_ids(load_tokenizer(self._model.name_or_path), _WINDOWS * _WINDOW)
+        ids_SW = torch.tensor(ids, device=self._store.device).view(_WINDOWS, _WINDOW)
+        return Calibration.of(self._model, self._parts.speculator.view, ids_SW)
+
     def _by_policies(self, name: str, policies: Policies) -> PassDraft:
         parts = self._parts
-        stage = PolicyStage(parts, policies, self._residency, self._schedule)
+        stage = PolicyStage(parts, policies, self._residency, self.schedule)
         self._store.add_copies(stage.precisions)
         return StageDraft(name, self._engine, stage)
 

@@ -13,8 +13,9 @@ L MoE layers, E routed experts per layer, K experts per token, T tokens. A key i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from enum import Enum
+from typing import Protocol
 
 from torch import Tensor
 
@@ -35,6 +36,16 @@ class Phase(Enum):
     SATURATION = 4.0
 
 
+class Watcher(Protocol):
+    """Compares what a draft foresaw with what its verification needs."""
+
+    def routed(self, position: int | None, call: RouterCall) -> None:
+        """A router has run, in the pass that drafts the token at this position, or (None) in the verification."""
+
+    def reached(self, layer: int, keys: Sequence[int], held: Container[int]) -> None:
+        """The verification is about to request these experts of a layer (distinct keys); `held` have a slot."""
+
+
 class Schedule:
     """Fills the buffer and asks for what is in it.
 
@@ -48,6 +59,8 @@ class Schedule:
         self._layers, self._experts, self._top_k = shape.layers, shape.experts, shape.top_k
         self.prefetch = True
         """False only fills the buffer: nothing is loaded ahead."""
+        self.watcher: Watcher | None = None
+        """Is told of every cycle, if there is one."""
         self.buffer = LookaheadBuffer(shape.layers, shape.experts)
         """What the drafts of this cycle were routed to."""
         self._confident: list[list[int]] = [[] for _ in range(shape.layers)]
@@ -94,6 +107,8 @@ class Schedule:
         return self._residency.pool.slots
 
     def routed(self, call: RouterCall) -> None:
+        if self.watcher is not None and (self._at is not None or self._verifies):
+            self.watcher.routed(self._at, call)
         if self._at is None:
             return
         if call.ids_TK.device.type == "cpu":
@@ -104,6 +119,8 @@ class Schedule:
 
     def reached(self, layer: int, keys: Sequence[int]) -> None:
         if self._verifies:
+            if self.watcher is not None:
+                self.watcher.reached(layer, keys, self._residency.pool.slots)
             self._confident[layer].clear()
             self._rest[layer].clear()
             self._residency.take_back(self._window.pop(layer).difference(keys))

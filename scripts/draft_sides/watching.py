@@ -1,0 +1,114 @@
+"""What is kept of a run while it goes on: its tokens' times, its cycles, and what drafts foresaw.
+
+T tokens, L MoE layers, K experts per token, n drafted tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from time import perf_counter
+
+from torch import Tensor
+from transformers.generation import BaseStreamer
+
+from expertcast.data.taps import RouterCall
+from expertcast.predictors.plain import Json
+from expertcast.runtime.drafts.cycle import Choice, Cycle
+from expertcast.runtime.drafts.governor import Governor
+
+
+class Clock(BaseStreamer):  # type: ignore[misc]
+    """Seconds from the first new token to the end.
+
+    Args:
+        first: called when that token is there.
+    """
+
+    def __init__(self, first: Callable[[], None]) -> None:
+        self._first, self._puts, self._start = first, 0, 0.0
+        self.seconds = 0.0
+
+    def put(self, value: Tensor) -> None:
+        """The prompt, then every new token."""
+        del value
+        self._puts += 1
+        if self._puts == 2:
+            self._first()
+            self._start = perf_counter()
+
+    def end(self) -> None:
+        """There are no more."""
+        self.seconds = perf_counter() - self._start
+
+
+class Kept(Governor):
+    """A governor whose cycles and choices are kept, as long as nobody takes them."""
+
+    def __init__(self, layers: int, copy_s: float) -> None:
+        super().__init__(layers, copy_s)
+        self.cycles: list[Cycle] = []
+        self.choices: list[Choice] = []
+        """Of each cycle, where the governor chose."""
+
+    def choose(self, candidates: Sequence[str], longest: int | None = None) -> Choice:
+        choice = super().choose(candidates, longest)
+        self.choices.append(choice)
+        return choice
+
+    def observe(self, cycle: Cycle) -> None:
+        super().observe(cycle)
+        self.cycles.append(cycle)
+
+    def forget(self) -> None:
+        """What was kept; what was learnt stays."""
+        self.cycles, self.choices = [], []
+
+
+class Watch:
+    """Compares, for one text, a draft's routing with the exact pass's of the same column (rows C2 and C17)."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing is known."""
+        self._drafted: dict[int, list[list[int]]] = {}
+        """By layer, the experts of each position [n][K]."""
+        self._layer = -1
+        self.hard = self.soft = self.mismatch = 0
+        """Token-layer pairs: the same experts in the same order, in another one, others."""
+        self.needed = self.held = 0
+        """Experts that layers needed in verifications, and those of them that had a slot when the layer was reached."""
+
+    def routed(self, position: int | None, call: RouterCall) -> None:
+        """As :meth:`expertcast.runtime.drafts.schedule.Watcher.routed`."""
+        if position is not None:
+            known = self._drafted.setdefault(call.layer, [])
+            if not position:
+                known.clear()
+            known.append(call.ids_TK[-1].tolist())
+            return
+        drafted = self._drafted.pop(call.layer, [])
+        exact = call.ids_TK[len(call.ids_TK) - len(drafted) - 1 :].tolist()
+        for own, right in zip(drafted, exact, strict=False):  # the last drafted token was never fed to the draft
+            if own == right:
+                self.hard += 1
+            elif set(own) == set(right):
+                self.soft += 1
+            else:
+                self.mismatch += 1
+
+    def reached(self, layer: int, keys: Sequence[int], held: Container[int]) -> None:
+        """As :meth:`expertcast.runtime.drafts.schedule.Watcher.reached`; a layer that is asked for again in the same
+        pass, as one that goes token by token is, counts once."""
+        if layer != self._layer:
+            self.needed += len(keys)
+            self.held += sum(key in held for key in keys)
+        self._layer = layer
+
+    def as_dict(self) -> Json:
+        """Counts."""
+        return {
+            "sets": [self.hard, self.soft, self.mismatch],
+            "needed": [self.held, self.needed],
+        }
