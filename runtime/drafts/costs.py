@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from operator import mul
+from operator import add, mul
 
 from expertcast.predictors.plain import Json
 from expertcast.runtime.drafts.cycle import Cycle
@@ -21,6 +21,8 @@ _KEEP_ACCEPTANCE, _KEEP_GROWTH = 0.985, 0.98
 _FIRMNESS = 2.0
 _RIDGE = 4.0
 _STALE = 0.02
+_COMPUTING = 0.8
+"""Share of its drafting and verifying, as measured so far, that no cycle is taken to stay below."""
 
 
 def expected_tokens(acceptance: Iterable[float]) -> list[float]:
@@ -155,7 +157,9 @@ class DraftModel:
         """
         rest = self._rest_s.at(range(most + 1))
         explained = self._explained(most, verify_s, copy_s, known)
-        return [max(1e-9, own + more) for own, more in zip(explained, rest, strict=True)]
+        draft = self.draft_seconds(most)
+        least = [_COMPUTING * (own + verify_s[n + 1]) for n, own in enumerate(draft)]
+        return [max(1e-9, *of) for of in zip(least, map(add, explained, rest), strict=True)]
 
     def report(self, most: int) -> Json:
         """Cycles so far, and for drafts of 1 to `most` tokens: `acceptance` and `growth` of the last position, seconds
