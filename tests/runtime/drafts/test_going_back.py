@@ -1,4 +1,4 @@
-"""Every possible number of accepted tokens, through the whole loop: a draft by script is right so far and no further."""
+"""Every number of accepted tokens, through the whole loop: a draft by script is right so far and no further."""
 
 from __future__ import annotations
 

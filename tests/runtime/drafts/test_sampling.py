@@ -62,7 +62,7 @@ def chi_square(counts: Tensor, expected: Tensor) -> tuple[float, int]:
 
 def far(freedom: int) -> float:
     """Where one in a million of chi-square's values lies beyond, by Wilson and Hilferty."""
-    return freedom * (1 - 2 / (9 * freedom) + 4.75 * (2 / (9 * freedom)) ** 0.5) ** 3
+    return float(freedom * (1 - 2 / (9 * freedom) + 4.75 * (2 / (9 * freedom)) ** 0.5) ** 3)
 
 
 @pytest.mark.parametrize("given", [{"top_k": 0}, {"top_k": 3, "temperature": 1.6}])
