@@ -1,0 +1,153 @@
+"""A fault while drafting or verifying leaves cache, slots and model as they should be, whoever raises."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.generation import BaseStreamer
+
+from expertcast.runtime import OffloadedModel, offload
+from tests.runtime.drafts.loops import SLOTS, check_books, prompt, tiny
+from tests.runtime.faults import RaiseAt, facts_of, slow_link
+
+NEW = 10
+DRAFTS = ("int4", "resident", "drop_cascade", "speculate", "early_exit", "prompt_lookup")
+Given = dict[str, Any]
+Place = Callable[[OffloadedModel, RaiseAt, Given], AbstractContextManager[None]]
+
+
+class _Processor(LogitsProcessor):  # type: ignore[misc]
+    def __init__(self, raises: RaiseAt) -> None:
+        self._raises = raises
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._raises()
+        return scores
+
+
+class _Streamer(BaseStreamer):  # type: ignore[misc]
+    def __init__(self, raises: RaiseAt) -> None:
+        self._raises = raises
+
+    def put(self, value: torch.Tensor) -> None:
+        self._raises()
+
+    def end(self) -> None:
+        """Nothing."""
+
+
+def _module(layer: int, which: str) -> Place:
+    @contextmanager
+    def place(offloaded: OffloadedModel, raises: RaiseAt, _given: Given) -> Iterator[None]:
+        module = getattr(offloaded.view[layer], which)
+        handle = module.register_forward_hook(raises)
+        yield
+        handle.remove()
+
+    return place
+
+
+def _link(method: str) -> Place:
+    @contextmanager
+    def place(offloaded: OffloadedModel, raises: RaiseAt, _given: Given) -> Iterator[None]:
+        link = offloaded.link
+        called = getattr(link, method)
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            raises()
+            return called(*args, **kwargs)
+
+        setattr(link, method, interrupted)
+        yield
+        delattr(link, method)
+
+    return place
+
+
+@contextmanager
+def _processor(_offloaded: OffloadedModel, raises: RaiseAt, given: Given) -> Iterator[None]:
+    given["logits_processor"] = LogitsProcessorList([_Processor(raises)])
+    yield
+
+
+@contextmanager
+def _streamer(_offloaded: OffloadedModel, raises: RaiseAt, given: Given) -> Iterator[None]:
+    given["streamer"] = _Streamer(raises)
+    yield
+
+
+PLACES: dict[str, Place] = {
+    "router": _module(1, "router"),
+    "first experts": _module(0, "experts"),
+    "last experts": _module(2, "experts"),
+    "submit": _link("submit"),
+    "wait": _link("wait"),
+    "processor": _processor,
+    "streamer": _streamer,
+}
+
+
+def own_threads() -> int:
+    """Threads but for the one that watches progress bars."""
+    return sum(type(thread).__name__ != "TMonitor" for thread in threading.enumerate())
+
+
+def settled(model: PreTrainedModel, cache: DynamicCache, whole: torch.Tensor) -> None:
+    """The cache holds so many tokens of the text: the model goes on behind them as behind the text itself."""
+    held = cache.get_seq_length()
+    lengths = {layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")}
+    assert lengths == {held}
+    assert 5 <= held < whole.shape[1]
+    with torch.no_grad():
+        got = model(whole[:, held:], past_key_values=cache).logits
+        expected = model(whole).logits[:, held:]
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("family", "draft"),
+    [("qwen3_next", "int4"), ("qwen3_next", "early_exit"), *(("qwen3_moe", name) for name in DRAFTS)],
+)
+def test_nothing_is_left_of_a_fault(family: str, draft: str, place: str) -> None:
+    model, ids_BS, hit = tiny(family), prompt(), 0
+    facts, threads = facts_of(model), own_threads()
+    layers, list_of = model.config.num_hidden_layers, model.model.layers
+    plain: Given = {"max_new_tokens": NEW, "do_sample": False}
+    with offload(model, slots=SLOTS, predictor="next_norm", link=slow_link()) as offloaded:
+        whole = offloaded.generate(ids_BS, **plain, draft="none")
+        executed = offloaded._engine._speculator.layers
+        assert offloaded.drafting is not None
+        offloaded.generate(ids_BS, **plain, draft=draft, draft_length=3)
+        for count, kind in ((2, RuntimeError), (4, KeyboardInterrupt), (11, RuntimeError)):
+            raises, cache, forwards = (
+                RaiseAt(count, kind("here")),
+                DynamicCache(config=model.config),
+                RaiseAt(0, kind()),
+            )
+            given = {**plain, "past_key_values": cache}
+            counted = model.base_model.register_forward_hook(forwards)
+            with PLACES[place](offloaded, raises, given), suppress(kind):
+                offloaded.generate(ids_BS, **given, draft=draft, draft_length=3)
+            counted.remove()
+            hit += raises.count == 0
+            if raises.count == 0 and forwards.count < 0:  # the prompt went through
+                settled(model, cache, whole)
+            assert offloaded._engine.stage is None
+            assert offloaded._engine.ahead is None
+            assert offloaded._engine._speculator.layers == executed
+            assert model.config.num_hidden_layers == layers
+            assert model.model.layers is list_of
+            for name in (draft, "none"):
+                assert torch.equal(offloaded.generate(ids_BS, **plain, draft=name), whole), (count, name)
+            check_books(offloaded)
+    assert hit >= 2
+    assert facts_of(model) == facts
+    assert own_threads() == threads
+    assert torch.equal(model.generate(ids_BS, **plain), whole)

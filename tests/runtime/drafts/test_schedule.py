@@ -1,0 +1,182 @@
+"""Loading ahead of a verification: hand-worked cases of what is asked for, and of what is given up for it.
+
+Model: 3 layers of 8 experts, 2 per token. Keys are layer * 8 + expert; 1.3 stands for expert 3 of layer 1, key 11.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from expertcast.data.discovery import find_moe_layers
+from expertcast.data.taps import RouterCall
+from expertcast.predictors.view import ModelShape
+from expertcast.runtime import EmulatedLink, offload
+from expertcast.runtime.drafts.drafting import DraftOptions
+from expertcast.runtime.drafts.schedule import Schedule
+from expertcast.runtime.engine.residency import Residency
+from expertcast.runtime.engine.window import Window
+from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.storage.slots import SlotPool
+from expertcast.runtime.storage.store import ExpertStore
+from tests.runtime.drafts.loops import prompt, tiny
+from tests.runtime.engine.evictions import eviction
+from tests.runtime.links.manual import ManualLink
+
+
+def made(slots: int) -> tuple[Schedule, Residency, ManualLink]:
+    view = find_moe_layers(tiny("qwen3_moe"))
+    store = ExpertStore(view)
+    store.pack(view)
+    pool, link = SlotPool(store.layout, slots, store.device), ManualLink()
+    link.attach(store, pool)
+    policies = eviction(layers=3, experts=8, slots=slots)
+    residency = Residency(pool, link, policies, RunStatistics(3), experts=8)
+    return Schedule(residency, ModelShape(layers=3, experts=8, top_k=2, hidden=32)), residency, link
+
+
+def route(schedule: Schedule, layer: int, ids: list[int], weights: list[float]) -> None:
+    """One token's routing in a draft."""
+    call = object.__new__(RouterCall)
+    for name, value in (
+        ("layer", layer), ("ids_TK", torch.tensor([ids])), ("weights_TK", torch.tensor([weights])),
+    ):  # fmt: skip
+        object.__setattr__(call, name, value)
+    schedule.routed(call)
+
+
+def guided(schedule: Schedule) -> None:
+    """A cycle whose second token is drafted; the first one's routing said nothing."""
+    schedule.begin()
+    schedule.draft(0)
+    schedule.buffer.put(0, 0, [], [])
+    schedule.draft(1)
+
+
+def hold(residency: Residency, link: ManualLink, keys: list[int]) -> None:
+    """Bring experts in as a layer does, one after another."""
+    for key in keys:
+        residency.settle(key // 8, [key])
+        residency.request([key])
+        residency.wait([key])
+        residency.release([key])
+    link.submitted.clear()
+
+
+def asked(link: ManualLink) -> list[int]:
+    return [key for key, _ in link.submitted]
+
+
+def test_phases_limit_what_is_on_its_way() -> None:
+    """K is 2: priming sends 1 copy at a time, guided drafting 4, saturation 8. Nearest layer first, confident first.
+
+    First token: layer 0 wants 0.1 (.9) and 0.2 (.1, less than half of the mean .5), layer 1 wants 1.1 and 1.2 (.5).
+    Priming: 0.1 goes. Its place is taken until it has arrived. Second token, guided: 4 in all, 3 more, confident ones
+    first: 1.2, 1.1, and then, as confident ones are out, 0.2. Verification: what is left, 2.x, goes in its turn.
+    """
+    schedule, _, link = made(16)
+    schedule.begin()
+    schedule.draft(0)
+    route(schedule, 0, [1, 2], [0.9, 0.1])
+    route(schedule, 1, [1, 2], [0.5, 0.5])
+    assert asked(link) == [1]
+    schedule.draft(1)
+    route(schedule, 0, [1, 2], [0.9, 0.1])  # known already: it only calls for more
+    assert asked(link) == [1, 10, 9, 2]
+    for layer in (1, 2):
+        route(schedule, layer, [4, 5], [0.5, 0.5])
+    assert len(asked(link)) == 4
+    schedule.verify()
+    assert asked(link)[4:] == [13, 12, 21, 20]
+    assert [kind for _, kind in link.submitted] == ["forecast"] * 8
+
+
+def test_what_is_given_up() -> None:
+    """4 slots: 0.7 (used first) and 1.7 are nobody's, 2.1 and 1.1 are in the window. 0.1, 0.2 and 0.3 are wanted.
+
+    0.1 takes 0.7's slot (least recently used), 0.2 takes 1.7's, 0.3 takes 2.1's (the farthest of the window). 1.2 may
+    take nothing: 1.1 is as near, and what is nearer stays.
+    """
+    schedule, residency, link = made(4)
+    hold(residency, link, [7, 15, 17, 9])
+    guided(schedule)
+    route(schedule, 2, [1, 1], [0.5, 0.5])
+    route(schedule, 1, [1, 1], [0.5, 0.5])
+    lost = []
+    for expert in (1, 2, 3):
+        before = set(residency.pool.slots)
+        route(schedule, 0, [expert, expert], [0.5, 0.5])
+        lost.append(before - set(residency.pool.slots))
+    assert lost == [{7}, {15}, {17}]
+    link.arrive()
+    held = dict(residency.pool.slots)
+    assert asked(link) == [1, 2, 3]
+    route(schedule, 1, [2, 2], [0.5, 0.5])
+    assert residency.pool.slots == held
+    assert asked(link) == [1, 2, 3]
+
+
+def test_a_layer_takes_back_what_it_does_not_need() -> None:
+    """Verification reaches layer 0 with 0.1 alone: of 0.1 and 0.2, both queued, 0.2 is not copied."""
+    schedule, residency, link = made(8)
+    guided(schedule)
+    route(schedule, 0, [1, 2], [0.5, 0.5])
+    schedule.drafted()
+    schedule.verify()
+    schedule.reached(0, [1])
+    assert {copy.key for copy in link.queue} == {1}
+    assert set(residency.pool.slots) == {1}
+    assert residency.stats.layers[0].dropped == 1
+
+
+def test_the_end_of_a_cycle_takes_back_the_rest() -> None:
+    schedule, residency, link = made(8)
+    guided(schedule)
+    route(schedule, 1, [1, 2], [0.5, 0.5])
+    link.arrive(1)
+    schedule.end()
+    assert not link.queue
+    assert len(residency.pool.slots) == 1
+    assert not residency.window.keys
+
+
+def test_nothing_is_loaded_where_it_is_switched_off() -> None:
+    schedule, _, link = made(8)
+    schedule.prefetch = False
+    guided(schedule)
+    route(schedule, 0, [1, 2], [0.5, 0.5])
+    schedule.verify()
+    assert not link.submitted
+    assert schedule.buffer.growth == [0, 2]
+
+
+def test_window_by_hand() -> None:
+    """Kept: 1.1, 2.3 and 2.4. Beyond layer 0 the farthest held one is 2.3 (2.4 has no slot); beyond 2 there is none."""
+    window = Window(3, 8)
+    for key in (9, 19, 20):
+        window.add(key)
+    assert window.farthest(0, {9, 19}, ()) == 19
+    assert window.farthest(0, {9, 19}, {19}) == 9
+    assert window.farthest(1, {9, 19}, {19}) is None
+    assert window.farthest(2, {9, 19}, ()) is None
+    assert window.pop(2) == {19, 20}
+    assert window.keys == {9}
+    window.clear()
+    assert not window.keys
+    assert window.farthest(0, {9}, ()) is None
+
+
+@pytest.mark.parametrize("draft", ["int4", "resident"])
+def test_what_is_loaded_ahead_does_not_miss(draft: str) -> None:
+    """The same text with and without loading ahead: fewer misses."""
+    found = {}
+    for prefetch in (True, False):
+        with offload(tiny("qwen3_moe"), slots=8, link=EmulatedLink(1e9, 2e-5)) as opened:
+            assert opened.drafting is not None
+            options = DraftOptions(draft=draft, length=3, prefetch=prefetch)
+            text = opened.drafting.generate(options, (prompt(),), {"max_new_tokens": 24, "do_sample": False})
+            layers = opened.stats.layers
+            found[prefetch] = text, sum(each.misses for each in layers), sum(each.prefetched for each in layers)
+    assert torch.equal(found[True][0], found[False][0])
+    assert found[True][1] < found[False][1]
+    assert found[True][2] > found[False][2]
