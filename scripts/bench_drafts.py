@@ -203,6 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--settings", nargs="*", default=[], help="parts of the names of settings (default: all)")
     parser.add_argument("--prompts", type=int, default=3, help="texts of the main setting (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each there (default: %(default)s)")
+    parser.add_argument("--warm", type=int, default=3, help="texts that auto learns on (default: %(default)s)")
     parser.add_argument("--other-prompts", type=int, default=2, help="texts elsewhere (default: %(default)s)")
     parser.add_argument("--other-rounds", type=int, default=1, help="runs of each there (default: %(default)s)")
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a text (default: %(default)s)")

@@ -10,6 +10,13 @@ import torch
 from torch import Tensor
 
 
+def pick(scores_BV: Tensor, *, sample: bool) -> Tensor:
+    """The next tokens [B] of a draft, by processed logits [B, V]: the likeliest, or drawn."""
+    if not sample:
+        return scores_BV.argmax(dim=-1)
+    return torch.multinomial(scores_BV.softmax(dim=-1), num_samples=1).squeeze(1)
+
+
 def accept_greedy(logits_BNV: Tensor, drafted_Bn: Tensor, start_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Drafted tokens stand up to the first that is not the model's likeliest.
 

@@ -69,3 +69,5 @@ class Guide:
     goes_on: Callable[[], bool]
     """Asked after each drafted token."""
     observe: Callable[[Cycle], None]
+    optional: bool = False
+    """Whether a model that cannot be drafted for is decoded plainly, not refused."""

@@ -9,7 +9,7 @@ B sequences, V vocabulary, n drafted tokens. Columns are those of :mod:`.texts`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
-from expertcast.runtime.drafts.acceptance import accept_greedy, accept_sampled
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.drafts.acceptance import accept_greedy, accept_sampled, pick
 from expertcast.runtime.drafts.asked import check_asked
 from expertcast.runtime.drafts.cycle import Choice, Cycle, Guide
 from expertcast.runtime.drafts.drafts import Draft, PassDraft, ProposalDraft
@@ -112,8 +113,15 @@ class DraftedDecoding:
         """Two passes, if any, once for a model: not where there is no room for a draft."""
         start = self._cache.length
         if not self.fit and self._texts.most - self._texts.prompt > 2:
-            self._cache.refuse_unfit(self._model, lambda: self._feed.run(start, self._texts.prompt + 2, 1))
-            self.fit = True
+            try:
+                self._cache.refuse_unfit(self._model, lambda: self._feed.run(start, self._texts.prompt + 2, 1))
+            except ExpertcastError as error:
+                if not self._guide.optional:
+                    raise
+                plain = Choice(None, 0, 0, 0.0, f"none: {error}")
+                self._guide = replace(self._guide, choose=lambda _most: plain)
+            else:
+                self.fit = True
 
     def _cycle(self) -> None:
         texts, cache, schedule = self._texts, self._cache, self._schedule
@@ -165,7 +173,7 @@ class DraftedDecoding:
                 logits_BV = self._feed.run(fed, column, 1)[:, 0]
                 fed = column
                 scores_BV = self._process(texts.ids_BS[:, :column], logits_BV)
-                token_B = _pick(scores_BV, sample=self._config.do_sample)
+                token_B = pick(scores_BV, sample=self._config.do_sample)
                 texts.draft(column, token_B)
                 schedule.drafted()
                 drafted.logits.append(scores_BV)
@@ -238,9 +246,3 @@ class DraftedDecoding:
         if ends is None:
             return False
         return bool(torch.isin(self._texts.ids_BS[self._texts.open, column], ends).all())
-
-
-def _pick(scores_BV: Tensor, *, sample: bool) -> Tensor:
-    if not sample:
-        return scores_BV.argmax(dim=-1)
-    return torch.multinomial(scores_BV.softmax(dim=-1), num_samples=1).squeeze(1)

@@ -97,7 +97,7 @@ class Drafting:
         streamer = kwargs.get("streamer")
 
         def decode(model: PreTrainedModel, input_ids: Tensor, **rest: Any) -> Tensor | GenerateDecoderOnlyOutput:
-            guide = self._guide(candidates, options.length, len(input_ids))
+            guide = self._guide(candidates, options, len(input_ids))
             self.schedule.prefetch = options.prefetch
             drafts = {name: self.drafts[name] for name in candidates}
             decoding = DraftedDecoding(self._engine, self.schedule, drafts, guide, streamer)
@@ -126,7 +126,8 @@ class Drafting:
         """Free what drafts hold."""
         self.drafts.clear()
 
-    def _guide(self, candidates: list[str], length: int | None, batch: int) -> Guide:
+    def _guide(self, candidates: list[str], options: DraftOptions, batch: int) -> Guide:
+        length = options.length
         governor = self.governors.get(batch)
         link = self._residency.link
         if governor is None:
@@ -137,6 +138,7 @@ class Drafting:
                 choose=lambda most: governor.choose(candidates, most),
                 goes_on=lambda: governor.goes_on(self.schedule.buffer, self.schedule.held()),
                 observe=governor.observe,
+                optional=options.draft == names.AUTO,
             )
         name = candidates[0]
 

@@ -50,8 +50,10 @@ class Models:
 
     def __init__(self, args: argparse.Namespace, kept: Json) -> None:
         self._args, self._kept = args, kept
-        *self.prompts, self.warm = prompts(args.prompt, max(args.prompts, args.other_prompts) + 1)
-        """Texts that are continued, and one that governors learn on."""
+        count = max(args.prompts, args.other_prompts)
+        found = prompts(args.prompt, count + args.warm)
+        self.prompts, self.warm = found[:count], found[count:]
+        """Texts that are continued, and those that governors learn on."""
 
     def get(self, name: str) -> Prepared:
         """The model of this name."""
@@ -62,7 +64,7 @@ class Models:
         if name == WIDENED:
             options |= {"store": "disk", "store_folder": Path(path) / "store"}
         if "layer_s" not in kept:
-            kept["layer_s"] = layer_seconds(path, options, self.warm, 8 if args.small else 48)
+            kept["layer_s"] = layer_seconds(path, options, self.warm[0], 8 if args.small else 48)
         if len(kept.get("ids", ())) < len(self.prompts):
             with opened(path, {**options, "link": "instant"}) as offloaded:
                 shape, layout = offloaded.view.shape, offloaded.store.layout

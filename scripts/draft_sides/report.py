@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from draft_sides.claims import claims
 from draft_sides.sides import AUTO, INT4, NONE
 from expertcast.data.writer import write_where_told
 from expertcast.predictors import ExpertcastError
@@ -34,7 +35,7 @@ def write(result: Json, page: Path) -> None:
 def tables(result: Json) -> str:
     """Targets, then a table for each setting."""
     lines = ["## Targets", "", *targets(result["results"])]
-    lines += _same_inputs(result)
+    lines += [*claims(result), *_same_inputs(result)]
     for setting in dict.fromkeys(row["setting"] for row in result["results"]):
         rows = [row for row in result["results"] if row["setting"] == setting]
         lines += ["", f"## {setting}, copy over compute {rows[0]['copy_over_compute']:.2g}", "", *_table(rows)]

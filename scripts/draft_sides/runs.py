@@ -5,7 +5,7 @@ T tokens of a prompt, N new tokens behind the first one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,10 +117,11 @@ class Runner:
         self.offloaded.close()
         self._made.clear()
 
-    def learn(self, side: Side, learnt: Learnt, prompt_1T: Tensor, new_tokens: int) -> None:
-        """Before the first run that counts: a governor gets to know its drafts."""
+    def learn(self, side: Side, learnt: Learnt, texts: Sequence[Tensor], new_tokens: int) -> None:
+        """Before the first run that counts: a governor gets to know its drafts, on all texts where it has several."""
         if not learnt.warmed and side.governed:
-            self.run(side, learnt, prompt_1T, new_tokens)
+            for prompt_1T in texts if side.draft == AUTO else texts[:1]:
+                self.run(side, learnt, prompt_1T, new_tokens)
             learnt.cycles, learnt.choices = [], []
         learnt.warmed = True
 

@@ -73,6 +73,8 @@ def test_models_whose_longer_passes_say_something_else_are_refused(family: str) 
             assert "\n" not in str(caught.value)
             check_books(offloaded)
             assert torch.equal(plain(offloaded, ids_BS), expected)
+        chosen = offloaded.generate(ids_BS, max_new_tokens=NEW, do_sample=False, draft="auto")
+        assert torch.equal(chosen, expected)  # it may do without
 
 
 def test_whether_a_model_fits_is_asked_once() -> None:
