@@ -19,12 +19,13 @@ class LookaheadBuffer:
     Args:
         layers: L
         experts: E
+        slots: experts that fit on the device; None: all of them.
 
     Raises:
         ExpertcastError: fewer than one layer or expert.
     """
 
-    def __init__(self, layers: int, experts: int) -> None:
+    def __init__(self, layers: int, experts: int, slots: int | None = None) -> None:
         if layers < 1 or experts < 1:
             raise ExpertcastError(f"layers={layers}, experts={experts}: give 1 or more of both")
         self.layers, self.experts = layers, experts
@@ -35,6 +36,9 @@ class LookaheadBuffer:
         self._first: list[list[int]] = []
         """[N] keys that stand at no earlier place, and have not been counted yet."""
         self._growth: list[int] = []
+        self._distinct: list[int] = []
+        """[N] keys that stand at no earlier place."""
+        self._slots = layers * experts if slots is None else slots
 
     def put(
         self, position: int, layer: int, ids: Sequence[Sequence[int]], confidence: Sequence[Sequence[float]]
@@ -55,6 +59,7 @@ class LookaheadBuffer:
                 raise ExpertcastError(f"position {position} comes before position {len(self._entries)}: leave none out")
             self._entries.append([{} for _ in range(self.layers)])
             self._first.append([])
+            self._distinct.append(0)
         entry, union, first = self._entries[position][layer], self._unions[layer], self._first[position]
         base = layer * self.experts
         for row, own in zip(ids, confidence, strict=True):
@@ -63,6 +68,7 @@ class LookaheadBuffer:
                 if key not in union:
                     union[key] = entry[key] = sure
                     first.append(key)
+                    self._distinct[position] += 1
                     continue
                 if sure > union[key]:
                     union[key] = sure
@@ -74,6 +80,7 @@ class LookaheadBuffer:
         self._entries.clear()
         self._first.clear()
         self._growth.clear()
+        self._distinct.clear()
         for union in self._unions:
             union.clear()
 
@@ -119,5 +126,12 @@ class LookaheadBuffer:
 
     @property
     def growth(self) -> list[int]:
-        """New experts by position, of the positions that :meth:`new_experts` has counted in this cycle."""
-        return list(self._growth)
+        """Copies by position, of the positions that :meth:`new_experts` has counted in this cycle: new experts, and
+        those of the others that the slots cannot keep beside them until their layer's turn, and that come again."""
+        distinct = new = over = 0
+        found = []
+        for own, fresh in zip(self._distinct, self._growth, strict=False):
+            distinct, new, before = distinct + own, new + fresh, over
+            over = min(distinct - new, max(0, distinct - self._slots))
+            found.append(fresh + over - before)
+        return found

@@ -61,7 +61,7 @@ class Schedule:
         """False only fills the buffer: nothing is loaded ahead."""
         self.watcher: Watcher | None = None
         """Is told of every cycle, if there is one."""
-        self.buffer = LookaheadBuffer(shape.layers, shape.experts)
+        self.buffer = LookaheadBuffer(shape.layers, shape.experts, residency.pool.count)
         """What the drafts of this cycle were routed to."""
         self._confident: list[list[int]] = [[] for _ in range(shape.layers)]
         self._rest: list[list[int]] = [[] for _ in range(shape.layers)]

@@ -87,3 +87,21 @@ def test_refusals() -> None:
     buffer = LookaheadBuffer(1, 4)
     with pytest.raises(ExpertcastError, match="position 1 comes before position 0: leave none out"):
         buffer.put(1, 0, [[0]], [[1.0]])
+
+
+def test_what_the_slots_cannot_keep_comes_again() -> None:
+    """Two layers of 8, 3 slots, which hold experts 0, 1 of layer 0 and 0 of layer 1 (keys 0, 1, 8).
+
+    Position 0 needs 0 and 1 of layer 0, 0 and 2 of layer 1: four, one of them new; one of the three that are held has
+    to go for it and comes again: 2 copies. Position 1 adds 3 and 4 of layer 0: six in all, three new, three too many,
+    so that all three held ones come again: 2 new and 2 more than before. Without a limit: 1 and 2.
+    """
+    held = {0, 1, 8}
+    for slots, growth in ((3, [2, 4]), (None, [1, 2])):
+        buffer = LookaheadBuffer(2, 8, slots)
+        buffer.put(0, 0, [[0, 1]], [[0.5, 0.5]])
+        buffer.put(0, 1, [[0, 2]], [[0.5, 0.5]])
+        assert buffer.new_experts(held) == 1
+        buffer.put(1, 0, [[3, 4]], [[0.5, 0.5]])
+        assert buffer.new_experts(held) == 3
+        assert buffer.growth == growth
