@@ -105,7 +105,7 @@ def script(offloaded: OffloadedModel, texts_BS: Tensor, right: int | None, vocab
         return Scripted(texts_BS, right, vocabulary)
 
     assert offloaded.drafting is not None
-    offloaded.drafting._drafts["prompt_lookup"] = ProposalDraft("prompt_lookup", make)
+    offloaded.drafting.drafts["prompt_lookup"] = ProposalDraft("prompt_lookup", make)
     return "prompt_lookup"
 
 

@@ -80,10 +80,10 @@ def test_what_rows_know_ahead_is_not_judged(offloaded: OffloadedModel, monkeypat
 
     draft = script(offloaded, whole, None, VOCABULARY)
     assert offloaded.drafting is not None
-    offloaded.drafting._drafts[draft].make = lambda *_args: Half()  # type: ignore[attr-defined]
+    offloaded.drafting.drafts[draft].make = lambda *_args: Half()  # type: ignore[attr-defined]
     with cycles_of(monkeypatch) as cycles:
         got = offloaded.generate(ids_BS, max_new_tokens=12, do_sample=False, draft=draft, draft_length=3)
-    offloaded.drafting._drafts.pop(draft)
+    offloaded.drafting.drafts.pop(draft)
     assert torch.equal(got, whole)
     assert [cycle.known for cycle in cycles[:3]] == [(0, 0), (3, 0), (3, 0)]
     assert [cycle.accepted for cycle in cycles[:3]] == [(3, 0), (3, 0), (3, 0)]

@@ -41,7 +41,7 @@ def test_rows_accept_different_numbers(family: str) -> None:
             rights = iter((0, 1, 3)[shift:] + (0, 1, 3)[:shift])
             draft = script(offloaded, whole, None)
             assert offloaded.drafting is not None
-            proposal = offloaded.drafting._drafts[draft]
+            proposal = offloaded.drafting.drafts[draft]
             make = proposal.make  # type: ignore[attr-defined]
 
             def made(*given: object, make: object = make, rights: object = rights) -> object:

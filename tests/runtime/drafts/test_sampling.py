@@ -98,7 +98,7 @@ def test_texts_follow_the_exact_model(
             place_B = (ids_BS * torch.tensor([64, 16, 4, 1])).sum(dim=1)
             counts += torch.bincount(place_B, minlength=len(counts))
     assert offloaded.drafting is not None
-    offloaded.drafting._drafts.pop("prompt_lookup", None)
+    offloaded.drafting.drafts.pop("prompt_lookup", None)
     judged = [kept - known for cycle in cycles for kept, known in zip(cycle.accepted, cycle.known, strict=True)]
     offered = sum(cycle.drafted - min(known, cycle.drafted) for cycle in cycles for known in cycle.known)
     assert 0.05 * offered < sum(judged) < 0.95 * offered

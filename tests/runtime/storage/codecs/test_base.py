@@ -100,6 +100,11 @@ def _turns_of_others(work: Callable[[], None]) -> int:
     return turns
 
 
+def _lets_others(work: Callable[[], None]) -> bool:
+    """Whether others had turns in any of some trials: on a machine that is busy they may get none in one."""
+    return any(_turns_of_others(work) > 1 for _ in range(20))
+
+
 @pytest.mark.usefixtures("_no_forced_switch")
 def test_decoding_holds_no_lock() -> None:
     """Each step is one call or a few of whole chunks, and others run meanwhile; a loop in Python lets nobody."""
@@ -107,10 +112,10 @@ def test_decoding_holds_no_lock() -> None:
     block = normal_block(layout)
     codec = make_codec("bitsplit:shards=1", layout)
     parts, planes = codec.encode(block), codec.new_planes(block)
-    assert _turns_of_others(lambda: parts[0].intact() and None) > 1
-    assert _turns_of_others(lambda: codec.expand(0, parts[0], planes)) > 1
-    assert _turns_of_others(lambda: codec.expand(1, parts[1], planes)) > 1
-    assert _turns_of_others(lambda: codec.recover(planes, block)) > 1
+    assert _lets_others(lambda: parts[0].intact() and None)
+    assert _lets_others(lambda: codec.expand(0, parts[0], planes))
+    assert _lets_others(lambda: codec.expand(1, parts[1], planes))
+    assert _lets_others(lambda: codec.recover(planes, block))
     assert _turns_of_others(lambda: [None for _ in range(10**6)] and None) == 0
 
 
