@@ -148,11 +148,7 @@ class Drafting:
                 draft=name if n else None, length=n, longest=n, reason=f"{name}, {n} ahead: as asked", rate=0.0
             )
 
-        return Guide(choose=fixed, goes_on=self._counted, observe=governor.observe)
-
-    def _counted(self) -> bool:
-        self.schedule.buffer.new_experts(self.schedule.held())
-        return True
+        return Guide(choose=fixed, goes_on=lambda: True, observe=governor.observe)
 
     def _candidates(self, options: DraftOptions, kwargs: dict[str, Any]) -> list[str]:
         """Names of the drafts that may be used, all of them made."""
