@@ -14,7 +14,7 @@ from expertcast.runtime.drafts.lookahead import LookaheadBuffer
 from expertcast.runtime.drafts.plans import NONE, Plan, draft_plan, plain_plan
 from expertcast.runtime.drafts.roofline import RooflinePoint, roofline
 from expertcast.runtime.drafts.running import OUTLIER, RunningMean
-from expertcast.runtime.drafts.trials import Trials
+from expertcast.runtime.drafts.trials import Candidate, Trials
 
 PLAIN_STEPS, FIRST_CYCLES, FIRST_LENGTH = 3, 2, 2
 """How many plain steps, and cycles of each draft of which length, are run to begin with."""
@@ -32,7 +32,7 @@ class Governor:
 
     It learns from the cycles that it is told of, and holds for one number of sequences: what cycles take depends on it.
     Those that were never run are tried first; those that are not the best again and again, as long as these trials
-    together lose less than 1% of the time.
+    together lose less than 1% of the time, and those that may be as good as the best at once.
 
     Args:
         layers: MoE layers of the model.
@@ -202,7 +202,13 @@ class Governor:
         if best.longest > best.length:
             trials[f"{best.name}, longer"] = self._plan(best.draft, longest, min(2 * best.length, best.longest))
         tried = self._trials.next(
-            (name, plan.seconds, plan.seconds - plan.tokens / best.rate, plan.rate_within(_HOPE) > best.rate)
+            Candidate(
+                name,
+                plan.seconds,
+                plan.seconds - plan.tokens / best.rate,
+                plan.rate_within(_HOPE) > best.rate,
+                plan.draft != best.draft,
+            )
             for name, plan in trials.items()
         )
         if tried is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 LOSS = 0.0075
 """Share of all seconds that trying again may lose; the first cycles, when nothing is known, are not counted."""
@@ -10,6 +11,22 @@ FIRST_PAUSE = 8
 """Cycles from one trial to the next; twice as many after every trial that found nothing better than was known."""
 BETTER = 1.1
 """A trial that finds so much more than was known is followed by another soon."""
+NEAR = 0.1
+"""Another draft that may be better than the best, and loses this share of its seconds at most, costs nothing."""
+
+
+class Candidate(NamedTuple):
+    """One that is not the best."""
+
+    name: str
+    seconds: float
+    """Expected, of a trial."""
+    loss_s: float
+    """How many of these are lost."""
+    hopeful: bool
+    """Whether it may be better than the best for all that is known: then it waits for no pause."""
+    another: bool = True
+    """Whether it is another draft than the best, not another length of it."""
 
 
 class Trials:
@@ -33,19 +50,20 @@ class Trials:
         """A trial took so much more than the best would have; less, if it was better."""
         self.lost_s = max(0.0, self.lost_s + seconds)
 
-    def next(self, others: Iterable[tuple[str, float, float, bool]]) -> str | None:
-        """Who is tried now; None: nobody. What is expected to gain needs no means.
+    def next(self, others: Iterable[Candidate]) -> str | None:
+        """Who is tried now; None: nobody. What is expected to gain needs no means, nor does what is as good as the best
+        for all that is known: bad luck with the little that was seen of it must not keep the better one out.
 
         Args:
-            others: of all that are not the best, name, expected seconds of a trial, how many of these are lost, and
-                whether it may be better than the best for all that is known: then it waits for no pause.
+            others: all that are not the best.
         """
-        for name, seconds, loss_s, hopeful in sorted(others, key=lambda other: other[2]):
-            if name not in self._due:
-                self._due[name] = self._cycle + self._pauses.setdefault(name, FIRST_PAUSE)
-            due = hopeful or self._cycle >= self._due[name]
-            if due and (loss_s < 0 or self.lost_s + loss_s <= LOSS * (self.seconds + seconds)):
-                return name
+        for own in sorted(others, key=lambda other: other.loss_s):
+            if own.name not in self._due:
+                self._due[own.name] = self._cycle + self._pauses.setdefault(own.name, FIRST_PAUSE)
+            due = own.hopeful or self._cycle >= self._due[own.name]
+            free = own.loss_s < 0 or (own.hopeful and own.another and own.loss_s <= NEAR * own.seconds)
+            if due and (free or self.lost_s + own.loss_s <= LOSS * (self.seconds + own.seconds)):
+                return own.name
         return None
 
     def tried(self, name: str, gain: float) -> None:

@@ -126,6 +126,25 @@ def test_plain_steps_are_taken_where_no_draft_pays_and_trials_stay_cheap() -> No
     assert statistics.median(n for _, n in run.chosen[-50:]) in (4, 5, 6)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_bad_luck_at_the_beginning_keeps_no_draft_out(seed: int) -> None:
+    # `lookup` gives 2.5 tokens in 29 ms at best (86 a second), `int4` 7.4 in 62 (119); a token of it was refused early,
+    # and trials have lost already what they may lose in 20 s
+    int4, lookup = Draft(acceptance=(0.97,), pass_s=4 * MS), Draft(acceptance=(0.75, 0.7, 0.6), pass_s=1 * MS)
+    world = World(drafts={"int4": int4, "lookup": lookup}, plain_s=20 * MS, verify_s=22 * MS, token_s=1 * MS)
+    run = Run(world, Governor(12, world.copy_s, longest=8), seed)
+    for name, accepted in ((None, 0),) * 3 + (("int4", 2), ("int4", 2), ("int4", 1), ("lookup", 2), ("lookup", 2)):
+        passes = (world.drafts[name].pass_s,) * 2 if name else ()
+        run.governor.observe(
+            Cycle(draft=name, drafted=len(passes), accepted=(accepted,) if name else (), passes_s=passes,
+                  verify_s=25 * MS if name else 20 * MS, emitted=1.0 + accepted)
+        )  # fmt: skip
+    run.governor._trials.lost(0.15)
+    for _ in range(150):
+        run.cycle()
+    assert [name for name, _ in run.chosen[-50:]].count("int4") >= 45
+
+
 def test_one_disturbed_cycle_is_got_over() -> None:
     run = Run(COMPUTE, Governor(12, COMPUTE.copy_s, longest=8), 0)
     for _ in range(200):

@@ -7,14 +7,14 @@ import pytest
 from expertcast.runtime.drafts.costs import DraftModel
 from expertcast.runtime.drafts.cycle import Cycle
 from expertcast.runtime.drafts.plans import draft_plan
-from expertcast.runtime.drafts.trials import Trials
+from expertcast.runtime.drafts.trials import Candidate, Trials
 
 
 def test_a_dear_trial_waits_until_the_run_can_afford_it() -> None:
     # cycles of 10 ms; a trial takes 20 ms, of which 8.9 are lost: 8.9 <= .0075 * (10 c + 20) from c = 117 on
     trials, tried = Trials(), []
     for cycle in range(260):
-        if trials.next([("a", 0.020, 0.0089, False)]) is not None:
+        if trials.next([Candidate("a", 0.020, 0.0089, False)]) is not None:
             tried.append(cycle)
             trials.spent(0.020)
             trials.lost(0.0089)
@@ -29,7 +29,7 @@ def test_a_dear_trial_waits_until_the_run_can_afford_it() -> None:
 def test_a_cheap_trial_pauses_longer_each_time_it_finds_nothing() -> None:
     trials, tried = Trials(), []
     for cycle in range(100):
-        if trials.next([("a", 0.010, 0.0, False)]) is not None:
+        if trials.next([Candidate("a", 0.010, 0.0, False)]) is not None:
             tried.append(cycle)
             trials.spent(0.010)
             trials.tried("a", 2.0 if cycle > 60 else 1.0)
@@ -42,7 +42,7 @@ def test_a_cheap_trial_pauses_longer_each_time_it_finds_nothing() -> None:
 def test_one_that_turned_out_better_is_tried_again_soon() -> None:
     trials, tried = Trials(), []
     for cycle in range(40):
-        if trials.next([("a", 0.010, 0.0, False)]) is not None:
+        if trials.next([Candidate("a", 0.010, 0.0, False)]) is not None:
             tried.append(cycle)
             trials.tried("a", 1.1)
         trials.spent(0.010)
@@ -53,12 +53,25 @@ def test_what_may_be_better_than_the_best_is_tried_at_once_but_within_the_same_m
     trials = Trials()
     for _ in range(5):
         trials.spent(0.010)
-    assert trials.next([("a", 0.01, 0.0001, False), ("b", 0.01, 0.0002, True)]) == "b", "a has its pause before it"
+    assert trials.next([Candidate("a", 0.0015, 0.0001, False), Candidate("b", 0.0015, 0.0002, True)]) == "b", (
+        "a has its pause before it"
+    )
     trials.lost(0.0004)
-    assert trials.next([("b", 0.01, 0.0002, True)]) is None, ".6 ms are more than .0075 of 60"
-    assert trials.next([("b", 0.01, -0.0002, True)]) == "b", "one that is expected to gain costs nothing"
+    assert trials.next([Candidate("b", 0.0015, 0.0002, True)]) is None, ".6 ms are more than .0075 of 51.5"
+    assert trials.next([Candidate("b", 0.003, -0.0002, True)]) == "b", "one that is expected to gain costs nothing"
     trials.spent(1.0)
-    assert trials.next([("b", 0.01, 0.0002, True)]) == "b"
+    assert trials.next([Candidate("b", 0.0015, 0.0002, True)]) == "b"
+
+
+def test_what_is_as_good_as_the_best_for_all_that_is_known_needs_no_means() -> None:
+    trials = Trials()
+    for _ in range(20):
+        trials.spent(0.010)
+    trials.lost(1.0)  # more than it will ever have
+    assert trials.next([Candidate("b", 0.010, 0.0010, True)]) == "b", "a tenth of its own seconds"
+    assert trials.next([Candidate("b", 0.010, 0.0011, True)]) is None
+    assert trials.next([Candidate("b", 0.010, 0.0001, False)]) is None, "it is known well, and a little worse"
+    assert trials.next([Candidate("b", 0.010, 0.0001, True, another=False)]) is None, "the best itself, only longer"
 
 
 def test_the_best_begins_its_pauses_anew() -> None:
@@ -68,7 +81,7 @@ def test_the_best_begins_its_pauses_anew() -> None:
     trials.won("a")
     tried = []
     for cycle in range(20):
-        if trials.next([("a", 0.01, 0.0, False)]):
+        if trials.next([Candidate("a", 0.01, 0.0, False)]):
             tried.append(cycle)
             trials.tried("a", 1.0)
         trials.spent(0.01)
