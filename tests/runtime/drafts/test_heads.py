@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,6 @@ from tests.families.table import tiny_config
 CASES = [("glm4_moe", 1), ("deepseek_v3", 1), ("deepseek_v3", 3)]
 NEW = 30
 PROMPT = torch.randint(10, 4096, (1, 9), generator=torch.Generator().manual_seed(3))
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def checkpoint(family: str, heads: int, folder: Path, reads: str = "token") -> Path:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -22,12 +20,6 @@ from tests.runtime.drafts.cycles import decoded, prepared, recorded
 TEXT = (
     "The experts of a layer are many, and a token asks for few of them: the few are read, the many stay where they are."
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -16,12 +15,6 @@ from expertcast.runtime.drafts.proposals import Assistant, PromptLookup
 from tests.families.models import tiny_model
 from tests.families.table import tiny_family
 from tests.runtime.drafts.cycles import decoded, prepared, prompt, recorded
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ The oracle is ordinary decoding in fp32: a fresh cache, the prompt, then token b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -99,12 +98,6 @@ class Fed:
         said = self.feed(self.text[:, reached:end])
         self.same(said, reached)
         self.at = end
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in {*REFUSED, *FORGETFUL}])
