@@ -30,30 +30,25 @@ function worth(cell) {
   return text === "" || Number.isNaN(Number(text)) ? text : Number(text);
 }
 
-function compare(left, right) {
-  if (typeof left === "number" && typeof right === "number") return right - left;
-  if (typeof left !== typeof right) return typeof left === "number" ? -1 : 1;
-  return left.localeCompare(right);
+function compare(left, right, falling) {
+  if (typeof left !== typeof right) return typeof left === "number" ? -1 : 1; // what is missing stays last
+  const order = typeof left === "number" ? left - right : left.localeCompare(right);
+  return falling ? -order : order;
 }
 
 function sortable(table) {
-  const headings = [...table.tHead.rows[0].cells];
+  const headings = [...table.tHead.rows[0].cells], body = table.tBodies[table.tBodies.length - 1];
   headings.forEach((heading, column) => {
     const button = made("button", { type: "button", title: "sort by this column" }, ...heading.childNodes);
     heading.append(button);
     button.addEventListener("click", () => {
-      const turned = heading.hasAttribute("aria-sort") && !heading.dataset.turned;
-      for (const each of headings) {
-        each.removeAttribute("aria-sort");
-        delete each.dataset.turned;
-      }
-      if (turned) heading.dataset.turned = "yes";
-      const body = table.tBodies[table.tBodies.length - 1];
-      const rows = [...body.rows].sort((a, b) => compare(worth(a.cells[column]), worth(b.cells[column])));
-      if (turned) rows.reverse();
-      const falls = rows.length > 0 && typeof worth(rows[0].cells[column]) === "number";
-      heading.setAttribute("aria-sort", falls !== turned ? "descending" : "ascending");
-      body.append(...rows);
+      const rows = [...body.rows].map((row) => [worth(row.cells[column]), row]), sorted = heading.getAttribute("aria-sort");
+      // numbers from the largest first, names of rows from the first; a second click turns them
+      const falling = sorted ? sorted === "ascending" : column > 0 && rows.some(([value]) => typeof value === "number");
+      for (const each of headings) each.removeAttribute("aria-sort");
+      heading.setAttribute("aria-sort", falling ? "descending" : "ascending");
+      rows.sort(([left], [right]) => compare(left, right, falling));
+      body.append(...rows.map(([, row]) => row));
     });
   });
 }
