@@ -48,7 +48,8 @@ def _luminance(colour: str) -> float:
 def best_predictor(evaluation: Json) -> str:
     """The one with the highest mean recall@k."""
     recall = evaluation["recall_at_k"]
-    return max(recall, key=lambda name: recall[name]["mean"] or 0.0)
+    best: str = max(recall, key=lambda name: recall[name]["mean"] or 0.0)
+    return best
 
 
 def views(evaluation: Json, examples: Json | None) -> Json:
