@@ -23,7 +23,7 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.training import figures
 from expertcast.training.inline_svg import inline_svg
-from expertcast.training.report_rows import curve_rows, quality_rows, routing_rows
+from expertcast.training.report_rows import curve_rows, distance_rows, quality_rows, routing_rows
 from expertcast.training.report_sources import now
 from expertcast.training.report_views import band_class, best_predictor, views
 from expertcast.training.results import Curve
@@ -162,7 +162,11 @@ def page(data: Json, drawn: Mapping[str, Figure]) -> str:
     )
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
     shown = routing_rows(data["evaluation"]) | curve_rows(data["learning_curve"] or {})
-    shown |= quality_rows(data["quality"] or {}) | views(data["evaluation"], data["examples"])
+    shown |= (
+        distance_rows(data["evaluation"])
+        | quality_rows(data["quality"] or {})
+        | views(data["evaluation"], data["examples"])
+    )
     environment.globals |= {
         "best_cells": best_cells,
         "band_class": band_class,

@@ -89,6 +89,16 @@ def routing_rows(evaluation: Json) -> Json:
     }
 
 
+def distance_rows(evaluation: Json) -> Json:
+    """Rows of mean recall@k by distance, none where one distance was scored."""
+    scored = {str(evaluation["ahead"]): evaluation} | evaluation.get("further", {})
+    if len(scored) < 2:
+        return {"distances": [], "distance_rows": []}
+    names = evaluation["recall_at_k"]
+    rows = [[name, *(each["recall_at_k"].get(name, {}).get("mean") for each in scored.values())] for name in names]
+    return {"distances": [f"{distance} ahead" for distance in scored], "distance_rows": rows}
+
+
 def curve_rows(curve: Curve) -> Json:
     """Rows of the learning curve."""
     known = {name: {int(tokens): recall for tokens, recall in points.items()} for name, points in curve.items()}

@@ -109,6 +109,12 @@ def _script_data(evaluation: Json, examples: Json | None, best: str) -> Json:
             if values:
                 chance = evaluation["chance"].get(key)
                 heat[heading + (f", {form}" if suffix else "")] = {"values": values, "chance": chance}
+    for distance, further in evaluation.get("further", {}).items():  # its first targets are of no forecast so far off
+        missing = [None] * (further["ahead"] - evaluation["ahead"])
+        found = further["recall_at_k"].items()
+        values = {name: [result["mean"], *missing, *result["per_layer"]] for name, result in found}
+        chance = further["chance"]["recall_at_k"]
+        heat[f"recall@k, {distance} layers ahead"] = {"values": values, "chance": chance}
     return {
         "bands": BANDS,
         "best": best,

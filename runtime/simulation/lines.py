@@ -57,7 +57,8 @@ def labelled(results: Rows) -> list[Json]:
         names = ["scope"] if bound and "scope" in differing else [] if bound else differing
         label = ", ".join([row["eviction"], *(str(row[name]) for name in names if row.get(name) is not None)])
         if label not in styles:
-            styles[label] = BOUNDS.get(row["eviction"]) or _style(row["eviction"] == _FORECAST, styles.values())
+            forecast = row["eviction"].partition(":")[0] == _FORECAST  # with options or without
+            styles[label] = BOUNDS.get(row["eviction"]) or _style(forecast, styles.values())
         rows.append({**row, "label": label, "style": styles[label]})
     return rows
 

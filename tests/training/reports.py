@@ -18,7 +18,7 @@ PROVENANCE = {"command": "expertcast eval <traces>", "versions": {"torch": "2.13
 
 
 def evaluated() -> dict[str, Any]:
-    """An evaluation's values, of 60 tokens."""
+    """An evaluation's values, of 60 tokens, one layer ahead; `router_input` also two."""
     view = tiny_view()
     batch = random_batch(view, 60)
     predictors = {
@@ -29,7 +29,9 @@ def evaluated() -> dict[str, Any]:
     }
     for predictor in predictors.values():
         predictor.bind(view)
-    return evaluate(predictors, [batch], view).as_dict()
+    two = {"router_input": RouterInput(PredictorConfig(ahead=(1, 2)), view.shape).bind(view)}
+    further = {"2": evaluate(two, [batch], view, ahead=2).as_dict()}
+    return {**evaluate(predictors, [batch], view).as_dict(), "further": further}
 
 
 def examples_of(values: dict[str, Any]) -> dict[str, Any]:

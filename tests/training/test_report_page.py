@@ -152,6 +152,18 @@ def test_scripts_read_the_numbers_of_report_json(values: dict[str, Any], page: P
         assert wanted in page.ids
 
 
+def test_further_distances_stand_beside_the_first(values: dict[str, Any], page: Page) -> None:
+    table = next(table for table in page.tables if table.caption.startswith("recall@k by layers ahead"))
+    further = values["further"]["2"]["recall_at_k"]["router_input"]
+    assert [name for _, _, name in table.rows[0]] == ["predictor", "1 ahead", "2 ahead"]
+    assert table.rows[1][0][2] == "router_input"
+    assert float(table.rows[1][2][1]["data-v"] or "") == pytest.approx(further["mean"], rel=1e-6)
+    assert table.rows[2][2][2] == "-"
+    (given,) = (text for tag, found, text in page.texts if tag == "script" and found.get("id") == "data")
+    shown = json.loads(given)["heat"]["recall@k, 2 layers ahead"]["values"]["router_input"]
+    assert shown == [further["mean"], None, *further["per_layer"]]
+
+
 def test_all_numbers_are_in_the_tables(values: dict[str, Any], page: Page) -> None:
     found = cells(page)
     for metric in ("recall_at_k", "recall_at_1.5k", "weight_covered", "cosine"):

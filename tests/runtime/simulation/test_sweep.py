@@ -188,9 +188,11 @@ def test_equal_lines_are_one_and_the_legend_names_both() -> None:
 
 def test_forecast_stands_out() -> None:
     names = ["lru", "fifo", "lfu", "lhu", "fld", "score", "marking", "lfru", "importance", "forecast", "next_use"]
-    rows = named(**{name: (0.1 * index, 0.08 * index) for index, name in enumerate(names)})
+    rows = named(**{name: (0.1 * index, 0.08 * index) for index, name in enumerate([*names, "forecast:idle_loads=0"])})
     lines = dict(zip(drawn(hit_rates(rows)), hit_rates(rows).axes[0].get_lines(), strict=True))
-    own, others = lines.pop("forecast"), lines.values()
+    own, other, others = lines.pop("forecast"), lines.pop("forecast:idle_loads=0"), lines.values()
+    assert own.get_color() == other.get_color()
+    assert (own.get_linestyle(), own.get_marker()) != (other.get_linestyle(), other.get_marker())
     assert own.get_linewidth() > 1.3 * max(line.get_linewidth() for line in others)
     assert own.get_zorder() > max(line.get_zorder() for line in others)
     assert own.get_color() not in {line.get_color() for line in others}
