@@ -13,10 +13,11 @@ from matplotlib.axes import Axes
 
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#A89600"  # the yellow darkened: lines on white
 BLUE, VERMILION, PURPLE, BLACK = "#0072B2", "#D55E00", "#CC79A7", "#222222"
-GREY = "#767676"
+GREY, BROWN = "#767676", "#8A5A3C"
+GRID = "#DDDDDD"
 STYLES: dict[str, tuple[str, str]] = {
     "frequency": (YELLOW, "v"),
-    "previous_token": (PURPLE, "^"),
+    "previous_token": (BROWN, "^"),
     "router_input": (SKY, "s"),
     "next_norm": (ORANGE, "D"),
     "quasi_hidden": (VERMILION, "o"),
@@ -44,7 +45,7 @@ def run_colour(run: str) -> str:
 def plain_frame(axis: Axes) -> None:
     """No box, a light grid along the values."""
     axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(color="#DDDDDD", linewidth=0.6)
+    axis.grid(color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
     axis.tick_params(labelsize=9)
 
@@ -65,7 +66,7 @@ def named_lines(axis: Axes, series: Mapping[str, Sequence[tuple[float, float | N
     heights = spread({name: y for name, (_, y) in ends.items()}, LABEL_GAP * (1.0 - low), low, 1.0)
     for name, height in heights.items():
         colour, beside = style(name)[0], (1.05, (height - low) / (axis.get_ylim()[1] - low))
-        axis.text(*beside, f" {name}  ", transform=axis.transAxes, color=colour, fontsize=9, va="center")
+        axis.text(*beside, f" {name}  ", transform=axis.transAxes, color=BLACK, fontsize=9, va="center")
         leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 5}
         axis.annotate("", (right, ends[name][1]), beside, textcoords="axes fraction", arrowprops=leader)
     plain_frame(axis)

@@ -26,6 +26,7 @@ from expertcast.predictors.plain import Json
 from expertcast.predictors.view import ModelShape, MoEView
 from expertcast.training.comparison import RankedRouting, compare, rank_routing
 from expertcast.training.metrics.calibration import Calibration
+from expertcast.training.metrics.experts import ExpertRecall
 from expertcast.training.metrics.routing import (
     BUDGETS,
     PerLayerMetric,
@@ -34,7 +35,7 @@ from expertcast.training.metrics.routing import (
     routing_metrics,
 )
 from expertcast.training.metrics.timely import Windows, ratio_windows, timely_metrics
-from expertcast.training.results import CHAINED, Evaluation, reliability, summary
+from expertcast.training.results import CHAINED, Evaluation, expert_counts, reliability, summary
 from expertcast.training.scoring import device_of, states_of
 
 CHUNK_TOKENS = 2048
@@ -103,7 +104,10 @@ class _Score:
         self.metrics |= timely_metrics(layers, windows, sync_on_compute=distributed)
         self.calibration = Calibration(layers, sync_on_compute=distributed)
         self.before = Calibration(layers, calibrated=False, sync_on_compute=distributed)
-        self.all: list[PerLayerMetric | Calibration] = [*self.metrics.values(), self.calibration, self.before]
+        self.experts = ExpertRecall(layers, shape.experts, sync_on_compute=distributed)
+        self.all: list[PerLayerMetric | Calibration | ExpertRecall] = [
+            *self.metrics.values(), self.calibration, self.before, self.experts
+        ]  # fmt: skip
         for metric in self.all:
             metric.to(device_of(view))
         self._first_target = ahead
@@ -216,6 +220,7 @@ def _values(plain: dict[str, _Score], chains: dict[str, _Score], shape: ModelSha
             before = {"before": reliability(score.before.compute())}
             values.setdefault("calibration" + suffix, {})[name] = reliability(score.calibration.compute()) | before
     return values | {
+        "per_expert": expert_counts({name: score.experts for name, score in plain.items()}),
         "chance": chance_levels(shape),
         "ahead": ahead,
         "targets": list(range(ahead, shape.layers)),

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from expertcast.predictors.plain import Json
 from expertcast.training.drawing import (
@@ -23,25 +24,29 @@ from expertcast.training.drawing import (
     short,
     style,
 )
-from expertcast.training.results import CHAINED, Curve, quality_runs
+from expertcast.training.results import CHAINED, Curve, chained_apart, quality_runs
 
 LABELS = {"recall_at_k": "recall@k", "weight_covered": "router weight covered"}
 
 
 def recall_by_layer(values: Json, metric: str = "recall_at_k") -> Figure:
-    """A metric per target layer and predictor, teacher-forced and (where scored) chained side by side (Fig. 4, 10).
+    """A metric per target layer and predictor, teacher-forced and chained side by side (Fig. 4, 10), the latter for
+    predictors that score otherwise there.
 
     Where weak predictors press the others together, a second row shows the others close up.
     """
     panels = {"teacher-forced": values[metric]}
-    if metric + CHAINED in values:
-        panels["chained"] = values[metric + CHAINED]
+    apart = chained_apart(values)
+    if apart and metric + CHAINED in values:
+        panels["chained"] = {name: values[metric + CHAINED][name] for name in apart}
     level, label = values["chance"].get(metric), LABELS.get(metric, metric)
     rows = [(list(values[metric]), _lowest(panels, values[metric], level))]
     strong = [name for name, result in values[metric].items() if (result["mean"] or 0.0) > (1.0 + rows[0][1]) / 2]
     if strong and _lowest(panels, strong) >= rows[0][1] + 0.2:
         rows.append((strong, _lowest(panels, strong)))
-    figure = Figure(figsize=(1.0 + 5.6 * len(panels), 0.4 + 3.9 * len(rows)), layout="constrained")
+    figure = Figure(
+        figsize=(1.0 + 5.6 * len(panels), 0.4 + 3.9 * len(rows)), layout=ConstrainedLayoutEngine(h_pad=0.12)
+    )
     axes = figure.subplots(len(rows), len(panels), squeeze=False)
     for (names, low), row in zip(rows, axes, strict=True):
         for axis, (form, results) in zip(row, panels.items(), strict=True):
@@ -80,6 +85,28 @@ def learning_curve(curve: Curve) -> Figure:
     return figure
 
 
+def expert_recall(values: Json, name: str) -> Figure:
+    """Recall of every expert of every layer by one predictor, and how often each is used over an even share."""
+    used, found, targets = values["per_expert"]["used"], values["per_expert"]["found"][name], values["targets"]
+    even = values["tokens"] * values["k"] / values["experts"]
+    recall = [
+        [hits / count if count else math.nan for hits, count in zip(*layer, strict=True)]
+        for layer in zip(found, used, strict=True)
+    ]
+    use = [[count / even for count in layer] for layer in used]
+    figure = Figure(figsize=(12.4, 1.5 + min(5.0, 0.22 * len(targets))), layout="constrained")
+    shown = range(0, len(targets), math.ceil(len(targets) / 12))
+    panels = ((recall, f"recall by {name}", 1.0), (use, "use (1: an even share)", 2.0))
+    for axis, (grid, title, most) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
+        image = axis.imshow(grid, vmin=0, vmax=most, cmap="viridis", aspect="auto", interpolation="nearest")
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("expert", fontsize=10)
+        axis.set_yticks(list(shown), [str(targets[index]) for index in shown])
+        figure.colorbar(image, ax=axis, extend="max" if most > 1 else "neither", pad=0.01)
+    figure.axes[0].set_ylabel("MoE layer", fontsize=10)
+    return figure
+
+
 def rank_alignment(values: Json) -> Figure:
     """P[forecast expert at rank r is the true one], a heat map of layers and ranks per predictor (Fig. 5)."""
     results = values["rank_alignment"]
@@ -88,7 +115,7 @@ def rank_alignment(values: Json) -> Figure:
     figure, axes = _panels(len(results), (1.2, 0.5), (2.9, 0.9 + cell * ranks))
     for axis, (name, result) in zip(axes, results.items(), strict=False):
         grid = list(zip(*result["per_layer"], strict=True))  # ranks down, layers across
-        axis.imshow(grid, vmin=0, vmax=1, cmap="cividis", aspect="auto", interpolation="nearest")
+        axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest")
         axis.set_title(f"{name} ({sum(result['mean']) / ranks:.2f})", fontsize=10)
         axis.set_yticks(range(ranks), [str(rank + 1) for rank in range(ranks)])
         shown = range(0, len(targets), math.ceil(len(targets) / 6))

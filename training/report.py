@@ -1,33 +1,39 @@
-"""The report of an evaluation: one page that needs nothing else, its pictures as files, and its numbers as JSON."""
+"""The report of an evaluation: one page that needs nothing else, its pictures as files, and its numbers as JSON.
+
+The page is `report.html` with `report.css` and `report.js` in it.
+"""
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 from matplotlib.figure import Figure
 from pydantic import JsonValue
-from torch.utils.tensorboard import SummaryWriter
 
 from expertcast.checkpoints.provenance import provenance as running_provenance
 from expertcast.predictors.artefacts import read_json
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.training import figures
-from expertcast.training.report_rows import curve_rows, quality_rows, routing_rows
+from expertcast.training.inline_svg import inline_svg
+from expertcast.training.report_rows import curve_rows, distance_rows, quality_rows, routing_rows
+from expertcast.training.report_sources import now
+from expertcast.training.report_views import band_class, best_predictor, views
 from expertcast.training.results import Curve
 
 PAGE = "index.html"
 DATA = "report.json"
 FORMAT = "expertcast-report-1"
 RECALL, RANKS, CALIBRATION = "recall.png", "rank_alignment.png", "calibration.png"
-COVERED, CURVE, QUALITY = "weight_covered.png", "learning_curve.png", "quality.png"
-FILES = (PAGE, DATA, RECALL, COVERED, RANKS, CALIBRATION, CURVE, QUALITY)
+COVERED, CURVE, QUALITY, EXPERTS = "weight_covered.png", "learning_curve.png", "quality.png", "experts.png"
+FILES = (PAGE, DATA, RECALL, COVERED, EXPERTS, RANKS, CALIBRATION, CURVE, QUALITY)
 DPI = 110
 LOWER_IS_BETTER = {"mismatch", "ECE"}
 NOT_RANKED = {"soft match"}
@@ -40,27 +46,31 @@ def write_report(
     *,
     learning_curve: Curve | None = None,
     quality: Json | None = None,
+    examples: Json | None = None,
     title: str = "expertcast evaluation",
     provenance: Json | None = None,
 ) -> Path:
     """Write a report folder; one of an earlier report is overwritten.
 
         index.html            everything below in one page: pictures inlined, tables of all numbers
-        recall.png            recall@k per layer, teacher-forced and chained
+        recall.png            recall@k per layer, teacher-forced and (where it differs) chained
         weight_covered.png    share of the router's weight covered, likewise
+        experts.png           recall and use of every expert
         rank_alignment.png    same expert at the same rank, per layer and rank
         calibration.png       reliability of the forecast probabilities
         learning_curve.png    recall against training tokens (when given)
         quality.png           what each way to run costs the model (when given)
-        report.json           the numbers: evaluation, learning_curve, quality, provenance
+        report.json           the numbers: evaluation, learning_curve, quality, examples, provenance
 
     Args:
         folder: where to; made if it is not there.
         evaluation: `Evaluation.as_dict()`; further keys are kept in report.json.
         learning_curve: per predictor, mean recall@k by number of training tokens.
         quality: result of the quality harness, or its `runs`.
+        examples: text with what was forecast of each token (:func:`expertcast.training.example_text.example_text`).
         title: heading of the page.
-        provenance: where the numbers come from; this process's command, revision and versions if not given.
+        provenance: where the numbers come from (:func:`expertcast.training.report_sources.report_sources`); this
+            process's command, revision and versions, and the date, if not given.
 
     Returns:
         Path of index.html.
@@ -70,27 +80,20 @@ def write_report(
     """
     folder = Path(folder)
     _check(folder)
-    pictures = {name: _png(figure) for name, figure in figures_of(evaluation, learning_curve, quality).items()}
-    inlined = {name: base64.b64encode(data).decode() for name, data in pictures.items()}
+    drawn = figures_of(evaluation, learning_curve, quality)
     data = {
         "format": FORMAT,
         "title": title,
-        "provenance": dict(running_provenance() if provenance is None else provenance),
+        "provenance": {"date": now(), **running_provenance()} if provenance is None else dict(provenance),
         "evaluation": dict(evaluation),
         "learning_curve": learning_curve,
         "quality": quality,
+        "examples": examples,
     }
-    files = {DATA: (json.dumps(data, indent=1, allow_nan=False) + "\n").encode(), **pictures}
-    files[PAGE] = page(data, inlined).encode()
+    files = {DATA: _text(data).encode()} | {name: _png(figure) for name, figure in drawn.items()}
+    files[PAGE] = page(data, drawn).encode()
     _write(folder, files)
     return folder / PAGE
-
-
-def log_figures(folder: Path | str, evaluation: Json) -> None:
-    """Add an evaluation's figures to the TensorBoard logs in `folder`."""
-    with SummaryWriter(str(folder)) as writer:
-        for name, figure in figures_of(evaluation).items():
-            writer.add_figure(Path(name).stem, figure)
 
 
 def figures_of(evaluation: Json, learning_curve: Curve | None = None, quality: Json | None = None) -> dict[str, Figure]:
@@ -101,6 +104,8 @@ def figures_of(evaluation: Json, learning_curve: Curve | None = None, quality: J
         RANKS: figures.rank_alignment(evaluation),
         CALIBRATION: figures.calibration(evaluation),
     }
+    if "per_expert" in evaluation:
+        drawn[EXPERTS] = figures.expert_recall(evaluation, best_predictor(evaluation))
     if learning_curve:
         drawn[CURVE] = figures.learning_curve(learning_curve)
     if quality:
@@ -111,7 +116,14 @@ def figures_of(evaluation: Json, learning_curve: Curve | None = None, quality: J
 def _png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI)
+    figure.set_layout_engine("none")  # it is laid out: the page's SVG need not do so again
     return buffer.getvalue()
+
+
+def _text(data: Json) -> str:
+    """JSON with a line for each list of numbers, not for each number."""
+    text = json.dumps(data, indent=1, allow_nan=False) + "\n"
+    return re.sub(r"\[\n([^][{}\"]*)\n *\]", lambda found: "[" + " ".join(found[1].split()) + "]", text)
 
 
 def _check(folder: Path) -> None:
@@ -142,16 +154,27 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def page(data: Json, pictures: Mapping[str, str]) -> str:
-    """The whole page, of the numbers that stand in report.json and the base64 of each PNG by file name."""
-    loader = FileSystemLoader(Path(__file__).parent)
+def page(data: Json, drawn: Mapping[str, Figure]) -> str:
+    """The whole page, of the numbers that stand in report.json and the figures by file name."""
+    here = Path(__file__).parent
     environment = Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+        loader=FileSystemLoader(here), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    tables = routing_rows(data["evaluation"]) | curve_rows(data["learning_curve"] or {})
-    tables |= quality_rows(data["quality"] or {})
-    environment.globals |= {"best_cells": best_cells, "cell": cell, "pictures": pictures}
-    return environment.get_template("report.html").render(**data, **tables)
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    shown = routing_rows(data["evaluation"]) | curve_rows(data["learning_curve"] or {})
+    shown |= (
+        distance_rows(data["evaluation"])
+        | quality_rows(data["quality"] or {})
+        | views(data["evaluation"], data["examples"])
+    )
+    environment.globals |= {
+        "best_cells": best_cells,
+        "band_class": band_class,
+        "cell": cell,
+        "picture": lambda name, description: inline_svg(drawn[name], Path(name).stem, description),
+        "script": Markup((here / "report.js").read_text()),
+    }
+    return environment.get_template("report.html").render(**data, **shown)
 
 
 def best_cells(headings: Sequence[str], rows: Sequence[Sequence[Cell]], ranked: str | None) -> list[Cell]:
@@ -164,16 +187,19 @@ def best_cells(headings: Sequence[str], rows: Sequence[Sequence[Cell]], ranked: 
     for column, heading in enumerate(headings[1:], start=1):
         what = ranked or heading
         values = [value for row in rows if isinstance(value := row[column], int | float)]
-        if ranked is None or what in NOT_RANKED or len(values) < 2:
+        if ranked is None or what in NOT_RANKED or len(set(values)) < 2:
             best.append(None)
         else:
             best.append(min(values) if what in LOWER_IS_BETTER else max(values))
     return best
 
 
-def cell(value: Cell, digits: int = 3) -> str:
-    """A number with so many digits, or as it is counted; a dash for none."""
+def cell(value: Cell, digits: int | str = 3) -> str:
+    """A number with so many digits (`bare`: three, without a zero before the point), or as it is counted; a dash for
+    none."""
     if isinstance(value, float):
+        if digits == "bare":
+            return f"{value:.3f}".removeprefix("0")
         return f"{value:.{digits}f}"
     if isinstance(value, int):
         return f"{value:,}"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json, aligned
+from expertcast.training.metrics.experts import ExpertRecall
 
 Curve = Mapping[str, Mapping[str, float]]
 """Per predictor, recall by number of training tokens (a number, or the text that JSON makes of it)."""
@@ -66,6 +67,19 @@ def link_table(evaluation: Evaluation) -> str:
 def summary(value_L: Tensor) -> Json:
     """`mean` over the layers that have a value, and `per_layer` with None where there is none."""
     return {"mean": plain(value_L.double().nanmean(dim=0)), "per_layer": plain(value_L.double())}
+
+
+def expert_counts(metrics: Mapping[str, ExpertRecall]) -> Json:
+    """`used` [L][E], the tokens that needed each expert, and `found` [L][E] of them by predictor."""
+    counts = {name: metric.compute() for name, metric in metrics.items()}
+    used_LE = next(iter(counts.values()))["used"]
+    return {"used": used_LE.tolist(), "found": {name: each["found"].tolist() for name, each in counts.items()}}
+
+
+def chained_apart(evaluation: Json) -> list[str]:
+    """The predictors whose chained recall@k is another than the teacher-forced one, at any layer."""
+    chained = evaluation.get("recall_at_k" + CHAINED, {})
+    return [name for name, result in chained.items() if result != evaluation["recall_at_k"][name]]
 
 
 def reliability(result: dict[str, Tensor]) -> Json:

@@ -1,12 +1,16 @@
 """Figures of a sweep: hits and time per token against capacity, collisions per layer, quality against speed.
 
 They read the rows that :func:`expertcast.runtime.simulation.sweep.sweep` gives. Colours are Okabe and Ito's, which stay
-apart for colour-blind readers; a set of policies has the same colour and marker in every figure.
+apart for colour-blind readers; a set of policies has the same colour and marker in every figure, and `forecast` the
+widest line. Policies whose lines would lie on each other are one, and the legend names them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import textwrap
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -14,16 +18,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from expertcast.predictors.plain import Json
+from expertcast.runtime.simulation.lines import BOUNDS, GREY, Rows, Style, labelled, one_line_each
 
-Rows = Sequence[Json]
-Style = tuple[str, str, str]
-"""Colour, marker, line."""
-
-_GREY = "#767676"
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#A89600", _GREY)
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
-_BOUNDS: dict[str, Style] = {"belady": ("#222222", "", "-"), "belady_bypass": ("#222222", "", ":")}
-_NAMES = ("prefetch", "predictor", "miss", "routing", "pre_eviction", "scope")
+_LEGEND_WIDTH, _LINE_INCHES = 30, 0.18
+_TICK_GAP = 0.1
+"""Of the axis: numbers on it that are closer are turned, so that they do not overlap."""
 _EXACT = {"miss": "fetch", "routing": "standard"}
 
 
@@ -44,7 +43,7 @@ def save(drawn: Mapping[str, Figure], folder: Path) -> list[Path]:
 
 def hit_rates(results: Rows) -> Figure:
     """Hits against capacity at the first bandwidth, Belady's bounds on top."""
-    rows = _first_bandwidth(labelled(results))
+    rows = one_line_each(_first_bandwidth(labelled(results)), lambda row: [row["hit_rate"]])
     figure, (axis,) = panels(1)
     _lines(axis, rows, "hit_rate", 1.0)
     axis.set(ylabel="hit rate in decode steps", ylim=(-0.02, 1.02))
@@ -53,7 +52,7 @@ def hit_rates(results: Rows) -> Figure:
 
 def token_times(results: Rows) -> Figure:
     """Median time per token against capacity, a panel per bandwidth."""
-    rows = labelled(results)
+    rows = one_line_each(labelled(results), lambda row: [row["tpot_s"]])
     bandwidths = _distinct(rows, "bandwidth")
     figure, axes = panels(len(bandwidths))
     for axis, bandwidth in zip(axes, bandwidths, strict=True):
@@ -67,16 +66,19 @@ def token_times(results: Rows) -> Figure:
 def collisions(results: Rows) -> Figure:
     """Misses of experts evicted earlier in the same pass, per layer: a column per capacity, over all accesses above and
     over misses below (Fig. 5 and 9 of SpecMD; trap 8 of the definitions)."""
-    rows = _without_bounds(_first_bandwidth(labelled(results)))
+    shares = ("collision_rate", "collision_share")
+    rows = one_line_each(
+        _without_bounds(_first_bandwidth(labelled(results))),
+        lambda row: [value or 0.0 for key in shares for value in row["per_layer"][key]],
+    )
     capacities = _distinct(rows, "capacity")
     figure = Figure(figsize=(2.8 + 2.9 * max(1, len(capacities)), 6.2), layout="constrained")
     axes = figure.subplots(2, max(1, len(capacities)), squeeze=False, sharex=True, sharey="row")
     for column, capacity in zip(axes.T, capacities, strict=False):
-        for axis, key in zip(column, ("collision_rate", "collision_share"), strict=True):
+        for axis, key in zip(column, shares, strict=True):
             for row in (row for row in rows if row["capacity"] == capacity):
-                colour, marker, _ = row["style"]
                 values = [100 * (value or 0.0) for value in row["per_layer"][key]]
-                axis.plot(range(len(values)), values, color=colour, marker=marker, markersize=3.5, linewidth=1.2)
+                axis.plot(range(len(values)), values, **row["style"].drawn(0.75))
             _plain(axis)
         column[0].set_title(f"{capacity:.1%} of experts", fontsize=10)
         column[1].set_xlabel("MoE layer")
@@ -90,6 +92,8 @@ def pareto(results: Rows) -> Figure:
     in both (Fig. 7 of SpecMD)."""
     rows = _without_bounds(_first_bandwidth(labelled(results)))
     rows = [row for row in rows if row["perplexity"] is not None]
+    best = {key: min(row[key] for row in rows) for key in ("tpot_s", "perplexity")}
+    rows = one_line_each(rows, lambda row: [row[key] / least for key, least in best.items()])
     capacities = _distinct(rows, "capacity")
     figure, axes = panels(len(capacities))
     for axis, capacity in zip(axes, capacities, strict=True):
@@ -98,9 +102,8 @@ def pareto(results: Rows) -> Figure:
         base_s = min(exact, default=max(row["tpot_s"] for row in own))
         points = [(base_s / row["tpot_s"], row["perplexity"]) for row in own]
         for row, point in zip(own, points, strict=True):
-            colour, marker, _ = row["style"]
-            axis.plot(*point, color=colour, marker=marker, markersize=7, linestyle="")
-        axis.plot(*zip(*frontier(points), strict=True), color=_GREY, linewidth=0.9, linestyle="--", zorder=0)
+            axis.plot(*point, **row["style"].drawn(1.4) | {"linestyle": ""})
+        axis.plot(*zip(*frontier(points), strict=True), color=GREY, linewidth=0.9, linestyle="--", zorder=0)
         axis.set_title(f"{capacity:.1%} of experts", fontsize=10)
         axis.set_xlabel("speed (x fetching every miss)")
         _plain(axis)
@@ -117,33 +120,17 @@ def frontier(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
     return best
 
 
-def labelled(results: Rows) -> list[Json]:
-    """The rows with `label`, the eviction policy and whatever else differs among the rows, and its `style`."""
-    others = [row for row in results if row["eviction"] not in _BOUNDS]
-    differing = [name for name in _NAMES if len({row.get(name) for row in others}) > 1]
-    styles: dict[str, Style] = {}
-    rows = []
-    for row in results:
-        bound = row["eviction"] in _BOUNDS
-        names = ["scope"] if bound and "scope" in differing else [] if bound else differing
-        label = ", ".join([row["eviction"], *(str(row[name]) for name in names if row.get(name) is not None)])
-        if label not in styles:
-            own = sum(bool(marker) for _, marker, _ in styles.values())
-            made = (_COLOURS[own % len(_COLOURS)], _MARKERS[own % len(_MARKERS)], "-")
-            styles[label] = _BOUNDS.get(row["eviction"], made)
-        rows.append({**row, "label": label, "style": styles[label]})
-    return rows
-
-
 def _lines(axis: Axes, rows: Rows, key: str, unit: float) -> None:
     """A line per label over capacity."""
-    for label, (colour, marker, line) in _styles(rows).items():
+    for label, style in _styles(rows).items():
         points = sorted((row["capacity"], unit * row[key]) for row in rows if row["label"] == label)
         xs, ys = zip(*points, strict=True)
-        axis.plot(xs, ys, color=colour, marker=marker, linestyle=line, markersize=5, linewidth=1.5)
+        axis.plot(xs, ys, **style.drawn())
     shares = _distinct(rows, "capacity")
     axis.set_xscale("log")
-    axis.set_xticks(shares, [f"{share:.1%}" for share in shares])
+    least = _TICK_GAP * math.log(shares[-1] / shares[0]) if len(shares) > 1 else 0.0
+    crowded = any(math.log(right / left) < least for left, right in pairwise(shares))
+    axis.set_xticks(shares, [f"{share:.1%}" for share in shares], rotation=90 if crowded else 0)
     axis.minorticks_off()
     axis.set_xlabel("experts that fit (share of all, log scale)")
     _plain(axis)
@@ -156,10 +143,10 @@ def panels(count: int) -> tuple[Figure, list[Axes]]:
 
 
 def _legend(figure: Figure, rows: Rows) -> Figure:
-    handles = [
-        Line2D([], [], color=colour, marker=marker, linestyle=line, label=label)
-        for label, (colour, marker, line) in _styles(rows).items()
-    ]
+    styles = {textwrap.fill(label, _LEGEND_WIDTH): style for label, style in _styles(rows).items()}
+    handles = [Line2D([], [], label=label, **style.drawn()) for label, style in styles.items()]
+    lines = sum(label.count("\n") + 1 for label in styles)
+    figure.set_figheight(max(figure.get_figheight(), 0.4 + _LINE_INCHES * lines))
     figure.legend(handles=handles, loc="outside right center", fontsize=8, frameon=False)
     return figure
 
@@ -173,7 +160,7 @@ def _first_bandwidth(rows: list[Json]) -> list[Json]:
 
 
 def _without_bounds(rows: list[Json]) -> list[Json]:
-    return [row for row in rows if row["eviction"] not in _BOUNDS]
+    return [row for row in rows if row["eviction"] not in BOUNDS]
 
 
 def _distinct(rows: Rows, key: str) -> list[float]:

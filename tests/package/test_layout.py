@@ -69,5 +69,6 @@ def test_wheel_holds_every_module_and_the_reference_model(tmp_path: Path) -> Non
         "expertcast/cli.py",
         "expertcast/commands/bench.py",
         "expertcast/py.typed",
+        *(f"expertcast/training/report.{part}" for part in ("html", "css", "js")),
         "expertcast/checkpoints/reference/model.safetensors",
     } <= packed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -55,9 +56,13 @@ def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             short += ["--tokens", "300", "--quality-tokens", "40"]
         assert main(short) == 0, command
     assert (tmp_path / "report" / "index.html").is_file()
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert set(report["provenance"]["predictors"]) == set(report["evaluation"]["recall_at_k"])
+    assert report["provenance"]["predictors"]["estimator"]["training"]["checkpoint"] == "checkpoint"
+    assert all(len(each["text"]) == len(each["token_ids"]) for each in report["examples"]["passages"])
     assert (tmp_path / "steps.trace.json").is_file()
     assert (tmp_path / "sweep" / "hit_rate.png").is_file()
-    assert list((tmp_path / "runs").rglob("events.out.tfevents*"))
+    assert list((tmp_path / "runs" / "evaluation" / "estimator_0").glob("events.out.tfevents*"))
 
 
 def test_readme_names_make_targets_that_exist() -> None:

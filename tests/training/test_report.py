@@ -2,113 +2,44 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
-import re
-from html.parser import HTMLParser
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from expertcast.predictors.base import PredictorConfig
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.router_input import RouterInput
 from expertcast.training import figures
 from expertcast.training.drawing import STYLES, floor, run_colour, short, spread, style
-from expertcast.training.evaluation import evaluate
-from expertcast.training.report import FILES, write_report
-from tests.training.synthetic import Before, Oracle, Same, random_batch, tiny_view
-
-CURVE = {"linear": {"20000": 0.85, "400000": 0.9}, "estimator": {20000: 0.86, 50000: 0.9}}
-QUALITY = {
-    "exact": {"perplexity": 20.125, "top1_agreement": 1.0, "kl": 0.0, "per_domain": {"code": {"perplexity": 9.0}}},
-    "speculate estimator": {"perplexity": 21.0, "top1_agreement": 0.93, "kl": 0.02, "per_domain": {}},
-}
-PROVENANCE = {"command": "expertcast eval <traces>", "versions": {"torch": "2.13.0"}}
+from expertcast.training.report import CURVE, FILES, FORMAT, write_report
+from tests.training.reports import PROVENANCE, QUALITY, evaluated
 
 
 @pytest.fixture(scope="module")
 def values() -> dict[str, Any]:
-    view = tiny_view()
-    batch = random_batch(view, 60)
-    predictors = {
-        "router_input": RouterInput(PredictorConfig(), view.shape),
-        "same": Same(PredictorConfig(), view.shape),
-        "before": Before(PredictorConfig(), view.shape),
-        "oracle": Oracle(batch, view.shape),
-    }
-    for predictor in predictors.values():
-        predictor.bind(view)
-    return evaluate(predictors, [batch], view).as_dict()
-
-
-class Page(HTMLParser):
-    """Collects cells, image sources and every attribute that could fetch something; checks that tags are closed."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.cells: list[str] = []
-        self.images: list[str] = []
-        self.links: list[str] = []
-        self.open: list[str] = []
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.links += [value or "" for key, value in attrs if key in ("src", "href", "srcset", "action")]
-        if tag == "img":
-            assert found["alt"]
-            self.images.append(found["src"] or "")
-        elif tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in ("td", "th", "code"):
-            self.cells.append(data)
-
-
-def test_report_is_one_page_with_all_numbers_and_nothing_from_outside(values: dict[str, Any], tmp_path: Path) -> None:
-    folder = tmp_path / "report"
-    page = write_report(
-        folder, values, learning_curve=CURVE, quality=QUALITY, title="tiny & <random>", provenance=PROVENANCE
-    )
-    assert page == folder / "index.html"
-    assert {path.name for path in folder.iterdir()} == set(FILES)
-    assert [path.name for path in tmp_path.iterdir()] == ["report"]
-    text = page.read_text()
-    parsed = Page(text)
-    assert not re.search(r"https?://|@import|<script|url\(", text)
-    assert all(link.startswith("data:image/png;base64,") for link in parsed.links)
-    inlined = {base64.b64decode(source.partition(",")[2]) for source in parsed.images}
-    assert inlined == {path.read_bytes() for path in folder.glob("*.png")}
-    for metric in ("recall_at_k", "recall_at_1.5k_chained", "weight_covered", "cosine"):
-        for value in values[metric]["router_input"]["per_layer"]:
-            assert f"{value:.3f}" in parsed.cells, metric
-    assert {"20.1250", "0.9300", "400,000", "expertcast eval <traces>", "torch 2.13.0"} <= set(parsed.cells)
-    assert "<random>" not in text
-    assert "<script" not in text
+    return evaluated()
 
 
 def test_report_json_holds_what_was_given(values: dict[str, Any], tmp_path: Path) -> None:
     write_report(tmp_path / "r", values, quality=QUALITY)
+    assert {path.name for path in (tmp_path / "r").iterdir()} == set(FILES) - {CURVE}
+    assert [path.name for path in tmp_path.iterdir()] == ["r"]
     data = json.loads((tmp_path / "r" / "report.json").read_text())
     assert data["evaluation"] == values
     assert (data["quality"], data["learning_curve"]) == (QUALITY, None)
     assert data["provenance"]["versions"]["torch"]
+    assert data["provenance"]["date"].endswith("UTC")
 
 
 def test_own_report_is_replaced_and_its_old_pictures_go(values: dict[str, Any], tmp_path: Path) -> None:
-    write_report(tmp_path, values, quality=QUALITY, title="first", provenance=PROVENANCE)
-    assert (tmp_path / "quality.png").exists()
+    (tmp_path / "report.json").write_text(json.dumps({"format": FORMAT}))
+    (tmp_path / "quality.png").write_bytes(b"of an earlier one")
     write_report(tmp_path, values, title="second", provenance=PROVENANCE)
     assert not (tmp_path / "quality.png").exists()
     assert "second" in (tmp_path / "index.html").read_text()
@@ -123,7 +54,7 @@ def test_folder_with_other_things_is_refused_and_left_alone(values: dict[str, An
 
 
 def test_stranger_in_an_own_report_is_named(values: dict[str, Any], tmp_path: Path) -> None:
-    write_report(tmp_path, values, provenance=PROVENANCE)
+    (tmp_path / "report.json").write_text(json.dumps({"format": FORMAT}))
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(ExpertcastError, match=r"thesis\.tex"):
         write_report(tmp_path, values)
@@ -142,20 +73,43 @@ def lines_of(figure: Figure, panel: int) -> dict[str, list[float]]:
 
 def test_recall_figure_shows_the_numbers_and_the_chance_level(values: dict[str, Any]) -> None:
     figure = figures.recall_by_layer(values)
-    for panel, key in enumerate(("recall_at_k", "recall_at_k_chained")):
-        assert lines_of(figure, panel) == {name: r["per_layer"] for name, r in values[key].items()}
+    shown = {"recall_at_k": set(values["recall_at_k"]), "recall_at_k_chained": {"same"}}  # the others are blind to it
+    for panel, (key, names) in enumerate(shown.items()):
+        assert lines_of(figure, panel) == {name: values[key][name]["per_layer"] for name in names}
         texts = {text.get_text().strip() for text in figure.axes[panel].texts}
-        assert set(values[key]) <= texts
+        assert names <= texts
         assert f"chance {values['chance']['recall_at_k']:.3f}" in texts
         low, high = figure.axes[panel].get_ylim()
         assert all(low <= value <= high for series in lines_of(figure, panel).values() for value in series)
 
 
+def test_chained_scores_that_are_the_same_are_drawn_once(values: dict[str, Any]) -> None:
+    figure = figures.recall_by_layer(values | {"recall_at_k_chained": values["recall_at_k"]})
+    assert [axis.get_title() for axis in figure.axes if "close up" not in axis.get_title()] == [
+        "recall@k, teacher-forced"
+    ]
+
+
+def test_expert_figure_is_found_over_used(values: dict[str, Any]) -> None:
+    used, found = deepcopy(values["per_expert"]["used"]), deepcopy(values["per_expert"]["found"]["same"])
+    used[1][2] = found[1][2] = 0
+    figure = figures.expert_recall(values | {"per_expert": {"used": used, "found": {"same": found}}}, "same")
+    recall, use = (np.ma.filled(axis.get_images()[0].get_array(), np.nan) for axis in figure.axes[:2])
+    for layer, expert in itertools.product(range(len(used)), range(values["experts"])):
+        count = used[layer][expert]
+        assert use[layer, expert] * values["tokens"] * values["k"] == pytest.approx(count * values["experts"])
+        assert np.isnan(recall[layer, expert]) == (count == 0)
+        if count:
+            assert recall[layer, expert] * count == pytest.approx(found[layer][expert])
+
+
 def test_close_up_holds_the_strong_predictors_only(values: dict[str, Any]) -> None:
     results = {"weak": {"mean": 0.1, "per_layer": [0.1] * 3}, "strong": {"mean": 0.9, "per_layer": [0.9, 0.88, 0.92]}}
-    figure = figures.recall_by_layer(values | {"recall_at_k": results, "recall_at_k_chained": results})
+    chained = {**results, "weak": {"mean": 0.2, "per_layer": [0.1, 0.2, 0.3]}}
+    figure = figures.recall_by_layer(values | {"recall_at_k": results, "recall_at_k_chained": chained})
     assert len(figure.axes) == 4
     assert set(lines_of(figure, 0)) == {"weak", "strong"}
+    assert set(lines_of(figure, 1)) == {"weak"}
     assert set(lines_of(figure, 2)) == {"strong"}
     assert figure.axes[2].get_ylim()[0] == pytest.approx(0.85)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -27,9 +28,12 @@ from expertcast.predictors.plain import Json, aligned
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.training.curve import learning_curve
 from expertcast.training.evaluation import evaluate
+from expertcast.training.example_text import example_text
 from expertcast.training.ledger import ledger_table
 from expertcast.training.metrics.timely import Windows, copies_in_time, ratio_windows
+from expertcast.training.options import Fitted
 from expertcast.training.report import write_report
+from expertcast.training.report_sources import report_sources
 from expertcast.training.results import link_table, recall_table
 
 
@@ -88,7 +92,7 @@ def run(options: Options) -> Outcome:
         result["learning_curve"] = learning_curve(traces, options.curve, ahead=options.ahead)
         tables.append(curve_table(result["learning_curve"]))
     if options.report:
-        tables.append(f"wrote {_write_report(options.report, result, traces)}")
+        tables.append(f"wrote {_write_report(options.report, result, traces, fitted)}")
     return {**result, **provenance()}, "\n\n".join(tables)
 
 
@@ -152,12 +156,14 @@ def curve_table(curve: dict[str, dict[str, float]]) -> str:
     return aligned(rows)
 
 
-def _write_report(out: Path, result: Json, traces: TraceDataset) -> Path:
+def _write_report(out: Path, result: Json, traces: TraceDataset, fitted: Mapping[str, Fitted]) -> Path:
+    predictors = {name: fitted[name].predictor for name in result["recall_at_k"]}
     return write_report(
         out,
         result,
         learning_curve=result.get("learning_curve"),
         quality=result.get("quality"),
+        examples=example_text(predictors, traces, result["split"], ahead=result["ahead"]),
         title=f"Forecasts for {traces.view.model_id}",
-        provenance={key: traces.info[key] for key in ("model", "tokens", "command", "versions") if key in traces.info},
+        provenance=report_sources(traces, fitted),
     )

@@ -78,7 +78,8 @@ def evaluated(wanted: Sequence[str], traces: TraceDataset, ahead: int = 1) -> di
 def _loaded(folder: str, traces: TraceDataset) -> Fitted:
     """A checkpoint's predictor, with the report of its fit."""
     checkpoint = PredictorCheckpoint.open(folder)
-    return Fitted(predictor=checkpoint.load(traces.view), report=checkpoint.config.get("training", {}))
+    made = {"checkpoint": folder, "command": checkpoint.config["command"]}
+    return Fitted(predictor=checkpoint.load(traces.view), report={**made, **checkpoint.config.get("training", {})})
 
 
 def is_checkpoint(given: str) -> bool:

@@ -21,8 +21,8 @@ from expertcast.predictors import ExpertcastError, predictor_class
 from expertcast.predictors.base import PredictorConfig
 from expertcast.training.fit import fit
 from expertcast.training.ledger import ledger_table
+from expertcast.training.logs import log_evaluation
 from expertcast.training.options import FitOptions
-from expertcast.training.report import log_figures
 from expertcast.training.resume import forget, resume_folder
 
 _FIT = Fields(tokens=COUNT, seed=Option(), log_folder=Option(flag="--log", metavar="DIR", read=Path))
@@ -74,7 +74,10 @@ def _train(options: Options, config: PredictorConfig) -> Outcome:
         save_predictor(fitted.predictor, options.out, view=source.view, metrics=metrics, extra=extra)
         forget(options.out)
         if options.fit.log_folder and "recall_at_k" in test:
-            log_figures(options.fit.log_folder / "evaluation", test)
+            used = {"predictor": options.predictor, "seed": options.fit.seed, "tokens": fitted.report["tokens"]}
+            log_evaluation(
+                options.fit.log_folder, options.predictor, test, {**used, **fitted.predictor.config.as_dict()}
+            )
     text = f"{table}\n\n{ledger_table(ledger)}\n\nfitted in {fitted.report['seconds']:.0f} s; wrote {options.out}"
     return {"checkpoint": str(options.out), "training": fitted.report, **metrics}, text
 

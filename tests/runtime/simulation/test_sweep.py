@@ -13,7 +13,8 @@ from torch import Tensor
 
 from expertcast.predictors import ExpertcastError, ModelShape
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.simulation.figures import frontier, labelled, write_figures
+from expertcast.runtime.simulation.figures import frontier, hit_rates, token_times, write_figures
+from expertcast.runtime.simulation.lines import labelled, one_line_each
 from expertcast.runtime.simulation.machine import Case
 from expertcast.runtime.simulation.summary import summary, table
 from expertcast.runtime.simulation.sweep import EXACT, Workload, slots_of, sweep, with_bounds
@@ -152,6 +153,62 @@ def test_labels_say_what_differs() -> None:
     assert list(dict.fromkeys(row["label"] for row in labelled(found))) == [
         "lru, global", "lfu, global", "lru, layer", "lfu, layer",
     ]  # fmt: skip
+
+
+def named(**hits: tuple[float, ...]) -> list[dict[str, Any]]:
+    """Rows of policies by name, with these hits at capacities 10%, 20%, ..."""
+    common = {"bandwidth": 1e9, "scope": "global", "tpot_s": 1.0}
+    return [
+        {**common, "eviction": name, "capacity": 0.1 * (index + 1), "hit_rate": value}
+        for name, values in hits.items()
+        for index, value in enumerate(values)
+    ]
+
+
+def drawn(figure: Any) -> dict[str, list[float]]:
+    """The lines of a figure's first axes under the names of its legend, in the same order."""
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    return dict(zip(names, (list(line.get_ydata()) for line in figure.axes[0].get_lines()), strict=True))
+
+
+def test_equal_lines_are_one_and_the_legend_names_both() -> None:
+    rows = named(
+        lru=(0.1, 0.5), fifo=(0.1, 0.5), lfu=(0.2, 0.8), lhu=(0.2, 0.8001), forecast=(0.3, 0.9), next_use=(0.3, 0.9),
+        belady=(0.3, 0.9), fld=(0.1,),
+    )  # fmt: skip
+    assert drawn(hit_rates(rows)) == {
+        "lru = fifo": [0.1, 0.5], "lfu ≈ lhu": [0.2, 0.8], "forecast = next_use": [0.3, 0.9], "belady": [0.3, 0.9],
+        "fld": [0.1],
+    }  # fmt: skip
+    slower = [{**row, "bandwidth": 5e8, "tpot_s": 2.0 + (row["eviction"] == "fifo")} for row in rows]
+    assert "lru = fifo" not in drawn(token_times([*rows, *slower]))  # at one bandwidth of two they lie apart
+    alone = one_line_each(labelled(rows), lambda row: [row["hit_rate"] * (row["eviction"] != "fifo")])
+    assert {row["label"] for row in alone} >= {"lru", "fifo"}
+
+
+def test_forecast_stands_out() -> None:
+    names = ["lru", "fifo", "lfu", "lhu", "fld", "score", "marking", "lfru", "importance", "forecast", "next_use"]
+    rows = named(**{name: (0.1 * index, 0.08 * index) for index, name in enumerate([*names, "forecast:idle_loads=0"])})
+    lines = dict(zip(drawn(hit_rates(rows)), hit_rates(rows).axes[0].get_lines(), strict=True))
+    own, other, others = lines.pop("forecast"), lines.pop("forecast:idle_loads=0"), lines.values()
+    assert own.get_color() == other.get_color()
+    assert (own.get_linestyle(), own.get_marker()) != (other.get_linestyle(), other.get_marker())
+    assert own.get_linewidth() > 1.3 * max(line.get_linewidth() for line in others)
+    assert own.get_zorder() > max(line.get_zorder() for line in others)
+    assert own.get_color() not in {line.get_color() for line in others}
+    looks = {(line.get_color(), line.get_linestyle()) for line in others}
+    assert len(looks) == len(others)
+
+
+def test_capacities_that_lie_close_are_turned() -> None:
+    def turns(*capacities: float) -> set[float]:
+        rows = [{**row, "capacity": share} for share in capacities for row in named(lru=(0.5,))]
+        figure = hit_rates(rows)
+        figure.draw_without_rendering()
+        return {label.get_rotation() for label in figure.axes[0].get_xticklabels()}
+
+    assert turns(0.01, 0.1, 0.5) == {0.0}
+    assert turns(0.01, 0.4, 0.45, 0.5) == {90.0}
 
 
 def test_frontier() -> None:
