@@ -40,6 +40,15 @@ class _Parser(argparse.ArgumentParser):
         """One line, not argparse's two."""
         self.exit(2, f"expertcast: {message}; see `{self.prog} --help`\n")
 
+    def format_help(self) -> str:
+        """The usual help, and what the values of a command's options may name."""
+        flags = {flag for action in self._actions for flag in action.option_strings}
+        if not flags - {"-h", "--help", "--version"}:  # of all commands: it does not wait for torch
+            return super().format_help()
+        from expertcast.commands.catalogue import catalogue
+
+        return super().format_help() + catalogue(flags)
+
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """The command line; a test freezes it.
