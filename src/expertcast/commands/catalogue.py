@@ -9,16 +9,24 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Collection
+from typing import Any
 
 from expertcast.commands.options import lowered
 from expertcast.predictors import names, predictor_class
 from expertcast.predictors.fields import field_docs, settable, written
+from expertcast.predictors.registry import Registry
 from expertcast.runtime.drafts.names import EARLY_EXIT, EarlyExitOptions, draft_names
 from expertcast.runtime.policies import EVICTION, MISS, PRE_EVICTION, PREFETCH, PRESETS, ROUTING, Policies
 from expertcast.runtime.policies.scope import SCOPES
 from expertcast.runtime.storage.codecs import CODECS
 
-KINDS = {"eviction": EVICTION, "prefetch": PREFETCH, "miss": MISS, "routing": ROUTING, "pre_eviction": PRE_EVICTION}
+KINDS: dict[str, Registry[Any]] = {
+    "eviction": EVICTION,
+    "prefetch": PREFETCH,
+    "miss": MISS,
+    "routing": ROUTING,
+    "pre_eviction": PRE_EVICTION,
+}
 _LEFT = 24
 """Columns of a name, as in the rest of the help."""
 
