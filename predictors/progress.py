@@ -33,8 +33,8 @@ class Progress(tqdm):  # type: ignore[misc]
     """
 
     def __init__(
-        self, what: str, *, total: int | None = None, unit: str, steps: Iterable[object] | None = None, initial: int = 0,
-        shown: bool = True,
+        self, what: str, *, unit: str, total: int | None = None, steps: Iterable[object] | None = None,
+        initial: int = 0, shown: bool = True,
     ) -> None:  # fmt: skip
         hidden = {} if shown and os.environ.get("RANK", "0") == "0" else {"disable": True}
         super().__init__(

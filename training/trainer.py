@@ -35,6 +35,7 @@ class ShowSteps(Callback):  # type: ignore[misc]
     def __init__(self, name: str, options: FitOptions) -> None:
         """Of the training `name`, if the `options` say so."""
         self._name, self._shown = name, options.progress
+        self._bar: Progress | None = None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: NetworkTraining) -> None:
         done = trainer.global_step
@@ -42,18 +43,23 @@ class ShowSteps(Callback):  # type: ignore[misc]
         self._bar = Progress(what, total=pl_module.steps, unit="step", initial=done, shown=self._shown)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_of_the_batch: object) -> None:
+        assert self._bar is not None
         self._bar.update(trainer.global_step - self._bar.n)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: NetworkTraining) -> None:
-        if pl_module.best.history:
+        if self._bar is not None and pl_module.best.history:
             score = pl_module.best.history[-1][pl_module.watched]
             self._bar.set_postfix_str(f"{pl_module.watched} {score:.4f}", refresh=False)
 
-    def teardown(self, trainer: lightning.Trainer, pl_module: NetworkTraining, stage: str) -> None:
-        self._bar.close()
+    def teardown(self, *_of_the_fit: object, stage: str | None = None) -> None:
+        self._close()
 
     def on_exception(self, *_what_happened: object) -> None:
-        self._bar.close()
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:  # a training may end before its first step
+            self._bar.close()
 
 
 def run(
