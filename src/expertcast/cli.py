@@ -18,7 +18,7 @@ from typing import NoReturn
 import expertcast
 
 COMMANDS = {
-    "demo": "everything below on the bundled reference model; writes demo.json",
+    "demo": "everything below on the bundled model in two or three minutes; leaves traces, checkpoint and report",
     "collect": "run a model over text and store router inputs, logits and default vectors",
     "train": "fit a predictor on traces, or online on a running model",
     "eval": "score predictors on traces: recall@k per layer and the rest",

@@ -25,7 +25,7 @@ _TARGET = {"--layers", "--slots", "--memory", "--bandwidth", "--copy-over-comput
            "--predictor", "--persistence", "--skew", "--accuracy", "--replay", "--seed", "--dtype",
            "--device"}  # fmt: skip
 COMMANDS = {
-    "demo": {"--tokens", "--steps"},
+    "demo": {"--tokens", "--steps", "--minutes", "--out"},
     "collect": {"--data", "--tokens", "--out", "--window", "--batch-size", "--early-rank", "--dtype", "--device"},
     "train": {"--predictor", "--out", "--ahead", "--set", "--tokens", "--data", "--log", "--seed", "--window",
               "--batch-size", "--early-rank", "--dtype", "--device"},
