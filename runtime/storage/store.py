@@ -134,7 +134,8 @@ class ExpertStore:
         """
         if BlockLayout.of(view) != self.layout or (len(view), view.shape.experts) != (self.layers, self.experts):
             raise ExpertcastError("the store was made for experts of another shape, dtype or number: make a new one")
-        written = [self._pack_layer(layer) for layer in view]
+        layers = Progress("packing experts", unit="layer", steps=view, shown=self.source is None)
+        written = [self._pack_layer(layer) for layer in layers]
         if any(written):
             self.finish()
 

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 from expertcast.cli import main
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import progress
 from expertcast.predictors.progress import Progress, tokens_read
+from expertcast.runtime.benchmarking.decoding import decode_greedily
 
 TEXT = Path(__file__).resolve().parents[2] / "checkpoints" / "reference" / "text" / "test.parquet"
 TINY = ["--set", "steps=6", "step_tokens=64", "parameters=80000"]
@@ -69,12 +72,21 @@ def test_evaluation_and_simulation(capsys: pytest.CaptureFixture[str], text: str
     assert main(["simulate", traces, *options]) == 0
     found = stages(capsys)
     assert "2/2" in found["simulating"]
+    assert "100%" in found["reading the routing"]
     assert "100%" in found["decoding with policies"]
+
+
+def test_decoding(capsys: pytest.CaptureFixture[str], reference_model: PreTrainedModel) -> None:
+    """As every run of bench and advise decodes."""
+    decode_greedily(reference_model, torch.ones(1, 4).long(), 3)
+    assert "3.00/3.00" in stages(capsys)["decoding"]
 
 
 def test_packing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["store", "reference", "--store-folder", str(tmp_path / "store")]) == 0
-    assert "12/12" in stages(capsys)["loading experts"]
+    found = stages(capsys)
+    assert "12/12" in found["loading experts"]
+    assert "packing experts" not in found  # once is enough
 
 
 def test_short_stages_and_other_ranks_show_nothing(
