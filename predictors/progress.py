@@ -49,6 +49,13 @@ class Progress(tqdm):  # type: ignore[misc]
         super().close()
 
 
+def end_bars() -> None:
+    """Close the bars that an error left open, so that what is said of it has a line of its own."""
+    for bar in list(getattr(Progress, "_instances", ())):
+        if isinstance(bar, Progress):
+            bar.close()
+
+
 def tokens_read(batches: Iterable[B], what: str, total: int | None, *, shown: bool = True) -> Iterator[B]:
     """The same batches one after another, their tokens counted when the next one is asked for.
 

@@ -82,24 +82,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         text = _run(_module(args.command), args)
     except ExpertcastError as error:
-        print(f"expertcast: {error}", file=sys.stderr)
-        return 2
+        return _failed(str(error), 2)
     except OSError as error:
         if error.errno not in _DISK:
             raise
         where = "" if error.filename is None else f" {error.filename}"
-        print(
-            f"expertcast: cannot read or write{where}: {error.strerror}; make room, or name another folder, and run "
-            "the same command again",
-            file=sys.stderr,
-        )
-        return 2
+        remedy = "make room, or name another folder, and run the same command again"
+        return _failed(f"cannot read or write{where}: {error.strerror}; {remedy}", 2)
     except KeyboardInterrupt:
-        print("expertcast: interrupted; run the same command again to go on", file=sys.stderr)
-        return 130
+        return _failed("interrupted; run the same command again to go on", 130)
     if text:
         print(text)
     return 0
+
+
+def _failed(text: str, status: int) -> int:
+    """Say why, on a line of its own."""
+    from expertcast.predictors.progress import end_bars
+
+    end_bars()
+    print(f"expertcast: {text}", file=sys.stderr)
+    return status
 
 
 def _module(command: str) -> ModuleType:

@@ -12,8 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from expertcast.cli import main
+from expertcast.commands import inspect
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import progress
+from expertcast.predictors import ExpertcastError, progress
 from expertcast.predictors.progress import Progress, tokens_read
 from expertcast.runtime.benchmarking.decoding import decode_greedily
 
@@ -87,6 +88,19 @@ def test_packing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     found = stages(capsys)
     assert "12/12" in found["loading experts"]
     assert "packing experts" not in found  # once is enough
+
+
+def test_an_error_within_a_stage_has_its_own_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_options: object) -> None:
+        batches = tokens_read([[0], [0]], "stage", 2)  # the traceback holds it, and its bar
+        for _batch in batches:
+            raise ExpertcastError("broken")
+
+    monkeypatch.setattr(inspect, "run", fail)
+    assert main(["inspect", "reference"]) == 2
+    assert re.split(r"[\r\n]+", capsys.readouterr().err)[-2:] == ["expertcast: broken", ""]
 
 
 def test_short_stages_and_other_ranks_show_nothing(

@@ -56,7 +56,7 @@ class Options:
     steps: Count = 300
     """Steps of the estimator."""
     minutes: Annotated[float, Option(metavar="M", read=positive_number)] = 3.0
-    """Do less of everything, but a tenth of it, where it would take longer."""
+    """Do less of everything, a tenth of it at least, where it would take longer."""
     out: Annotated[Path, Option(metavar="DIR", read=folder)] = Path("expertcast-demo")
     """Folder for traces, checkpoint, report and demo.json; that of an earlier demo is replaced."""
 
@@ -86,6 +86,7 @@ def _clear(out: Path) -> None:
     Raises:
         ExpertcastError: the folder holds something, and nothing of an earlier demo.
     """
+    out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()) and not (out / RESULT).is_file():
         raise ExpertcastError(f"{out} is not empty and holds no earlier demo: give a new or an empty folder as --out")
     write_json(out / RESULT, {"finished": False})  # the mark, for whoever comes after a kill
