@@ -31,7 +31,7 @@ from expertcast.data.window_batch import pad_windows
 from expertcast.data.writer import REMEDY, SHARD_BYTES, ShardWriter, merged_progress, write_atomically
 from expertcast.predictors.artefacts import digest, file_digest
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.plain import Json
+from expertcast.predictors.plain import Json, size_text
 
 
 def collect(
@@ -177,23 +177,15 @@ def _check_disk(folder: Path, plan: Plan, row_bytes: int) -> None:
     there = sum(path.stat().st_size for path in folder.glob("data-*"))
     free = shutil.disk_usage(folder).free
     print(
-        f"{folder}: {plan.token_count('all'):,} tokens of {row_bytes:,} bytes, about {_size(total)} on disk "
-        f"({_size(there)} there already), {_size(free)} free",
+        f"{folder}: {plan.token_count('all'):,} tokens of {row_bytes:,} bytes, about {size_text(total)} on disk "
+        f"({size_text(there)} there already), {size_text(free)} free",
         file=sys.stderr,
     )
     if total - there > free:
         raise ExpertcastError(
-            f"the traces need {_size(total - there)} more in {folder} and {_size(free)} are free: collect fewer "
-            "tokens, choose another disk, or train online (expertcast train MODEL --data D), which stores nothing"
+            f"the traces need {size_text(total - there)} more in {folder} and {size_text(free)} are free: collect "
+            "fewer tokens, choose another disk, or train online (expertcast train MODEL --data D), which stores nothing"
         )
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def _finish(

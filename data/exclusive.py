@@ -28,7 +28,7 @@ def exclusive(folder: Path) -> Iterator[None]:
     if fcntl is None or current_share().rank != 0 or (folder.exists() and not folder.is_dir()):
         yield  # whatever is wrong with the folder is said by who writes it
         return
-    made = not folder.exists()
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)  # the lock is the folder's own: no file is left behind
     try:
@@ -39,6 +39,6 @@ def exclusive(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-        if made:
-            with contextlib.suppress(OSError):
-                folder.rmdir()  # where nothing was written
+        with contextlib.suppress(OSError):
+            for path in made:
+                path.rmdir()  # where nothing was written

@@ -22,6 +22,7 @@ from expertcast.data.discovery import experts_implementation
 from expertcast.data.plan import Window
 from expertcast.data.window_batch import window_batches
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.progress import tokens_read
 from expertcast.predictors.stand_in import MOST_RANK, StandIn
 from expertcast.predictors.view import MoELayer, MoEView
 
@@ -61,12 +62,12 @@ def fit_stand_in(
     stand_in = StandIn.of_shape(view.shape, rank, device)
     if rank:
         for layer, moments in enumerate(
-            _run(model, view, first_windows(windows, DIRECTION_TOKENS), batch_size, _Moments)
+            _run(model, view, first_windows(windows, DIRECTION_TOKENS), batch_size, _Moments, "directions")
         ):
             mean_D, directions_DR = moments.principal(rank)
             stand_in.projection_LDR[layer] = directions_DR
             stand_in.centre_LR[layer] = mean_D @ directions_DR
-    sums = _run(model, view, windows, batch_size, lambda layer: _Sums(layer, stand_in))
+    sums = _run(model, view, windows, batch_size, lambda layer: _Sums(layer, stand_in), "maps")
     for layer, own in enumerate(sums):
         own.solve_into(stand_in, layer)
     return stand_in.to("cpu")
@@ -154,7 +155,12 @@ def first_windows(windows: Sequence[Window], tokens: int) -> list[Window]:
 
 @torch.no_grad()
 def _run(
-    model: PreTrainedModel, view: MoEView, windows: Sequence[Window], batch_size: int, make: Callable[[MoELayer], M]
+    model: PreTrainedModel,
+    view: MoEView,
+    windows: Sequence[Window],
+    batch_size: int,
+    make: Callable[[MoELayer], M],
+    what: str,
 ) -> list[M]:
     """One pass; returns what was made for each layer.
 
@@ -163,6 +169,7 @@ def _run(
         windows: are run over.
         batch_size: windows per forward.
         make: from a layer, what gathers its sums.
+        what: they are for.
     """
     sums = [make(layer) for layer in view]
     with ExitStack() as stack:
@@ -176,7 +183,9 @@ def _run(
             if look.layer.has_shared:
                 stack.callback(look.layer.block.register_forward_hook(look.after_block).remove)
         stack.enter_context(experts_implementation(model, PAIR_EXPERTS))
-        for batch in window_batches(windows, batch_size):
+        total = sum(len(window.token_ids) for window in windows)
+        batches = window_batches(windows, batch_size)
+        for batch in tokens_read(batches, f"stand-in for early attention: {what}", total):
             keep_T = batch.mask_BS.reshape(-1).nonzero().squeeze(1).to(model.device)
             for look in looks:
                 look.keep_T = keep_T

@@ -20,6 +20,7 @@ from expertcast.data.stand_in_file import plan_stand_in
 from expertcast.data.stream import ActivationStream
 from expertcast.data.text import Document
 from expertcast.data.traces import TraceSource
+from expertcast.predictors.progress import tokens_read
 from expertcast.predictors.quasi_hidden import DefaultVectors
 from expertcast.predictors.stand_in import StandIn
 
@@ -64,7 +65,8 @@ class OnlineTraces(TraceSource):
         """
         means, share = MeanOutputs(self.view), current_share()
         own = documents_of(self.chosen("train"), share)
-        for _ in self._stream(own, None, means):
+        total = sum(document.tokens for document in own)
+        for _ in tokens_read(self._stream(own, None, means), "default vectors", total):
             pass
         counted = torch.tensor(means.token_count)
         sum_over_ranks(share, [counted, *means.tensors()])

@@ -16,3 +16,12 @@ def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     turns = [str.ljust if column < left else str.rjust for column in range(len(widths))]
     lines = [[turn(cell, width) for turn, cell, width in zip(turns, row, widths, strict=True)] for row in rows]
     return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def size_text(count: float) -> str:
+    """Bytes with their unit, such as 1.23 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -16,16 +16,15 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import GenerationConfig, Mxfp4Config, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils import logging
 
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import first_line, meta_model, resolve_model, torch_device, torch_dtype
 from expertcast.data.quantisation import FP8, MXFP4, forget_quantisation, quantisation_settings, shipped_form
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.progress import Progress
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.offloading import offload
@@ -116,7 +115,7 @@ class _Reader:
     _layers: int
     _model_id: str
     _shipped: ShippedExperts | None
-    _bar: tqdm | None = None
+    _bar: Progress | None = None
 
     def __call__(self, layer: int, views: dict[str, Tensor]) -> None:
         with self._one_line():
@@ -143,7 +142,7 @@ class _Reader:
 
     def _step(self) -> None:
         if self._bar is None:
-            self._bar = logging.tqdm(total=self._layers, desc="Loading experts")
+            self._bar = Progress("loading experts", total=self._layers, unit="layer")
         self._bar.update()
 
     def close(self) -> None:

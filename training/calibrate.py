@@ -19,7 +19,7 @@ from expertcast.data.traces import TraceSource
 from expertcast.predictors import Predictor
 from expertcast.predictors.log_odds import LogOdds, margin, signed_root
 from expertcast.training.options import FitOptions, validation_tokens
-from expertcast.training.scoring import states_of, validation_batches
+from expertcast.training.scoring import states_of, validation_pass
 
 TOKENS = 4096
 """Tokens that calibrate, evenly spread over the validation split: three numbers need no more."""
@@ -96,5 +96,5 @@ def fit_log_odds(margin_TE: Tensor, member_TE: Tensor) -> LogOdds:
 def _spread(source: TraceSource, options: FitOptions) -> Iterator[TraceBatch]:
     """At most about `TOKENS` tokens of the validation split, every so many of them."""
     every = max(1, -(-validation_tokens(source, options) // TOKENS))
-    for batch in validation_batches(source, options):
+    for batch in validation_pass(source, options, "calibrating"):
         yield batch if every == 1 else batch[torch.arange(0, len(batch), every)]

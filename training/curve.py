@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tqdm import tqdm
-
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, PredictorConfig
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.linear import LinearConfig
+from expertcast.predictors.progress import Progress
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit
 from expertcast.training.options import FitOptions
@@ -44,11 +43,11 @@ def learning_curve(traces: TraceDataset, counts: Sequence[int], *, ahead: int = 
     }
     curve: dict[str, dict[str, float]] = {form: {} for form in forms}
     fits = [(count, form) for count in counts for form in forms]
-    for count, form in (bar := tqdm(fits, desc="learning curve", unit="fit")):
-        options = FitOptions(tokens=count, validation_tokens=max(1, count // VALIDATION_SHARE))
+    for count, form in (bar := Progress("learning curve", unit="fit", steps=fits)):
+        options = FitOptions(tokens=count, validation_tokens=max(1, count // VALIDATION_SHARE), progress=False)
         name, config = forms[form]
         predictor = fit(name, traces, config=config, options=options).predictor
         evaluation = evaluate({form: predictor}, traces.batches("test", BATCH), traces.view, ahead=ahead, chained=False)
         curve[form][str(count)] = evaluation.recall(form)
-        bar.set_postfix_str(f"{form} at {count}: {curve[form][str(count)]:.4f}")
+        bar.set_postfix_str(f"{form} at {count}: {curve[form][str(count)]:.4f}", refresh=False)
     return curve

@@ -58,7 +58,7 @@ def fit_counts(cls: type[Frequency], source: TraceSource, config: PredictorConfi
     """
     device, predictor = device_of(source.view), cls(config, source.view.shape)
     predictor.to(device)
-    for batch in train_batches(source, options):
+    for batch in train_batches(source, options, f"{cls.name}: counting"):
         logits_TLE = batch.logits_TLE.to(device)
         for layer in source.view:
             predictor.observe(layer.index, *layer.route(logits_TLE[:, layer.index]))

@@ -44,7 +44,7 @@ def fit_estimator(source: TraceSource, config: PredictorConfig, options: FitOpti
     if predictor.uses_previous_token:
         logits_TLE = validation_batch(source, options).logits_TLE.float()
         predictor.get_buffer("usual_LE").copy_((logits_TLE - logits_TLE.mean(dim=2, keepdim=True)).mean(dim=0))
-    sums = {} if config.form == "paper" else gather(source, predictor.features, config.ahead, options)
+    sums = {} if config.form == "paper" else gather(source, predictor.features, config.ahead, options, Estimator.name)
     report = {}
     for ahead in config.ahead:
         if config.form == "paper":  # the published network alone: plain KL on the logits as they are
@@ -74,7 +74,7 @@ def _fit_residual(
     predictor: Estimator, source: TraceSource, ahead: int, options: FitOptions, sums: RidgeStatistics
 ) -> Json:
     maps, linear_count = _base_maps(predictor, sums), len(predictor.config.strengths)
-    recall_SP = score_maps(source, predictor.features, ahead, maps, options)
+    recall_SP = score_maps(source, predictor.features, ahead, maps, options, Estimator.name)
     linear_P, plain_P = recall_SP[:linear_count].max(dim=0)
     base_P = recall_SP.argmax(dim=0)
     _set_base(predictor, ahead, sums, maps, base_P)
@@ -165,4 +165,5 @@ def _score_gates(predictor: Estimator, source: TraceSource, options: FitOptions,
         for layer, base_TE, added_TE in zip(source.view.layers[ahead:], base_PTE, added_PTE, strict=True):
             yield [layer.route(base_TE + gate * added_TE)[0] for gate in GATES]
 
-    return candidate_recall(source, ahead, options, len(GATES), forecasts)
+    what = f"{Estimator.name}: choosing gates, {ahead} ahead"
+    return candidate_recall(source, ahead, options, len(GATES), forecasts, what)

@@ -19,6 +19,7 @@ from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, PredictorConfig, RouterState
 from expertcast.predictors.linear import Linear, LinearConfig
 from expertcast.predictors.plain import Json
+from expertcast.predictors.progress import Progress
 from expertcast.training.options import NO_TRAINING, FitOptions, Fitted
 from expertcast.training.scoring import candidate_recall, device_of, states_of, train_batches
 
@@ -33,9 +34,9 @@ def fit_linear(source: TraceSource, config: PredictorConfig, options: FitOptions
     predictor.set_defaults(source.defaults)
     predictor.to(device_of(source.view)).bind(source.view)
     report: Json = {"strengths": {}, "validation_recall": {}}
-    for ahead, statistics in gather(source, predictor.input_vector, config.ahead, options).items():
+    for ahead, statistics in gather(source, predictor.input_vector, config.ahead, options, Linear.name).items():
         weight_SPFE, bias_SPE = solved = statistics.solve(config.strengths)
-        recall_SP = score_maps(source, predictor.input_vector, ahead, solved, options)
+        recall_SP = score_maps(source, predictor.input_vector, ahead, solved, options, Linear.name)
         best_P = recall_SP.argmax(dim=0)
         pairs = torch.arange(len(best_P))
         chosen = [config.strengths[index] for index in best_P]
@@ -47,7 +48,7 @@ def fit_linear(source: TraceSource, config: PredictorConfig, options: FitOptions
 
 @torch.no_grad()
 def gather(
-    source: TraceSource, features: Features, aheads: Sequence[int], options: FitOptions
+    source: TraceSource, features: Features, aheads: Sequence[int], options: FitOptions, name: str
 ) -> dict[int, RidgeStatistics]:
     """The sums for every distance from one pass over the train split, over all ranks' shares together.
 
@@ -56,13 +57,14 @@ def gather(
         features: what is mapped.
         aheads: the distances.
         options: how many tokens.
+        name: of the predictor, for progress.
 
     Raises:
         ExpertcastError: the train split is empty.
     """
     shape = source.view.shape
     sums: dict[int, RidgeStatistics] = {}
-    for batch in train_batches(source, options):
+    for batch in train_batches(source, options, f"{name}: sums"):
         states = states_of(source.view, batch)
         for ahead in aheads:
             for pair in range(shape.layers - ahead):
@@ -78,7 +80,7 @@ def gather(
 
 
 def score_maps(
-    source: TraceSource, features: Features, ahead: int, solved: tuple[Tensor, Tensor], options: FitOptions
+    source: TraceSource, features: Features, ahead: int, solved: tuple[Tensor, Tensor], options: FitOptions, name: str
 ) -> Tensor:
     """Recall@k [S, P] of S maps per layer pair on the validation split.
 
@@ -88,6 +90,7 @@ def score_maps(
         ahead: layers from a pair's first to its second.
         solved: weights [S, P, F, E] and biases [S, P, E].
         options: how many tokens.
+        name: of the predictor, for progress.
     """
     weight_SPFE, bias_SPE = solved
 
@@ -97,7 +100,8 @@ def score_maps(
             maps = zip(weight_SPFE[:, pair], bias_SPE[:, pair], strict=True)
             yield [layer.route(x_TF @ weight_FE + bias_E)[0] for weight_FE, bias_E in maps]
 
-    return candidate_recall(source, ahead, options, len(weight_SPFE), forecasts)
+    what = f"{name}: choosing strengths, {ahead} ahead"
+    return candidate_recall(source, ahead, options, len(weight_SPFE), forecasts, what)
 
 
 class RidgeStatistics:
@@ -143,9 +147,14 @@ class RidgeStatistics:
     def solve(self, strengths: Sequence[float], features: int | None = None) -> tuple[Tensor, Tensor]:
         """Weights [S, P, F, E] and biases [S, P, E] in fp32, of the first `features` features or, if None, of all."""
         width = self.x_PF.shape[1] if features is None else features
-        solved = [
-            [self._solve_pair(pair, strength, width) for pair in range(len(self.count_P))] for strength in strengths
-        ]
+        pairs = range(len(self.count_P))
+        with Progress("solving", total=len(strengths) * len(pairs), unit="map") as bar:
+
+            def solve(pair: int, strength: float) -> tuple[Tensor, Tensor]:
+                bar.update()
+                return self._solve_pair(pair, strength, width)
+
+            solved = [[solve(pair, strength) for pair in pairs] for strength in strengths]
         weights = torch.stack([torch.stack([weight_FE for weight_FE, _ in row]) for row in solved])
         biases = torch.stack([torch.stack([bias_E for _, bias_E in row]) for row in solved])
         return weights, biases

@@ -15,8 +15,9 @@ from expertcast.data.distributed import Share, sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, PredictorConfig
 from expertcast.predictors.next_token import NextToken, NextTokenConfig
+from expertcast.predictors.progress import tokens_read
 from expertcast.training.network_training import NetworkTraining, steps_of
-from expertcast.training.options import NO_TRAINING, FitOptions, Fitted
+from expertcast.training.options import NO_TRAINING, FitOptions, Fitted, train_tokens
 from expertcast.training.scoring import device_of
 from expertcast.training.token_examples import LEAST_CHUNK, TokenExamples, token_data, token_ids
 from expertcast.training.trainer import run
@@ -52,7 +53,9 @@ def _measure(predictor: NextToken, source: TraceSource, options: FitOptions) -> 
     sums_2D = torch.zeros(2, shape.hidden, dtype=torch.float64, device=device)
     tokens_1 = torch.zeros(1, dtype=torch.float64, device=device)
     count_XCE = torch.zeros(1, *predictor.count_VCE.shape[1:], device=device)
-    for batch in source.batches("train", LEAST_CHUNK, max_tokens=options.tokens, share=share):
+    batches = source.batches("train", LEAST_CHUNK, max_tokens=options.tokens, share=share)
+    what, own = f"{NextToken.name}: counting", train_tokens(source, options) // share.world
+    for batch in tokens_read(batches, what, own, shown=options.progress):
         ids_TJ = predictor.chosen(batch.logits_TLE.to(device).float())
         count_N += torch.bincount(ids_TJ.flatten(), minlength=len(count_N))
         residual_TD = batch.residual_TLD[:, -1].to(device).double()

@@ -27,8 +27,8 @@ class FitOptions:
     """Order of tokens and initial weights."""
     log_folder: Path | None = None
     """Where TensorBoard logs go; nothing is logged when not given."""
-    progress: bool = False
-    """Whether to show progress bars."""
+    progress: bool = True
+    """Whether stages that take some seconds show on standard error how far they are."""
     resume_folder: Path | None = None
     """Where trainings keep their state against a kill (:mod:`expertcast.training.resume`); nowhere when not given."""
 

@@ -16,9 +16,10 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.distributed import training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, RouterState
+from expertcast.predictors.progress import tokens_read
 from expertcast.predictors.stand_in import StandIn
 from expertcast.training.metrics.means import Recall
-from expertcast.training.options import NO_VALIDATION, FitOptions
+from expertcast.training.options import NO_VALIDATION, FitOptions, train_tokens, validation_tokens
 
 RANK_BATCH = 256
 FORGET_EVERY = 10
@@ -26,17 +27,29 @@ Candidates = Callable[[list[RouterState]], Iterable[Iterable[Tensor]]]
 """The states of all layers to each layer pair's forecast expert ids [T, K] by each candidate."""
 
 
-def train_batches(source: TraceSource, options: FitOptions) -> Iterator[TraceBatch]:
-    """This rank's share of the train split, in order."""
+def train_batches(source: TraceSource, options: FitOptions, what: str) -> Iterator[TraceBatch]:
+    """This rank's share of the train split, in order; `what` is what progress is shown of."""
     share = training_share()
     # several ranks get equally many full batches: small ones leave few tokens over
     size = options.batch_size if share.world == 1 else min(options.batch_size, RANK_BATCH)
-    return source.batches("train", size, max_tokens=options.tokens, share=share)
+    batches = source.batches("train", size, max_tokens=options.tokens, share=share)
+    return tokens_read(batches, what, train_tokens(source, options) // share.world, shown=options.progress)
 
 
 def validation_batches(source: TraceSource, options: FitOptions, size: int | None = None) -> Iterator[TraceBatch]:
     """The validation split in order, in full on every rank, so that all ranks choose alike."""
     return source.batches("validation", size or options.batch_size, max_tokens=options.validation_tokens)
+
+
+def validation_pass(source: TraceSource, options: FitOptions, what: str) -> Iterator[TraceBatch]:
+    """The same, with `what` it is for shown as progress."""
+    total = validation_tokens(source, options)
+    return tokens_read(validation_batches(source, options), what, total, shown=options.progress)
+
+
+def scored_batches(source: TraceSource, split: str, size: int) -> Iterator[TraceBatch]:
+    """A split in order, `size` tokens at a time, for an evaluation whose progress is shown."""
+    return tokens_read(source.batches(split, size), f"scoring on split {split!r}", source.token_count(split))
 
 
 def validation_batch(source: TraceSource, options: FitOptions) -> TraceBatch:
@@ -90,7 +103,9 @@ def forget_some(batch: TraceBatch) -> TraceBatch:
 
 
 @torch.no_grad()
-def candidate_recall(source: TraceSource, ahead: int, options: FitOptions, count: int, forecasts: Candidates) -> Tensor:
+def candidate_recall(
+    source: TraceSource, ahead: int, options: FitOptions, count: int, forecasts: Candidates, what: str
+) -> Tensor:
     """Recall@k [C, P] of some candidates on the validation split, teacher-forced, all on the same tokens.
 
     Args:
@@ -99,10 +114,11 @@ def candidate_recall(source: TraceSource, ahead: int, options: FitOptions, count
         options: how many tokens.
         count: how many candidates there are.
         forecasts: what they forecast.
+        what: is chosen, for progress.
     """
     pairs = source.view.shape.layers - ahead
     recall = Recall(pairs * count, sync_on_compute=False).to(device_of(source.view))
-    for batch in validation_batches(source, options):
+    for batch in validation_pass(source, options, what):
         states = states_of(source.view, batch)
         for pair, candidates in enumerate(forecasts(states)):
             for index, ids_TK in enumerate(candidates):
@@ -127,4 +143,6 @@ def validation_recall(
         for state in states[: len(states) - ahead]:
             yield (member.forecast(state, ahead).topk_ids_TK for member in members.values())
 
-    return dict(zip(members, candidate_recall(source, ahead, options, len(members), forecasts), strict=True))
+    return dict(
+        zip(members, candidate_recall(source, ahead, options, len(members), forecasts, "comparing"), strict=True)
+    )

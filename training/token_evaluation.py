@@ -14,6 +14,7 @@ from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.next_token import NextToken
 from expertcast.predictors.plain import Json, aligned
+from expertcast.predictors.progress import tokens_read
 from expertcast.training.metrics.means import TokenMean
 from expertcast.training.results import plain
 from expertcast.training.token_examples import WINDOW, TokenExamples, token_chunks
@@ -38,7 +39,8 @@ def evaluate_tokens(predictor: NextToken, source: TraceSource, split: str) -> Js
         ExpertcastError: the split holds no token with one before it, or the source does not know its tokens' ids.
     """
     scores: dict[str, _Recall] = {}
-    for chunk in token_chunks(predictor, source, split):
+    chunks = token_chunks(predictor, source, split)
+    for chunk in tokens_read(chunks, f"scoring on split {split!r}", source.token_count(split)):
         follows_T = chunk.document_T == chunk.document_T.roll(1)
         follows_T[0] = False  # its token before is in another chunk, if anywhere
         for window_W in torch.split(torch.arange(chunk.windows, device=follows_T.device), BATCH // WINDOW):

@@ -20,12 +20,46 @@ from lightning.pytorch.strategies import DDPStrategy
 import expertcast
 from expertcast.data.distributed import training_share, wait_for_all
 from expertcast.data.traces import TraceSource
+from expertcast.predictors.progress import Progress
 from expertcast.training.network_training import Examples, NetworkTraining, TrainingData
 from expertcast.training.options import FitOptions
 from expertcast.training.resume import SAVES, KeepState, PlainCheckpoints, note_of, read_state, write_state
 
 ROUNDS = 12
 """Validation rounds in a full run."""
+
+
+class ShowSteps(Callback):  # type: ignore[misc]
+    """Shows the steps of a schedule, and the score of the last validation round."""
+
+    def __init__(self, name: str, options: FitOptions) -> None:
+        """Of the training `name`, if the `options` say so."""
+        self._name, self._shown = name, options.progress
+        self._bar: Progress | None = None
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: NetworkTraining) -> None:
+        done = trainer.global_step
+        what = f"training {self._name}"
+        self._bar = Progress(what, total=pl_module.steps, unit="step", initial=done, shown=self._shown)
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_of_the_batch: object) -> None:
+        assert self._bar is not None
+        self._bar.update(trainer.global_step - self._bar.n)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: NetworkTraining) -> None:
+        if self._bar is not None and pl_module.best.history:
+            score = pl_module.best.history[-1][pl_module.watched]
+            self._bar.set_postfix_str(f"{pl_module.watched} {score:.4f}", refresh=False)
+
+    def teardown(self, *_of_the_fit: object, stage: str | None = None) -> None:
+        self._close()
+
+    def on_exception(self, *_what_happened: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:  # a training may end before its first step
+            self._bar.close()
 
 
 def run(
@@ -37,7 +71,7 @@ def run(
         module: the training.
         data: what it learns from and is validated on.
         source: where that comes from.
-        options: logs, progress bar, and where the state is kept against a kill; what is kept there of this very
+        options: logs, progress, and where the state is kept against a kill; what is kept there of this very
             training is gone on from.
         name: the training's among those of one fit.
     """
@@ -93,11 +127,11 @@ def _fit(
             gradient_clip_val=1.0,
             log_every_n_steps=10,
             logger=logger or False,
-            callbacks=[stopping, *(callbacks or [])],
+            callbacks=[stopping, ShowSteps(name, options), *(callbacks or [])],
             plugins=states,
             enable_checkpointing=False,
             enable_model_summary=False,
-            enable_progress_bar=options.progress,
+            enable_progress_bar=False,  # it counts epochs, and a schedule of steps has none
             **_placement(module),
         )
         trainer.fit(module, datamodule=data, ckpt_path=start, weights_only=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from expertcast.data.discovery import find_moe_layers
+from expertcast.predictors.progress import Progress
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.recording.recorder import Recorder
 from expertcast.runtime.storage.layout import BlockLayout
@@ -52,7 +53,7 @@ def decode_greedily(
     cache = DynamicCache(config=model.config)
     decoding = Decoding([], [], 0.0, [])
     inputs = prompt_ids
-    for step in range(new_tokens):
+    for step in Progress("decoding", unit="token", steps=range(new_tokens)):
         start = _now(prompt_ids.device)
         if recorder is not None:
             recorder.step_start()

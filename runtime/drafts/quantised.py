@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers.utils import logging
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.progress import Progress
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.drafts.calibration import Calibration, calibrated
 from expertcast.runtime.drafts.matrices import Coded, Groups, Matrices, WholeMatrices, coded_matrices
@@ -109,7 +109,7 @@ class QuantisedExperts:
             raise ExpertcastError(f"precision {precision!r} needs a text: give calibration=Calibration.of(model, ...)")
         chosen = calibration if precision == CALIBRATED else None
         layers = []
-        for layer in logging.tqdm(view, desc=f"Quantising experts to {precision}"):
+        for layer in Progress(f"quantising experts to {precision}", unit="layer", steps=view):
             there = device or next(layer.router.parameters()).device
             maker = _Maker(layer, weights.views(layer.index), BITS[precision], chosen, there)
             layers.append((maker.up(), maker.down()))

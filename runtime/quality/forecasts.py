@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from expertcast.data.taps import RouterCall, RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.plain import Json
+from expertcast.predictors.progress import Progress
 from expertcast.runtime.engine.speculate import speculate
 from expertcast.training.metrics.means import Agreement, Divergence, Perplexity, Recall
 
@@ -131,13 +132,20 @@ def measure_quality(
     _check(windows_by_domain, runs)
     scores = {name: {domain: RunScores(len(view)) for domain in windows_by_domain} for name in (EXACT, *runs)}
     device = next(model.parameters()).device
-    for domain, windows_NW in windows_by_domain.items():
-        for windows_BW in torch.split(windows_NW, batch_size):
+    batches = [
+        (domain, windows_BW)
+        for domain, windows_NW in windows_by_domain.items()
+        for windows_BW in torch.split(windows_NW, batch_size)
+    ]
+    with Progress("executing forecasts", total=len(batches) * len(scores), unit="batch") as bar:
+        for domain, windows_BW in batches:
             ids_BW = windows_BW.to(device)
             exact = _exact(model, view, ids_BW)
             scores[EXACT][domain].add(exact, exact, ids_BW)
+            bar.update()
             for name, run in runs.items():
                 scores[name][domain].add(_speculative(model, view, run, ids_BW, exact), exact, ids_BW)
+                bar.update()
     return {
         "tokens": sum(windows_NW[:, 1:].numel() for windows_NW in windows_by_domain.values()),
         "runs": {name: _report(parts) for name, parts in scores.items()},

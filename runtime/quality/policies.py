@@ -6,7 +6,7 @@ N windows, B of them decoded together, W tokens per window, V vocabulary, K expe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.plain import Json
+from expertcast.predictors.progress import Progress
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.offloading import offload
@@ -32,7 +33,6 @@ def measure_policies(
     *,
     prefill: int = PREFILL,
     batch: int = 1,
-    progress: Callable[[], None] | None = None,
 ) -> Json:
     """Decode windows token by token, the right token given each time, with each set of policies and without any.
 
@@ -48,7 +48,6 @@ def measure_policies(
         runs: how the model is offloaded, by name; where the link is left open, copies are made at once.
         prefill: tokens of each window that are read at once; half of a window that is shorter than twice as many.
         batch: windows decoded together; what is left over at the end is left out.
-        progress: called after each batch of windows of each run.
 
     Returns:
         `tokens` scored, `prefill` and `batch` as they were, and `runs.<name>` with `perplexity`, `top1_agreement`, `kl`
@@ -65,10 +64,11 @@ def measure_policies(
         )
     prefill = prefilled(windows_NW.shape[1], prefill)
     windows = [rows_BW for rows_BW in torch.split(windows_NW, batch) if len(rows_BW) == batch]
-    exact = _passes(model, windows, OffloadConfig(policies=Policies()), prefill, progress)
-    results = {EXACT: _result(windows, exact, exact, prefill)}
-    for name, config in runs.items():
-        results[name] = _result(windows, _passes(model, windows, config, prefill, progress), exact, prefill)
+    with Progress("decoding with policies", total=(1 + len(runs)) * len(windows), unit="batch") as bar:
+        exact = _passes(model, windows, OffloadConfig(policies=Policies()), prefill, bar)
+        results = {EXACT: _result(windows, exact, exact, prefill)}
+        for name, config in runs.items():
+            results[name] = _result(windows, _passes(model, windows, config, prefill, bar), exact, prefill)
     scored = len(windows) * batch * (windows_NW.shape[1] - prefill)
     return {"tokens": scored, "prefill": prefill, "batch": batch, "runs": results}
 
@@ -81,7 +81,7 @@ def _passes(
     windows: Sequence[Tensor],
     config: OffloadConfig,
     prefill: int,
-    progress: Callable[[], None] | None,
+    bar: Progress,
 ) -> _Run:
     """The pass of each batch of windows, and the counters of all decode steps."""
     totals: Counter[str] = Counter()
@@ -99,8 +99,7 @@ def _passes(
                 log_probs_BSV = read_texts(model, ids_BW, prefill, prefilled=forget)
             totals.update(asdict(offloaded.stats.total))
             passes.append(Pass(log_probs_BSV, [torch.cat(rows) for rows in executed], []))
-            if progress is not None:
-                progress()
+            bar.update()
     return passes, totals
 
 

@@ -15,6 +15,7 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.base import Forecast, Predictor
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.progress import tokens_read
 from expertcast.predictors.routing_rule import route_all
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.simulation.trace import PREFILL, Hints, Routes, Trace, trace_of
@@ -70,9 +71,10 @@ def load_trace(
     for predictor in predictors.values():
         predictor.check_ahead(ahead)
     view = traces.view
+    batches = traces.batches(texts.split, _CHUNK, max_tokens=texts.tokens)
+    total = min(traces.token_count(texts.split), texts.tokens or traces.token_count(texts.split))
     parts = [
-        _part(rows, view, predictors, ahead, residuals)
-        for rows in traces.batches(texts.split, _CHUNK, max_tokens=texts.tokens)
+        _part(rows, view, predictors, ahead, residuals) for rows in tokens_read(batches, "reading the routing", total)
     ]
     if not parts:
         raise ExpertcastError(f"split {texts.split!r} holds no tokens: collect more text or choose another split")

@@ -16,10 +16,10 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
+from expertcast.predictors.progress import Progress
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.engine.tokens_ahead import TokenForecasts
 from expertcast.runtime.policies.eviction.pooled import Pooled
@@ -116,7 +116,9 @@ def sweep(
         else:
             skipped.append({**_heading(case, shape), "reason": reason})
     count = processes or min(_cores(), -(-len(runnable) // _LEAST))
-    rows = list(tqdm(_rows(work, runnable, count), total=len(runnable), unit="run", disable=not progress))
+    rows = list(
+        Progress("simulating", total=len(runnable), unit="run", steps=_rows(work, runnable, count), shown=progress)
+    )
     names = [f"{each.policies.as_dict()} {each.predictor} {each.slots}" for each in runnable]
     lossy = {name: each for name, each in zip(names, runnable, strict=True) if each.policies.lossy}
     known: Mapping[str, Json] = {} if quality is None else quality(lossy)

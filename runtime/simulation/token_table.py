@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from expertcast.predictors.progress import Progress
 from expertcast.runtime.engine.tokens_ahead import TokenForecasts
 from expertcast.runtime.simulation.trace import Trace
 
@@ -31,7 +31,7 @@ class TokenTable:
         made: list[Tensor] = []
         due: list[int | None] = []
         routes = trace.known_routes()
-        for forward in tqdm(trace.forwards, desc="forecasts", unit="forward", disable=not progress):
+        for forward in Progress("forecasts", unit="forward", steps=trace.forwards, shown=progress):
             probability_HLE = follower.start(forward.fresh, trace.token_ids(forward))
             due.append(None if probability_HLE is None else len(made))
             if probability_HLE is not None:

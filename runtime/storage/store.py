@@ -11,10 +11,10 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from expertcast.data.models import with_index
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.progress import Progress
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.storage.host_memory import HostMemory, PageLock, give_back_freed
 from expertcast.runtime.storage.layout import BlockLayout, expert_parameters
@@ -134,7 +134,8 @@ class ExpertStore:
         """
         if BlockLayout.of(view) != self.layout or (len(view), view.shape.experts) != (self.layers, self.experts):
             raise ExpertcastError("the store was made for experts of another shape, dtype or number: make a new one")
-        written = [self._pack_layer(layer) for layer in view]
+        layers = Progress("packing experts", unit="layer", steps=view, shown=self.source is None)
+        written = [self._pack_layer(layer) for layer in layers]
         if any(written):
             self.finish()
 
@@ -166,7 +167,7 @@ class ExpertStore:
         layouts = {name: PackedLayout.of(self.layout, name) for name in precisions if name not in self.packed}
         for name, layout in layouts.items():
             copies = PackedExperts(layout, self.layers, self.experts, self._lock)
-            for layer in logging.tqdm(range(self.layers), desc=f"Packing experts as {name}"):
+            for layer in Progress(f"packing experts as {name}", unit="layer", steps=range(self.layers)):
                 copies.fill(layer, self.views(layer))
             self.packed[name] = copies
 

@@ -18,7 +18,7 @@ from typing import NoReturn
 import expertcast
 
 COMMANDS = {
-    "demo": "everything below on the bundled reference model; writes demo.json",
+    "demo": "everything below on the bundled model in two or three minutes; leaves traces, checkpoint and report",
     "collect": "run a model over text and store router inputs, logits and default vectors",
     "train": "fit a predictor on traces, or online on a running model",
     "eval": "score predictors on traces: recall@k per layer and the rest",
@@ -39,6 +39,15 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, not argparse's two."""
         self.exit(2, f"expertcast: {message}; see `{self.prog} --help`\n")
+
+    def format_help(self) -> str:
+        """The usual help, and what the values of a command's options may name."""
+        flags = {flag for action in self._actions for flag in action.option_strings}
+        if not flags - {"-h", "--help", "--version"}:  # of all commands: it does not wait for torch
+            return super().format_help()
+        from expertcast.commands.catalogue import catalogue
+
+        return super().format_help() + catalogue(flags)
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -73,24 +82,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         text = _run(_module(args.command), args)
     except ExpertcastError as error:
-        print(f"expertcast: {error}", file=sys.stderr)
-        return 2
+        return _failed(str(error), 2)
     except OSError as error:
         if error.errno not in _DISK:
             raise
         where = "" if error.filename is None else f" {error.filename}"
-        print(
-            f"expertcast: cannot read or write{where}: {error.strerror}; make room, or name another folder, and run "
-            "the same command again",
-            file=sys.stderr,
-        )
-        return 2
+        remedy = "make room, or name another folder, and run the same command again"
+        return _failed(f"cannot read or write{where}: {error.strerror}; {remedy}", 2)
     except KeyboardInterrupt:
-        print("expertcast: interrupted; run the same command again to go on", file=sys.stderr)
-        return 130
+        return _failed("interrupted; run the same command again to go on", 130)
     if text:
         print(text)
     return 0
+
+
+def _failed(text: str, status: int) -> int:
+    """Say why, on a line of its own."""
+    from expertcast.predictors.progress import end_bars
+
+    end_bars()
+    print(f"expertcast: {text}", file=sys.stderr)
+    return status
 
 
 def _module(command: str) -> ModuleType:

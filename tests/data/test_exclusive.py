@@ -39,9 +39,14 @@ def test_held_by_another_process_until_it_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_was_not_written_is_not_left(tmp_path: Path) -> None:
-    with exclusive(tmp_path / "new"):
-        assert (tmp_path / "new").is_dir()
+    with exclusive(tmp_path / "above" / "new"):
+        assert (tmp_path / "above" / "new").is_dir()
     assert list(tmp_path.iterdir()) == []
+    with exclusive(tmp_path / "above" / "new"):
+        (tmp_path / "above" / "file").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["above", "file"]
+    (tmp_path / "above" / "file").unlink()
+    (tmp_path / "above").rmdir()
     (tmp_path / "old").mkdir()
     with exclusive(tmp_path / "old"), exclusive(tmp_path / "other"):
         pass

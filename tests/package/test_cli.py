@@ -25,7 +25,7 @@ _TARGET = {"--layers", "--slots", "--memory", "--bandwidth", "--copy-over-comput
            "--predictor", "--persistence", "--skew", "--accuracy", "--replay", "--seed", "--dtype",
            "--device"}  # fmt: skip
 COMMANDS = {
-    "demo": {"--tokens", "--steps"},
+    "demo": {"--tokens", "--steps", "--minutes", "--out"},
     "collect": {"--data", "--tokens", "--out", "--window", "--batch-size", "--early-rank", "--dtype", "--device"},
     "train": {"--predictor", "--out", "--ahead", "--set", "--tokens", "--data", "--log", "--seed", "--window",
               "--batch-size", "--early-rank", "--dtype", "--device"},
@@ -33,7 +33,8 @@ COMMANDS = {
              "--bandwidth", "--layer-time", "--expert-bytes", "--dtype", "--device"},
     "generate": {"--prompt", "--predictor", "--mode", "--slots", "--memory", "--policies", "--next-token",
                  "--store-folder", "--codec", "--pools", "--bandwidth", "--new-tokens", "--config", "--forecasts",
-                 "--draft", "--draft-length", "--dtype", "--device"},
+                 "--draft", "--draft-length", "--chat", "--system", "--temperature", "--top-p", "--seed", "--dtype",
+                 "--device"},
     "store": {"--store-folder", "--codec", "--picture", "--dtype", "--device"},
     "inspect": {"--verify"},
     "bench": {*_TARGET, "--mode", "--cache", "--ahead", "--prompt-tokens", "--new-tokens", "--repetitions",

@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
-import tempfile
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from expertcast.commands.options import Count
-from expertcast.commands.output import Outcome, say, write_json
-from expertcast.commands.predictors import EVAL_BATCH, confident_layers, predictor_config
+from expertcast.checkpoints.store import save_predictor
+from expertcast.commands.demo_deployment import SLOTS, deploy, layer_work, runs_table
+from expertcast.commands.ledger import ledger_of
+from expertcast.commands.options import Count, Option, positive_number
+from expertcast.commands.output import Outcome, folder, say, write_json
+from expertcast.commands.pace import Allowance, part, threads_that_help
+from expertcast.commands.predictors import EVAL_BATCH, confident_layers, predictor_config, scores
 from expertcast.data.collector import collect
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.exclusive import exclusive
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.text import load_documents
-from expertcast.predictors import Predictor, names
-from expertcast.predictors.plain import Json, aligned
-from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE, BenchSettings, benchmark, usual_runs
-from expertcast.runtime.benchmarking.decoding import balanced_bandwidth, decode_greedily
-from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors import ExpertcastError, names
+from expertcast.predictors.plain import Json
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit_many
-from expertcast.training.options import FitOptions
-from expertcast.training.results import recall_table
+from expertcast.training.options import Fitted
+from expertcast.training.report import PAGE, write_report
+from expertcast.training.results import Evaluation, recall_table
+from expertcast.training.scoring import scored_batches
 
-DEMO_FILE = Path("demo.json")
-SLOTS = 96
-"""An eighth of the reference model's 768 experts: two tokens' worth."""
-PROMPT_TOKENS = 64
-NEW_TOKENS = 48
-QUALITY_TOKENS = 6144
-WINDOW = 256
+RESULT, TRACES, CHECKPOINT, REPORT = "demo.json", "traces", "checkpoint", "report"
+WEIGHTS = {"collect": 220.0, "train": 200.0, "evaluate": 30.0, "deploy": 160.0}
+"""Of each stage in forwards over `PROBE_TOKENS`, somewhat less than measured on two quiet cores: there nothing may be
+left out."""
+PROBE_TOKENS, LAYER_TOKENS = 2048, 256
+FEWEST_TOKENS = 6000
+"""Fewer do not give documents for every split."""
+NEXT = (
+    'expertcast generate reference --prompt "It is a truth" --predictor {checkpoint} --slots 96',
+    "expertcast eval {traces} --predictor {checkpoint} linear quasi_hidden",
+    "expertcast advise reference --predictor {checkpoint} --slots 96",
+    "expertcast simulate {traces} --sweep --out {sweep}",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,81 +55,104 @@ class Options:
     """Tokens to collect."""
     steps: Count = 300
     """Steps of the estimator."""
+    minutes: Annotated[float, Option(metavar="M", read=positive_number)] = 3.0
+    """Do less of everything, a tenth of it at least, where it would take longer."""
+    out: Annotated[Path, Option(metavar="DIR", read=folder)] = Path("expertcast-demo")
+    """Folder for traces, checkpoint, report and demo.json; that of an earlier demo is replaced."""
 
 
 def run(options: Options) -> Outcome:
-    """The whole path; writes demo.json into the current folder."""
+    """The whole path, in the folder."""
     begin = time.perf_counter()
-    model, tokenizer = load_model(REFERENCE), load_tokenizer(REFERENCE)
+    with exclusive(options.out):
+        _clear(options.out)
+        model, tokenizer = load_model(REFERENCE), load_tokenizer(REFERENCE)
+        ids_BW = torch.arange(PROBE_TOKENS).view(8, -1) % model.config.vocab_size
+
+        @torch.no_grad()
+        def forward() -> None:
+            model(input_ids=ids_BW, use_cache=False, logits_to_keep=1)
+
+        with threads_that_help(layer_work(model, LAYER_TOKENS)) as threads:
+            allowance = Allowance(options.minutes * 60, WEIGHTS, forward)
+            evaluation, result = _stages(options, model, tokenizer, allowance)
+        result |= {"threads": threads, "seconds": time.perf_counter() - begin, "finished": True}
+        write_json(options.out / RESULT, result)
+    return result, _text(options.out, evaluation, result)
+
+
+def _clear(out: Path) -> None:
+    """
+    Raises:
+        ExpertcastError: the folder holds something, and nothing of an earlier demo.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()) and not (out / RESULT).is_file():
+        raise ExpertcastError(f"{out} is not empty and holds no earlier demo: give a new or an empty folder as --out")
+    write_json(out / RESULT, {"finished": False})  # the mark, for whoever comes after a kill
+    for name in (TRACES, CHECKPOINT, REPORT):
+        shutil.rmtree(out / name, ignore_errors=True)
+
+
+def _stages(
+    options: Options, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, allowance: Allowance
+) -> tuple[Evaluation, Json]:
+    """Four stages, each as much of its work as fits."""
     documents = load_documents(REFERENCE)
-    with tempfile.TemporaryDirectory(prefix="expertcast-demo-") as folder:
-        say(f"1/4 collect: {options.tokens} tokens through the bundled model")
-        traces = collect(model, tokenizer, documents, Path(folder) / "traces", tokens=options.tokens)
-        say("2/4 train: every predictor, on the train split")
-        configs = {"estimator": predictor_config("estimator", [1], [f"steps={options.steps}"])}
-        fitted = fit_many(names(), traces, configs, options=FitOptions(progress=True))
-        predictors = {name: result.predictor for name, result in fitted.items()}
-        say("3/4 evaluate: recall@k on the test split, documents that no predictor has seen")
-        evaluation = evaluate(predictors, traces.batches("test", EVAL_BATCH), traces.view)
-        unseen = {entry["index"] for entry in traces.info["documents"] if entry["split"] == "test"}
-    say("4/4 deploy: an eighth of the experts on the device, the others behind an emulated link")
-    texts = [document.text for document in documents if document.index in unseen]
+    say("1/4 collect: run the bundled model over text")
+    tokens = min(options.tokens, max(FEWEST_TOKENS, part(options.tokens, allowance.share("collect"))))
+    _say_less("tokens", tokens, options.tokens)
+    traces = collect(model, tokenizer, documents, options.out / TRACES, tokens=tokens)
+    say("2/4 train: every predictor, on the train split")
+    steps = part(options.steps, allowance.share("train"))
+    _say_less("steps of the estimator", steps, options.steps)
+    fitted = fit_many(names(), traces, {"estimator": predictor_config("estimator", [1], [f"steps={steps}"])})
+    say("3/4 evaluate: recall@k on the test split, documents that no predictor has seen")
+    predictors = {name: made.predictor for name, made in fitted.items()}
+    evaluation = evaluate(predictors, scored_batches(traces, "test", EVAL_BATCH), traces.view)
     best = max(names(), key=evaluation.recall)
-    deployed = deploy(model, tokenizer, texts, predictors[best], confident_layers(evaluation.as_dict(), best))
-    seconds = time.perf_counter() - begin
-    result = {**evaluation.as_dict(), **deployed, "deployed_predictor": best, "seconds": seconds}
-    write_json(DEMO_FILE, result)
-    text = "\n\n".join(
+    ledger = ledger_of(fitted, traces, "test", 1)
+    _save(options.out / CHECKPOINT, fitted[best], traces, ledger[best])
+    say("4/4 deploy: an eighth of the experts on the device, the others behind an emulated link")
+    unseen = {entry["index"] for entry in traces.info["documents"] if entry["split"] == "test"}
+    texts = [document.text for document in documents if document.index in unseen]
+    layers = confident_layers(evaluation.as_dict(), best)
+    deployed = deploy(model, tokenizer, texts, predictors[best], layers, allowance)
+    scored = {**evaluation.as_dict(), "split": "test", "ledger": ledger}
+    told = {key: traces.info[key] for key in ("model", "tokens", "command", "versions")}
+    title, quality = f"Forecasts for {REFERENCE}", deployed["quality"]
+    write_report(options.out / REPORT, scored, quality=quality, title=title, provenance=told)
+    return evaluation, {**scored, **deployed, "deployed_predictor": best, "collected_tokens": tokens, "steps": steps}
+
+
+def _say_less(what: str, count: int, asked: int) -> None:
+    if count < asked:
+        say(f"    {count:,} {what}, not {asked:,}: this machine is slow or busy, and --minutes are few")
+
+
+def _save(out: Path, fitted: Fitted, traces: TraceDataset, costs: Json) -> None:
+    """A checkpoint as `expertcast train` writes it."""
+    predictor = fitted.predictor
+    validation, _ = scores(predictor, traces, "validation")
+    test, _ = scores(predictor, traces, "test")
+    metrics = {"split": "test", "traces": traces.info["id"], **test, "ledger": {predictor.name: costs}}
+    metrics["validation"] = validation
+    save_predictor(predictor, out, view=traces.view, metrics=metrics, extra={"training": fitted.report})
+
+
+def _text(out: Path, evaluation: Evaluation, result: Json) -> str:
+    """Both tables, what was written, and what to do with it."""
+    paths = {"traces": out / TRACES, "checkpoint": out / CHECKPOINT, "sweep": out / "sweep"}
+    wrote = [out / RESULT, out / TRACES, out / CHECKPOINT, out / REPORT / PAGE]
+    return "\n\n".join(
         [
             f"\nrecall@k per target layer, {result['tokens']} test tokens",
             recall_table(evaluation),
-            f"decoding with forecasts by {best}, {SLOTS} of "
-            f"{result['experts'] * len(traces.view)} experts on the device, "
-            f"link of {deployed['bandwidth'] / 1e6:.1f} MB/s",
-            runs_table(deployed["runs"]),
-            f"{seconds:.0f} seconds; wrote {DEMO_FILE}",
+            f"decoding with forecasts by {result['deployed_predictor']}, {SLOTS} of "
+            f"{result['experts'] * result['layers']} experts on the device, "
+            f"link of {result['bandwidth'] / 1e6:.1f} MB/s",
+            runs_table(result["runs"]),
+            f"{result['seconds']:.0f} seconds; wrote {', '.join(map(str, wrote))}",
+            "next:" + "".join(f"\n    {command.format(**paths)}" for command in NEXT),
         ]
     )
-    return result, text
-
-
-def deploy(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: list[str],
-    predictor: Predictor,
-    layers: list[int],
-) -> Json:
-    """Time, bytes, hits and perplexity of a model on unseen texts, on demand and in each mode with a predictor.
-
-    `tokenizer` is the model's own; at `layers` hybrid mode executes forecasts.
-    """
-    ways = usual_runs(OffloadConfig(slots=SLOTS), predictor, layers)
-    prompt_ids = tokenizer(texts[0], return_tensors="pt")["input_ids"][:, :PROMPT_TOKENS]
-    resident = decode_greedily(model, prompt_ids, NEW_TOKENS)
-    bandwidth = balanced_bandwidth(model, resident) / COPY_OVER_COMPUTE
-    prompt = tokenizer.decode(prompt_ids[0])
-    timed = benchmark(model, tokenizer, prompt, ways, BenchSettings(new_tokens=NEW_TOKENS), bandwidth=bandwidth)
-    windows = {"test": text_windows(tokenizer, texts, length=WINDOW, count=QUALITY_TOKENS // WINDOW)}
-    executed = {"speculate": QualityRun(predictor=predictor), "hybrid": QualityRun(predictor=predictor, layers=layers)}
-    measured = measure_quality(model, find_moe_layers(model), windows, executed)["runs"]
-    for name, way in timed["runs"].items():
-        way["perplexity"] = measured[name if name in measured else "exact"]["perplexity"]
-    return timed
-
-
-def runs_table(runs: Json) -> str:
-    """A row per run of :func:`deploy`."""
-    rows = [("run", "ms per token", "kB per token", "hit rate", "perplexity", "identical")]
-    for name, run_ in runs.items():
-        rows.append(
-            (
-                name,
-                f"{run_['tpot_s'] * 1e3:.2f}",
-                f"{run_['bytes_per_token'] / 1e3:.0f}",
-                f"{run_['hit_rate']:.3f}",
-                f"{run_['perplexity']:.3f}",
-                "yes" if run_["identical"] else "no",
-            )
-        )
-    return aligned(rows)

@@ -35,6 +35,7 @@ from expertcast.training.options import Fitted
 from expertcast.training.report import write_report
 from expertcast.training.report_sources import report_sources
 from expertcast.training.results import link_table, recall_table
+from expertcast.training.scoring import scored_batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ def run(options: Options) -> Outcome:
         tables.append(token_table)
     if predictors:
         windows = {name: _windows(options, traces.view, ledger[name]) for name in predictors}
-        batches = traces.batches(split, EVAL_BATCH)
+        batches = scored_batches(traces, split, EVAL_BATCH)
         evaluation = evaluate(predictors, batches, traces.view, ahead=options.ahead, windows=windows)
         result |= evaluation.as_dict()
         tables[:0] = [recall_table(evaluation), link_table(evaluation)]

@@ -6,8 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from expertcast.commands.options import BANDWIDTH, COUNT, Count, Fields, Given, Model, ModelOptions, Option
-from expertcast.commands.output import Outcome, table
+import torch
+
+from expertcast.commands.generate_text import TimedStreamer, account, chat_inputs, held
+from expertcast.commands.options import (
+    BANDWIDTH,
+    COUNT,
+    Count,
+    Fields,
+    Given,
+    Model,
+    ModelOptions,
+    Option,
+    positive_number,
+)
+from expertcast.commands.output import Outcome
 from expertcast.commands.policies import POLICIES_HELP, policies_of
 from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
@@ -34,7 +47,11 @@ class Options(ModelOptions):
 
     model: Model
     prompt: Annotated[str, Option(metavar="P")]
-    """Text to continue."""
+    """Text to continue; with --chat, what the model is asked."""
+    chat: bool = False
+    """Ask in the model's own chat template, and print the answer alone."""
+    system: Annotated[str | None, Option(metavar="P")] = None
+    """With --chat, what the model is told to be."""
     config: Annotated[Path | None, Option(metavar="FILE")] = None
     """How to offload, as `expertcast advise --save` or OffloadConfig.save wrote it; other options win over it."""
     policies: Annotated[tuple[str, ...], Option(metavar="KIND=P", help=POLICIES_HELP)] = ()
@@ -49,26 +66,55 @@ class Options(ModelOptions):
     """Tokens drafted in every cycle (default: as many as pay, none included)."""
     new_tokens: Count = 64
     """Tokens to generate."""
+    temperature: Annotated[float | None, Option(metavar="T", read=positive_number)] = None
+    """Sample, with logits divided by this (default: the likeliest token each time)."""
+    top_p: Annotated[float | None, Option(metavar="P")] = None
+    """Sample among the likeliest tokens that have this probability together (default: 1)."""
+    seed: int | None = None
+    """Of the samples (default: other ones each time)."""
     offload: Annotated[Given[OffloadConfig], _OFFLOAD]
     """How the experts are offloaded; defaults are those without --config."""
 
+    def __post_init__(self) -> None:
+        if self.system is not None and not self.chat:
+            raise ExpertcastError("--system is a part of a chat: give --chat too, or leave it out")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ExpertcastError(f"--top-p {self.top_p}: give a probability above 0 and up to 1")
+        if self.seed is not None and not self.sampling:
+            raise ExpertcastError("--seed is of samples: give --temperature or --top-p too, or leave it out")
+
+    @property
+    def sampling(self) -> dict[str, float | bool]:
+        """What `generate` of transformers is told of sampling; empty for greedy decoding."""
+        if self.temperature is None and self.top_p is None:
+            return {}
+        return {"do_sample": True, "temperature": self.temperature or 1.0, "top_p": self.top_p or 1.0, "top_k": 0}
+
 
 def run(options: Options) -> Outcome:
-    """Load the model offloaded, and continue the prompt greedily."""
+    """Load the model offloaded and continue the prompt, printing words as they come; what is returned to be printed is
+    what the generation took."""
     config = configuration(options)
     tokenizer = load_tokenizer(options.model)
-    inputs = tokenizer(options.prompt, return_tensors="pt").to(options.device_name)
+    if options.chat:
+        inputs = chat_inputs(tokenizer, options.prompt, options.system, options.model)
+    else:
+        inputs = tokenizer(options.prompt, return_tensors="pt")
     if not inputs["input_ids"].shape[1]:
         raise ExpertcastError("--prompt holds no token: give some text")
+    inputs = inputs.to(options.device_name)
     with load_offloaded(options.model, config, device=options.device_name, dtype=options.dtype) as offloaded:
+        if options.seed is not None:
+            torch.manual_seed(options.seed)
+        streamer = TimedStreamer(tokenizer, skip_prompt=options.chat)
         output = offloaded.generate(
-            **inputs, max_new_tokens=options.new_tokens, do_sample=False, draft_length=options.draft_length
-        )
-        stats = offloaded.stats.as_dict()
+            **inputs, max_new_tokens=options.new_tokens, draft_length=options.draft_length, streamer=streamer,
+            **(options.sampling or {"do_sample": False}),
+        )  # fmt: skip
+        stats, timing, memory = offloaded.stats.as_dict(), streamer.as_dict(), held(offloaded)
     text = tokenizer.decode(output[0], skip_special_tokens=True)
-    totals = {key: value for key, value in stats.items() if isinstance(value, (int, float))}
-    shown = [text, "", table(totals), *draft_lines(stats)]
-    return {"text": text, "tokens": output[0].tolist(), "stats": stats}, "\n".join(shown)
+    result = {"text": text, "tokens": output[0].tolist(), "timing": timing, "memory": memory, "stats": stats}
+    return result, "\n".join(["", account(timing, stats, memory), *draft_lines(stats)])
 
 
 def draft_lines(stats: Json) -> list[str]:

@@ -160,11 +160,18 @@ def _add(parser: argparse._ActionsContainer, field: _Field, option: Option, doc:
 
 def _help(doc: str, default: object) -> str:
     """A docstring as the help of an option: no sentence, and with the default unless it says that itself."""
-    text = doc if doc[1:2].isupper() else doc[:1].lower() + doc[1:]
+    text = lowered(doc)
     if default is not None and default is not False and default != () and "default:" not in text:
         shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
         text = f"{text} (default: {shown})".strip()
     return text.replace("%", "%%")
+
+
+def lowered(sentence: str) -> str:
+    """A sentence without its capital letter, unless its first word is a name such as AdamW, CPU or K."""
+    first = sentence.partition(" ")[0].rstrip(",")
+    named = first[1:] != first[1:].lower() or (len(first) == 1 and first != "A")
+    return sentence if named else sentence[:1].lower() + sentence[1:]
 
 
 def _reader(kind: Callable[[str], N], fits: Callable[[N], bool], expected: str) -> Callable[[str], N]:

@@ -25,6 +25,7 @@ from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit_many
 from expertcast.training.options import FitOptions, Fitted
 from expertcast.training.results import link_table, recall_table
+from expertcast.training.scoring import scored_batches
 from expertcast.training.token_evaluation import evaluate_tokens, tokens_table
 
 EVAL_BATCH = 4096
@@ -65,7 +66,7 @@ def evaluated(wanted: Sequence[str], traces: TraceDataset, ahead: int = 1) -> di
                 f"{given!r} is neither a checkpoint folder nor a predictor name: names are {', '.join(known)}"
             )
     configs = {given: predictor_config(given, [ahead]) for given in wanted if given not in found}
-    found |= fit_many(list(configs), traces, configs, options=FitOptions(progress=True))
+    found |= fit_many(list(configs), traces, configs, options=FitOptions())
     fitted: dict[str, Fitted] = {}
     for given in wanted:
         name = found[given].predictor.name
@@ -92,7 +93,7 @@ def scores(predictor: Predictor, source: TraceSource, split: str) -> tuple[Json,
     if isinstance(predictor, NextToken):
         found = evaluate_tokens(predictor, source, split)
         return found, tokens_table(found["tokens_ahead"])
-    batches = source.batches(split, EVAL_BATCH)
+    batches = scored_batches(source, split, EVAL_BATCH)
     evaluation = evaluate({predictor.name: predictor}, batches, source.view, ahead=min(predictor.ahead))
     return evaluation.as_dict(), f"{recall_table(evaluation)}\n\n{link_table(evaluation)}"
 

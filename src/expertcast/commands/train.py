@@ -61,7 +61,7 @@ def run(options: Options) -> Outcome:
 
 def _train(options: Options, config: PredictorConfig) -> Outcome:
     source = training_source(options)
-    settings = replace(options.fit, progress=True, resume_folder=resume_folder(options.out))
+    settings = replace(options.fit, resume_folder=resume_folder(options.out))
     fitted = fit(options.predictor, source, config=config, options=settings)
     # hybrid execution chooses its layers by the validation split: the test split must stay untouched by choices
     validation, _ = scores(fitted.predictor, source, "validation")

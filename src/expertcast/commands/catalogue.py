@@ -1,0 +1,149 @@
+"""What the values of options may name, for a command's help: predictors, policies, presets, drafts and codecs.
+
+Made of the registries, of the docstrings of their classes, and of those of their options' fields.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from collections.abc import Callable, Collection
+from typing import Any
+
+from expertcast.commands.options import lowered
+from expertcast.predictors import names, predictor_class
+from expertcast.predictors.fields import field_docs, settable, written
+from expertcast.predictors.registry import Registry
+from expertcast.runtime.drafts.names import EARLY_EXIT, EarlyExitOptions, draft_names
+from expertcast.runtime.policies import EVICTION, MISS, PRE_EVICTION, PREFETCH, PRESETS, ROUTING, Policies
+from expertcast.runtime.policies.scope import SCOPES
+from expertcast.runtime.storage.codecs import CODECS
+
+KINDS: dict[str, Registry[Any]] = {
+    "eviction": EVICTION,
+    "prefetch": PREFETCH,
+    "miss": MISS,
+    "routing": ROUTING,
+    "pre_eviction": PRE_EVICTION,
+}
+_LEFT = 24
+"""Columns of a name, as in the rest of the help."""
+
+
+def catalogue(flags: Collection[str]) -> str:
+    """The sections that belong to a command's options, one behind another; empty where none does.
+
+    Args:
+        flags: such as `--predictor`.
+    """
+    made = dict.fromkeys(section for flag, its in _SECTIONS.items() if flag in flags for section in its)
+    if predictors_and_fields in made:
+        made.pop(predictors, None)
+    return "".join(f"\n{section()}\n" for section in made)
+
+
+def predictors() -> str:
+    """A line per predictor."""
+    return _section("predictors", *(_entry(name, _summary(predictor_class(name))) for name in _predictors()))
+
+
+def predictors_and_fields() -> str:
+    """The same with what `--set` takes of each."""
+    found = []
+    for name in _predictors():
+        cls = predictor_class(name)
+        found.append(_entry(name, _summary(cls)) + _fields(cls.config_class, leave_out="ahead"))
+    return _section("predictors, and what --set takes of each (KEY=VALUE)", *found)
+
+
+def policies() -> str:
+    """Every policy by its kind, with its options."""
+    parts = []
+    docs = {kind: lowered(said.rstrip(".")) for kind, said in field_docs(Policies).items()}
+    for kind, registry in KINDS.items():
+        entries = []
+        for cls in registry.classes():
+            notes = [note for note in ("lossy", "offline") if getattr(cls, note, False)]
+            said = _summary(cls) + "".join(f" [{note}]" for note in notes)
+            entries.append(_entry(cls.name, said) + _fields(cls.config_class))
+        parts.append(_section(f"{kind}: {docs[kind]}", *entries))
+    parts.append(_section(f"scope: {docs['scope']}", *(_entry(name, "") for name in SCOPES)))
+    heading = (
+        "policies, each NAME or NAME:OPTION=VALUE,...; lossy ones change the output, offline ones are only simulated"
+    )
+    return "\n\n".join([_section(heading), *parts])
+
+
+def presets() -> str:
+    """Every preset with where it comes from and what it is made of."""
+    entries = []
+    for name, preset in PRESETS.items():
+        default = Policies().as_dict()
+        made = [f"{kind}={word}" for kind, word in preset.policies.as_dict().items() if word != default[kind]]
+        said = "; ".join([preset.source, " ".join(made) or "defaults", f"forecasts by {preset.predictor or 'nothing'}"])
+        entries.append(_entry(name, said))
+    return _section("presets, of published systems", *entries)
+
+
+def drafts() -> str:
+    """What a draft is called; lossy policies have the options that :func:`policies` shows."""
+    entry = _entry("", ", ".join(draft_names()))
+    return _section("drafts", entry, _entry(EARLY_EXIT, "") + _fields(EarlyExitOptions))
+
+
+def codecs() -> str:
+    """Every codec with its options."""
+    classes = CODECS.classes()
+    return _section("codecs", *(_entry(cls.name, _summary(cls)) + _fields(cls.config_class) for cls in classes))
+
+
+_SECTIONS: dict[str, tuple[Callable[[], str], ...]] = {
+    "--set": (predictors_and_fields,),
+    "--predictor": (predictors,),
+    "--policies": (policies, presets),
+    "--policy": (policies,),
+    "--preset": (presets,),
+    "--draft": (drafts,),
+    "--codec": (codecs,),
+}
+"""By the option whose values the sections are about."""
+
+
+def _predictors() -> list[str]:
+    return names() + names("tokens")
+
+
+def _section(heading: str, *entries: list[str]) -> str:
+    return "\n".join([*_wrapped(f"{heading}:", ""), *(line for entry in entries for line in entry)])
+
+
+def _entry(name: str, said: str, indent: str = "  ") -> list[str]:
+    """A name and what is said of it, beside it or, where the name is long, below."""
+    if len(indent + name) > _LEFT - 2:
+        return [indent + name, *_wrapped(said, " " * _LEFT)]
+    first, *others = _wrapped(said, " " * _LEFT) or [""]
+    return [f"{indent}{name}".ljust(_LEFT) + first.lstrip(), *others]
+
+
+def _fields(config: type, leave_out: str = "") -> list[str]:
+    """A line for each field that a text can set: its name with the default, and its docstring."""
+    docs, lines = field_docs(config), list[str]()
+    for name in settable(config):
+        if name != leave_out:
+            said = lowered(docs[name].rstrip("."))
+            lines += _entry(f"{name}={written(getattr(config(), name))}", said, indent="    ")
+    return lines
+
+
+def _summary(cls: type) -> str:
+    """The first sentence of a class's docstring, without markup."""
+    text = " ".join((cls.__doc__ or "").partition("\n\n")[0].split())
+    text = re.sub(r":\w+:`(?:[^<`]*<)?[.~]*([^>`]+)>?`", r"\1", text).replace("`", "")
+    return lowered(re.split(r"(?<=[^.]\.)\s+(?=[A-Z])|: ", text)[0].rstrip("."))
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    """Lines as wide as argparse makes them."""
+    width = max(60, shutil.get_terminal_size().columns - 2)
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)

@@ -1,0 +1,117 @@
+"""`expertcast demo`: the real command with too little time, and the folder that it leaves."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from expertcast.checkpoints.store import PredictorCheckpoint
+from expertcast.cli import build_parser, main
+from expertcast.commands import pace
+from expertcast.commands.demo_deployment import link_bandwidth
+from expertcast.commands.pace import Allowance, part, threads_that_help
+from expertcast.data.traces import TraceDataset
+from expertcast.runtime.benchmarking.decoding import Decoding
+from tests.package.test_cli import fails
+
+
+@pytest.mark.slow
+def test_a_demo_without_time_does_a_tenth_and_leaves_what_comes_next(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--tokens", "3000", "--steps", "40", "--minutes", "0.001"]) == 0
+    said = capsys.readouterr()
+    assert "4 steps of the estimator, not 40: " in said.err
+    assert "8 new tokens, not 48, and 1 times" in said.err
+    out = tmp_path / "expertcast-demo"
+    result = json.loads((out / "demo.json").read_text())
+    assert result["finished"]
+    assert result["new_tokens"] == 8
+    assert result["steps"] == 4
+    assert result["quality"]["tokens"] == 2 * 255
+    assert all(result["runs"][name]["identical"] for name in ("on_demand", "exact"))
+    recall = {name: values["mean"] for name, values in result["recall_at_k"].items()}
+    assert result["deployed_predictor"] == max(recall, key=lambda name: recall[name])
+    for name, mean in recall.items():
+        assert re.search(rf"^{name} +{mean:.3f} ", said.out, flags=re.MULTILINE)
+    checkpoint = PredictorCheckpoint.open(out / "checkpoint")
+    assert checkpoint.metrics["recall_at_k"][checkpoint.name] == result["recall_at_k"][checkpoint.name]
+    assert "recall_at_k" in checkpoint.metrics["validation"]
+    assert TraceDataset.open(out / "traces").token_count() == 3000
+    assert checkpoint.name in (out / "report" / "index.html").read_text()
+    commands = re.findall(r"^    expertcast (.*)$", said.out, flags=re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["generate", "eval", "advise", "simulate"]
+    words = [shlex.split(command) for command in commands]
+    for command in words:
+        build_parser(command[0]).parse_args(command)
+    assert main([*words[0], "--new-tokens", "2"]) == 0
+    assert main(words[1]) == 0
+
+
+def test_folders_of_others_are_left_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    assert "holds no earlier demo" in fails(capsys, "demo", "--out", str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_threads() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        used: list[int] = []
+        spins = {1: 1, 3: 20}
+
+        def slower_together() -> None:
+            used.append(torch.get_num_threads())
+            sum(range(10_000 * spins[used[-1]]))
+
+        with threads_that_help(slower_together) as threads:
+            assert threads == torch.get_num_threads() == 1
+        assert set(used) == {1, 3}
+        spins[1] = 400
+        with threads_that_help(slower_together) as threads:
+            assert threads == torch.get_num_threads() == 3
+            torch.set_num_threads(2)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_shares_of_an_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock of its own: work takes two seconds, stages 10, 20 and 30 times as long."""
+    now = [100.0]
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
+
+    def work() -> None:
+        now[0] += 2.0
+
+    def allowance(seconds: float) -> Allowance:
+        return Allowance(seconds, {"first": 10, "second": 20, "third": 30}, work)
+
+    assert allowance(126.0).share("first") == 1.0  # 120 seconds of work, 6 of timing it
+    half = allowance(66.0)
+    assert half.share("first") == 0.5
+    now[0] += 2.0 * 10 * 0.5  # as foreseen
+    assert half.share("second") == pytest.approx((50 - 4) / 100)
+    now[0] += 1000.0
+    assert half.share("third") == pace.LEAST
+    assert half.left_s < 0
+    assert (part(300, 0.1), part(3, 0.1), part(24, 0.5)) == (30, 1, 12)
+
+
+def test_no_link_is_absurdly_slow(reference_model: torch.nn.Module) -> None:
+    """By hand: 12 layers, 4 experts a token of 3 x 96 x 64 weights in bf16."""
+    copied = 12 * 4 * 3 * 96 * 64 * 2
+    steps = [0.012] * 4 + [0.4] * 36  # a busy machine interrupts most steps
+    decoding = Decoding([], [], 0.0, steps)
+    quiet = link_bandwidth(reference_model, decoding, 48, 1e9)  # type: ignore[arg-type]
+    assert quiet == pytest.approx(copied / 0.012 / 5)
+    slow = Decoding([], [], 0.0, [0.4] * 40)
+    assert link_bandwidth(reference_model, slow, 48, 20.0) == pytest.approx(48 * copied / 20)  # type: ignore[arg-type]

@@ -1,0 +1,137 @@
+"""`expertcast generate`: text that comes word by word, chats, samples, and what a generation took."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from expertcast.cli import main
+from expertcast.data.models import resolve_model
+from tests.package.test_cli import fails
+
+PROMPT = "It is a truth"
+SHORT = ["--prompt", PROMPT, "--slots", "192", "--new-tokens", "12"]
+ASKED = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+TEMPLATE = ASKED + "{% if add_generation_prompt %}<me>{% endif %}"
+
+
+def generated(tmp_path: Path, *words: str, model: str = "reference") -> dict[str, Any]:
+    path = tmp_path / "result.json"
+    assert main(["generate", model, *SHORT, *words, "--json", str(path)]) == 0
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+class Recorder:
+    """A standard output that keeps what is written, with how many forwards there were before."""
+
+    def __init__(self) -> None:
+        self.forwards = 0
+        self.writes: list[tuple[int, str]] = []
+
+    def write(self, text: str) -> int:
+        self.writes.append((self.forwards, text))
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def test_words_come_while_the_model_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recorder = Recorder()
+
+    def count(module: nn.Module, _args: object, _output: object) -> None:
+        recorder.forwards += isinstance(module, PreTrainedModel) and hasattr(module, "lm_head")
+
+    monkeypatch.setattr(sys, "stdout", recorder)
+    hook = nn.modules.module.register_module_forward_hook(count)
+    try:
+        found = generated(tmp_path)
+    finally:
+        hook.remove()
+    text = "".join(written for _, written in recorder.writes)
+    assert text.startswith(found["text"] + "\n\n12 tokens, ")
+    assert text.count(found["text"]) == 1
+    words = [forwards for forwards, written in recorder.writes if written.strip()]
+    assert recorder.forwards == 12
+    assert words[0] == 0  # the prompt
+    assert {1, 2} & set(words)
+    assert len(set(words)) > 4
+
+
+def test_what_it_took(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = generated(tmp_path, "--bandwidth", "1e9", "--predictor", "next_norm")
+    speed, experts, slots = capsys.readouterr().out.rstrip("\n").splitlines()[-3:]
+    stats, memory, timing = found["stats"], found["memory"], found["timing"]
+    assert timing["new_tokens"] == 12
+    assert speed.startswith(f"12 tokens, {timing['ttft_s']:.2f} s to the first, {timing['tokens_per_s']:.1f} tokens/s")
+    assert f"{stats['hits']:,} of {stats['requests']:,} requests hit ({stats['hit_rate']:.1%})" in experts
+    assert stats["bytes_moved"] == sum(layer["bytes_moved"] for layer in stats["per_layer"]) > 0
+    expert = 3 * 96 * 64 * 2  # bytes of gate, up and down in bf16
+    assert memory["store_bytes"] == 768 * expert
+    assert memory["device_bytes"] == 192 * expert
+    assert slots.startswith("slots: 192 of 768 experts, ")
+    assert slots.endswith("in memory; link emulated at 1 GB/s")
+
+
+def test_drafts_stream_the_same_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plain = generated(tmp_path)
+    capsys.readouterr()
+    drafted = generated(tmp_path, "--draft", "int4", "--draft-length", "3")
+    assert drafted["tokens"] == plain["tokens"]
+    said = capsys.readouterr().out
+    assert said.startswith(plain["text"] + "\n\n")
+    assert f"drafts {drafted['memory']['draft_bytes'] / 1e6:.3g} MB" in said
+
+
+@torch.no_grad()
+def test_samples(tmp_path: Path, reference_model: PreTrainedModel, reference_tokenizer: Any) -> None:
+    """Those of transformers on the resident model, from the same seed."""
+    sampled = generated(tmp_path, "--temperature", "0.9", "--top-p", "0.8", "--seed", "5")["tokens"]
+    inputs = reference_tokenizer(PROMPT, return_tensors="pt")
+    torch.manual_seed(5)
+    expected = reference_model.generate(
+        **inputs, max_new_tokens=12, do_sample=True, temperature=0.9, top_p=0.8, top_k=0
+    )
+    assert sampled == expected[0].tolist()
+    assert sampled != generated(tmp_path, "--temperature", "0.9", "--top-p", "0.8", "--seed", "6")["tokens"]
+
+
+@pytest.fixture
+def chatting(tmp_path: Path) -> Path:
+    """The bundled model with a chat template."""
+    folder = tmp_path / "chatting"
+    folder.mkdir()
+    for path in Path(resolve_model("reference")).iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def test_chat(capsys: pytest.CaptureFixture[str], chatting: Path, tmp_path: Path, reference_tokenizer: Any) -> None:
+    found = generated(tmp_path, "--chat", "--system", "Be brief.", model=str(chatting))
+    asked = reference_tokenizer(f"<system>Be brief.\n<user>{PROMPT}\n<me>")["input_ids"]
+    assert found["tokens"][: len(asked)] == asked
+    answer = reference_tokenizer.decode(found["tokens"][len(asked) :], skip_special_tokens=True)
+    assert capsys.readouterr().out.startswith(f"{answer}\n\n")
+    (chatting / "chat_template.jinja").write_text(
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
+    )
+    said = fails(capsys, "generate", str(chatting), *SHORT, "--chat", "--system", "Be brief.")
+    assert said.endswith("refuses this: no system role; leave --system out")
+
+
+def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("generate", "reference", *SHORT)
+    assert "tokenizer of 'reference' has no chat template: leave --chat out" in fails(capsys, *command, "--chat")
+    assert "give --chat too" in fails(capsys, *command, "--system", "Be brief.")
+    assert "--seed is of samples" in fails(capsys, *command, "--seed", "1")
+    assert "--top-p 1.5: give a probability" in fails(capsys, *command, "--top-p", "1.5")
+    assert "'0' is no number above 0" in fails(capsys, *command, "--temperature", "0")
