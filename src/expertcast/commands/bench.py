@@ -188,11 +188,9 @@ def ways(
         process: that routes in place of the model, if one does.
         link: of all runs.
     """
-    layers = None
-    if options.predictor is None or not Path(options.predictor).exists():
-        # no checkpoint says where forecasts are good: every second layer executes one
-        layers = range(options.ahead, len(target.view), 2)
-    on_demand = target.config(link)
+    trained = options.predictor is not None and Path(options.predictor).exists()
+    # no checkpoint says where forecasts are good: every second layer executes one
+    layers, on_demand = None if trained else range(options.ahead, len(target.view), 2), target.config(link)
     runs = usual_runs(replace(on_demand, ahead=options.ahead), target.forecaster(process, options.ahead), layers)
     modes = {name: options.forecasting(config) for name, config in runs.items()} | {"on_demand": on_demand}
     if options.next_token is not None:
