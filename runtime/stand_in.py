@@ -65,10 +65,6 @@ class StandIn:
         self.model.eval()
         return self
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As a call."""
-        return self(*args, **kwargs)  # type: ignore[operator]
-
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
         """Neither `pickle`, `torch.save` nor `copy` can take slots and threads along.
 
