@@ -49,5 +49,5 @@ def _idle(config: OffloadConfig, policies: Policies) -> Iterator[tuple[str, Iter
     elif not config.cache:
         yield "without a cache", changed("forecasts")
     if config.next_token is None:
-        reads = [f"eviction {policies.eviction.name!r}'s forecast"] if policies.eviction.cls.reads_tokens else []
+        reads = [f"looking ahead by eviction {str(policies.eviction)!r}"] if policies.eviction.cls.reads_tokens else []
         yield "without next_token", [*changed("likely"), *reads]

@@ -25,7 +25,7 @@ if [ "$install" = yes ]; then
     # torch's pin must be known before anything asks for torch: the constraints come with the first run of pip
     "$python" -m pip wheel --disable-pip-version-check -q --no-deps -w "$work" "$work/source"
     "$python" -m pip install --disable-pip-version-check -q -c "$root/constraints.txt" \
-        "$(echo "$work"/expertcast-*.whl)[eval]" -r "$root/scripts/newcomer_steps/tools.txt"
+        "$(echo "$work"/expertcast-*.whl)[eval]" peft torchao fastapi uvicorn openai
 else
     options+=(--allow-missing)
 fi

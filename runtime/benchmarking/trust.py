@@ -1,8 +1,8 @@
 """Whether a measured ratio can be believed: it must lie where such a figure can lie, by more than its own noise.
 
-A benchmark's figures compare medians of runs that took turns on one machine. Where the machine is busier than what they
-differ by, their ratio is an accident: 125 times what can be hidden was hidden, or a run takes .42 of the least time that
-any can take. Such figures are not given, but why.
+A benchmark's figures compare medians of runs that took turns on one machine. Where the machine's own noise is larger
+than what they differ by, their ratio is an accident: 125 times what can be hidden was hidden, or a run takes .42 of the
+least time that any can take. Such figures are not given, but why.
 """
 
 from __future__ import annotations

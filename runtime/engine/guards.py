@@ -1,9 +1,9 @@
 """Refusals while a model is offloaded: whatever would read or write slots as if they were the model's weights.
 
 An offloaded model's experts hold slots, of which nobody outside the runtime knows whose weights lie in them. To save,
-load, copy, pickle, dispatch or move them, to put an adapter in their place, or to compute with another experts function,
-would go wrong without a word. Two forwards at once would overwrite each other's slots. Each is one clear error here,
-before anything has changed.
+load, copy, pickle, dispatch or move them, to put an adapter in their place, or to compute with another experts
+function, would go wrong without a word. Two forwards at once would overwrite each other's slots. Each is one clear
+error here, before anything has changed.
 """
 
 from __future__ import annotations
