@@ -1,4 +1,4 @@
-"""Ways of generating that transformers itself has: pipeline, streamers, beams, sampling, assisted generation."""
+"""Ways of generating that transformers itself has: pipeline, streamers, beams, sampling, assisted generation, compiled."""
 
 from __future__ import annotations
 
@@ -6,10 +6,27 @@ import copy
 import io
 import threading
 from contextlib import redirect_stdout
+from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import TextIteratorStreamer, TextStreamer, pipeline
+from torch import Tensor
+from transformers import (
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    StaticCache,
+    TextIteratorStreamer,
+    TextStreamer,
+    pipeline,
+)  # fmt: skip
+
+import expertcast
+
+INDUCTOR_TOKENS = 16
+"""From so many new tokens on there is time for it."""
+INDUCTOR_ROUNDING = 1e-4
+"""Most that float32 logits of inductor's kernels differ by between an offloaded model and the resident one."""
 
 from newcomer_steps.world import PROMPTS, Found, World
 
@@ -82,3 +99,42 @@ def assisted(world: World) -> Found:
         ]
 
     return world.compare(run)
+
+
+def compiled(world: World) -> Found:
+    """`torch.compile` around the model: its attention, norms and routers are compiled, the runtime is not."""
+    found = world.compare(lambda model: _compiled_steps(model, "eager"), "to the bit by backend 'eager'")
+    if world.new_tokens < INDUCTOR_TOKENS:
+        return found
+    tiny = _tiny()
+    expected = _compiled_steps(tiny, "inductor")
+    with expertcast.offload(tiny, slots=16, predictor="next_norm") as offloaded:
+        torch.testing.assert_close(
+            _compiled_steps(offloaded, "inductor"), expected, rtol=INDUCTOR_ROUNDING, atol=INDUCTOR_ROUNDING
+        )
+    return replace(found, note=f"{found.note}, by inductor to rounding")
+
+
+@torch.no_grad()
+def _compiled_steps(model: Any, backend: str, tokens: int = 4) -> Tensor:
+    """Logits of a plain prefill and compiled decode steps over a static cache, [tokens, V]."""
+    torch.compiler.reset()
+    cache = StaticCache(config=copy.deepcopy(model.config), max_cache_len=32)
+    ids, positions = torch.tensor([[3, 4, 5]], device=model.device), torch.arange(3, device=model.device).unsqueeze(0)
+    rows, forward = [], model
+    for _ in range(tokens):
+        output = forward(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+        rows.append(output.logits[0, -1].clone())
+        ids, positions = rows[-1].argmax().view(1, 1), positions[:, -1:] + 1
+        if len(rows) == 1:
+            forward = torch.compile(model.forward, backend=backend, dynamic=False)
+    return torch.stack(rows)
+
+
+def _tiny() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=512, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config).eval()

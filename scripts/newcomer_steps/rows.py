@@ -36,6 +36,7 @@ TOOLS = (
     Tool("beam search", "generation.beams"),
     Tool("sampling", "generation.sampling"),
     Tool("assisted generation", "generation.assisted"),
+    Tool("`torch.compile`", "generation.compiled"),
     Tool("PEFT", "packages.peft_lora", ("peft",)),
     Tool("torchao", "packages.torchao_int8", ("torchao",)),
     Tool("lm-eval", "packages.lm_eval_harness", ("lm_eval",)),
