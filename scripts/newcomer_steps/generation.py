@@ -1,4 +1,4 @@
-"""Ways of generating that transformers itself has: pipeline, streamers, beams, sampling, assisted generation, compiled."""
+"""What transformers and torch generate with: pipeline, streamers, beams, sampling, assistants, torch.compile."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from transformers import (
 )  # fmt: skip
 
 import expertcast
+from newcomer_steps.world import PROMPTS, Found, World
 
 INDUCTOR_TOKENS = 16
 """From so many new tokens on there is time for it."""
 INDUCTOR_ROUNDING = 1e-4
 """Most that float32 logits of inductor's kernels differ by between an offloaded model and the resident one."""
-
-from newcomer_steps.world import PROMPTS, Found, World
 
 
 def text_pipeline(world: World) -> Found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from expertcast.predictors.plain import Json
-from newcomer_steps.readme import HUB, readme_commands, shortened, write_texts
+from newcomer_steps.readme import HUB, ROOT, readme_commands, shortened, write_texts
 
 LIMIT_S = 900.0
 
@@ -118,8 +119,16 @@ def try_commands(folder: Path, *, small: bool, limit_s: float = LIMIT_S) -> Iter
 def _timed(name: str, command: Sequence[str], folder: Path, limit_s: float) -> Row:
     begin = time.monotonic()
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=limit_s)
+        done = subprocess.run(
+            command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=limit_s, check=False
+        )
         failed, said = done.returncode != 0, (done.stderr.strip().splitlines() or [""])[-1]
     except subprocess.TimeoutExpired:
         failed, said = True, f"not done in {limit_s:g} s"
     return Row(name=name, works=not failed, seconds=time.monotonic() - begin, note=said if failed else "")
+
+
+def _environment() -> dict[str, str]:
+    """A child finds this package."""
+    found = [str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(found)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +74,8 @@ def test_every_lossy_policy_says_so() -> None:
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[PreTrainedModel]:
-    yield tiny_model("qwen3_moe")
+def model() -> PreTrainedModel:
+    return tiny_model("qwen3_moe")
 
 
 def test_an_offload_warns(model: PreTrainedModel) -> None:

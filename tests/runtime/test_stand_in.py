@@ -118,9 +118,7 @@ def test_the_models_weights_are_asked_for(
 def test_the_offload_is_copied(take: Callable[[Any], Any], model: PreTrainedModel, expected: Result) -> None:
     with (
         still_right(model, expected) as offloaded,
-        pytest.raises(
-            ExpertcastError, match="cannot be pickled, saved by torch.save or copied: save its OffloadConfig"
-        ),
+        pytest.raises(ExpertcastError, match=r"cannot be pickled, saved by torch\.save or copied: save its"),
     ):
         take(offloaded)
 
@@ -130,7 +128,7 @@ def test_a_part_is_replaced(name: str, model: PreTrainedModel, expected: Result)
     with still_right(model, expected) as offloaded:
         block = offloaded.view[1].block
         adapted = adapter(block, name)
-        with pytest.raises(ExpertcastError, match=f"{name!r} of an MoE layer was replaced by a Module .* unload()"):
+        with pytest.raises(ExpertcastError, match=rf"{name!r} of an MoE layer was replaced by a Module .* unload\(\)"):
             offloaded(**INPUTS)
         block.add_module(name, adapted.base_layer)
 
@@ -150,13 +148,13 @@ def test_lora_on_experts_and_routers(
     config = peft.LoraConfig(r=2, init_lora_weights=False, **target)
     if when == "before":
         adapted = peft.get_peft_model(model, config)
-        with pytest.raises(ExpertcastError, match="is an adapter on routers or experts.*adapt attention only"):
+        with pytest.raises(ExpertcastError, match=r"is an adapter on routers or experts.*adapt attention only"):
             offload(model, slots=5)
         adapted.unload()
     with still_right(model, expected) as offloaded:
         if when == "after":
             adapted = peft.get_peft_model(model, config)
-            with pytest.raises(ExpertcastError, match="was replaced by a .* while the model is offloaded"):
+            with pytest.raises(ExpertcastError, match=r"was replaced by a .* while the model is offloaded"):
                 offloaded(**INPUTS)
             adapted.unload()
     assert_same(greedy(model, INPUTS), expected)
