@@ -23,8 +23,9 @@ def remarks(config: OffloadConfig) -> list[str]:
 def _lossy(config: OffloadConfig, policies: Policies) -> Iterator[str]:
     """Mode 'exact' says that forecasts change nothing; policies may."""
     if config.mode == "exact" and policies.lossy:
-        chosen = {"miss": policies.miss, "routing": policies.routing}
-        named = " and ".join(f"{kind} {choice.name!r}" for kind, choice in chosen.items() if choice.cls.lossy)
+        miss, routing = policies.miss, policies.routing
+        found = {f"miss {miss.name!r}": miss.cls.lossy, f"routing {routing.name!r}": routing.cls.lossy}
+        named = " and ".join(name for name, lossy in found.items() if lossy)
         where = f" of preset {config.policies!r}" if isinstance(config.policies, str) else ""
         yield f"{named}{where} may change the output, in mode 'exact' too: only lossless policies leave every bit"
 

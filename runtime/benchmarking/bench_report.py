@@ -82,7 +82,7 @@ class Run:
     @property
     def bytes_per_step(self) -> float:
         """What the link moved in decode steps, prefills left out."""
-        return sum(measured.stats["bytes_moved"] for measured in self.repetitions) / len(self.steps)
+        return float(sum(measured.stats["bytes_moved"] for measured in self.repetitions)) / len(self.steps)
 
 
 def step_times(recorder: Recorder, layers: int) -> list[StepTimes]:

@@ -108,12 +108,12 @@ class ForwardGuard:
                     f"the model's experts implementation was changed to {name!r} while it is offloaded: set it back "
                     f"with model.set_experts_implementation({self._name!r}), or close the offload first"
                 )
-        for own, name, part in self._parts:
-            if own.get(name) is not part:
+        for children, name, part in self._parts:
+            if children.get(name) is not part:
                 raise ExpertcastError(
-                    f"{name!r} of an MoE layer was replaced by a {type(own.get(name)).__name__} while the model is "
-                    "offloaded: put it back (an adapter: unload()) and leave routers and experts as they are, or close "
-                    "the offload first"
+                    f"{name!r} of an MoE layer was replaced by a {type(children.get(name)).__name__} while the model "
+                    "is offloaded: put it back (an adapter: unload()) and leave routers and experts as they are, or "
+                    "close the offload first"
                 )
         if os.getpid() != self._process:
             raise ExpertcastError(
