@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -47,9 +48,9 @@ def test_benchmark(reference_model: PreTrainedModel, reference_tokenizer: Any) -
     assert exact["tpot_quartiles_s"][0] <= exact["tpot_s"] <= exact["tpot_quartiles_s"][1]
     for run in (on_demand, exact, speculated, cached):
         assert run["compute_s"] + run["copy_s"] + run["idle_s"] == pytest.approx(run["tpot_mean_s"], rel=0.05)
-        assert run["link_utilisation"] == pytest.approx(1.0, abs=0.05)
-        assert (run["tpot_over_bound"] is None) == ("tpot_over_bound" in run["not_given"])
-        assert run["tpot_over_bound"] is None or run["tpot_over_bound"] >= 1
+        for name, least, most in (("link_utilisation", 0, 1), ("tpot_over_bound", 1, math.inf)):
+            assert (run[name] is None) == (name in run["not_given"])
+            assert run[name] is None or least < run[name] <= most or run[name] == least
     assert on_demand["overlap_efficiency"] is None
     assert on_demand["bound_s"] == pytest.approx(max(on_demand["bound_s"], copying))
     if "overlap_efficiency" not in speculated["not_given"]:
