@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -26,28 +26,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_json(args.out, try_in_this_process(args.child, small=args.small))
         return 0
     say(f"expertcast is {Path(expertcast.__file__).parent}")
-    tools: list[Row] = []
-    for tool in chosen(args.only):
-        say(f"{tool.name}: trying")
-        tools.append(try_tool(tool, small=args.small, limit_s=args.limit))
-    commands: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="newcomer-") as folder:
-        for row in try_commands(Path(folder), small=args.small, limit_s=args.limit) if args.commands else ():
-            say(f"{row.name}: {'ran' if row.works else row.note}")
-            commands.append(row)
     result: Json = {
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {name: _version(name) for name in VERSIONS if _version(name)},
-        "tools": [row.as_dict() for row in tools],
-        "commands": [row.as_dict() for row in commands],
+        "tools": [],
+        "commands": [],
     }
+    with tempfile.TemporaryDirectory(prefix="newcomer-") as folder:
+        for kind, rows in _tried(args, Path(folder)):
+            for row in rows:
+                say(f"{row.name}: {row.outcome}")
+                result[kind].append(row.as_dict())
+                if args.out is not None:  # whoever stops it here has what was tried
+                    write_json(args.out, result)
     print(report.everything(result))
-    if args.out is not None:
-        write_json(args.out, result)
     if args.report is not None:
         report.write(result, args.report)
-    untried = [row for row in tools if row.works is None and not args.allow_missing]
-    return int(bool(untried) or any(row.works is False for row in (*tools, *commands)))
+    tried = [*result["tools"], *result["commands"]]
+    untried = [row for row in result["tools"] if row["works"] is None and not args.allow_missing]
+    return int(bool(untried) or any(row["works"] is False for row in tried))
+
+
+def _tried(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Iterable[Row]]]:
+    """Rows as they come, tools first."""
+    yield "tools", (try_tool(tool, small=args.small, limit_s=args.limit) for tool in chosen(args.only))
+    if args.commands:
+        yield "commands", try_commands(folder, small=args.small, limit_s=args.limit)
 
 
 def _version(name: str) -> str:

@@ -34,11 +34,10 @@ def ecosystem(result: Json) -> str:
         ("tool", "takes", "same as resident", "note"),
         [(row["name"], row["takes"], _yes(row["identical"]), row["note"]) for row in result["tools"] if row["works"]],
     )
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    ran = [row for row in result["commands"] if row["works"] is not None]
-    worked = sum(row["works"] for row in ran)
-    lines += ["", f"{worked} of {len(ran)} commands of this page ran from the wheel; {versions}."]
-    return "\n".join(lines)
+    ran = [row["works"] for row in result["commands"] if row["works"] is not None]
+    page = [f"{sum(ran)} of {len(ran)} commands of this page ran from the wheel"] if ran else []
+    versions = [f"{name} {version}" for name, version in result["versions"].items()]
+    return "\n".join([*lines, "", f"{'; '.join([*page, ', '.join(versions)])} ({result['date']})."])
 
 
 def everything(result: Json) -> str:

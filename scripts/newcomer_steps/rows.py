@@ -58,6 +58,13 @@ class Row:
     seconds: float = 0.0
     note: str = ""
 
+    @property
+    def outcome(self) -> str:
+        """In a few words."""
+        if self.works is None:
+            return f"not tried: {self.note}"
+        return f"{'works' if self.works else 'does not work'}, {self.seconds:.0f} s{self.note and ', ' + self.note}"
+
     def as_dict(self) -> Json:
         """For JSON."""
         return asdict(self)

@@ -118,10 +118,31 @@ def test_commands_are_the_readmes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (tmp_path / "my.parquet").is_file()
 
 
+def test_the_page_says_what_was_tried(tmp_path: Path) -> None:
+    from newcomer_steps import report
+    from newcomer_steps.rows import Row
+
+    works = Row(name="one", works=True, takes="either", identical=True, seconds=2.0, note="a | b")
+    rows = [works, Row(name="two", works=False, identical=False), Row(name="three", note="x not installed")]
+    commands = [Row(name="four", works=True), Row(name="five", works=False), Row(name="six", note="needs a hub")]
+    result = {
+        "date": "2026-01-02", "versions": {"torch": "2"},
+        "tools": [row.as_dict() for row in rows], "commands": [row.as_dict() for row in commands],
+    }  # fmt: skip
+    said = report.ecosystem(result).splitlines()
+    assert said[2:] == [
+        "| one | either | yes | a \\| b |", "", "1 of 2 commands of this page ran from the wheel; torch 2 (2026-01-02)."
+    ]  # fmt: skip
+    whole = report.everything(result)
+    assert "| two | **no** | **no** | 0 |  |" in whole
+    assert "| three | not tried |  | 0 | x not installed |" in whole
+    assert "of this page" not in report.ecosystem({**result, "commands": []})
+
+
 def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
     from newcomer_steps import report
 
     from expertcast.predictors import ExpertcastError
 
     with pytest.raises(ExpertcastError, match="no line <!-- tools --> with a line"):
-        report.write({"tools": [], "commands": [], "versions": {}}, tmp_path / "page.md")
+        report.write({"tools": [], "commands": [], "versions": {}, "date": ""}, tmp_path / "page.md")
