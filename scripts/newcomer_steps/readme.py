@@ -28,10 +28,14 @@ HUB = ("push", "pull")
 """Commands that need a hub."""
 
 
-def readme_commands() -> list[list[str]]:
-    """The words behind `expertcast` of each, in the README's order, with what this machine has in place of names."""
-    lines = re.findall(r"^    expertcast (.*)$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
-    return [[STAND_INS.get(word, word) for word in shlex.split(line)] for line in lines]
+def readme_lines() -> list[str]:
+    """What stands behind `expertcast` in the README, command by command."""
+    return re.findall(r"^    expertcast (.*)$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+
+
+def words_of(line: str) -> list[str]:
+    """A command with what this machine has in place of names."""
+    return [STAND_INS.get(word, word) for word in shlex.split(line)]
 
 
 def shortened(command: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from expertcast.predictors.plain import Json
-from newcomer_steps.readme import HUB, ROOT, readme_commands, shortened, write_texts
+from newcomer_steps.readme import HUB, ROOT, readme_lines, shortened, words_of, write_texts
 
 LIMIT_S = 900.0
 
@@ -115,8 +115,8 @@ def try_commands(folder: Path, *, small: bool, limit_s: float = LIMIT_S) -> Iter
     start = [str(script)] if script.is_file() else [sys.executable, "-m", "expertcast.cli"]
     if not small:
         yield _timed("expertcast demo", [*start, "demo"], folder, limit_s)
-    for command in readme_commands():
-        name = " ".join(["expertcast", *command])
+    for line in readme_lines():
+        name, command = f"expertcast {line}", words_of(line)
         if command[0] in HUB:
             yield Row(name=name, note="needs a hub")
         else:

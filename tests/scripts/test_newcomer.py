@@ -108,8 +108,7 @@ def test_commands_are_the_readmes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Each is run, and a failing one is a row with its last line; none that needs a hub is run."""
     from newcomer_steps import rows
 
-    lines = [["nothing", "here"], ["push", "checkpoint", "user/repo"]]
-    monkeypatch.setattr(rows, "readme_commands", lambda: lines)
+    monkeypatch.setattr(rows, "readme_lines", lambda: ["nothing here", "push checkpoint user/repo"])
     failed, untried = rows.try_commands(tmp_path, small=True)
     assert (failed.name, failed.works) == ("expertcast nothing here", False)
     assert failed.note.startswith("expertcast: ")
