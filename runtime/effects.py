@@ -46,7 +46,8 @@ def _idle(config: OffloadConfig, policies: Policies) -> Iterator[tuple[str, Iter
         usual = (Policies.prefetch, "none")
         named = [f"{kind} {str(own)!r}" for kind, own in of_policies.items() if str(own) not in usual]
         named = named if config.policies is not None else []  # without, it is `overfetch` that says it
-        yield "without a predictor", [*changed("ahead", "reach", "overfetch", "forecasts"), *named]
+        overfetch = changed("overfetch") if config.cache else []  # else the default number of slots goes by it
+        yield "without a predictor", [*changed("ahead", "reach", "forecasts"), *overfetch, *named]
     elif not config.cache:
         yield "without a cache", changed("forecasts")
     if config.next_token is None:

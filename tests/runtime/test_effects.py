@@ -37,7 +37,8 @@ LINES: list[tuple[dict[str, Any], list[str]]] = [
         {"policies": Policies(prefetch="top_k:overfetch=2.0", pre_eviction="gap"), "ahead": 2},
         ["ahead, prefetch 'top_k:overfetch=2.0', pre_eviction 'gap' have no effect without a predictor"],
     ),
-    ({"overfetch": 2.0, "forecasts": "worth"}, ["overfetch, forecasts have no effect without a predictor"]),
+    ({"overfetch": 2.0, "forecasts": "worth"}, ["forecasts, overfetch have no effect without a predictor"]),
+    ({"overfetch": 2.0, "cache": False}, []),
     (
         {"cache": False, "predictor": "next_norm", "forecasts": "worth"},
         ["forecasts has no effect without a cache"],
