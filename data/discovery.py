@@ -56,6 +56,7 @@ def _moe_blocks(model: PreTrainedModel) -> list[BlockNames]:
             f"{type(model).__name__} records no router_logits: it is no Mixture-of-Experts model, or one that "
             "routes in a way expertcast does not support"
         )
+    _refuse_adapters(model, router_classes)
     found = []
     for name, module in model.named_modules():
         children = list(module.named_children())
@@ -73,6 +74,18 @@ def _moe_blocks(model: PreTrainedModel) -> list[BlockNames]:
             f"{' or '.join(cls.__name__ for cls in router_classes)} (by a table of token ids, or per modality)"
         )
     return found
+
+
+def _refuse_adapters(model: PreTrainedModel, router_classes: tuple[type[nn.Module], ...]) -> None:
+    """PEFT puts itself in the place of what it adapts: beside attention that is nobody's business here."""
+    for name, module in model.named_modules():
+        if _is_experts_module(module) or isinstance(module, router_classes):
+            above = name.rpartition(".")[0]
+            if type(model.get_submodule(above)).__module__.startswith("peft."):
+                raise ExpertcastError(
+                    f"{above} is an adapter on routers or experts, which offloading cannot run: merge it "
+                    "(merge_and_unload()), or adapt attention only"
+                )
 
 
 def _refuse_experts(model: PreTrainedModel, router_classes: tuple[type[nn.Module], ...]) -> None:

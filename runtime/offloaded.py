@@ -32,10 +32,11 @@ from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.policies.eviction.pooled import Pooled
 from expertcast.runtime.policies.scope import Eviction
 from expertcast.runtime.recording.observer import Observers
+from expertcast.runtime.stand_in import StandIn
 from expertcast.runtime.storage.slots import SlotPool
 
 
-class OffloadedModel:
+class OffloadedModel(StandIn):
     """A model with its experts in host memory and a few of them in slots on the device.
 
     Made by :func:`expertcast.offload`. The model itself stays what it was: `model.generate`, a pipeline or a plain

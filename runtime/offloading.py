@@ -20,6 +20,7 @@ from expertcast.runtime.arguments import (
     slot_count,
 )
 from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.effects import remarks
 from expertcast.runtime.engine.base import EXPERTS_NAME, Engine
 from expertcast.runtime.engine.guards import refuse_shared
 from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
@@ -43,7 +44,8 @@ def offload(
         fields: fields of :class:`OffloadConfig` that are other than in `config`, such as `predictor` or `slots`.
 
     Returns:
-        An object that is also a context manager; `.model` is the model that was given.
+        An object that is also a context manager; `.model` is the model that was given. Options that change the output
+        in mode 'exact', or have no effect, are warned of.
 
     Raises:
         ExpertcastError: too few slots, an unknown option, mode, link or predictor, a predictor of another model, a
@@ -72,8 +74,8 @@ def offload(
         early=EarlyAttention(model, view) if bound is not None and bound.uses_early else None,
     )
     speculator.refit = make_refit(config, bound)
-    if config.mode == "exact" and (config.true_weights or config.layers is not None):
-        warnings.warn("layers and true_weights have no effect in mode 'exact'", stacklevel=2)
+    for line in remarks(config):
+        warnings.warn(line, stacklevel=2)
     count = slot_count(config, view)
     parts = OffloadParts(
         store=make_store(config, view, device),

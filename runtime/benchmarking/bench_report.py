@@ -6,14 +6,19 @@ counts to layer L. All figures are of decode steps, the prefill left out.
 
 from __future__ import annotations
 
+import math
 import statistics
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from expertcast.predictors.plain import Json
 from expertcast.runtime.benchmarking.decoding import Decoding, same_logits
+from expertcast.runtime.benchmarking.trust import Figure, Timing, figure
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.recording.recorder import Recorder
+
+_RATE_ERROR = 0.025
+"""Of a link's measured rate, at least."""
 
 
 @dataclass(slots=True)
@@ -65,13 +70,23 @@ class Run:
         return [step for measured in self.repetitions for step in measured.steps]
 
     @property
+    def timing(self) -> Timing:
+        """Time per output token with its error."""
+        return Timing.of([measured.decoding.steps_s for measured in self.repetitions])
+
+    @property
     def tpot_s(self) -> float:
         """Time per output token: the median step."""
-        return statistics.median(self.steps_s)
+        return self.timing.value
+
+    @property
+    def bytes_per_step(self) -> float:
+        """What the link moved in decode steps, prefills left out."""
+        return float(sum(measured.stats["bytes_moved"] for measured in self.repetitions)) / len(self.steps)
 
 
 def step_times(recorder: Recorder, layers: int) -> list[StepTimes]:
-    """The recorded steps; a copy counts to the step in which it began."""
+    """The recorded steps; a copy counts to the step in which it began, and moments in which several are made once."""
     starts = [start for start, _ in recorder.steps()]
     steps = [StepTimes([0.0] * (layers + 1), [0.0] * (layers + 1)) for _ in starts]
     for span in recorder.spans():
@@ -84,10 +99,12 @@ def step_times(recorder: Recorder, layers: int) -> list[StepTimes]:
             step.wait += span.seconds
         else:
             step.idle += span.seconds
-    for copy in recorder.copies():
+    until = 0.0
+    for copy in sorted(recorder.copies(), key=lambda copy: copy.start):
         number = bisect_right(starts, copy.start) - 1
         if number >= 0:
-            steps[number].copy_L[copy.layer] += copy.seconds
+            steps[number].copy_L[copy.layer] += max(0.0, copy.end - max(copy.start, until))
+        until = max(until, copy.end)
     return steps
 
 
@@ -104,8 +121,10 @@ def report(run: Run, *, on_demand: Run | None, truth: Decoding, link_rate: float
     quartiles = statistics.quantiles(steps_s, n=4) if len(steps_s) > 1 else [steps_s[0]] * 3
     last = run.repetitions[-1]
     decodings = [measured.decoding for measured in run.repetitions]
-    bytes_moved = sum(measured.link_bytes for measured in run.repetitions)
     busy_s = sum(measured.link_busy_s for measured in run.repetitions)
+    used, against = _utilisation(run, link_rate), _against(run, on_demand)
+    if used.reason is not None:
+        against["not_given"]["link_utilisation"] = used.reason
     return {
         "tpot_s": run.tpot_s,
         "tpot_quartiles_s": [quartiles[0], quartiles[2]],
@@ -119,8 +138,8 @@ def report(run: Run, *, on_demand: Run | None, truth: Decoding, link_rate: float
         "hit_rate": last.stats["hit_rate"],
         "waited_s_per_token": last.stats["waited_s"] / len(last.steps),
         "link_busy_s": busy_s / tokens,
-        "link_utilisation": bytes_moved / busy_s / link_rate if busy_s and link_rate else None,
-        **_against(run, on_demand),
+        "link_utilisation": used.value,
+        **against,
         "identical": all(
             len(decoding.logits) == len(truth.logits) and same_logits(decoding, truth) for decoding in decodings
         ),
@@ -129,29 +148,47 @@ def report(run: Run, *, on_demand: Run | None, truth: Decoding, link_rate: float
     }
 
 
-def _against(run: Run, on_demand: Run | None) -> dict[str, float | None]:
-    """Overlap efficiency and the bound, from the on-demand run's own measurement; medians as TPOT is one.
-    None where there is nothing to compare with.
+def _utilisation(run: Run, link_rate: float | None) -> Figure:
+    """Bytes per second while the link was busy, against one large copy's."""
+    rates = [own.link_bytes / own.link_busy_s for own in run.repetitions if own.link_busy_s]
+    if not rates or not link_rate:
+        return Figure()
+    busy_s = sum(own.link_busy_s for own in run.repetitions)
+    bytes_moved = sum(own.link_bytes for own in run.repetitions)
+    spread = statistics.stdev(rates) / math.sqrt(len(rates)) if len(rates) > 1 else 0.0
+    error = max(spread / link_rate, _RATE_ERROR)
+    return figure(bytes_moved / busy_s / link_rate, error, repetitions=len(run.repetitions), most=1.0)
+
+
+def _against(run: Run, on_demand: Run | None) -> Json:
+    """Overlap efficiency and the bound, from the on-demand run's own measurement; medians as TPOT is one. None where
+    there is nothing to compare with, or where a figure cannot be believed: then `not_given` says why.
 
     The first `ahead` layers have no forecast, at most their last token's experts: the efficiency over all layers counts
-    them in, the one over the layers that have a forecast leaves them out.
+    them in, the one over the layers that have a forecast leaves them out, and may be above 1 for what those gained.
     """
-    hideable_s, forecast_s, bound_s, gained_s = None, None, None, None
-    if on_demand is not None:
-        steps = on_demand.steps
-        hideable_s = statistics.median(step.hideable() for step in steps)
-        forecast_s = statistics.median(step.hideable(run.config.ahead) for step in steps)
-        parts = zip(*((sum(step.compute_L), sum(step.copy_L)) for step in steps), strict=True)
-        bound_s = max(map(statistics.median, parts))  # no schedule is faster than computing, or copying, it all
-        gained_s = on_demand.tpot_s - run.tpot_s if run is not on_demand else None
+    names = ("overlap_efficiency", "overlap_efficiency_forecast_layers", "tpot_over_bound")
+    if on_demand is None:
+        return {**dict.fromkeys(("hideable_s", "bound_s", *names)), "not_given": {}}
+    steps, own, other = on_demand.steps, run.timing, on_demand.timing
+    compute_s = statistics.median(sum(step.compute_L) for step in steps)
+    copy_s = statistics.median(sum(step.copy_L) for step in steps)
+    less = min(1.0, run.bytes_per_step / on_demand.bytes_per_step) if on_demand.bytes_per_step else 1.0
+    bound_s = max(compute_s, less * copy_s)  # no schedule is faster than computing it all, or copying what it copies
+    repetitions = min(own.repetitions, other.repetitions)
+    hideable_s = statistics.median(step.hideable() for step in steps)
+    forecast_s = statistics.median(step.hideable(run.config.ahead) for step in steps)
+    figures, error_s = dict.fromkeys(names, Figure()), math.hypot(own.error, other.error)
+    if run is not on_demand:
+        gained_s = other.value - own.value - (1 - less) * copy_s  # copying less is no overlap
+        for name, of_s, most in zip(names, (hideable_s, forecast_s), (1.0, math.inf), strict=False):
+            if of_s:
+                figures[name] = figure(gained_s / of_s, error_s / of_s, repetitions=repetitions, most=most)
+    if bound_s:
+        figures[names[2]] = figure(own.value / bound_s, error_s / bound_s, repetitions=repetitions, least=1.0)
     return {
-        "overlap_efficiency": _ratio(gained_s, hideable_s),
-        "overlap_efficiency_forecast_layers": _ratio(gained_s, forecast_s),
         "hideable_s": hideable_s,
         "bound_s": bound_s,
-        "tpot_over_bound": _ratio(run.tpot_s, bound_s),
+        **{name: found.value for name, found in figures.items()},
+        "not_given": {name: found.reason for name, found in figures.items() if found.reason is not None},
     }
-
-
-def _ratio(value: float | None, of: float | None) -> float | None:
-    return value / of if value is not None and of else None

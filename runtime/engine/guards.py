@@ -1,8 +1,9 @@
 """Refusals while a model is offloaded: whatever would read or write slots as if they were the model's weights.
 
 An offloaded model's experts hold slots, of which nobody outside the runtime knows whose weights lie in them. To save,
-load, copy or move them, or to compute with another experts function, would go wrong without a word. Two forwards at
-once would overwrite each other's slots. Each is one clear error here, before anything has changed.
+load, copy, pickle, dispatch or move them, to put an adapter in their place, or to compute with another experts
+function, would go wrong without a word. Two forwards at once would overwrite each other's slots. Each is one clear
+error here, before anything has changed.
 """
 
 from __future__ import annotations
@@ -64,6 +65,14 @@ class ForwardGuard:
         self._name = name
         configs: list[PreTrainedConfig] = [layer.experts.config for layer in view]
         self._configs = list({id(config): config for config in configs}.values())
+        self._parts = [
+            (layer.block._modules, name, part)
+            for layer in view
+            for part in (layer.router, layer.experts)
+            for name, child in layer.block.named_children()
+            if child is part
+        ]
+        """Where each layer has its router and its experts."""
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._running: int | None = None
@@ -98,6 +107,13 @@ class ForwardGuard:
                 raise ExpertcastError(
                     f"the model's experts implementation was changed to {name!r} while it is offloaded: set it back "
                     f"with model.set_experts_implementation({self._name!r}), or close the offload first"
+                )
+        for children, name, part in self._parts:
+            if children.get(name) is not part:
+                raise ExpertcastError(
+                    f"{name!r} of an MoE layer was replaced by a {type(children.get(name)).__name__} while the model "
+                    "is offloaded: put it back (an adapter: unload()) and leave routers and experts as they are, or "
+                    "close the offload first"
                 )
         if os.getpid() != self._process:
             raise ExpertcastError(
@@ -135,7 +151,7 @@ def _depth(frame: FrameType | None, module: nn.Module) -> int:
 
 @contextmanager
 def weights_guarded(model: PreTrainedModel, view: MoEView) -> Iterator[None]:
-    """Refuse to save, load, copy, move or convert the model or any part of it that holds experts.
+    """Refuse to save, load, copy, pickle, dispatch, move or convert the model or any part of it that holds experts.
 
     To move it to where it is, or convert it to what it is (as pipelines do), is allowed.
     """
@@ -144,14 +160,31 @@ def weights_guarded(model: PreTrainedModel, view: MoEView) -> Iterator[None]:
     with ExitStack() as stack:
         for part in parts:
             for handle in (
-                part.register_state_dict_pre_hook(_refuse("saving the model")),  # type: ignore[no-untyped-call]
+                part.register_state_dict_pre_hook(_refuse_reading),  # type: ignore[no-untyped-call]
                 part.register_load_state_dict_pre_hook(_refuse("loading weights into the model")),  # type: ignore[no-untyped-call]
             ):
                 stack.callback(handle.remove)
-            for name, value in (("_apply", _guarded_apply(part)), ("__deepcopy__", _refuse("copying the model"))):
+            refused = {
+                "__deepcopy__": _refuse("copying the model"),
+                "__getstate__": _refuse("pickling or copying the model, or saving it by torch.save"),
+            }
+            for name, value in {"_apply": _guarded_apply(part), **refused}.items():
                 part.__dict__[name] = value
                 stack.callback(part.__dict__.pop, name, None)
         yield
+
+
+def _refuse_reading(*_args: object) -> NoReturn:
+    """Whoever asks for all weights saves the model, or places it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("accelerate."):
+            raise ExpertcastError(
+                "the model is offloaded by expertcast, accelerate cannot dispatch or offload it as well: close the "
+                "offload before that, or leave the model where it is"
+            )
+        frame = frame.f_back
+    _refuse("saving the model")()
 
 
 def _refuse(what: str) -> Callable[..., NoReturn]:

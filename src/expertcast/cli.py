@@ -11,9 +11,10 @@ import importlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import expertcast
 
@@ -33,6 +34,10 @@ COMMANDS = {
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 """What a disk answers that is full, read-only, another user's or broken: nothing that a command could help."""
+
+
+_FORMAT = warnings.formatwarning
+"""Python's own."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -137,11 +142,16 @@ def _run(module: ModuleType, args: argparse.Namespace) -> str:
     return str(text)
 
 
+def _one_line(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
+    return f"warning: {message}\n" if category is UserWarning else _FORMAT(message, category, *where, **line)
+
+
 def _set_quiet() -> None:
     """Keep other libraries' progress and notices out of the output, unless the user asked for them.
 
-    They read this when they are imported, which the commands do.
+    They read this when they are imported, which the commands do. What a user is warned of is one line.
     """
+    warnings.formatwarning = _one_line
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

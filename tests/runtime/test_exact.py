@@ -111,6 +111,9 @@ def test_the_models_own_kernel(kernel: str, reference_model: PreTrainedModel, on
         expected = greedy(reference_model, one, 4)
         reference_model.set_experts_implementation(kernel)
         if kernel == "eager":
+            summed_otherwise = reference_model(**one).logits[:, -1].float()
+            assert not torch.equal(summed_otherwise, expected[1][0].float())
+            torch.testing.assert_close(summed_otherwise, expected[1][0].float(), rtol=0, atol=0.5)
             with pytest.warns(UserWarning, match="'eager' cannot read slots"):
                 offloaded: OffloadedModel = offload(reference_model, slots=64)
         else:

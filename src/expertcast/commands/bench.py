@@ -188,13 +188,11 @@ def ways(
         process: that routes in place of the model, if one does.
         link: of all runs.
     """
-    layers = None
-    if options.predictor is None or not Path(options.predictor).exists():
-        # no checkpoint says where forecasts are good: every second layer executes one
-        layers = range(options.ahead, len(target.view), 2)
-    on_demand = replace(target.config(link), ahead=options.ahead)
-    runs = usual_runs(on_demand, target.forecaster(process, options.ahead), layers)
-    modes = {name: config if config is on_demand else options.forecasting(config) for name, config in runs.items()}
+    trained = options.predictor is not None and Path(options.predictor).exists()
+    # no checkpoint says where forecasts are good: every second layer executes one
+    layers, on_demand = None if trained else range(options.ahead, len(target.view), 2), target.config(link)
+    runs = usual_runs(replace(on_demand, ahead=options.ahead), target.forecaster(process, options.ahead), layers)
+    modes = {name: options.forecasting(config) for name, config in runs.items()} | {"on_demand": on_demand}
     if options.next_token is not None:
         modes["next_token"] = options.forecasting(on_demand)
     caches = {"both": (False, True), "without": (False,), "with": (True,)}[options.cache]

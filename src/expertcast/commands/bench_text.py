@@ -81,7 +81,7 @@ def runs_table(runs: Json) -> str:
                 f"{run['ttft_s']:.3f}",
                 f"{run['bytes_per_token'] / 1e6:.2f}",
                 f"{run['hit_rate']:.3f}",
-                *(_number(run.get(key)) for key in ("overlap_efficiency", "link_utilisation", "tpot_over_bound")),
+                *(_figure(run, key) for key in ("overlap_efficiency", "link_utilisation", "tpot_over_bound")),
                 "yes" if run["identical"] else "no",
             )
         )
@@ -96,6 +96,11 @@ def peer_text(found: Json) -> str:
     if found["least_tpot_s"] is not None:
         text += f" (at least {found['least_tpot_s'] * 1e3:.1f} ms over this link)"
     return text if found["note"] == "measured" else f"{text}; {found['note']}"
+
+
+def _figure(run: Json, key: str) -> str:
+    """A figure, or why it is not given."""
+    return str(run["not_given"].get(key) or _number(run[key]))
 
 
 def _number(value: float | None) -> str:
