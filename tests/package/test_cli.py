@@ -36,6 +36,8 @@ COMMANDS = {
                  "--draft", "--draft-length", "--dtype", "--device"},
     "store": {"--store-folder", "--codec", "--picture", "--dtype", "--device"},
     "inspect": {"--verify"},
+    "push": {"--private", "--revision", "--message", "--license"},
+    "pull": {"--out", "--traces"},
     "bench": {*_TARGET, "--mode", "--cache", "--ahead", "--prompt-tokens", "--new-tokens", "--repetitions",
               "--no-advice", "--peer", "--minutes", "--timeline", "--next-token", "--likely", "--policies",
               "--forecasts", "--draft"},

@@ -18,6 +18,7 @@ from expertcast.commands.bench_text import describe
 from expertcast.commands.options import COUNT, Count, Fields, Option, positive_number
 from expertcast.commands.output import Outcome, new_file, say
 from expertcast.commands.policies import POLICIES_HELP, policies_of
+from expertcast.commands.predictors import is_checkpoint
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.runtime.advising.advise import advice_errors, advice_from
@@ -189,7 +190,7 @@ def ways(
         link: of all runs.
     """
     layers = None
-    if options.predictor is None or not Path(options.predictor).exists():
+    if options.predictor is None or not is_checkpoint(options.predictor):
         # no checkpoint says where forecasts are good: every second layer executes one
         layers = range(options.ahead, len(target.view), 2)
     on_demand = replace(target.config(link), ahead=options.ahead)
