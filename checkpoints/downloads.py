@@ -1,6 +1,6 @@
 """Checkpoints and traces out of repositories of the hub: into its cache, wherever a folder is asked for, or a folder.
 
-Where the hub is out of reach, what is in the cache is taken. A download that stopped goes on where it was.
+Where the hub is out of reach, what is in the cache is taken. Files that came whole are not asked for again.
 """
 
 from __future__ import annotations
@@ -51,34 +51,21 @@ def blamed(name: HubName | None, folder: Path, kind: Kind) -> Iterator[None]:
     except ExpertcastError as error:
         if name is None:
             raise
-        # a snapshot lies two folders below the repository's, which holds the files that it links to
-        remedy = f"remove {folder.parents[1]} to download it again, or tell its owner"
-        raise ExpertcastError(f"{name} of the hub: {str(error).replace(kind.remedy, remedy)}") from error
+        raise _blame(name, folder, kind, error) from error
 
 
-def download(name: HubName, kind: Kind, folder: Path | None = None) -> Path:
-    """A repository's files in the hub's cache, or in `folder`.
+def download(name: HubName, kind: Kind) -> Path:
+    """A repository's files in the hub's cache.
 
     Raises:
         ExpertcastError: no such repository or revision, something else in it, or no way to it and nothing in the cache.
     """
-    with in_one_line(name, kind, "get"):
-        snapshot = snapshot_download(
-            name.repo, repo_type=kind.repo_type, revision=name.revision, allow_patterns=list(kind.marks)
-        )
-    if not kind.holds(Path(snapshot)):
-        raise ExpertcastError(f"{name} of the hub holds no {kind.what}: give another repository, or a folder")
-    commit = Path(snapshot).name  # of the same commit, whatever is pushed meanwhile
-    with in_one_line(name, kind, "get"):
-        found = snapshot_download(
-            name.repo, repo_type=kind.repo_type, revision=commit, allow_patterns=list(kind.files), local_dir=folder
-        )
-    return Path(found)
+    return _whole(name, kind, _recognised(name, kind))
 
 
 def pull(name: HubName, kind: Kind, folder: Path, check: Callable[[Path], object]) -> None:
-    """Download a repository into a folder, which appears whole and checked or not at all. What a download that stopped
-    has brought lies beside it, in `folder.partial`, until the next one.
+    """Download a repository into a folder, which appears whole and checked or not at all. Files that a download which
+    stopped has brought lie beside it, in `folder.partial`, until the next one.
 
     Args:
         name: of the repository.
@@ -92,14 +79,45 @@ def pull(name: HubName, kind: Kind, folder: Path, check: Callable[[Path], object
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ExpertcastError(f"{folder} is there and not empty: give another folder")
     partial = folder.with_name(folder.name + PARTIAL)
-    download(name, kind, partial)
+    snapshot = _recognised(name, kind)
+    _whole(name, kind, snapshot, partial)
     shutil.rmtree(partial / ".cache", ignore_errors=True)  # huggingface_hub's notes on the download
     try:
         check(partial)
     except ExpertcastError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        text = str(error).replace(kind.remedy, "pull it again, or tell its owner")
-        raise ExpertcastError(f"{name} of the hub: {text}") from error
+        raise _blame(name, snapshot, kind, error) from error
     if folder.exists():
         folder.rmdir()
     partial.rename(folder)
+
+
+def _recognised(name: HubName, kind: Kind) -> Path:
+    """The snapshot of a repository in the hub's cache, with the small files by which a kind is told.
+
+    Raises:
+        ExpertcastError: as :func:`download`.
+    """
+    with in_one_line(name, kind, "get"):
+        snapshot = snapshot_download(
+            name.repo, repo_type=kind.repo_type, revision=name.revision, allow_patterns=list(kind.marks)
+        )
+    if not kind.holds(Path(snapshot)):
+        raise ExpertcastError(f"{name} of the hub holds no {kind.what}: give another repository, or a folder")
+    return Path(snapshot)
+
+
+def _whole(name: HubName, kind: Kind, snapshot: Path, folder: Path | None = None) -> Path:
+    """All files of that snapshot, there or in a folder of their own."""
+    commit = snapshot.name  # whatever is pushed meanwhile
+    with in_one_line(name, kind, "get"):
+        found = snapshot_download(
+            name.repo, repo_type=kind.repo_type, revision=commit, allow_patterns=list(kind.files), local_dir=folder
+        )
+    return Path(found)
+
+
+def _blame(name: HubName, snapshot: Path, kind: Kind, error: ExpertcastError) -> ExpertcastError:
+    # a snapshot lies two folders below the repository's, which holds the files that it links to
+    remedy = f"remove {snapshot.parents[1]} to download it again, or tell its owner"
+    return ExpertcastError(f"{name} of the hub: {str(error).replace(kind.remedy, remedy)}")

@@ -117,4 +117,4 @@ def _said(name: HubName, kind: Kind, doing: str, error: Exception) -> str:
         return f"{str(name)!r} is neither a folder here nor in the hub's cache, and {why}: give a folder, or go online"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[0].rstrip(".;") if lines else type(error).__name__
-    return f"cannot {doing} {name.repo}: {reason}; run it again to go on where it stopped"
+    return f"cannot {doing} {name.repo}: {reason}; try again, what came whole is kept"

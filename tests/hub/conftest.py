@@ -56,7 +56,7 @@ def hub(running: tuple[FakeHub, Worker]) -> Iterator[FakeHub]:
     hub = running[0]
     before = {key: (repo.private, dict(repo.commits), dict(repo.branches)) for key, repo in hub.repos.items()}
     yield hub
-    hub.cut_after, hub.changed, hub.down = None, set(), False
+    hub.cut_after, hub.changed = None, set()
     for key in set(hub.repos) - set(before):
         del hub.repos[key]
     for key, (private, commits, branches) in before.items():

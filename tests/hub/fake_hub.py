@@ -42,10 +42,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self._body = self._read_body()
-        self.hub.requests.append(f"{self.command} {path}")
+        self.hub.requests.append(f"{self.command} {path} {self.headers.get('Range', '')}".strip())
         try:
-            if self.hub.down:
-                raise _RefusedError(503, text="down")
             self._route([part for part in path.split("/") if part])
         except _RefusedError as refused:
             headers = {"X-Error-Code": refused.code, "X-Error-Message": refused.text}
@@ -170,7 +168,9 @@ class _Handler(BaseHTTPRequestHandler):
             begin, end = int(first), min(int(last or len(data)), len(data) - 1)
             headers["Content-Range"], status = f"bytes {begin}-{end}/{len(data)}", 206
             data = data[begin : end + 1]
-        self._send(data, status, headers, cut=self.hub.cut_after is not None and begin + len(data) > self.hub.cut_after)
+        if self.hub.cut_after is not None and begin:
+            raise _RefusedError(410, text="gone")
+        self._send(data, status, headers, self.hub.cut_after)
 
     def _repo(self, kind: str, name: str) -> Repo:
         repo = self.hub.repos.get((kind, name))
@@ -190,31 +190,49 @@ class _Handler(BaseHTTPRequestHandler):
     def _json(self, values: object) -> None:
         self._send(json.dumps(values).encode(), headers={"Content-Type": "application/json"})
 
-    def _send(self, data: bytes, status: int = 200, headers: dict[str, str] | None = None, cut: bool = False) -> None:
+    def _send(
+        self, data: bytes, status: int = 200, headers: dict[str, str] | None = None, most: int | None = None
+    ) -> None:
         self.send_response(status)
-        for name, value in {**(headers or {}), "Content-Length": str(len(data))}.items():
+        for name, value in {**(headers or {}), "Content-Length": str(len(data)), "Connection": "close"}.items():
             if value:
                 self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(data[: self.hub.cut_after] if cut else data)
-        if cut and self.command != "HEAD":
-            self.close_connection = True
+            self.wfile.write(data[:most])
+            self.close_connection = len(data) > len(data[:most])
+
+
+def _listen(hub: FakeHub, port: int) -> ThreadingHTTPServer:
+    server = ThreadingHTTPServer(("127.0.0.1", port), type("Handler", (_Handler,), {"hub": hub}))
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    return server
 
 
 @contextmanager
 def served() -> Iterator[FakeHub]:
-    """A hub without repositories, served while the block runs."""
+    """A hub without repositories, served while the block runs; its `away()` is a block in which nobody listens."""
     hub = FakeHub()
-    handler = type("Handler", (_Handler,), {"hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    server = _listen(hub, 0)
+    port = server.server_address[1]
+    hub.url = f"http://127.0.0.1:{port}"
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+
+    @contextmanager
+    def away() -> Iterator[None]:
+        nonlocal server
+        close()
+        try:
+            yield
+        finally:
+            server = _listen(hub, port)
+
+    hub.away = away
     try:
         yield hub
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        close()

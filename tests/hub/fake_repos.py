@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,11 +47,11 @@ class FakeHub:
     requests: list[str] = field(default_factory=list)
     """Method and path of each."""
     cut_after: int | None = None
-    """Bytes of a file after which the connection breaks; None: never."""
+    """Bytes of a file after which the connection breaks, and the rest cannot be had; None: never."""
     changed: set[str] = field(default_factory=set)
     """Paths whose files arrive with another byte in the middle."""
-    down: bool = False
-    """Whether every request is answered by 503."""
+    away: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Makes a block in which connections are refused."""
 
     def tree(self, kind: str, name: str, branch: str = "main") -> Tree:
         """The files at the end of a branch."""

@@ -63,6 +63,7 @@ class Worker:
 
     def close(self) -> None:
         """End the process."""
+        self._process.kill()
         self._process.communicate()
 
 
@@ -73,6 +74,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
+            sys.argv = ["expertcast", *request.get("argv", [])]
             status = main(request["argv"]) if "argv" in request else int(bool(exec(request["code"], {})))
         except SystemExit as stop:
             status = int(stop.code or 0)

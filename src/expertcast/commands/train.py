@@ -36,7 +36,7 @@ class Options(ModelOptions):
     """What `expertcast train` takes."""
 
     source: Annotated[str, Option(positional=True, metavar="TRACES|MODEL")]
-    """Traces folder, or a model to train on online (--data)."""
+    """Traces folder, or user/repo of the hub; with --data a model to train on online."""
     predictor: Annotated[str, Option(metavar="NAME")]
     """Registry name of the predictor."""
     out: Annotated[Path, Option(metavar="CKPT", read=folder)]
