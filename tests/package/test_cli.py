@@ -377,8 +377,8 @@ def test_collect_train_eval_generate_inspect(capsys: pytest.CaptureFixture[str],
     assert metrics["ledger"]["linear"]["training_s"] == scored["ledger"]["linear"]["training_s"]
     assert set(metrics) >= {"timely@R1", "timely@R2", "timely@R5", "calibration"}
     card = (Path(checkpoint) / "README.md").read_text()
-    for row in ("timely recall, R2", "calibration error (before)", "forecast ms", "collection s"):
-        assert f"| {row} | " in card
+    for row in ("if K copies take 2 layers", "calibration error", "forecast ms", "collection s"):
+        assert f"{row} | " in card
     command = ["generate", "reference", "--prompt", "It is a truth", "--predictor", checkpoint, "--new-tokens", "4"]
     assert main([*command, "--json", str(result)]) == 0
     exact = json.loads(result.read_text())
