@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from huggingface_hub import ModelHubMixin, snapshot_download
+from huggingface_hub import ModelCard, ModelHubMixin, snapshot_download
 
 from expertcast.checkpoints import files
 from expertcast.checkpoints.card import model_card
@@ -43,7 +43,7 @@ def push_checkpoint(
         license: of the predictor, for the card.
 
     Returns:
-        As :func:`expertcast.checkpoints.uploads.push`.
+        As :func:`expertcast.checkpoints.uploads.push`, and the card's `license`.
 
     Raises:
         ExpertcastError: the checkpoint is not right, or from before there were digests; or as there.
@@ -55,7 +55,8 @@ def push_checkpoint(
     card = model_card(checkpoint.config, checkpoint.metrics, str(name), license)
     content: dict[str, Path | bytes] = {path: checkpoint.folder / path for path in files.ALL}
     content[files.CARD] = card.encode()
-    return push(name, CHECKPOINT, content, private=private, message=message)
+    sent = push(name, CHECKPOINT, content, private=private, message=message)
+    return {**sent, "license": ModelCard(card).data.license}
 
 
 class HubPredictor(ModelHubMixin):  # type: ignore[misc]
@@ -69,16 +70,25 @@ class HubPredictor(ModelHubMixin):  # type: ignore[misc]
         self.predictor = loaded
         self.description = description
         self.results = results or {}
+        self._repo: str | None = None
+        """Where it is being sent."""
 
     @classmethod
     def of(cls, predictor: Predictor, view: MoEView, metrics: Json | None = None) -> HubPredictor:
         """A fitted predictor ready for `push_to_hub("user/name")`."""
         return cls(predictor, describe(predictor, view), metrics)
 
+    def push_to_hub(self, repo_id: str, **options: object) -> str:
+        """As the mixin's; the card names the repository."""
+        self._repo = repo_id
+        try:
+            return str(super().push_to_hub(repo_id, **options))
+        finally:
+            self._repo = None
+
     def _save_pretrained(self, save_directory: Path) -> None:
-        # to send it, the mixin saves it in a temporary folder that ends with the repository's name
-        where = Path(*save_directory.parts[-2:]) if save_directory.is_absolute() else save_directory
-        write_files(save_directory, self.predictor, self.description, self.results, where=str(where))
+        where = self._repo or str(save_directory)
+        write_files(save_directory, self.predictor, self.description, self.results, where=where)
 
     @classmethod
     def _from_pretrained(cls, *, model_id: str, **options: object) -> HubPredictor:

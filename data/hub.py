@@ -66,7 +66,7 @@ def push_traces(
         license: of the traces, which hold the text as ids of tokens.
 
     Returns:
-        As :func:`expertcast.checkpoints.uploads.push`.
+        As :func:`expertcast.checkpoints.uploads.push`, and the card's `license`.
 
     Raises:
         ExpertcastError: the traces are not right, or from before there were digests; or as there.
@@ -79,10 +79,11 @@ def push_traces(
         path: traces.folder / path for path in (*traces.info["files"], layout.TRACE_FILE)
     }
     content[CARD] = traces_card(traces.info, str(name), license).encode()
-    return push(
+    sent = push(
         name, TRACES, content, private=private, message=message,
         stale=lambda path: re.match(layout.SHARD_PATTERN, path) is not None,
     )  # fmt: skip
+    return {**sent, "license": license}
 
 
 def traces_card(info: Json, name: str, license: str | None = None) -> str:

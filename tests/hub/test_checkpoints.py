@@ -152,5 +152,6 @@ def test_the_mixin_sends_and_reads_it(hub: FakeHub, worker: Worker) -> None:
 
 
 def test_a_licence_stands_in_the_card(hub: FakeHub, worker: Worker) -> None:
+    assert "licence" not in right(worker.run("push", "linear", "me/linear", token=WRITER)).out, "the bundled model's"
     right(worker.run("push", "linear", "me/linear", "--license", "cc-by-4.0", token=WRITER))
     assert ModelCard(hub.tree("model", "me/linear")["README.md"].decode()).data.license == "cc-by-4.0"

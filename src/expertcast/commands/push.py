@@ -45,6 +45,8 @@ def run(options: Options) -> Outcome:
         raise ExpertcastError(f"{options.folder} is neither a checkpoint's folder nor one of traces: give one of these")
     sent = send(options.folder, name, private=options.private, message=options.message, license=options.license)
     text = f"sent {sent['files']} files, {sent['bytes']:,} bytes, to {sent['type']} repository {name}\n{sent['url']}"
+    if sent["license"] is None:
+        text += "\nits card names no licence: give one with --license"
     return sent, text
 
 
