@@ -1,74 +1,156 @@
-"""The model card of a predictor checkpoint."""
+"""The model card of a predictor checkpoint: the hub's metadata, how it is used, how good it is, where it comes from."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from expertcast.checkpoints.card_tables import (
+    cost_rows,
+    is_mean,
+    layer_rows,
+    markdown_table,
+    model_rows,
+    other_rows,
+    scored,
+    token_rows,
+    training_rows,
+)
+from expertcast.checkpoints.repositories import HubName
 from expertcast.predictors.plain import Json
 
+BUNDLED = "reference"
+"""The model that expertcast brings; it has no repository."""
+BUNDLED_LICENSE = "apache-2.0"
+
 TEMPLATE = """---
-library_name: expertcast
-tags: [mixture-of-experts, expert-prediction, expertcast, {predictor}]
-{base_model}---
+{{ card_data }}
+---
 
-# {predictor} for {model_id}
+# {{ predictor }} for {{ model_id }}
 
-Forecasts which experts `{model_id}` routes to {ahead} ahead.
+Forecasts which experts of the Mixture-of-Experts model `{{ model_id }}` are needed {{ ahead }} ahead, for
+`expertcast`: experts that do not fit the GPU are brought in before they are needed.
 
-| | |
-|---|---|
-| predictor | {predictor} |
-| model | {model_id} |
-| MoE layers, experts, experts per token, hidden size | {L}, {E}, {K}, {D} |
-| reads | {tap_point} |
-| fingerprint of routers and norms | `{fingerprint}` |
-| made by | `{command}` |
-| expertcast, git revision | {expertcast_version}, {git_revision} |
-{recall}
 ```python
-from expertcast.checkpoints.store import load_predictor
-from expertcast.data.discovery import find_moe_layers
-
-predictor = load_predictor("FOLDER", find_moe_layers(model))
+import expertcast
+{{ loading }}
+with expertcast.offload(model, {{ keyword }}="{{ where }}") as offloaded:
+    inputs = tokenizer("It is a truth universally acknowledged", return_tensors="pt").to(model.device)
+    print(tokenizer.decode(model.generate(**inputs, max_new_tokens=16)[0]))
+    print(offloaded.stats.as_dict()["hit_rate"])
 ```
 
-Config:
+    expertcast generate {{ model_id }} --prompt "It is a truth" --{{ keyword.replace("_", "-") }} {{ where }}
+
+{% if recall %}## Recall
+
+{{ scored }}
+
+{{ recall }}
+
+{% endif %}{% if others %}{{ others }}
+
+{% endif %}## Training and costs
+
+{{ training }}
 
 ```json
-{predictor_config}
+{{ config }}
 ```
+
+{% if costs %}{{ costs }}
+
+{% endif %}{{ made_for }}
 """
+"""Rendered by jinja2."""
 
 
-def model_card(config: Json, metrics: Json) -> str:
-    """README.md from the contents of config.json and metrics.json."""
-    ahead = ", ".join(map(str, config["predictor_config"].get("ahead", [1])))
-    model_id = str(config["model_id"])
-    # the hub refuses cards whose base model is a path
-    is_hub_id = model_id.count("/") == 1 and not model_id.startswith((".", "/", "~"))
-    return TEMPLATE.format(
-        **{key: value for key, value in config.items() if key not in ("predictor_config", "shape", "model_id")},
-        **config["shape"],
+def model_card(config: Json, metrics: Json, where: str, license: str | None = None) -> str:
+    """README.md from the contents of config.json and metrics.json.
+
+    Args:
+        config: the contents of config.json.
+        metrics: those of metrics.json.
+        where: what the card's commands name the checkpoint by: a folder, or `user/repo`.
+        license: of the predictor, an identifier of the hub such as apache-2.0 or mit; the bundled model's own when not
+            given, and none for predictors of other models.
+    """
+    name, model_id = str(config["predictor"]), str(config["model_id"])
+    distances = ", ".join(map(str, config["predictor_config"].get("ahead", [1])))
+    layers = layer_rows(name, metrics)
+    card: str = ModelCard.from_template(
+        _metadata(config, metrics, where, license),
+        template_str=TEMPLATE,
+        predictor=name,
         model_id=model_id,
-        base_model=f"base_model: {model_id}\n" if is_hub_id else "",
-        ahead=f"{ahead} MoE layers" if ahead else f"1 to {config['predictor_config']['tokens']} tokens",
-        recall=_recall(metrics, str(config["predictor"])),
-        predictor_config=json.dumps(config["predictor_config"], indent=2),
+        ahead=f"{distances} MoE layer{'s' * (distances != '1')}"
+        if distances
+        else f"1 to {config['predictor_config']['tokens']} tokens",
+        loading=_loading(model_id),
+        keyword="predictor" if distances else "next_token",
+        where=where,
+        scored=scored(metrics),
+        recall=markdown_table(layers or token_rows(metrics)),
+        others=markdown_table(other_rows(name, metrics)),
+        training=markdown_table(training_rows(config, metrics)),
+        config=json.dumps(config["predictor_config"], indent=2),
+        costs=markdown_table(cost_rows(name, metrics.get("ledger", {}).get(name, {}))),
+        made_for=markdown_table(model_rows(config)),
+    ).content
+    return card.rstrip() + "\n"
+
+
+def _metadata(config: Json, metrics: Json, where: str, license: str | None) -> ModelCardData:
+    """The card's YAML; the hub shows `model-index` beside it, and lists the card under `base_model`."""
+    name, model_id = str(config["predictor"]), str(config["model_id"])
+    # the hub refuses cards whose base model is a path
+    is_hub_id = HubName.of(model_id) is not None and not Path(model_id).exists()
+    results = _results(name, metrics)
+    return ModelCardData(
+        license=license or (BUNDLED_LICENSE if model_id == BUNDLED else None),
+        library_name="expertcast",
+        base_model=model_id if is_hub_id else None,
+        tags=["mixture-of-experts", "expert-prediction", "expertcast", name],
+        model_name=f"{name} for {model_id}" if results else None,
+        eval_results=results or None,
     )
 
 
-def _recall(metrics: Json, name: str) -> str:
-    values = metrics.get("recall_at_k", {}).get(name)
-    if not values:
-        return ""
-    layers = ", ".join(f"{value:.3f}" for value in values["per_layer"])
-    rows = [("recall@k, mean", f"{values['mean']:.3f}"), ("recall@k per layer", layers)]
-    for metric, results in metrics.items():
-        if metric.startswith("timely@") and not metric.endswith("_chained") and name in results:
-            rows.append((metric.replace("timely@", "timely recall, "), f"{results[name]['mean']:.3f}"))
-    error = metrics.get("calibration", {}).get(name, {})
-    if "before" in error:
-        rows.append(("calibration error (before)", f"{error['ece']:.4f} ({error['before']['ece']:.4f})"))
-    costs = metrics.get("ledger", {}).get(name, {})
-    rows += [(key.replace("_", " "), f"{value:,.5g}") for key, value in costs.items() if value is not None]
-    return "".join(f"| {key} | {value} |\n" for key, value in rows)
+def _results(name: str, metrics: Json) -> list[EvalResult]:
+    """The predictor's own means, over layers; of one that looks tokens ahead those of the next token."""
+    data = metrics.get("data", {})
+    found = {f"{metric}": values[name]["mean"] for metric, values in metrics.items() if is_mean(metric, values, name)}
+    ahead = metrics.get("tokens_ahead", {}).get(name, {})
+    found |= {metric: values["mean"][0] for metric, values in ahead.items()}
+    return [
+        EvalResult(
+            task_type="expert-prediction",
+            task_name="Expert prediction",
+            dataset_type="expertcast-traces",
+            dataset_name=f"{metrics['tokens']} held-out tokens",
+            dataset_split=str(metrics.get("split", "test")),
+            dataset_revision=data.get("text") or metrics.get("traces"),
+            metric_type=metric,
+            metric_name=metric.replace("@", " at ").replace("_", " "),
+            metric_value=value,
+        )
+        for metric, value in found.items()
+        if value is not None and "tokens" in metrics
+    ]
+
+
+def _loading(model_id: str) -> str:
+    """Lines of Python that make `model` and `tokenizer`."""
+    if model_id == BUNDLED:
+        return (
+            "from expertcast.data.models import load_model, load_tokenizer\n\n"
+            f'model, tokenizer = load_model("{model_id}"), load_tokenizer("{model_id}")'
+        )
+    return (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("{model_id}")\n'
+        f'model = AutoModelForCausalLM.from_pretrained("{model_id}", dtype="auto")'
+    )

@@ -1,18 +1,62 @@
-"""Predictor checkpoints on the Hugging Face hub, by huggingface_hub's own mixin."""
+"""Predictor checkpoints on the Hugging Face hub: sent from their folders, and by huggingface_hub's own mixin.
+
+Whatever takes a checkpoint's folder takes `user/repo` and `user/repo@revision` as well
+(:meth:`expertcast.checkpoints.store.PredictorCheckpoint.open`).
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from huggingface_hub import ModelHubMixin, snapshot_download
+from huggingface_hub import ModelCard, ModelHubMixin, snapshot_download
 
 from expertcast.checkpoints import files
-from expertcast.checkpoints.store import PredictorCheckpoint, describe, load_predictor, write_files
+from expertcast.checkpoints.card import model_card
+from expertcast.checkpoints.repositories import HubName
+from expertcast.checkpoints.schema import REMEDY
+from expertcast.checkpoints.store import CHECKPOINT, PredictorCheckpoint, describe, write_files
+from expertcast.checkpoints.uploads import push
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
+from expertcast.predictors.artefacts import SEAL
 from expertcast.predictors.plain import Json
 
 _DOWNLOAD = ("revision", "cache_dir", "force_download", "local_files_only", "token")
 """Options of `from_pretrained` that say how files are downloaded."""
+
+
+def push_checkpoint(
+    folder: str | Path,
+    name: HubName,
+    *,
+    private: bool = False,
+    message: str | None = None,
+    license: str | None = None,
+) -> Json:
+    """Send a checkpoint to a model repository, with a card that names it by that; files are compared with their digests
+    first, and weights are read.
+
+    Args:
+        folder: of the checkpoint.
+        name: of the repository, made where it is missing; its revision is a branch.
+        private: whether nobody else may see it.
+        message: of the commit.
+        license: of the predictor, for the card.
+
+    Returns:
+        As :func:`expertcast.checkpoints.uploads.push`, and the card's `license`.
+
+    Raises:
+        ExpertcastError: the checkpoint is not right, or from before there were digests; or as there.
+    """
+    checkpoint = PredictorCheckpoint.open(folder)
+    checkpoint.load()
+    if SEAL not in checkpoint.config:
+        raise ExpertcastError(f"{folder} names no digests that readers could check its files by: {REMEDY}")
+    card = model_card(checkpoint.config, checkpoint.metrics, str(name), license)
+    content: dict[str, Path | bytes] = {path: checkpoint.folder / path for path in files.ALL}
+    content[files.CARD] = card.encode()
+    sent = push(name, CHECKPOINT, content, private=private, message=message)
+    return {**sent, "license": ModelCard(card).data.license}
 
 
 class HubPredictor(ModelHubMixin):  # type: ignore[misc]
@@ -26,14 +70,25 @@ class HubPredictor(ModelHubMixin):  # type: ignore[misc]
         self.predictor = loaded
         self.description = description
         self.results = results or {}
+        self._repo: str | None = None
+        """Where it is being sent."""
 
     @classmethod
     def of(cls, predictor: Predictor, view: MoEView, metrics: Json | None = None) -> HubPredictor:
         """A fitted predictor ready for `push_to_hub("user/name")`."""
         return cls(predictor, describe(predictor, view), metrics)
 
+    def push_to_hub(self, repo_id: str, **options: object) -> str:
+        """As the mixin's; the card names the repository."""
+        self._repo = repo_id
+        try:
+            return str(super().push_to_hub(repo_id, **options))
+        finally:
+            self._repo = None
+
     def _save_pretrained(self, save_directory: Path) -> None:
-        write_files(save_directory, self.predictor, self.description, self.results)
+        where = self._repo or str(save_directory)
+        write_files(save_directory, self.predictor, self.description, self.results, where=where)
 
     @classmethod
     def _from_pretrained(cls, *, model_id: str, **options: object) -> HubPredictor:
@@ -42,18 +97,3 @@ class HubPredictor(ModelHubMixin):  # type: ignore[misc]
         folder = model_id if local else snapshot_download(model_id, allow_patterns=list(files.ALL), **given)
         checkpoint = PredictorCheckpoint.open(folder)
         return cls(checkpoint.load(), checkpoint.config, checkpoint.metrics)
-
-
-def load_from_hub(model_id: str, view: MoEView, *, revision: str | None = None) -> Predictor:
-    """Download a predictor and bind it to the model.
-
-    Raises:
-        ExpertcastError: no such repository, no checkpoint in it, or one made for another model.
-    """
-    try:
-        folder = snapshot_download(model_id, revision=revision, allow_patterns=list(files.ALL))
-    except (OSError, ValueError) as error:
-        raise ExpertcastError(
-            f"cannot get predictor {model_id!r} from the hub: {str(error).splitlines()[0]}"
-        ) from error
-    return load_predictor(folder, view)

@@ -71,6 +71,8 @@ class _Scores(TypedDict):
 
     __pydantic_config__ = ConfigDict(CLOSED, extra="allow")  # type: ignore[misc]
     recall_at_k: NotRequired[dict[str, _Recall]]
+    baselines: NotRequired[dict[str, _Recall]]
+    """Recall@k of what needs no training, on the same tokens."""
     targets: NotRequired[list[Annotated[int, Field(ge=0, lt=10_000)]]]
     ahead: NotRequired[Annotated[int, Field(ge=1, le=10_000)]]
 
@@ -114,7 +116,7 @@ def _check_targets(path: Path, scores: Json, layers: int) -> None:
     Raises:
         ExpertcastError: more or fewer of them than targets, or targets that are no rising layers of the model.
     """
-    recall = scores.get("recall_at_k", {})
+    recall = {**scores.get("recall_at_k", {}), **scores.get("baselines", {})}
     longest = max((len(values["per_layer"]) for values in recall.values()), default=0)
     targets: list[int] = list(scores.get("targets", range(1, longest + 1)))
     if targets != sorted(set(targets)) or (targets and targets[-1] >= layers):

@@ -13,10 +13,7 @@ Nothing here is pickled. A folder appears whole or not at all: it is written bes
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import json
-import os
 import shutil
 import uuid
 from dataclasses import dataclass, replace
@@ -28,17 +25,17 @@ from safetensors.torch import save
 from expertcast.checkpoints import files
 from expertcast.checkpoints.calibration import calibrate, readings_of
 from expertcast.checkpoints.card import model_card
+from expertcast.checkpoints.downloads import blamed, located
 from expertcast.checkpoints.fingerprints import check_fingerprints, fingerprints
 from expertcast.checkpoints.provenance import provenance
+from expertcast.checkpoints.replacing import recover, replace_folder
+from expertcast.checkpoints.repositories import Kind
 from expertcast.checkpoints.schema import REMEDY, ConfigFile, read_config, read_metrics
 from expertcast.checkpoints.weights import check_tensors, load_into
 from expertcast.predictors import ExpertcastError, ModelShape, MoEView, Predictor, predictor_class
 from expertcast.predictors.artefacts import SEAL, check_file, digest, read_json, seal, warn_unsealed
 from expertcast.predictors.fields import from_values
 from expertcast.predictors.plain import Json
-
-_OLD = ".old"
-"""Ends the name of a checkpoint that a new one is about to replace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +49,25 @@ class PredictorCheckpoint:
     """metrics.json"""
 
     @classmethod
-    def open(cls, folder: str | Path) -> PredictorCheckpoint:
+    def open(cls, folder: str | Path, *, revision: str | None = None) -> PredictorCheckpoint:
         """Read config.json and metrics.json, and compare every file with its digest.
 
         A checkpoint from before there were digests is opened with a warning.
 
+        Args:
+            folder: of the checkpoint; where there is none, `user/repo` or `user/repo@revision` of the hub.
+            revision: branch, tag or commit of that.
+
         Raises:
-            ExpertcastError: no folder, a file missing, unreadable, changed, or not by its schema.
+            ExpertcastError: no folder or repository, a file missing, unreadable, changed, or not by its schema.
         """
-        folder = Path(folder)
-        recover(folder)
+        recover(Path(folder))
+        found, name = located(folder, CHECKPOINT, revision)
+        with blamed(name, found, CHECKPOINT):
+            return cls._read(found)
+
+    @classmethod
+    def _read(cls, folder: Path) -> PredictorCheckpoint:
         if not folder.is_dir():
             raise ExpertcastError(f"no predictor checkpoint at {folder}: give the folder that `expertcast train` wrote")
         missing = [name for name in (files.CONFIG, files.WEIGHTS, files.METRICS) if not (folder / name).is_file()]
@@ -116,6 +122,12 @@ def holds_predictor(folder: str | Path) -> bool:
     return "predictor" in values or "predictor_config" in values
 
 
+CHECKPOINT = Kind(
+    what="predictor checkpoint", repo_type="model", files=files.ALL, marks=(files.CONFIG, files.METRICS),
+    holds=holds_predictor, remedy=REMEDY,
+)  # fmt: skip
+
+
 def save_predictor(
     predictor: Predictor, folder: str | Path, *, view: MoEView, metrics: Json | None = None, extra: Json | None = None
 ) -> PredictorCheckpoint:
@@ -142,21 +154,25 @@ def save_predictor(
     temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
     temporary.mkdir()
     try:
-        written = write_files(temporary, predictor, config, metrics or {})
-        _replace(temporary, folder)
+        written = write_files(temporary, predictor, config, metrics or {}, where=str(folder))
+        replace_folder(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return replace(written, folder=folder)
 
 
-def load_predictor(folder: str | Path, view: MoEView | None = None) -> Predictor:
+def load_predictor(folder: str | Path, view: MoEView | None = None, *, revision: str | None = None) -> Predictor:
     """The predictor of a checkpoint, bound to the model when one is given.
+
+    Args:
+        folder, revision: as for :meth:`PredictorCheckpoint.open`.
+        view: the model's MoE layers.
 
     Raises:
         ExpertcastError: a file missing, damaged or of a newer format, or a model whose routers, norms or experts are
             not those it was trained for.
     """
-    return PredictorCheckpoint.open(folder).load(view)
+    return PredictorCheckpoint.open(folder, revision=revision).load(view)
 
 
 def describe(predictor: Predictor, view: MoEView) -> Json:
@@ -183,9 +199,9 @@ def _reads(predictor: Predictor) -> str:
     return "; ".join(parts)
 
 
-def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json) -> PredictorCheckpoint:
+def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json, *, where: str) -> PredictorCheckpoint:
     """Write a checkpoint's four files into `folder`: the predictor's weights, `config` and `metrics` as JSON, and the
-    card made of these. Numbers in JSON that are not finite become null.
+    card made of these, which names the checkpoint by `where`. Numbers in JSON that are not finite become null.
 
     Raises:
         ExpertcastError: the predictor's tensors hold numbers that are not finite, or `config` or `metrics` are not by
@@ -201,7 +217,7 @@ def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json)
     for name, content in data.items():
         (folder / name).write_bytes(content)
     written = PredictorCheckpoint.open(folder)
-    (folder / files.CARD).write_text(model_card(written.config, written.metrics))
+    (folder / files.CARD).write_text(model_card(written.config, written.metrics, where))
     return written
 
 
@@ -223,27 +239,3 @@ def _refuse_foreign(folder: Path) -> None:
     if (folder / files.CONFIG).is_file():
         raise ExpertcastError(f"{folder} holds another kind of model: give another output folder")
     raise ExpertcastError(f"{folder} is not empty and no predictor checkpoint: give another output folder")
-
-
-def _replace(new: Path, folder: Path) -> None:
-    """Put `new` in the place of `folder`: each step is one rename, so a reader sees the old or the new whole."""
-    aside: list[Path] = []
-    while new.exists():
-        if folder.exists():
-            aside.append(new.with_name(f"{new.name}.{len(aside)}{_OLD}"))
-            os.rename(folder, aside[-1])
-        try:
-            os.rename(new, folder)
-        except OSError:
-            if not folder.exists():  # else a reader has just put the old one back
-                raise
-    for old in aside:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def recover(folder: Path) -> None:
-    """A save that was killed between two renames left the checkpoint that it was to replace aside: it is put back."""
-    with contextlib.suppress(OSError, ValueError):  # whatever else is wrong is said where the folder is read
-        if not os.path.lexists(folder):
-            aside = folder.parent.glob(f".{glob.escape(folder.name)}.*{_OLD}")
-            os.rename(max(aside, key=os.path.getmtime), folder)

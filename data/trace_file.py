@@ -9,6 +9,7 @@ from typing import Annotated, Literal, NotRequired
 from pydantic import Field, JsonValue, with_config
 from typing_extensions import TypedDict
 
+from expertcast.checkpoints.repositories import Kind
 from expertcast.data import layout
 from expertcast.data.plan import SPLITS, PlannedDocument
 from expertcast.data.writer import write_atomically
@@ -18,6 +19,15 @@ from expertcast.predictors.plain import Json
 from expertcast.predictors.view import ModelShape
 
 REMEDY = "collect the traces again into a new folder"
+
+TRACES = Kind(
+    what="trace dataset",
+    repo_type="dataset",
+    files=("*.json", "*.safetensors", "*.arrow", "README.md"),
+    marks=(layout.TRACE_FILE,),
+    holds=lambda folder: (folder / layout.TRACE_FILE).is_file(),
+    remedy=REMEDY,
+)
 
 _Count = Annotated[int, Field(ge=1, le=2**53)]
 _Layers = Annotated[int, Field(ge=1, le=10_000)]

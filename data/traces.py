@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from expertcast.checkpoints.downloads import blamed, located
 from expertcast.data import layout
 from expertcast.data.batch import TraceBatch
 from expertcast.data.distributed import Share, documents_of, smallest_share
@@ -24,7 +25,7 @@ from expertcast.data.shards import Shard, places
 from expertcast.data.skeleton import LAYERS, load_skeleton
 from expertcast.data.stand_in_file import read_stand_in
 from expertcast.data.tensor_files import read_tensors
-from expertcast.data.trace_file import REMEDY, TraceInfo, documents_in, read_info, shape_in, shard_names
+from expertcast.data.trace_file import REMEDY, TRACES, TraceInfo, documents_in, read_info, shape_in, shard_names
 from expertcast.predictors.artefacts import SEAL, check_file
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
@@ -127,13 +128,22 @@ class TraceDataset(TraceSource):
             )
 
     @classmethod
-    def open(cls, folder: Path | str) -> TraceDataset:
+    def open(cls, folder: Path | str, *, revision: str | None = None) -> TraceDataset:
         """The traces in a folder.
+
+        Args:
+            folder: of the traces; where there is none, `user/repo` or `user/repo@revision`, a data set of the hub.
+            revision: branch, tag or commit of that.
 
         Raises:
             ExpertcastError: no traces there, a file that is not right, or their collection was not finished.
         """
-        folder = Path(folder)
+        found, name = located(folder, TRACES, revision)
+        with blamed(name, found, TRACES):
+            return cls._open(found)
+
+    @classmethod
+    def _open(cls, folder: Path) -> TraceDataset:
         info = read_info(folder)
         if info is None:
             raise ExpertcastError(f"{folder} holds no traces ({TRACE_FILE} missing): make them with expertcast collect")

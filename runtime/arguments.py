@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from expertcast.runtime.drafts.names import QUANTISED
 from expertcast.runtime.drafts.quantised import expected_bytes
 from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.refit import OnlineRefit
-from expertcast.runtime.option_values import check_predictor, pool_bytes, size_bytes
+from expertcast.runtime.option_values import named_checkpoint, pool_bytes, size_bytes
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.layout import BlockLayout
 
@@ -33,9 +32,8 @@ def resolve_predictor(
         return None, None
     if isinstance(given, Predictor):
         return given.bind(view), None
-    check_predictor(given)
-    if os.path.exists(given):
-        checkpoint = PredictorCheckpoint.open(given)
+    checkpoint = named_checkpoint(given)
+    if checkpoint is not None:
         return checkpoint.load(view), checkpoint
     cls = predictor_class(str(given))
     made = cls(cls.config_class(), view.shape)

@@ -42,7 +42,8 @@ class OffloadConfig:
     """
 
     predictor: str | Path | Predictor | None = None
-    """A checkpoint's folder, or the name of a predictor that needs no training; none loads experts on demand."""
+    """A checkpoint's folder, user/repo or user/repo@revision of the hub, or the name of a predictor that needs no
+    training; none loads experts on demand."""
     mode: str = "exact"
     """exact: forecasts only bring experts in early; speculate: they are executed; hybrid: at some layers."""
     slots: int | None = None
@@ -62,8 +63,8 @@ class OffloadConfig:
     policies: Policies | str | None = None
     """Which experts are kept, loaded and dropped, or a preset's name (default: lru, the forecast's own, every miss)."""
     next_token: str | Path | Predictor | None = None
-    """Checkpoint of a next_token predictor: experts that a token surely needs come when it begins, and the eviction
-    policy `forecast` goes by it."""
+    """Checkpoint of a next_token predictor, here or on the hub: experts that a token surely needs come when it begins,
+    and the eviction policy `forecast` goes by it."""
     overfetch: float = 1.0
     """Experts prefetched per token as a multiple of K; policies that are given say it themselves."""
     likely: float = 0.2

@@ -10,7 +10,9 @@ import typing
 from collections.abc import Mapping
 from pathlib import Path
 
-from expertcast.checkpoints.store import recover
+from expertcast.checkpoints.replacing import recover
+from expertcast.checkpoints.repositories import HubName
+from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.predictors import ExpertcastError, names
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.pools.states import State
@@ -125,14 +127,20 @@ def _policies(given: Mapping[str, object]) -> Policies:
     return Policies(**given)  # type: ignore[arg-type]
 
 
-def check_predictor(given: str | Path) -> None:
-    """Refuse what is neither a folder nor a predictor's name.
+def named_checkpoint(given: str | Path) -> PredictorCheckpoint | None:
+    """The checkpoint that a `predictor` or `next_token` names: a folder, or a repository of the hub, which is
+    downloaded; None for a registered predictor's name.
 
     Raises:
-        ExpertcastError: with the names that there are.
+        ExpertcastError: it names none of these, or a checkpoint that is not right.
     """
     recover(Path(given))
-    if not os.path.exists(given) and str(given) not in names():  # no error for a text that can be no path
-        raise ExpertcastError(
-            f"predictor {str(given)!r} is neither a folder nor one of {', '.join(names())}: give a checkpoint's folder"
-        )
+    if not os.path.exists(given):  # no error for a text that can be no path
+        if str(given) in names():
+            return None
+        if HubName.of(given) is None:
+            raise ExpertcastError(
+                f"predictor {str(given)!r} is neither a folder nor one of {', '.join(names())}, nor user/repo of the "
+                "hub: give a checkpoint's folder"
+            )
+    return PredictorCheckpoint.open(given)

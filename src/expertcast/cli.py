@@ -28,6 +28,8 @@ COMMANDS = {
     "bench": "time per token of offloaded decoding in every mode, for a model or a shape",
     "advise": "measure link and layers, and say whether and how to prefetch",
     "simulate": "what is kept, loaded and dropped: policies over recorded routing, in virtual time",
+    "push": "send a checkpoint or traces to the Hugging Face hub, with a card",
+    "pull": "get a checkpoint or traces from the hub into a folder",
     "inspect": "say what a model, traces folder or checkpoint is",
 }
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 
 from expertcast.checkpoints import files
+from expertcast.checkpoints.card import model_card
 from expertcast.checkpoints.hub import HubPredictor
 from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor, save_predictor
 from expertcast.data.traces import TraceDataset
@@ -77,10 +79,22 @@ def test_hub_mixin_writes_and_reads_the_same_folder(
 
 
 def test_card_says_what_was_measured(linear: Path) -> None:
-    card = (linear / files.CARD).read_text()
-    assert "recall@k, mean | 0.500" in card
-    assert "0.250, 0.750" in card
+    text = (linear / files.CARD).read_text()
+    assert "| mean | 0.500 |\n| 1 | 0.250 |\n| 2 | 0.750 |\n" in text
+    assert f'predictor="{linear}"' in text
+    card = ModelCard(text).data
+    assert (card.license, card.library_name) == ("apache-2.0", "expertcast")
     assert json.loads((linear / files.METRICS).read_text()) == METRICS
+
+
+@pytest.mark.parametrize(("model_id", "base"), [("you/moe", "you/moe"), ("/models/moe", None), ("models", None)])
+def test_card_names_a_base_model_of_the_hub_alone(model_id: str, base: str | None, linear: Path) -> None:
+    config = PredictorCheckpoint.open(linear).config | {"model_id": model_id}
+    text = model_card(config, {"tokens": 7, "k": 4, **METRICS}, "me/linear")
+    card = ModelCard(text).data
+    assert (card.base_model, card.license) == (base, None)
+    assert [result.metric_value for result in card.eval_results] == [0.5]
+    assert f'AutoModelForCausalLM.from_pretrained("{model_id}"' in text
 
 
 def test_another_models_routers_are_refused(linear: Path, fitted_predictors: dict[str, Fitted]) -> None:

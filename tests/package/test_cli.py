@@ -37,6 +37,8 @@ COMMANDS = {
                  "--device"},
     "store": {"--store-folder", "--codec", "--picture", "--dtype", "--device"},
     "inspect": {"--verify"},
+    "push": {"--private", "--revision", "--message", "--license"},
+    "pull": {"--out", "--traces"},
     "bench": {*_TARGET, "--mode", "--cache", "--ahead", "--prompt-tokens", "--new-tokens", "--repetitions",
               "--no-advice", "--peer", "--minutes", "--timeline", "--next-token", "--likely", "--policies",
               "--forecasts", "--draft"},
@@ -376,8 +378,8 @@ def test_collect_train_eval_generate_inspect(capsys: pytest.CaptureFixture[str],
     assert metrics["ledger"]["linear"]["training_s"] == scored["ledger"]["linear"]["training_s"]
     assert set(metrics) >= {"timely@R1", "timely@R2", "timely@R5", "calibration"}
     card = (Path(checkpoint) / "README.md").read_text()
-    for row in ("timely recall, R2", "calibration error (before)", "forecast ms", "collection s"):
-        assert f"| {row} | " in card
+    for row in ("if K copies take 2 layers", "calibration error", "forecast ms", "collection s"):
+        assert f"{row} | " in card
     command = ["generate", "reference", "--prompt", "It is a truth", "--predictor", checkpoint, "--new-tokens", "4"]
     assert main([*command, "--json", str(result)]) == 0
     exact = json.loads(result.read_text())

@@ -18,6 +18,7 @@ from expertcast.commands.bench_text import describe
 from expertcast.commands.options import COUNT, Count, Fields, Option, positive_number
 from expertcast.commands.output import Outcome, new_file, say
 from expertcast.commands.policies import POLICIES_HELP, policies_of
+from expertcast.commands.predictors import is_checkpoint
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.runtime.advising.advise import advice_errors, advice_from
@@ -188,7 +189,7 @@ def ways(
         process: that routes in place of the model, if one does.
         link: of all runs.
     """
-    trained = options.predictor is not None and Path(options.predictor).exists()
+    trained = options.predictor is not None and is_checkpoint(options.predictor)
     # no checkpoint says where forecasts are good: every second layer executes one
     layers, on_demand = None if trained else range(options.ahead, len(target.view), 2), target.config(link)
     runs = usual_runs(replace(on_demand, ahead=options.ahead), target.forecaster(process, options.ahead), layers)

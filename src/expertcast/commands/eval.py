@@ -43,7 +43,7 @@ class Options(QualityOptions):
     """What `expertcast eval` takes."""
 
     traces: Annotated[Path, Option(positional=True, metavar="TRACES")]
-    """Traces folder."""
+    """Traces folder, or user/repo of the hub."""
     predictor: Annotated[tuple[str, ...], Option(metavar="NAME|CKPT")]
     """Names are fitted on the train split and scored on the test split; checkpoints are scored on all."""
     split: Annotated[str | None, Option(choices=(*SPLITS, ALL))] = None

@@ -27,7 +27,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.runtime.config import FORECASTS, MODES, OffloadConfig
 from expertcast.runtime.loading import load_offloaded
-from expertcast.runtime.option_values import check_predictor
+from expertcast.runtime.option_values import named_checkpoint
 
 _OFFLOAD = Fields(
     predictor=Option(metavar="NAME|CKPT"),
@@ -145,7 +145,7 @@ def configuration(options: Options) -> OffloadConfig:
         made = OffloadConfig.of(config, changed)
         for given in (made.predictor, made.next_token):
             if isinstance(given, (str, Path)):
-                check_predictor(given)
+                named_checkpoint(given)
     except ExpertcastError as error:
         if options.config is None:
             raise

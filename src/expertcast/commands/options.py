@@ -139,7 +139,7 @@ def _add(parser: argparse._ActionsContainer, field: _Field, option: Option, doc:
     default = None if required else field.default
     text = _help("; ".join(filter(None, (doc.rstrip("."), option.help))), default)
     if option.positional:
-        parser.add_argument(field.name, metavar=option.metavar, help=text)
+        parser.add_argument(field.name, type=option.read or field.kind, metavar=option.metavar, help=text)
         return
     flag = option.flag or "--" + field.name.replace("_", "-")
     if field.kind is bool:

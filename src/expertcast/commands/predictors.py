@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from expertcast.checkpoints import files
+from expertcast.checkpoints.repositories import HubName
 from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.commands.options import Count, Data, ModelOptions, Option
 from expertcast.commands.output import say
@@ -63,7 +65,8 @@ def evaluated(wanted: Sequence[str], traces: TraceDataset, ahead: int = 1) -> di
     for given in wanted:
         if given not in found and given not in known:
             raise ExpertcastError(
-                f"{given!r} is neither a checkpoint folder nor a predictor name: names are {', '.join(known)}"
+                f"{given!r} is neither a checkpoint folder nor a predictor name nor user/repo of the hub: names are "
+                f"{', '.join(known)}"
             )
     configs = {given: predictor_config(given, [ahead]) for given in wanted if given not in found}
     found |= fit_many(list(configs), traces, configs, options=FitOptions())
@@ -84,8 +87,10 @@ def _loaded(folder: str, traces: TraceDataset) -> Fitted:
 
 
 def is_checkpoint(given: str) -> bool:
-    """Whether a word names a checkpoint's folder."""
-    return (Path(given) / files.CONFIG).is_file()
+    """Whether a word names a checkpoint: its folder, or what can be a repository of the hub."""
+    if os.path.lexists(given):
+        return (Path(given) / files.CONFIG).is_file()
+    return HubName.of(given) is not None
 
 
 def scores(predictor: Predictor, source: TraceSource, split: str) -> tuple[Json, str]:

@@ -41,7 +41,7 @@ class Options(QualityOptions):
     """What `expertcast simulate` takes."""
 
     traces: Annotated[Path, Option(positional=True, metavar="TRACES")]
-    """Traces folder, or a routing file (.parquet, .csv, .npy, .npz)."""
+    """Traces folder, user/repo of the hub, or a routing file (.parquet, .csv, .npy, .npz)."""
     sweep: bool = False
     """Every eviction policy at 1, 5, 10, 25 and 45%, with Belady's bounds."""
     policies: Annotated[PolicyOptions, Fields()]

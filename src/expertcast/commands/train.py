@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+from expertcast.checkpoints.repositories import HubName, NotOnHubError
 from expertcast.checkpoints.store import save_predictor
 from expertcast.commands.ledger import ledger_of
 from expertcast.commands.options import COUNT, Count, Data, Fields, ModelOptions, Option, Text
@@ -19,6 +20,8 @@ from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import ExpertcastError, predictor_class
 from expertcast.predictors.base import PredictorConfig
+from expertcast.predictors.plain import Json
+from expertcast.training.baselines import baseline_recall
 from expertcast.training.fit import fit
 from expertcast.training.ledger import ledger_table
 from expertcast.training.logs import log_evaluation
@@ -33,7 +36,7 @@ class Options(ModelOptions):
     """What `expertcast train` takes."""
 
     source: Annotated[str, Option(positional=True, metavar="TRACES|MODEL")]
-    """Traces folder, or a model to train on online (--data)."""
+    """Traces folder, or user/repo of the hub; with --data a model to train on online."""
     predictor: Annotated[str, Option(metavar="NAME")]
     """Registry name of the predictor."""
     out: Annotated[Path, Option(metavar="CKPT", read=folder)]
@@ -69,6 +72,9 @@ def _train(options: Options, config: PredictorConfig) -> Outcome:
     ahead = min(fitted.predictor.ahead, default=1)
     ledger = ledger_of({fitted.predictor.name: fitted}, source, "test", ahead)
     metrics = {"split": "test", "traces": source.info.get("id"), **test, "ledger": ledger, "validation": validation}
+    metrics["data"] = described(source)
+    if "recall_at_k" in test:
+        metrics["baselines"] = baseline_recall(source, "test", ahead)
     if current_share().rank == 0:
         extra = {"training": fitted.report}
         save_predictor(fitted.predictor, options.out, view=source.view, metrics=metrics, extra=extra)
@@ -82,8 +88,15 @@ def _train(options: Options, config: PredictorConfig) -> Outcome:
     return {"checkpoint": str(options.out), "training": fitted.report, **metrics}, text
 
 
+def described(source: TraceSource) -> Json:
+    """The text that a predictor learned from and was scored on, for its card."""
+    info = source.info
+    text = source.plan.digest if isinstance(source, OnlineTraces) else info["settings"]["text"]
+    return {"command": info["command"], "text": text, "documents": len(source.documents), "splits": info["splits"]}
+
+
 def training_source(options: Options) -> TraceSource:
-    """Traces when `source` is a traces folder, else a model to train on online.
+    """Traces when `source` is a traces folder, or without --data one of the hub; else a model to train on online.
 
     Raises:
         ExpertcastError: neither; or a model without --data.
@@ -93,7 +106,21 @@ def training_source(options: Options) -> TraceSource:
             raise ExpertcastError(f"{options.source} is a traces folder: leave --data out")
         return TraceDataset.open(Path(options.source))
     if not options.data:
-        raise ExpertcastError(f"{options.source} is no traces folder: give --data to train online on that model")
+        if HubName.of(options.source) is None:
+            raise ExpertcastError(f"{options.source} is no traces folder: give --data to train online on that model")
+        return _hub_traces(options.source)
     documents = load_documents(options.data)
     model, tokenizer = options.load(options.source)
     return OnlineTraces(model, tokenizer, documents, options.text, seed=options.fit.seed)
+
+
+def _hub_traces(name: str) -> TraceDataset:
+    """Traces of the hub.
+
+    Raises:
+        ExpertcastError: no such data set, and a model may be meant; or it is not right.
+    """
+    try:
+        return TraceDataset.open(name)
+    except NotOnHubError as error:
+        raise ExpertcastError(f"{error}; to train online on a model of that name, give --data") from error

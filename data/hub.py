@@ -1,0 +1,130 @@
+"""Trace datasets on the Hugging Face hub, where `datasets.load_dataset` reads them like any data set.
+
+:meth:`expertcast.data.traces.TraceDataset.open` takes `user/repo` and `user/repo@revision`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from huggingface_hub import DatasetCard, DatasetCardData
+
+from expertcast.checkpoints.card_tables import markdown_table
+from expertcast.checkpoints.repositories import HubName
+from expertcast.checkpoints.uploads import CARD, push
+from expertcast.data import layout
+from expertcast.data.trace_file import REMEDY, TRACES
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import Json
+
+_SHARDS = "data-*.arrow"
+TEMPLATE = """---
+{{ card_data }}
+---
+
+# Routing traces of {{ model }}
+
+What `{{ model }}` did at each Mixture-of-Experts layer, token by token: the residual stream after attention, the
+router's logits, ids of tokens and documents. For forecasting which experts it routes to next, with `expertcast`.
+
+    expertcast train {{ name }} --predictor estimator --out checkpoint
+    expertcast eval {{ name }} --predictor checkpoint linear
+
+```python
+from datasets import load_dataset
+
+from expertcast.data.traces import TraceDataset
+
+rows = load_dataset("{{ name }}", split="train")  # all tokens, one a row; documents are split in trace.json
+traces = TraceDataset.open("{{ name }}")
+```
+
+{{ columns }}
+
+{{ facts }}
+"""
+"""Rendered by jinja2."""
+
+
+def push_traces(
+    folder: str | Path,
+    name: HubName,
+    *,
+    private: bool = False,
+    message: str | None = None,
+    license: str | None = None,
+) -> Json:
+    """Send traces to a data set repository; every file is compared with its digest first.
+
+    Args:
+        folder: of the traces.
+        name: of the repository, made where it is missing; its revision is a branch.
+        private: whether nobody else may see it.
+        message: of the commit.
+        license: of the traces, which hold the text as ids of tokens.
+
+    Returns:
+        As :func:`expertcast.checkpoints.uploads.push`, and the card's `license`.
+
+    Raises:
+        ExpertcastError: the traces are not right, or from before there were digests; or as there.
+    """
+    traces = TraceDataset.open(folder)
+    traces.verify()
+    if "files" not in traces.info:
+        raise ExpertcastError(f"{folder} names no digests that readers could check its files by: {REMEDY}")
+    content: dict[str, Path | bytes] = {
+        path: traces.folder / path for path in (*traces.info["files"], layout.TRACE_FILE)
+    }
+    content[CARD] = traces_card(traces.info, str(name), license).encode()
+    sent = push(
+        name, TRACES, content, private=private, message=message,
+        stale=lambda path: re.match(layout.SHARD_PATTERN, path) is not None,
+    )  # fmt: skip
+    return {**sent, "license": license}
+
+
+def traces_card(info: Json, name: str, license: str | None = None) -> str:
+    """README.md from the contents of trace.json: its metadata tells `datasets` which of the files are the rows.
+
+    Args:
+        info: the contents of trace.json.
+        name: of the repository.
+        license: an identifier of the hub, such as cc-by-4.0.
+    """
+    model, splits = str(info["model"]), info["splits"]
+    columns = [["column", "holds"]]
+    for column, note in info["columns"].items():
+        if isinstance(note, str):
+            columns.append([column, note])
+        else:
+            stored = f" ({note['stored_as']})" if "stored_as" in note else ""
+            columns.append([column, f"{note['dtype']}{stored}, {' x '.join(map(str, note['shape']))}"])
+    facts = {
+        "tokens": info["tokens"],
+        "tokens of train, validation, test, split by document": ", ".join(map(str, splits.values())),
+        "documents": len(info["documents"]),
+        "MoE layers, experts, experts per token, hidden size": ", ".join(str(info["shape"][key]) for key in "LEKD"),
+        "text, SHA-256 of its tokens": f"`{info['settings']['text']}`",
+        "fingerprint of routers and norms": f"`{info['fingerprint']}`",
+        "made by": f"`{info['command']}`",
+        "expertcast, git revision": f"{info['expertcast_version']}, {info['git_revision']}",
+        "id": f"`{info['id']}`",
+    }
+    rows = [["", ""], *([key, str(value)] for key, value in facts.items())]
+    card: str = DatasetCard.from_template(
+        DatasetCardData(
+            license=license,
+            pretty_name=f"Routing traces of {model}",
+            tags=["mixture-of-experts", "expert-prediction", "expertcast"],
+            configs=[{"config_name": "default", "data_files": [{"split": "train", "path": _SHARDS}]}],
+        ),
+        template_str=TEMPLATE,
+        model=model,
+        name=name,
+        columns=markdown_table(columns),
+        facts=markdown_table(rows),
+    ).content
+    return card.rstrip() + "\n"

@@ -1,0 +1,44 @@
+"""`expertcast pull`: a checkpoint or traces from the Hugging Face hub into a folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from expertcast.checkpoints.downloads import pull
+from expertcast.checkpoints.repositories import HubName, NotOnHubError
+from expertcast.checkpoints.store import CHECKPOINT, PredictorCheckpoint
+from expertcast.commands.options import Option
+from expertcast.commands.output import Outcome, folder
+from expertcast.data.trace_file import TRACES
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors import ExpertcastError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `expertcast pull` takes."""
+
+    repo: Annotated[str, Option(positional=True, metavar="USER/REPO[@REVISION]")]
+    """The repository, and a branch, a tag or a commit of it."""
+    out: Annotated[Path, Option(metavar="DIR", read=folder)]
+    """Folder to make."""
+    traces: bool = False
+    """It is a data set of traces, not a checkpoint."""
+
+
+def run(options: Options) -> Outcome:
+    """The folder appears when all files are there and are what their digests say."""
+    name = HubName.of(options.repo)
+    if name is None:
+        raise ExpertcastError(f"{options.repo!r} is no name of a repository: write user/repo, or user/repo@revision")
+    if options.traces:
+        pull(name, TRACES, options.out, lambda path: TraceDataset.open(path).verify())
+    else:
+        try:
+            pull(name, CHECKPOINT, options.out, lambda path: PredictorCheckpoint.open(path).load())
+        except NotOnHubError as error:
+            raise ExpertcastError(f"{error}; for a data set of traces give --traces") from error
+    what = "traces" if options.traces else "checkpoint"
+    return {"repo": name.repo, "revision": name.revision, "folder": str(options.out)}, f"{what} {name} in {options.out}"

@@ -1,0 +1,157 @@
+"""Checkpoints through a hub, by the real commands: sent, found by name and revision, pulled, and described."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from tests.hub.fake_repos import WRITER, FakeHub
+from tests.hub.worker import Done, Worker
+
+FILES = ("config.json", "metrics.json", "model.safetensors")
+
+
+def right(done: Done) -> Done:
+    """What must have worked."""
+    assert done.status == 0, done.err
+    return done
+
+
+def snippet(card: str) -> str:
+    """The first block of Python in a card."""
+    found = re.search(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def test_what_is_pushed_is_the_folder(hub: FakeHub, work: Path) -> None:
+    tree = hub.tree("model", "me/linear")
+    assert set(tree) == {*FILES, "README.md", ".gitattributes"}
+    assert all(tree[name] == (work / "linear" / name).read_bytes() for name in FILES)
+    assert hub.repos["model", "me/linear"].messages == ["initial commit", "The first"]
+
+
+def test_the_card_says_what_metrics_and_config_do(hub: FakeHub, work: Path) -> None:
+    text = hub.tree("model", "me/linear")["README.md"].decode()
+    metrics = json.loads((work / "linear" / "metrics.json").read_text())
+    data = ModelCard(text).data
+    assert (data.library_name, data.license, data.base_model) == ("expertcast", "apache-2.0", None)
+    results = {result.metric_type: result for result in data.eval_results}
+    assert results["recall_at_k"].metric_value == metrics["recall_at_k"]["linear"]["mean"]
+    assert results["timely@R2"].metric_value == metrics["timely@R2"]["linear"]["mean"]
+    traces = json.loads((work / "traces" / "trace.json").read_text())
+    assert results["recall_at_k"].dataset_revision == traces["settings"]["text"]
+    assert results["recall_at_k"].dataset_name == f"{traces['splits']['test']} held-out tokens"
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    assert rows[0] == ["layer", "linear", "frequency", "previous_token", "chance"]
+    scores = [metrics["recall_at_k"]["linear"], *metrics["baselines"].values()]
+    for place, layer in enumerate(metrics["targets"]):
+        assert rows[3 + place] == [str(layer), *(f"{each['per_layer'][place]:.3f}" for each in scores), "0.062"]
+    facts = {row[0]: row[1] for row in rows if len(row) == 2}
+    assert facts["command"] == "`expertcast train traces --predictor linear --out linear`"
+    assert "collect reference --data few.parquet" in facts["text"]
+    assert traces["settings"]["text"] in facts["SHA-256 of the text, as tokens"]
+    assert facts["bytes"].replace(",", "") == str(metrics["ledger"]["linear"]["bytes"])
+
+
+def test_the_cards_snippet_runs(hub: FakeHub, worker: Worker) -> None:
+    done = right(worker.code(snippet(hub.tree("model", "me/linear")["README.md"].decode())))
+    text, rate = done.out.strip().rsplit("\n", 1)
+    assert text.startswith("It is a truth universally acknowledged")
+    assert 0 < float(rate) < 1
+
+
+def test_the_snippet_of_a_predictor_that_looks_tokens_ahead_runs(hub: FakeHub, worker: Worker) -> None:
+    settings = ["--set", "width=8", "steps=2", "step_tokens=128", "tokens=2"]
+    right(worker.run("train", "me/traces", "--predictor", "next_token", "--out", "next", *settings))
+    right(worker.run("push", "next", "me/next", token=WRITER))
+    card = hub.tree("model", "me/next")["README.md"].decode()
+    assert 'next_token="me/next"' in card
+    assert re.search(r"^\| previous_token \| 0\.\d{3} \| 0\.\d{3} \|$", card, re.MULTILINE)
+    right(worker.code(snippet(card)))
+    forecast = ["--policy", "forecast", "--next-token", "me/next"]
+    right(worker.run("simulate", "me/traces", *forecast, "--tokens", "60", "--processes", "1", "--no-quality"))
+
+
+def test_by_name_it_is_the_same_checkpoint(hub: FakeHub, worker: Worker, work: Path) -> None:
+    command = ["generate", "reference", "--prompt", "It is", "--new-tokens", "3", "--slots", "64"]
+    for name, given in (("here", "linear"), ("there", "me/linear@main")):
+        right(worker.run(*command, "--predictor", given, "--json", f"{name}.json"))
+    here, there = (json.loads((work / f"{name}.json").read_text()) for name in ("here", "there"))
+    counts = ("hits", "misses", "prefetched", "bytes_moved")
+    assert [here["stats"][key] for key in counts] == [there["stats"][key] for key in counts]
+    assert here["tokens"] == there["tokens"]
+    assert here["stats"]["prefetched"] > 0
+    right(worker.run("eval", "traces", "--predictor", "me/linear", "--json", "there.json"))
+    scored = json.loads((work / "there.json").read_text())
+    kept = json.loads((work / "linear" / "metrics.json").read_text())
+    assert scored["recall_at_k"]["linear"] == kept["recall_at_k"]["linear"]
+
+
+def test_a_configuration_in_a_file_names_it_and_advise_knows_its_recall(
+    hub: FakeHub, worker: Worker, work: Path
+) -> None:
+    code = (
+        "import expertcast\n"
+        "expertcast.OffloadConfig(predictor='me/linear', mode='hybrid', min_recall=0.8).save('offload.json')\n"
+        "from expertcast.runtime.advising.absent import AbsentModel, known_recall\n"
+        "print(known_recall('me/linear', AbsentModel.of('reference')))"
+    )
+    validation = json.loads((work / "linear" / "metrics.json").read_text())["validation"]
+    assert float(right(worker.code(code)).out) == pytest.approx(validation["recall_at_k"]["linear"]["mean"])
+    right(worker.run("generate", "reference", "--prompt", "It", "--new-tokens", "1", "--config", "offload.json"))
+
+
+def test_a_revision_is_another_checkpoint(hub: FakeHub, worker: Worker) -> None:
+    right(worker.run("train", "traces", "--predictor", "frequency", "--out", "second"))
+    right(worker.run("push", "second", "me/linear", "--revision", "second", token=WRITER))
+    assert set(hub.repos["model", "me/linear"].branches) == {"main", "second"}
+    commit = hub.repos["model", "me/linear"].branches["second"]
+    code = (
+        "from expertcast.checkpoints.store import PredictorCheckpoint as P\n"
+        f"print(P.open('me/linear').name, P.open('me/linear@second').name, P.open('me/linear@{commit}').name,\n"
+        "      P.open('me/linear', revision='second').name)"
+    )
+    assert right(worker.code(code)).out.split() == ["linear", "frequency", "frequency", "frequency"]
+    assert 'predictor="me/linear@second"' in hub.tree("model", "me/linear", "second")["README.md"].decode()
+    right(worker.run("push", "second", "me/linear", token=WRITER))
+    assert right(worker.code(code)).out.split() == ["frequency"] * 4
+
+
+def test_a_folder_of_that_name_comes_first(hub: FakeHub, worker: Worker, work: Path) -> None:
+    right(worker.run("train", "traces", "--predictor", "frequency", "--out", "local/linear"))
+    before = len(hub.requests)
+    code = "from expertcast.checkpoints.store import load_predictor\nprint(load_predictor('local/linear').name)"
+    assert right(worker.code(code)).out == "frequency\n"
+    assert "revision='x' is of a repository" in worker.code(code.replace("r')", "r', revision='x')")).err
+    assert len(hub.requests) == before
+
+
+def test_pull_makes_the_same_folder(hub: FakeHub, worker: Worker, work: Path) -> None:
+    right(worker.run("pull", "me/linear", "--out", "pulled"))
+    assert {path.name for path in (work / "pulled").iterdir()} == {*FILES, "README.md"}
+    assert all((work / "pulled" / name).read_bytes() == (work / "linear" / name).read_bytes() for name in FILES)
+    assert "pulled is there and not empty" in worker.run("pull", "me/linear", "--out", "pulled").line
+    right(worker.run("inspect", "pulled", "--verify"))
+
+
+def test_the_mixin_sends_and_reads_it(hub: FakeHub, worker: Worker) -> None:
+    code = (
+        "from expertcast.checkpoints.hub import HubPredictor\n"
+        "HubPredictor.from_pretrained('me/linear').push_to_hub('me/again')\n"
+        "again = HubPredictor.from_pretrained('me/again')\n"
+        "print(again.predictor.name, again.results['split'])"
+    )
+    assert right(worker.code(code, token=WRITER)).out == "linear test\n"
+    assert 'predictor="me/again"' in hub.tree("model", "me/again")["README.md"].decode()
+    assert hub.tree("model", "me/again")["model.safetensors"] == hub.tree("model", "me/linear")["model.safetensors"]
+
+
+def test_a_licence_stands_in_the_card(hub: FakeHub, worker: Worker) -> None:
+    assert "licence" not in right(worker.run("push", "linear", "me/linear", token=WRITER)).out, "the bundled model's"
+    right(worker.run("push", "linear", "me/linear", "--license", "cc-by-4.0", token=WRITER))
+    assert ModelCard(hub.tree("model", "me/linear")["README.md"].decode()).data.license == "cc-by-4.0"

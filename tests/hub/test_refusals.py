@@ -1,0 +1,145 @@
+"""What can go wrong between here and the hub: one line each that says what to do, and nothing half done."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.hub.conftest import environment
+from tests.hub.fake_repos import READER, WRITER, FakeHub, Repo
+from tests.hub.test_checkpoints import right
+from tests.hub.worker import Worker
+
+OPEN = "from expertcast.checkpoints.store import load_predictor\nprint(load_predictor({!r}).name)"
+WEIGHTS = "model.safetensors"
+
+
+def sent(hub: FakeHub) -> list[str]:
+    """Requests that change something."""
+    return [request for request in hub.requests if request.split()[0] in ("POST", "PUT")]
+
+
+@pytest.mark.parametrize(
+    ("repo", "token", "words"),
+    [
+        ("me/new", "", "no login of yours; log in with `hf auth login`"),
+        ("me/new", READER, "your login has no right to"),
+        ("you/new", WRITER, "your login has no right to"),
+        ("me/linear", "", "no login of yours"),
+        ("new", WRITER, "'new' is no name of a repository: write user/repo"),
+        ("me/new@x", WRITER, "names a revision, and --revision y another"),
+    ],
+)
+def test_no_right_to_push(repo: str, token: str, words: str, hub: FakeHub, worker: Worker) -> None:
+    before = set(hub.repos), set(hub.repos["model", "me/linear"].commits)
+    revision = ["--revision", "y"] if "@" in repo else []
+    assert words in worker.run("push", "linear", repo, *revision, token=token).line
+    assert (set(hub.repos), set(hub.repos["model", "me/linear"].commits)) == before
+
+
+def test_a_repository_of_something_else_is_left_alone(hub: FakeHub, worker: Worker) -> None:
+    for kind, folder in (("model", "linear"), ("dataset", "traces")):
+        repo = hub.repos[kind, "me/taken"] = Repo(private=False)
+        repo.commit("main", {"config.json": b'{"model_type": "llama"}', "notes.txt": b"mine"}, "mine")
+        line = worker.run("push", folder, "me/taken", token=WRITER).line
+        assert "me/taken of the hub holds something else than a" in line
+        assert len(repo.commits) == 1
+    assert "me/taken of the hub holds no predictor checkpoint" in worker.run("pull", "me/taken", "--out", "x").line
+
+
+def test_private_means_private(hub: FakeHub, worker: Worker) -> None:
+    line = worker.run("push", "linear", "me/linear", "--private", token=WRITER).line
+    assert "me/linear is there and public" in line
+    right(worker.run("push", "linear", "me/own", "--private", token=WRITER))
+    assert hub.repos["model", "me/own"].private
+    generate = ["generate", "reference", "--prompt", "It", "--new-tokens", "1", "--predictor", "me/own"]
+    assert "if that is private, log in with `hf auth login`" in worker.run(*generate).line
+    right(worker.run(*generate, token=READER))
+    right(worker.run("push", "linear", "me/own", "--private", token=WRITER))
+
+
+def test_what_is_not_whole_is_not_sent(hub: FakeHub, worker: Worker, work: Path) -> None:
+    for folder, name in (("linear", WEIGHTS), ("traces", "data-00000-00000.arrow")):
+        damaged = shutil.copytree(work / folder, work / f"damaged_{folder}")
+        content = bytearray((damaged / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (damaged / name).write_bytes(content)
+        before = list(hub.requests)
+        assert (
+            f"{name} was changed after it was written" in worker.run("push", damaged.name, "me/new", token=WRITER).line
+        )
+        assert hub.requests == before
+    (work / "other").mkdir()
+    assert "other is neither a checkpoint's folder nor" in worker.run("push", "other", "me/new", token=WRITER).line
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("me/nobody", "'me/nobody' is neither a folder here nor a model repository that the hub shows"),
+        ("me/linear@nowhere", "me/linear of the hub has no revision 'nowhere'"),
+        ("nobody", "nor user/repo of the hub: give a checkpoint's folder"),
+        ("out/of/folders", "nor user/repo of the hub"),
+    ],
+)
+def test_what_is_not_there(given: str, words: str, hub: FakeHub, worker: Worker) -> None:
+    command = ["generate", "reference", "--prompt", "It", "--new-tokens", "1"]
+    assert words in worker.run(*command, "--predictor", given).line
+    assert words in worker.run(*command, "--next-token", given).line
+    line = worker.run("eval", "traces", "--predictor", given).line
+    assert (words if "/" in given[:3] else "neither a checkpoint folder nor a predictor name nor user/repo") in line
+
+
+def test_a_download_that_stops_goes_on(hub: FakeHub, worker: Worker, work: Path) -> None:
+    shutil.rmtree(work / "home" / "hub")  # or the file would be taken from the hub's cache
+    hub.cut_after = 300_000
+    line = worker.run("pull", "me/linear", "--out", "cut").line
+    assert "cannot get me/linear: " in line
+    assert "try again, what came whole is kept" in line
+    assert not (work / "cut").exists()
+    hub.cut_after, begin = None, len(hub.requests)
+    right(worker.run("pull", "me/linear", "--out", "cut"))
+    asked = [request for request in hub.requests[begin:] if request.startswith("GET") and "/resolve/" in request]
+    assert [request.rsplit("/", 1)[1] for request in asked] == [WEIGHTS], "what had come is not asked for again"
+    assert (work / "cut" / WEIGHTS).read_bytes() == (work / "linear" / WEIGHTS).read_bytes()
+    assert not (work / "cut.partial").exists()
+
+
+def test_a_file_that_was_changed_on_the_way_is_refused(hub: FakeHub, worker: Worker, work: Path) -> None:
+    hub.repos["model", "me/changed"] = hub.repos["model", "me/linear"]
+    hub.changed = {WEIGHTS}
+    command = ["eval", "traces", "--predictor", "me/changed"]
+    line = worker.run(*command).line
+    assert line.startswith("expertcast: me/changed of the hub: ")
+    assert f"{WEIGHTS} was changed after it was written; remove " in line
+    assert "changed after it was written; remove" in worker.run("pull", "me/changed", "--out", "changed").line
+    assert not any(path.name.startswith("changed") for path in work.iterdir())
+    hub.changed = set()
+    assert "was changed" in worker.run(*command).line, "the hub's cache has it"
+    shutil.rmtree(line.split("; remove ")[1].split(" to download")[0])
+    right(worker.run(*command))
+
+
+def test_without_the_hub_its_cache_serves(hub: FakeHub, worker: Worker) -> None:
+    right(worker.code(OPEN.format("me/linear")))
+    with hub.away():
+        assert right(worker.code(OPEN.format("me/linear"))).out == "linear\n"
+        assert f"nor in the hub's cache, and {hub.url} is" in worker.run("eval", "traces", "--predictor", "me/new").line
+        assert "Connection refused" in worker.run("push", "linear", "me/linear", token=WRITER).line
+
+
+def test_offline_its_cache_serves(hub: FakeHub, worker: Worker, work: Path) -> None:
+    right(worker.code(OPEN.format("me/linear")))
+    code = "from expertcast.data.traces import TraceDataset\nprint(TraceDataset.open('me/traces').info['id'])"
+    known, before = right(worker.code(code)).out, len(hub.requests)
+    offline = Worker(work, {**environment(hub, work / "home"), "HF_HUB_OFFLINE": "1"})
+    try:
+        assert right(offline.code(OPEN.format("me/linear"))).out == "linear\n"
+        assert right(offline.code(code)).out == known
+        assert "HF_HUB_OFFLINE is set" in offline.run("eval", "traces", "--predictor", "me/new").line
+        assert "offline mode is enabled" in offline.run("push", "linear", "me/linear", token=WRITER).line
+    finally:
+        offline.close()
+    assert len(hub.requests) == before

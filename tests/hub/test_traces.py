@@ -1,0 +1,90 @@
+"""Traces through a hub: sent, read by `datasets` as any data set, and taken by every command that takes traces."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+from datasets import load_from_disk
+from huggingface_hub import DatasetCard
+
+from tests.hub.conftest import TOKENS
+from tests.hub.fake_repos import WRITER, FakeHub
+from tests.hub.test_checkpoints import right, snippet
+from tests.hub.worker import Worker
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def test_what_is_pushed_is_the_folder(hub: FakeHub, work: Path) -> None:
+    tree, folder = hub.tree("dataset", "me/traces"), work / "traces"
+    here = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert {path: tree[path] for path in set(tree) - {"README.md", ".gitattributes"}} == here
+    data = DatasetCard(tree["README.md"].decode()).data
+    assert data.license == "cc0-1.0"
+
+
+def test_datasets_loads_them_as_any_data_set(hub: FakeHub, worker: Worker, work: Path) -> None:
+    code = snippet(hub.tree("dataset", "me/traces")["README.md"].decode())
+    code += (
+        "import json\nprint(json.dumps([rows.column_names, rows['token'][:], rows[-2:], traces.token_count('all')]))"
+    )
+    names, ids, rows, tokens = json.loads(right(worker.code(code)).out)
+    local = load_from_disk(str(work / "traces"))
+    assert names == local.column_names
+    assert ids == local["token"][:]
+    assert rows == local[-2:]
+    assert tokens == len(ids) == TOKENS
+
+
+def test_commands_take_them_by_name(hub: FakeHub, worker: Worker, work: Path) -> None:
+    right(worker.run("train", "me/traces@main", "--predictor", "linear", "--out", "of_there"))
+    weights = [(work / folder / "model.safetensors").read_bytes() for folder in ("linear", "of_there")]
+    assert weights[0] == weights[1]
+    right(worker.run("eval", "me/traces", "--predictor", "of_there", "--json", "scored.json"))
+    scored, kept = (json.loads((work / path).read_text()) for path in ("scored.json", "linear/metrics.json"))
+    assert scored["recall_at_k"] == kept["recall_at_k"]
+    few = ["--tokens", "60", "--processes", "1", "--no-quality"]
+    right(worker.run("simulate", "me/traces", "--predictor", "me/linear", *few))
+
+
+def test_who_means_a_model_is_told_what_lacks(hub: FakeHub, worker: Worker) -> None:
+    train = ["train", "me/model", "--predictor", "linear", "--out", "never"]
+    line = worker.run(*train).line
+    assert "nor a dataset repository that the hub shows" in line
+    assert "to train online on a model of that name, give --data" in line
+    assert "for a data set of traces give --traces" in worker.run("pull", "me/traces", "--out", "never").line
+
+
+def test_pull_makes_the_same_folder(hub: FakeHub, worker: Worker, work: Path) -> None:
+    right(worker.run("pull", "me/traces", "--traces", "--out", "pulled_traces"))
+    made = {path.relative_to(work / "pulled_traces") for path in (work / "pulled_traces").rglob("*") if path.is_file()}
+    kept = {path.relative_to(work / "traces") for path in (work / "traces").rglob("*") if path.is_file()}
+    assert made == kept | {Path("README.md")}
+    right(worker.run("inspect", "pulled_traces", "--verify"))
+
+
+def test_shards_of_other_traces_go_and_what_is_the_owners_stays(hub: FakeHub, worker: Worker) -> None:
+    repo = hub.repos["dataset", "me/traces"]
+    repo.commit(
+        "main", {**hub.tree("dataset", "me/traces"), "data-00000-00001.arrow": b"old", "notes.txt": b"mine"}, "x"
+    )
+    assert "names no licence: give one" in right(worker.run("push", "traces", "me/traces", token=WRITER)).out
+    tree = hub.tree("dataset", "me/traces")
+    assert "data-00000-00001.arrow" not in tree
+    assert tree["notes.txt"] == b"mine"
+
+
+def test_the_readmes_commands_run(hub: FakeHub, worker: Worker, work: Path) -> None:
+    names = {"MODEL": "reference", "checkpoint": "linear"}
+    lines = re.findall(r"^    expertcast (.* user/.*)$", README.read_text(), flags=re.MULTILINE)
+    assert {line.split()[0] for line in lines} == {"push", "pull", "generate", "eval"}
+    for line in lines:
+        words = [names.get(word, word).replace("user/", "me/shared-") for word in shlex.split(line)]
+        right(worker.run(*words, token=WRITER))
+    assert (work / "estimator" / "model.safetensors").read_bytes() == (
+        work / "linear" / "model.safetensors"
+    ).read_bytes()
+    assert hub.repos["dataset", "me/shared-traces"].private
