@@ -23,6 +23,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from expertcast.data.discovery import find_moe_layers
+from expertcast.data.memory import available_memory
 from expertcast.data.models import first_line, meta_model, resolve_model, torch_device, torch_dtype
 from expertcast.data.quantisation import FP8, MXFP4, forget_quantisation, quantisation_settings, shipped_form
 from expertcast.predictors.errors import ExpertcastError
@@ -34,7 +35,6 @@ from expertcast.runtime.storage.checkpoint_files import SafetensorsFiles, Tensor
 from expertcast.runtime.storage.coded_store import CodedStore
 from expertcast.runtime.storage.expert_sources import ExpertSources
 from expertcast.runtime.storage.fp8_tensors import join_scales
-from expertcast.runtime.storage.host_memory import available_memory
 from expertcast.runtime.storage.shipped_experts import Shipped, ShippedExperts
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_store

@@ -73,6 +73,10 @@ class SlotKernel:
         output = self._run(experts, rows, of_rows.unsqueeze(-1), ones, lambda: torch.arange(len(rows)))
         return output if self._grouped else output[pairs]
 
+    def by_expert(self, slots_TK: Tensor) -> bool:
+        """Whether the grouped kernel computes these rows in the order of their experts; else in that of their slots."""
+        return slots_TK.device.type == "cpu" and (len(slots_TK) > 1 or self._slots > MANY_GROUPS)
+
     @property
     def _grouped(self) -> bool:
         return self.forward is grouped_mm_experts_forward
@@ -92,8 +96,7 @@ class SlotKernel:
         try:
             between: AbstractContextManager[object] = nullcontext()
             if self._grouped:
-                many = len(slots_TK) > 1 or self._slots > MANY_GROUPS
-                if self._on_host is not None and many and slots_TK.device.type == "cpu":
+                if self._on_host is not None and self.by_expert(slots_TK):
                     return self._on_host.run(experts, hidden_TD, slots_TK, weights_TK, order())
                 between = over_slots(experts, self._slots, slots_TK, order, slots)
             with between:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from expertcast.data.experts import experts_of
 from expertcast.data.taps import RouterCall, RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.plain import Json
@@ -23,6 +24,8 @@ from expertcast.runtime.engine.speculate import speculate
 from expertcast.training.metrics.means import Agreement, Divergence, Perplexity, Recall
 
 EXACT = "exact"
+LOGITS = 1 << 27
+"""Of one forward at most: half a gigabyte, several times over."""
 
 
 @dataclass(slots=True)
@@ -114,11 +117,11 @@ def measure_quality(
     in one forward over a whole window the speculative one does not exist yet.
 
     Args:
-        model: the model, its experts in memory.
+        model: the model, which may be offloaded: whatever its mode, it runs by its own routers and these forecasts.
         view: its norms and routers.
         windows_by_domain: token ids [N, W] per domain.
         runs: by name; `exact` is always measured and its name is taken.
-        batch_size: windows per forward.
+        batch_size: windows per forward at most; fewer where the vocabulary makes a forward's logits large.
 
     Returns:
         `tokens` scored, and `runs.<name>` with `perplexity`, `top1_agreement`, `kl` (nats per token, exact || run),
@@ -131,13 +134,16 @@ def measure_quality(
     _check(windows_by_domain, runs)
     scores = {name: {domain: RunScores(len(view)) for domain in windows_by_domain} for name in (EXACT, *runs)}
     device = next(model.parameters()).device
-    for domain, windows_NW in windows_by_domain.items():
-        for windows_BW in torch.split(windows_NW, batch_size):
-            ids_BW = windows_BW.to(device)
-            exact = _exact(model, view, ids_BW)
-            scores[EXACT][domain].add(exact, exact, ids_BW)
-            for name, run in runs.items():
-                scores[name][domain].add(_speculative(model, view, run, ids_BW, exact), exact, ids_BW)
+    vocabulary = model.config.get_text_config().vocab_size
+    with experts_of(model, view).reading():
+        for domain, windows_NW in windows_by_domain.items():
+            fitting = LOGITS // (vocabulary * windows_NW.shape[1])
+            for windows_BW in torch.split(windows_NW, max(1, min(batch_size, fitting))):
+                ids_BW = windows_BW.to(device)
+                exact = _exact(model, view, ids_BW)
+                scores[EXACT][domain].add(exact, exact, ids_BW)
+                for name, run in runs.items():
+                    scores[name][domain].add(_speculative(model, view, run, ids_BW, exact), exact, ids_BW)
     return {
         "tokens": sum(windows_NW[:, 1:].numel() for windows_NW in windows_by_domain.values()),
         "runs": {name: _report(parts) for name, parts in scores.items()},
