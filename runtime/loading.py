@@ -27,6 +27,7 @@ from expertcast.data.memory import available_memory
 from expertcast.data.models import first_line, meta_model, resolve_model, torch_device, torch_dtype
 from expertcast.data.quantisation import FP8, MXFP4, forget_quantisation, quantisation_settings, shipped_form
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.arguments import slot_count
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.offloading import offload
@@ -96,7 +97,7 @@ def load_offloaded(
             made.source = reader
             if shipped is not None and isinstance(made, CodedStore):
                 made.shipped = reader.shipped
-            _check_memory(made)
+            _check_memory(made, slot_count(config, view) if target.type == "cpu" else 0)
             return offload(model, replace(config, store=made, store_folder=None, codec="raw"), observers=observers)
         except BaseException:
             made.close()
@@ -208,11 +209,27 @@ def _as_shipped(
     return None
 
 
-def _check_memory(store: ExpertStore) -> None:
+def _check_memory(store: ExpertStore, slots: int) -> None:
+    """
+    Args:
+        store: that is about to be filled.
+        slots: that will lie in host memory.
+    """
     available = available_memory()
-    if store.name == "memory" and available is not None and store.nbytes > available:
+    if available is None:
+        return
+    experts, own = store.nbytes if store.name == "memory" else 0, slots * store.layout.block_bytes
+    if experts > available:
         raise ExpertcastError(
-            f"the experts need {store.nbytes} bytes of host memory and {available} are available: use store='disk'"
+            f"the experts need {experts} bytes of host memory and {available} are available: use store='disk' "
+            "(--store-folder)"
+        )
+    if experts + own > available:
+        beside = f" beside the experts' {experts}" if experts else ""
+        remedy = "store='disk'" if experts else "a smaller memory="
+        raise ExpertcastError(
+            f"{slots} slots need {own} bytes of host memory{beside} and {available} are available: give fewer slots, "
+            f"or {remedy}"
         )
 
 

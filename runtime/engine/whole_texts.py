@@ -163,7 +163,7 @@ class _SeenKernel(SlotKernel):
             return super()._run(experts, hidden_TD, slots_TK, weights_TK, order, slots)
         order_P, slots_P = order(), slots_TK.reshape(-1)
         rows_P = slots_P[order_P] if self.by_expert(slots_TK) else slots_P.sort().values
-        found, count_G = rows_P.unique_consecutive(return_counts=True)
+        found, count_G = rows_P.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
         keys = [self._pool.key_of(slot) for slot in found.tolist()]
         expert_G = torch.tensor([key % self._experts for key in keys if key is not None], device=slots_P.device)
         with inner_activations(experts, lambda inner_SI: inner(inner_SI, expert_G, count_G)):

@@ -93,9 +93,7 @@ class VirtualLink(QueuedLink):
         else:
             self._queued.append(copy)
         if not self.overlaps:
-            before = self.now
             self.wait(copy)
-            copy.held_s = self.now - before
         return copy
 
     def wait(self, copy: Copy) -> None:
