@@ -97,8 +97,8 @@ def test_eval(model: str, store_folder: str, traces: TraceDataset, tmp_path: Pat
 
 
 def test_simulate(model: str, store_folder: str, traces: TraceDataset, tmp_path: Path) -> None:
-    command = ["simulate", str(traces.folder), "--miss", "drop", "--slots", "9", "--tokens", "150", "--prefill", "8"]
-    command += ["--quality-tokens", "64", "--processes", "1", "--model", model, *TEXT]
+    command = ["simulate", str(traces.folder), "--miss", "drop", "--slots", "4", "--tokens", "150", "--prefill", "8"]
+    command += ["--quality-tokens", "256", "--processes", "1", "--model", model, *TEXT]
 
     def quality(result: Json) -> list[Any]:
         return [row[name] for row in result["results"] for name in ("perplexity", "agreement", "kl")]
@@ -108,4 +108,4 @@ def test_simulate(model: str, store_folder: str, traces: TraceDataset, tmp_path:
         patch.setattr(options, "load_model", None)
         offloaded = quality(found(tmp_path, *command, "--store-folder", store_folder))
     assert offloaded == plain
-    assert plain[2] > 0
+    assert plain[0] > 1
