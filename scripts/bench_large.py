@@ -71,7 +71,7 @@ def measured(args: argparse.Namespace, folder: Path) -> Json:
     made = write_model(folder / "model", config)
     load_tokenizer("reference").save_pretrained(folder / "model")
     model, store = str(folder / "model"), str(folder / "store")
-    text = ["--data", "reference", "--tokens", str(args.tokens)]
+    text = ["--data", "reference", "--tokens", str(args.tokens), "--early-rank", args.early_rank]
     kept = ["--store-folder", store]
     commands = {
         "store": ["store", model, *kept, "--codec", args.codec],
@@ -93,11 +93,11 @@ def measured(args: argparse.Namespace, folder: Path) -> Json:
         if "failed" in runs[name]:
             raise ExpertcastError(f"{name} failed: {runs[name]['failed']}")
     times = {name: each["seconds"] for name, each in runs.items()}
-    over = times["collect"] / times["forward"] if {"collect", "forward"} <= times.keys() else None
+    over = {name: times["collect"] / times[name] for name in ("forward", "plain") if {"collect", name} <= times.keys()}
     options = {key: value for key, value in vars(args).items() if key not in ("json", "keep")}
     return {
         "options": options, "model": {key: made[key] for key in ("bytes", "experts_bytes", "expert_bytes", "shape")},
-        "runs": runs, "collect_over_forward": over, "hardware": hardware(), **provenance(),
+        "runs": runs, "collect_over": over, "hardware": hardware(), **provenance(),
     }  # fmt: skip
 
 
@@ -107,8 +107,9 @@ def described(result: Json) -> str:
     for name, each in result["runs"].items():
         gigabytes = (f"{each[key] / 1e9:.2f}" for key in ("peak_bytes", "bytes_read"))
         rows.append((name, f"{each['seconds']:.1f}", *gigabytes, "yes" if name in _CAGED and each["capped"] else "no"))
-    over = result["collect_over_forward"]
-    said = "" if over is None else f"\n\ncollect takes {over:.2f} times as long as forward"
+    said = "".join(
+        f"\n\ncollect takes {over:.2f} times as long as {name}" for name, over in result["collect_over"].items()
+    )
     return f"experts of {result['model']['experts_bytes'] / 1e9:.2f} GB\n\n{aligned(rows)}{said}"
 
 
@@ -126,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=float, default=3e9, help="bytes of memory for `store` and `collect`")
     parser.add_argument("--memory", default="1GB", help="of it, for experts")
     parser.add_argument("--codec", default="raw")
+    parser.add_argument("--early-rank", default="8", help="of collections; none leaves early attention out")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--runs", nargs="+", choices=("store", "collect", "forward", "plain"),
                         default=("store", "collect", "forward", "plain"))  # fmt: skip
