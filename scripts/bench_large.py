@@ -75,7 +75,18 @@ def measured(args: argparse.Namespace, folder: Path) -> Json:
     kept = ["--store-folder", store]
     commands = {
         "store": ["store", model, *kept, "--codec", args.codec],
-        "collect": ["collect", model, *text, *kept, "--memory", args.memory, "--out", str(folder / "collect")],
+        "collect": [
+            "collect",
+            model,
+            *text,
+            *kept,
+            "--memory",
+            args.memory,
+            "--batch-size",
+            str(args.batch_size),
+            "--out",
+            str(folder / "collect"),
+        ],
         "forward": None,
         "plain": ["collect", model, *text, "--out", str(folder / "plain")],
     }
@@ -125,7 +136,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, help="in place of --gigabytes")
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--limit", type=float, default=3e9, help="bytes of memory for `store` and `collect`")
-    parser.add_argument("--memory", default="1GB", help="of it, for experts")
+    parser.add_argument("--memory", default="400MB", help="of it, for experts")
+    parser.add_argument("--batch-size", type=int, default=16, help="windows per forward of `collect`")
     parser.add_argument("--codec", default="raw")
     parser.add_argument("--early-rank", default="8", help="of collections; none leaves early attention out")
     parser.add_argument("--threads", type=int, default=os.cpu_count())

@@ -23,6 +23,8 @@ _KERNELS: dict[str, ExpertsForward] = {
     "grouped_mm": grouped_mm_experts_forward, "batched_mm": batched_mm_experts_forward
 }  # fmt: skip
 
+_COMBINED = 1024
+"""Tokens whose experts' outputs are weighted at once."""
 _SWITCH = "_optimize_model_for_decode"
 """Method by which transformers' `generate` runs its decode steps with another kernel, on some devices."""
 
@@ -111,8 +113,11 @@ def row_order(ids_TK: Tensor) -> Tensor:
 
 
 def combine(output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weighted sum over K as the kernels take it: the same products, the same reduction."""
+    """Weighted sum over K as the kernels take it: the same products, the same reduction; for some tokens at a time."""
     tokens, top_k = weights_TK.shape
+    if tokens > _COMBINED:
+        parts = zip(output_PD.split(_COMBINED * top_k), weights_TK.split(_COMBINED), strict=True)
+        return torch.cat([combine(*part, dtype) for part in parts])
     weighted_PD = output_PD * weights_TK.reshape(-1, 1)
     return weighted_PD.view(tokens, top_k, -1).sum(dim=1).to(dtype)
 

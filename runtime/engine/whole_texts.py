@@ -117,6 +117,7 @@ class _TextEngine(HostEngine):
             drift=None, gated=False,
         )  # fmt: skip
         super().__init__(own, engine.flow.residency)
+        self._flow.most = view.shape.experts // 2
         self._other = engine
 
     def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
