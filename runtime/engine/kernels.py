@@ -116,7 +116,7 @@ def combine(output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor
     """Weighted sum over K as the kernels take it: the same products, the same reduction; for some tokens at a time."""
     tokens, top_k = weights_TK.shape
     if tokens > _COMBINED:
-        parts = zip(output_PD.split(_COMBINED * top_k), weights_TK.split(_COMBINED), strict=True)
+        parts = zip(torch.split(output_PD, _COMBINED * top_k), torch.split(weights_TK, _COMBINED), strict=True)
         return torch.cat([combine(*part, dtype) for part in parts])
     weighted_PD = output_PD * weights_TK.reshape(-1, 1)
     return weighted_PD.view(tokens, top_k, -1).sum(dim=1).to(dtype)

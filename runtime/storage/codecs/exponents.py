@@ -53,7 +53,7 @@ def exponent_histogram(tensors: Iterable[Tensor]) -> ExponentHistogram:
         if tensor.dtype != dtype or dtype not in _SHIFTS:
             raise ExpertcastError(f"exponents of {tensor.dtype}: give tensors of one type, bf16 or fp16")
         mask = _MASKS[dtype]
-        for part in tensor.detach().split(1) if tensor.dim() else [tensor.detach()]:  # counting takes some copies of it
+        for part in torch.split(tensor.detach(), 1):  # counting takes copies
             exponents = part.contiguous().view(torch.int16).flatten() >> _SHIFTS[dtype] & mask
             found = torch.bincount(exponents, minlength=mask + 1).cpu()
             counts = found if counts is None else counts + found
