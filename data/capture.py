@@ -1,33 +1,28 @@
 """What one forward of a model shows of its MoE layers: residuals, logits, and sums of what experts put out.
 
-T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token, I inner width, S = T x K.
+T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token.
 Hooks are attached for one forward at a time and only look (they return None): between batches, and after an error, the
 model is as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from expertcast.data.discovery import experts_implementation
 from expertcast.data.early import EarlyAttention
+from expertcast.data.experts import Experts, experts_of
 from expertcast.data.means import MeanOutputs, adds_block, adds_experts
 from expertcast.data.taps import RouterCall, RouterTaps
-from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.rule_check import RuleCheck
 from expertcast.predictors.stand_in import StandIn
 from expertcast.predictors.view import MoELayer, MoEView
-
-COLLECT_EXPERTS = "expertcast_collect"
-_ACTIVE: dict[nn.Module, LayerCapture] = {}
-"""Experts modules whose layer is being captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +110,8 @@ class Capture:
 class LayerCapture:
     """What one layer's experts add to a capture's means."""
 
-    def __init__(self, layer: MoELayer, capture: Capture) -> None:
-        self.layer = layer
-        self.capture = capture
+    def __init__(self, layer: MoELayer, capture: Capture, run: Experts) -> None:
+        self.layer, self.capture, self._run = layer, capture, run
         self.routed_TD: Tensor | None = None
         """Output of the routed experts, kept until the block has added the shared ones."""
 
@@ -131,7 +125,25 @@ class LayerCapture:
         means.add_shared(self.layer.index, rows(block).float() - rows(self.routed_TD).float())
         self.routed_TD = None
 
-    def ran(self, output_TD: Tensor) -> None:
+    def experts(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """In place of the experts' forward: their grouped kernel over the real tokens; rows of padding come out as
+        zero."""
+        keep_T = self.capture.keep_T
+        if keep_T is None:
+            output_TD = self._grouped(hidden_TD, ids_TK, weights_TK)
+        else:
+            keep_T = keep_T.to(hidden_TD.device)
+            output_TD = torch.zeros_like(hidden_TD)
+            output_TD[keep_T] = self._grouped(hidden_TD[keep_T], ids_TK[keep_T], weights_TK[keep_T])
+        self._ran(output_TD)
+        return output_TD
+
+    def _grouped(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        means, index = self.capture.means, self.layer.index
+        inner = None if means is None or not adds_experts(self.layer) else partial(means.add_experts, index)
+        return self._run.run(self.layer, hidden_TD, ids_TK, weights_TK, inner)
+
+    def _ran(self, output_TD: Tensor) -> None:
         """The routed experts have put this out."""
         layer, means = self.layer, self.capture.means
         if adds_block(layer):
@@ -142,76 +154,20 @@ class LayerCapture:
         # of the step that `Capture.finish` adds
         means.add_shared(layer.index, -layer.adds.factor * self.capture.rows(output_TD).float())
 
-    def add_inner(self, inner_SI: Tensor, ids_TK: Tensor) -> None:
-        """Add inner activations of the routed experts, rows sorted by expert."""
-        assert self.capture.means is not None
-        count_E = torch.bincount(ids_TK.reshape(-1), minlength=self.layer.num_experts)
-        self.capture.means.add_experts(self.layer.index, inner_SI, count_E)
-
 
 @contextmanager
 def attached(model: PreTrainedModel, view: MoEView, capture: Capture) -> Iterator[ExitStack]:
     """Capture the forwards run inside; what is given is closed afterwards."""
+    experts = experts_of(model, view)
     with ExitStack() as stack:
         if capture.early is not None:
             capture.early.attention.start()
             capture.early.attention.attach()
             stack.callback(capture.early.attention.close)
         stack.callback(RouterTaps(model, view, capture.see).close)
-        for layer in view:
-            own = LayerCapture(layer, capture)
-            if layer.has_shared and adds_block(layer):
-                stack.callback(layer.block.register_forward_hook(own.after_block).remove)
-            _ACTIVE[layer.experts] = own
-            stack.callback(_ACTIVE.pop, layer.experts)
-        stack.enter_context(experts_implementation(model, COLLECT_EXPERTS))
+        layers = [LayerCapture(layer, capture, experts) for layer in view]
+        for own in layers:
+            if own.layer.has_shared and adds_block(own.layer):
+                stack.callback(own.layer.block.register_forward_hook(own.after_block).remove)
+        stack.enter_context(experts.answered({own.layer.experts: own.experts for own in layers}))
         yield stack
-
-
-def _collecting_experts(
-    experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """transformers' grouped_mm over the real tokens only; rows of padding come out as zero."""
-    own = _ACTIVE[experts]
-    keep_T = own.capture.keep_T
-    if keep_T is None:
-        output_TD = _grouped(own, experts, hidden_states, top_k_index, top_k_weights)
-    else:
-        keep_T = keep_T.to(hidden_states.device)
-        output_TD = torch.zeros_like(hidden_states)
-        output_TD[keep_T] = _grouped(own, experts, hidden_states[keep_T], top_k_index[keep_T], top_k_weights[keep_T])
-    own.ran(output_TD)
-    return output_TD
-
-
-def _grouped(own: LayerCapture, experts: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    with ExitStack() as stack:
-        if own.capture.means is not None and adds_experts(own.layer):
-            stack.enter_context(_inner_activations(experts, lambda inner_SI: own.add_inner(inner_SI, ids_TK)))
-        output_TD: Tensor = grouped_mm_experts_forward(experts, hidden_TD, ids_TK, weights_TK)
-    return output_TD
-
-
-@contextmanager
-def _inner_activations(experts: nn.Module, observe: Callable[[Tensor], None]) -> Iterator[None]:
-    """Show what enters the down projection: the gate's result, rows sorted by expert."""
-    with ExitStack() as stack:
-        if experts.has_gate:
-            gate: Callable[[Tensor], Tensor] = experts._apply_gate  # type: ignore[assignment]
-
-            def observed(gate_up: Tensor) -> Tensor:
-                inner_SI = gate(gate_up)
-                observe(inner_SI)
-                return inner_SI
-
-            experts.__dict__["_apply_gate"] = observed  # shadows the class's own for this call
-            stack.callback(experts.__dict__.pop, "_apply_gate")
-        elif isinstance(experts.act_fn, nn.Module):
-            hook = experts.act_fn.register_forward_hook(lambda _m, _args, output: observe(output))
-            stack.callback(hook.remove)
-        else:
-            raise ExpertcastError(f"{type(experts).__name__} is not supported: its activation is no module")
-        yield
-
-
-ALL_EXPERTS_FUNCTIONS.register(COLLECT_EXPERTS, _collecting_experts)

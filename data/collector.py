@@ -16,9 +16,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data import layout
-from expertcast.data.discovery import find_moe_layers
 from expertcast.data.distributed import Share, current_share, documents_of, wait_for_all
 from expertcast.data.early_trial import try_early
+from expertcast.data.experts import Offload, experts_of, model_of
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import SPLITS, Plan, PlannedDocument, TextOptions, Window, make_plan
 from expertcast.data.skeleton import save_skeleton
@@ -35,7 +35,7 @@ from expertcast.predictors.plain import Json, size_text
 
 
 def collect(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Offload,
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[Document],
     out: Path | str,
@@ -50,7 +50,8 @@ def collect(
     it will use, and its progress, are shown on standard error.
 
     Args:
-        model: is run; it stays as it is.
+        model: is run; it stays as it is. One that is offloaded, or its offload, gives the same traces: each expert is
+            read once per forward, and by default forwards take as many windows as fit beside the slots.
         tokenizer: the model's.
         documents: the text.
         out: the folder to write.
@@ -63,14 +64,16 @@ def collect(
             settings, or the traces do not fit the disk.
     """
     share = current_share()
-    view = find_moe_layers(model)
+    model, folder = model_of(model), Path(out)
+    experts = experts_of(model)
+    view = experts.view
     means = MeanOutputs(view)
     plan = make_plan(documents, tokenizer, options, **fields)
+    plan = plan.in_batches(_begun_with(folder) or experts.windows(plan.options.window))
     early, seen = try_early(model, view, plan)
     columns = layout.Columns(view.shape, layout.stored_logits_dtype(seen.logits_TLE.dtype), early is not None)
     windows = plan.windows_of(plan.documents)
     stream = ActivationStream(model, view, windows, batch_size=plan.options.batch_size)
-    folder = Path(out)
     if share.rank == 0:
         _claim(folder, _new_info(stream, plan, share, columns))
         _check_disk(folder, plan, columns.row_bytes)
@@ -150,6 +153,12 @@ def _new_info(stream: ActivationStream, plan: Plan, share: Share, columns: layou
     }
 
 
+def _begun_with(folder: Path) -> int | None:
+    """Windows per forward of a collection that was begun in the folder, if there is one."""
+    begun = read_info(folder) if folder.is_dir() else None
+    return None if begun is None else int(begun["settings"]["batch_size"])
+
+
 def _claim(folder: Path, new: Json) -> None:
     """Make the folder ours, or see that it is ours and was begun with these settings."""
     if folder.exists() and not folder.is_dir():
@@ -206,7 +215,7 @@ def _finish(
     done = merged_progress(folder, means)
     if done.rows != plan.token_count():
         raise ExpertcastError(f"{folder}: {done.rows} rows are written of {plan.token_count()} tokens; {REMEDY}")
-    defaults = means[0].default_vectors(view)
+    defaults = means[0].default_vectors(experts_of(stream.model, view))
     vectors = save(defaults.as_tensors())
     write_atomically(folder / layout.DEFAULTS_FILE, vectors)
     save_skeleton(view, stream.model, folder / layout.SKELETON_FOLDER)

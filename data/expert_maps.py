@@ -16,9 +16,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from expertcast.data.discovery import experts_implementation
+from expertcast.data.experts import WINDOWS, Experts, experts_of
 from expertcast.data.plan import Window
 from expertcast.data.window_batch import window_batches
 from expertcast.predictors.errors import ExpertcastError
@@ -35,13 +34,10 @@ DIRECTION_TOKENS = 8_192
 PRIOR_TOKENS = 16.0
 """Tokens' worth of holding maps back: an expert that few tokens reach keeps to its mean."""
 M = TypeVar("M", "_Moments", "_Sums")
-PAIR_EXPERTS = "expertcast_pairs"
-_SEEN: dict[nn.Module, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
-"""By experts module that is looked at: input, ids and weights to output."""
 
 
 def fit_stand_in(
-    model: PreTrainedModel, view: MoEView, windows: Sequence[Window], *, rank: int = RANK, batch_size: int = 8
+    model: PreTrainedModel, view: MoEView, windows: Sequence[Window], *, rank: int = RANK, batch_size: int = WINDOWS
 ) -> StandIn:
     """The stand-in of a model's MoE layers, on the CPU.
 
@@ -176,13 +172,12 @@ def _run(
         if model.training:
             stack.callback(model.train)
             model.eval()
-        looks = [_Look(layer, own) for layer, own in zip(view, sums, strict=True)]
+        experts = experts_of(model, view)
+        looks = [_Look(layer, own, experts) for layer, own in zip(view, sums, strict=True)]
         for look in looks:
-            _SEEN[look.layer.experts] = look.experts
-            stack.callback(_SEEN.pop, look.layer.experts)
             if look.layer.has_shared:
                 stack.callback(look.layer.block.register_forward_hook(look.after_block).remove)
-        stack.enter_context(experts_implementation(model, PAIR_EXPERTS))
+        stack.enter_context(experts.answered({look.layer.experts: look.experts for look in looks}))
         total = sum(len(window.token_ids) for window in windows)
         batches = window_batches(windows, batch_size)
         for batch in tokens_read(batches, f"stand-in for early attention: {what}", total):
@@ -200,8 +195,8 @@ def _run(
 class _Look:
     """Shows one layer's experts to its sums."""
 
-    def __init__(self, layer: MoELayer, sums: _Moments | _Sums) -> None:
-        self.layer, self._sums = layer, sums
+    def __init__(self, layer: MoELayer, sums: _Moments | _Sums, run: Experts) -> None:
+        self.layer, self._sums, self._run = layer, sums, run
         self.keep_T = torch.empty(0, dtype=torch.int64)
         """Indices of the batch's real tokens."""
         self._routed: tuple[Tensor, Tensor] | None = None
@@ -213,12 +208,12 @@ class _Look:
         if isinstance(self._sums, _Moments):
             self._sums.add(hidden)
             routed_TD = torch.zeros_like(hidden_TD)
-            routed_TD[keep_T] = grouped_mm_experts_forward(self.layer.experts, hidden, ids, weights)
+            routed_TD[keep_T] = self._run.run(self.layer, hidden, ids, weights)
             return routed_TD
         ids_S, order_S = ids.reshape(-1).sort(stable=True)
         rows_SD = hidden[order_S // ids.shape[1]]
         ones_S1 = torch.ones_like(ids_S[:, None], dtype=weights.dtype)
-        output_SD = grouped_mm_experts_forward(self.layer.experts, rows_SD, ids_S[:, None], ones_S1)
+        output_SD = self._run.run(self.layer, rows_SD, ids_S[:, None], ones_S1)
         self._sums.add_pairs(rows_SD, output_SD, ids_S)
         pairs_SD = torch.empty_like(output_SD)
         pairs_SD[order_S] = output_SD
@@ -238,10 +233,3 @@ class _Look:
         keep_T = self.keep_T.to(routed_TD.device)
         shared_TD = block.reshape(routed_TD.shape)[keep_T].float() - routed_TD[keep_T].float()
         self._sums.add_shared(hidden_TD[keep_T], shared_TD)
-
-
-def _pair_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    return _SEEN[experts](hidden_states, top_k_index, top_k_weights)
-
-
-ALL_EXPERTS_FUNCTIONS.register(PAIR_EXPERTS, _pair_experts)

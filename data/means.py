@@ -6,7 +6,8 @@ experts, or, where the layer adds more beside its block or multiplies, of the wh
 residual less the routed part. Where the output is no term (it is normalised, gated or projected first), the mean step
 is all there is.
 
-L MoE layers, E routed experts per layer, D hidden size, I inner width of an expert, S rows (token-expert pairs).
+L MoE layers, E routed experts per layer, D hidden size, I inner width of an expert, S rows (token-expert pairs),
+G groups of rows.
 The down projection is linear, so the mean output of expert e is W_down,e applied to the mean of its inner activations
 (plus its bias): only I numbers per expert are summed, and no expert runs twice.
 """
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from expertcast.data.experts import Experts
 from expertcast.predictors.quasi_hidden import DefaultVectors
 from expertcast.predictors.view import Adds, MoELayer, MoEView
 
@@ -37,11 +39,18 @@ class MeanOutputs:
             self.shared_D.append(weight.new_zeros(layer.hidden_size, dtype=torch.float64))
         self.token_count = 0
 
-    def add_experts(self, layer: int, inner_SI: Tensor, count_E: Tensor) -> None:
-        """Add inner activations of one batch, rows sorted by expert, `count_E` of them each."""
-        sums_EI = torch.segment_reduce(inner_SI.float(), "sum", lengths=count_E, axis=0, unsafe=True)
-        self.inner_EI[layer] += sums_EI
-        self.count_E[layer] += count_E
+    def add_experts(self, layer: int, inner_SI: Tensor, expert_G: Tensor, count_G: Tensor) -> None:
+        """Add inner activations of one batch, or of some experts in it.
+
+        Args:
+            layer: whose experts.
+            inner_SI: rows of one expert lie together.
+            expert_G: whose rows they are, group by group; each expert once.
+            count_G: how many rows each of them has.
+        """
+        sums_GI = torch.segment_reduce(inner_SI.float(), "sum", lengths=count_G, axis=0, unsafe=True)
+        self.inner_EI[layer].index_add_(0, expert_G, sums_GI.double())
+        self.count_E[layer].index_add_(0, expert_G, count_G)
 
     def add_shared(self, layer: int, shared_TD: Tensor) -> None:
         """Add what one batch's tokens get beside their experts' output."""
@@ -54,10 +63,11 @@ class MeanOutputs:
         self.token_count += other.token_count
 
     @torch.no_grad()
-    def default_vectors(self, view: MoEView) -> DefaultVectors:
+    def default_vectors(self, experts: Experts) -> DefaultVectors:
         """The means so far, on the CPU; zero for experts that no token was routed to."""
+        means = [_mean_outputs(experts, *sums) for sums in zip(experts.view, self.inner_EI, self.count_E, strict=True)]
         return DefaultVectors(
-            expert_LED=torch.stack([*map(_mean_outputs, view, self.inner_EI, self.count_E)]),
+            expert_LED=torch.stack(means),
             shared_LD=torch.stack([(sums_D / max(self.token_count, 1)).float().cpu() for sums_D in self.shared_D]),
             count_LE=torch.stack([count_E.cpu() for count_E in self.count_E]),
             token_count=self.token_count,
@@ -93,17 +103,16 @@ def adds_block(layer: MoELayer) -> bool:
     return adds_experts(layer) and layer.adds == Adds()
 
 
-def _mean_outputs(layer: MoELayer, inner_EI: Tensor, count_E: Tensor) -> Tensor:
+def _mean_outputs(experts: Experts, layer: MoELayer, inner_EI: Tensor, count_E: Tensor) -> Tensor:
     """[E, D] fp32 on the CPU: the down projection of each expert's mean inner activation."""
-    experts = layer.experts
     if not adds_experts(layer) or layer.adds is None:
         return torch.zeros(layer.num_experts, layer.hidden_size)
-    weight = experts.get_parameter("down_proj")
-    bias_ED = experts.get_parameter("down_proj_bias") if experts.has_bias else None
     mean_EI = (inner_EI / count_E.clamp(min=1)[:, None]).float()
     rows = []
-    for expert, mean_I in enumerate(mean_EI):  # one at a time: an fp32 copy of all weights may not fit
-        weight_DI = weight[expert].float()
-        row_D = mean_I @ weight_DI if experts.is_transposed else weight_DI @ mean_I
-        rows.append(row_D if bias_ED is None else row_D + bias_ED[expert].float())
+    # one expert at a time: an fp32 copy of all weights may not fit, nor may the weights themselves
+    for mean_I, weights in zip(mean_EI, experts.weights(layer), strict=True):
+        weight_DI = weights["down_proj"].to(mean_I.device).float()
+        row_D = mean_I @ weight_DI if layer.experts.is_transposed else weight_DI @ mean_I
+        bias_D = weights["down_proj_bias"].to(mean_I.device).float() if layer.experts.has_bias else None
+        rows.append(row_D if bias_D is None else row_D + bias_D)
     return (torch.stack(rows) * (count_E > 0)[:, None] * layer.adds.factor).cpu()

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from expertcast.data.quantisation import FP8, MXFP4, shipped_form
+from expertcast.data.weights_size import check_room
 from expertcast.predictors.errors import ExpertcastError
 
 _DEQUANTISED = {FP8: FineGrainedFP8Config, MXFP4: Mxfp4Config}
@@ -42,12 +43,14 @@ def load_model(model_id: str, *, dtype: str = "auto", device: str = "cpu") -> Pr
     What is shipped in FP8 or MXFP4 is dequantised.
 
     Raises:
-        ExpertcastError: the folder or hub id cannot be loaded, or is quantised otherwise; the line carries the reason.
+        ExpertcastError: the folder or hub id cannot be loaded, is quantised otherwise, or needs more memory than there
+            is; the line carries the reason.
     """
     path = resolve_model(model_id)
     try:
         config = AutoConfig.from_pretrained(path)
         form = shipped_form(config, model_id)
+        check_room(model_id, path, config, torch_dtype(dtype))
         plain = {} if form is None else {"quantization_config": _DEQUANTISED[form](dequantize=True)}
         model = auto_class(config).from_pretrained(path, config=config, dtype=torch_dtype(dtype) or "auto", **plain)
     except ExpertcastError:

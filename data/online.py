@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.discovery import find_moe_layers
 from expertcast.data.distributed import current_share, documents_of, sum_over_ranks
 from expertcast.data.early import EarlyAttention
 from expertcast.data.early_trial import try_early
+from expertcast.data.experts import Offload, experts_of, model_of
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import PlannedDocument, TextOptions, Window, first_tokens, make_plan
 from expertcast.data.stand_in_file import plan_stand_in
@@ -34,7 +34,7 @@ class OnlineTraces(TraceSource):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | Offload,
         tokenizer: PreTrainedTokenizerBase,
         documents: Sequence[Document],
         options: TextOptions | None = None,
@@ -48,9 +48,11 @@ class OnlineTraces(TraceSource):
             model, tokenizer, documents, options, fields: as there.
             buffer_tokens: tokens held for shuffling (a token takes L x (2 D + 2..4 E) bytes).
         """
-        self.model = model
-        self.view = find_moe_layers(model)
-        self.plan = make_plan(documents, tokenizer, options, **fields)
+        self.model = model_of(model)
+        experts = experts_of(self.model)
+        self.view = experts.view
+        plan = make_plan(documents, tokenizer, options, **fields)
+        self.plan = plan.in_batches(experts.windows(plan.options.window))
         self.documents = self.plan.documents
         self._buffer_tokens = buffer_tokens
         account = self.plan.account(self.view)
@@ -71,7 +73,7 @@ class OnlineTraces(TraceSource):
         counted = torch.tensor(means.token_count)
         sum_over_ranks(share, [counted, *means.tensors()])
         means.token_count = int(counted)
-        return means.default_vectors(self.view)
+        return means.default_vectors(experts_of(self.model, self.view))
 
     @cached_property
     def stand_in(self) -> StandIn | None:  # type: ignore[override]

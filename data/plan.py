@@ -45,8 +45,8 @@ class TextOptions:
     """Tokens of text to use, from documents in an order shuffled by seed (default: all there are)."""
     window: int = 256
     """Tokens per window; a window sees nothing before it."""
-    batch_size: int = 8
-    """Windows per forward."""
+    batch_size: int | None = None
+    """Windows per forward (default: 8; offloaded, as many as take about the memory of the slots)."""
     seed: int = 0
     """What the order of the documents is drawn from."""
     early_rank: int | None = 8
@@ -116,6 +116,12 @@ class Plan(Documented):
         own = {document.index for document in documents}
         splits = SPLITS if split == ALL else (split,)
         return [window for name in splits for window in self.windows[name] if window.document in own]
+
+    def in_batches(self, batch_size: int) -> Plan:
+        """The same with so many windows per forward, unless its options say how many."""
+        if self.options.batch_size is not None:
+            return self
+        return replace(self, options=replace(self.options, batch_size=batch_size))
 
     def account(self, view: MoEView) -> Json:
         """What traces say of where they come from: the model that is run, the text, the documents, the versions."""

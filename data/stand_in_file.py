@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from expertcast.data import layout
 from expertcast.data.expert_maps import TOKENS, first_windows, fit_stand_in
+from expertcast.data.experts import WINDOWS
 from expertcast.data.plan import Plan
 from expertcast.data.tensor_files import read_tensors
 from expertcast.data.writer import REMEDY, write_atomically
@@ -21,7 +22,7 @@ def plan_stand_in(model: PreTrainedModel, view: MoEView, plan: Plan) -> StandIn:
     the train split."""
     windows = first_windows(plan.windows_of(plan.documents, "train"), TOKENS)
     options = plan.options
-    return fit_stand_in(model, view, windows, rank=options.early_rank or 0, batch_size=options.batch_size)
+    return fit_stand_in(model, view, windows, rank=options.early_rank or 0, batch_size=options.batch_size or WINDOWS)
 
 
 def write_stand_in(folder: Path, stand_in: StandIn) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from expertcast.data.batch import TraceBatch
 from expertcast.data.capture import Capture, EarlyRun, attached
 from expertcast.data.early import EarlyAttention
+from expertcast.data.experts import WINDOWS
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import Window
 from expertcast.data.window_batch import WindowBatch, window_batches
@@ -26,10 +27,10 @@ class ActivationStream:
     """Iterates TraceBatch over windows, in order, from a running model; nothing is stored.
 
     Args:
-        model: is run, in eval mode; its own mode comes back afterwards.
+        model: is run, in eval mode; its own mode comes back afterwards. It may be offloaded.
         view: the model's MoE layers.
         windows: what iteration runs over, in order.
-        batch_size: windows per forward.
+        batch_size: windows per forward; None: 8.
         means: where to add expert outputs, for default vectors; None leaves them out.
         stand_in: what early attention runs on; None leaves it out.
         early: runs it, where it has been tried before; None makes it anew.
@@ -45,12 +46,13 @@ class ActivationStream:
         view: MoEView,
         windows: Sequence[Window],
         *,
-        batch_size: int = 8,
+        batch_size: int | None = None,
         means: MeanOutputs | None = None,
         stand_in: StandIn | None = None,
         early: EarlyAttention | None = None,
         residual_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        batch_size = WINDOWS if batch_size is None else batch_size
         if batch_size < 1:
             raise ExpertcastError(f"batch_size={batch_size}: give at least 1 window per forward")
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)

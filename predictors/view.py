@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -173,18 +173,34 @@ class MoEView:
         """
         if self.experts_known is not None:
             return self.experts_known
-        digest = hashlib.sha256()
         places: set[int] = set()
         for layer in self.layers:
-            for name, tensor in sorted(layer.experts.named_parameters()):
-                whole = len(tensor) == layer.num_experts and tensor.data_ptr() not in places
-                if tensor.is_meta or not whole or tensor.dtype not in (torch.float32, torch.bfloat16):
+            for tensor in layer.experts.parameters():
+                if tensor.is_meta or len(tensor) != layer.num_experts or tensor.data_ptr() in places:
                     return None
                 places.add(tensor.data_ptr())  # layers in slots share one place
-                flat_EN = tensor.detach().reshape(len(tensor), -1)
-                at = torch.linspace(0, flat_EN.shape[1] - 1, _SAMPLED).long().to(tensor.device)
-                _add(digest, f"{layer.index}.experts", {name: flat_EN[:, at]})
-        return digest.hexdigest()
+        return experts_digest(map(_experts_weights, self.layers))
+
+
+def experts_digest(layers: Iterable[Iterable[Mapping[str, Tensor]]]) -> str | None:
+    """What :meth:`MoEView.experts_fingerprint` gives, of experts' weights by name: of every layer, of each expert."""
+    digest = hashlib.sha256()
+    for index, experts in enumerate(layers):
+        samples: dict[str, list[Tensor]] = {}
+        for weights in experts:
+            for name, tensor in weights.items():
+                if tensor.dtype not in (torch.float32, torch.bfloat16):
+                    return None
+                at = torch.linspace(0, tensor.numel() - 1, _SAMPLED).long().to(tensor.device)
+                samples.setdefault(name, []).append(tensor.detach().reshape(-1)[at])
+        _add(digest, f"{index}.experts", {name: torch.stack(rows) for name, rows in samples.items()})
+    return digest.hexdigest()
+
+
+def _experts_weights(layer: MoELayer) -> Iterator[dict[str, Tensor]]:
+    """Each expert's own, by name."""
+    for expert in range(layer.num_experts):
+        yield {name: tensor[expert] for name, tensor in layer.experts.named_parameters()}
 
 
 def _add(digest: hashlib._Hash, where: str, tensors: Mapping[str, Tensor]) -> None:

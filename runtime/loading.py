@@ -21,10 +21,12 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
 
 from expertcast.data.discovery import find_moe_layers
+from expertcast.data.memory import available_memory
 from expertcast.data.models import first_line, meta_model, resolve_model, torch_device, torch_dtype
 from expertcast.data.quantisation import FP8, MXFP4, forget_quantisation, quantisation_settings, shipped_form
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.progress import Progress
+from expertcast.runtime.arguments import slot_count
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.offloading import offload
@@ -33,7 +35,6 @@ from expertcast.runtime.storage.checkpoint_files import SafetensorsFiles, Tensor
 from expertcast.runtime.storage.coded_store import CodedStore
 from expertcast.runtime.storage.expert_sources import ExpertSources
 from expertcast.runtime.storage.fp8_tensors import join_scales
-from expertcast.runtime.storage.host_memory import available_memory
 from expertcast.runtime.storage.shipped_experts import Shipped, ShippedExperts
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_store
@@ -95,7 +96,7 @@ def load_offloaded(
             made.source = reader
             if shipped is not None and isinstance(made, CodedStore):
                 made.shipped = reader.shipped
-            _check_memory(made)
+            _check_memory(made, slot_count(config, view) if target.type == "cpu" else 0)
             return offload(model, replace(config, store=made, store_folder=None, codec="raw"), observers=observers)
         except BaseException:
             made.close()
@@ -207,11 +208,27 @@ def _as_shipped(
     return None
 
 
-def _check_memory(store: ExpertStore) -> None:
+def _check_memory(store: ExpertStore, slots: int) -> None:
+    """
+    Args:
+        store: that is about to be filled.
+        slots: that will lie in host memory.
+    """
     available = available_memory()
-    if store.name == "memory" and available is not None and store.nbytes > available:
+    if available is None:
+        return
+    experts, own = store.nbytes if store.name == "memory" else 0, slots * store.layout.block_bytes
+    if experts > available:
         raise ExpertcastError(
-            f"the experts need {store.nbytes} bytes of host memory and {available} are available: use store='disk'"
+            f"the experts need {experts} bytes of host memory and {available} are available: use store='disk' "
+            "(--store-folder)"
+        )
+    if experts + own > available:
+        beside = f" beside the experts' {experts}" if experts else ""
+        remedy = "store='disk'" if experts else "a smaller memory="
+        raise ExpertcastError(
+            f"{slots} slots need {own} bytes of host memory{beside} and {available} are available: give fewer slots, "
+            f"or {remedy}"
         )
 
 

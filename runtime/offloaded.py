@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.discovery import experts_implementation
+from expertcast.data.experts import OFFLOAD
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.next_token_tracker import NextTokenTracker
@@ -26,6 +27,7 @@ from expertcast.runtime.engine.guards import ForwardGuard, in_use, weights_guard
 from expertcast.runtime.engine.host import HostEngine
 from expertcast.runtime.engine.kernels import decode_kernel_followed
 from expertcast.runtime.engine.residency import Residency
+from expertcast.runtime.engine.whole_texts import SlotExperts
 from expertcast.runtime.links.speed import fastest_link
 from expertcast.runtime.offload_parts import OffloadParts
 from expertcast.runtime.policies import CacheShape, Policies
@@ -95,6 +97,8 @@ class OffloadedModel(StandIn):
             )  # fmt: skip
             self._engine = engine = made(engine_parts)
             self.stats = engine.stats
+            self.experts = SlotExperts(engine, engine_parts, store)
+            """What collecting and measuring run whole texts through."""
             self.stats.reports = [each.as_dict for each in (self._drift, speculator.refit) if each is not None]
             self.drafting: Drafting | None = None
             """Drafts of this model and what was learnt of them; None where the link decides on the device."""
@@ -117,8 +121,8 @@ class OffloadedModel(StandIn):
             undo.callback(taps.close)
             undo.enter_context(decode_kernel_followed(model, parts.kernel))
             undo.enter_context(experts_implementation(model, EXPERTS_NAME))
-            model.__dict__["_expertcast"] = self  # a model whose offload nobody holds stays offloaded
-            undo.callback(model.__dict__.pop, "_expertcast")
+            model.__dict__[OFFLOAD] = self  # a model whose offload nobody holds stays offloaded
+            undo.callback(model.__dict__.pop, OFFLOAD)
             self._stack = undo.pop_all()
 
     @property

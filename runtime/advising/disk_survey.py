@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from expertcast.data.memory import available_memory
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.advising.disk import DiskFindings, expected
 from expertcast.runtime.advising.disk_costs import decoding_seconds, disk_rate, scratch_rate, stored_as, stored_in
@@ -31,7 +32,6 @@ from expertcast.runtime.storage.coded_file import CodedFile
 from expertcast.runtime.storage.coded_header import read_coded_header
 from expertcast.runtime.storage.coded_store import CodedStore
 from expertcast.runtime.storage.file_store import FileStore
-from expertcast.runtime.storage.host_memory import available_memory
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.store_file import FILE_NAME
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from expertcast.data.memory import available_memory
 from expertcast.data.models import REFERENCE, meta_model, resolve_model, torch_dtype
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.plain import Json
-from expertcast.runtime.storage.host_memory import available_memory
 
 STD = 0.02
 _KEEP_AND_SET = {torch.bfloat16: (0x807F, 0x3C80), torch.float16: (0x83FF, 0x2400)}

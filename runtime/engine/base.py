@@ -134,6 +134,11 @@ class Engine(ABC):
             self.stage = None
         self._complete = True
 
+    @property
+    def is_halfway(self) -> bool:
+        """Whether a call was cut short that moves experts: books and slots may not agree."""
+        return self._halfway
+
     def go_on(self) -> None:
         """The next forward goes on where another engine of the model stopped."""
         self._complete, self._halfway = True, False

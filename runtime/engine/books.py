@@ -172,6 +172,8 @@ class Books:
         except BaseException:
             self._lose(key)
             raise
+        if held_s := self.copies[key].held_s:  # the disk's pages came meanwhile, or the copy was made
+            self.observer.waited(layer, held_s, 0)
         count = self._stats.layers[layer]
         count.bytes_moved += nbytes
         if not urgent:

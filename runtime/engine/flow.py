@@ -85,6 +85,8 @@ class LayerFlow:
         self.reads_logits = policies.eviction.reads_scores or tokens_ahead is not None
         """Whether :meth:`see` must be called."""
         self._streams = residency.link.overlaps and not isinstance(policies.prefetch, NoPrefetch)
+        self.most = shape.experts
+        """Experts of a layer that run at once, at most: several calls of the kernel need less memory than one."""
         self._executed = 0
         """Experts of the running layer."""
         reads = policies.prefetch.reads_transfer
@@ -188,6 +190,7 @@ class LayerFlow:
 
     def _chunked(self, keys: list[int], limit: int) -> list[list[int]]:
         """Half the slots at a time, so that one chunk loads while another computes; what is held goes first."""
+        limit = min(limit, self.most)
         if len(keys) <= limit:
             return [keys]
         keys = sorted(keys, key=lambda key: (not self.residency.holds(key), key))

@@ -23,6 +23,8 @@ _KERNELS: dict[str, ExpertsForward] = {
     "grouped_mm": grouped_mm_experts_forward, "batched_mm": batched_mm_experts_forward
 }  # fmt: skip
 
+_COMBINED = 1024
+"""Tokens whose experts' outputs are weighted at once."""
 _SWITCH = "_optimize_model_for_decode"
 """Method by which transformers' `generate` runs its decode steps with another kernel, on some devices."""
 
@@ -73,6 +75,10 @@ class SlotKernel:
         output = self._run(experts, rows, of_rows.unsqueeze(-1), ones, lambda: torch.arange(len(rows)))
         return output if self._grouped else output[pairs]
 
+    def by_expert(self, slots_TK: Tensor) -> bool:
+        """Whether the grouped kernel computes these rows in the order of their experts; else in that of their slots."""
+        return slots_TK.device.type == "cpu" and (len(slots_TK) > 1 or self._slots > MANY_GROUPS)
+
     @property
     def _grouped(self) -> bool:
         return self.forward is grouped_mm_experts_forward
@@ -92,8 +98,7 @@ class SlotKernel:
         try:
             between: AbstractContextManager[object] = nullcontext()
             if self._grouped:
-                many = len(slots_TK) > 1 or self._slots > MANY_GROUPS
-                if self._on_host is not None and many and slots_TK.device.type == "cpu":
+                if self._on_host is not None and self.by_expert(slots_TK):
                     return self._on_host.run(experts, hidden_TD, slots_TK, weights_TK, order())
                 between = over_slots(experts, self._slots, slots_TK, order, slots)
             with between:
@@ -108,8 +113,11 @@ def row_order(ids_TK: Tensor) -> Tensor:
 
 
 def combine(output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weighted sum over K as the kernels take it: the same products, the same reduction."""
+    """Weighted sum over K as the kernels take it: the same products, the same reduction; for some tokens at a time."""
     tokens, top_k = weights_TK.shape
+    if tokens > _COMBINED:
+        parts = zip(torch.split(output_PD, _COMBINED * top_k), torch.split(weights_TK, _COMBINED), strict=True)
+        return torch.cat([combine(*part, dtype) for part in parts])
     weighted_PD = output_PD * weights_TK.reshape(-1, 1)
     return weighted_PD.view(tokens, top_k, -1).sum(dim=1).to(dtype)
 

@@ -35,6 +35,8 @@ class Copy:
     cancelled: bool = False
     error: BaseException | None = None
     precision: str = FULL
+    held_s: float = 0.0
+    """Seconds for which asking for it held the model's thread up."""
 
 
 class Link(ABC):
@@ -226,8 +228,9 @@ class InstantLink(Link):
         else:
             packed = self._store.copies(precision).block(key)
             self._pool.block(slot)[: packed.numel()] = packed
-        copy = Copy(key, slot, urgent, started=True, done=True, precision=precision)
-        self._count(copy, start, time.perf_counter())
+        end = time.perf_counter()
+        copy = Copy(key, slot, urgent, started=True, done=True, precision=precision, held_s=end - start)
+        self._count(copy, start, end)
         return copy
 
     def twin(self) -> Link:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchmetrics import MetricCollection
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from expertcast.data.experts import experts_of
 from expertcast.data.taps import RouterCall, RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.plain import Json
@@ -24,6 +25,8 @@ from expertcast.runtime.engine.speculate import speculate
 from expertcast.training.metrics.means import Agreement, Divergence, Perplexity, Recall
 
 EXACT = "exact"
+LOGITS = 1 << 27
+"""Of one forward at most: half a gigabyte, several times over."""
 
 
 @dataclass(slots=True)
@@ -115,11 +118,11 @@ def measure_quality(
     in one forward over a whole window the speculative one does not exist yet.
 
     Args:
-        model: the model, its experts in memory.
+        model: the model, which may be offloaded: whatever its mode, it runs by its own routers and these forecasts.
         view: its norms and routers.
         windows_by_domain: token ids [N, W] per domain.
         runs: by name; `exact` is always measured and its name is taken.
-        batch_size: windows per forward.
+        batch_size: windows per forward at most; fewer where the vocabulary makes a forward's logits large.
 
     Returns:
         `tokens` scored, and `runs.<name>` with `perplexity`, `top1_agreement`, `kl` (nats per token, exact || run),
@@ -132,12 +135,18 @@ def measure_quality(
     _check(windows_by_domain, runs)
     scores = {name: {domain: RunScores(len(view)) for domain in windows_by_domain} for name in (EXACT, *runs)}
     device = next(model.parameters()).device
+    vocabulary = model.config.get_text_config().vocab_size
     batches = [
         (domain, windows_BW)
         for domain, windows_NW in windows_by_domain.items()
-        for windows_BW in torch.split(windows_NW, batch_size)
+        for windows_BW in torch.split(
+            windows_NW, max(1, min(batch_size, LOGITS // (vocabulary * windows_NW.shape[1])))
+        )
     ]
-    with Progress("executing forecasts", total=len(batches) * len(scores), unit="batch") as bar:
+    with (
+        experts_of(model, view).reading(),
+        Progress("executing forecasts", total=len(batches) * len(scores), unit="batch") as bar,
+    ):
         for domain, windows_BW in batches:
             ids_BW = windows_BW.to(device)
             exact = _exact(model, view, ids_BW)

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +21,19 @@ from expertcast.predictors.plain import Json
 from expertcast.predictors.progress import Progress
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink
+from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.quality.decoding import read_texts
 from expertcast.runtime.quality.forecasts import EXACT, Pass, RunScores
 from expertcast.runtime.simulation.trace import PREFILL, prefilled
 
+Opener: TypeAlias = Callable[[OffloadConfig], OffloadedModel]
+"""Offloads a model."""
+
 
 def measure_policies(
-    model: PreTrainedModel,
+    model: PreTrainedModel | Opener,
     windows_NW: Tensor,
     runs: Mapping[str, OffloadConfig],
     *,
@@ -43,7 +49,7 @@ def measure_policies(
     that also leaves experts out of the prefill pays for it here with the prefill that it saves time in there.
 
     Args:
-        model: the model, its experts in memory.
+        model: the model, its experts in memory; or what opens it, offloaded as it is told, for one that is larger.
         windows_NW: token ids; every token of a window after the prefill is scored.
         runs: how the model is offloaded, by name; where the link is left open, copies are made at once.
         prefill: tokens of each window that are read at once; half of a window that is shorter than twice as many.
@@ -64,11 +70,13 @@ def measure_policies(
         )
     prefill = prefilled(windows_NW.shape[1], prefill)
     windows = [rows_BW for rows_BW in torch.split(windows_NW, batch) if len(rows_BW) == batch]
+    opener = partial(offload, model) if isinstance(model, PreTrainedModel) else model
+    slots = max((config.slots for config in runs.values() if config.slots), default=None)
     with Progress("decoding with policies", total=(1 + len(runs)) * len(windows), unit="batch") as bar:
-        exact = _passes(model, windows, OffloadConfig(policies=Policies()), prefill, bar)
+        exact = _passes(opener, windows, OffloadConfig(policies=Policies(), slots=slots), prefill, bar)
         results = {EXACT: _result(windows, exact, exact, prefill)}
         for name, config in runs.items():
-            results[name] = _result(windows, _passes(model, windows, config, prefill, bar), exact, prefill)
+            results[name] = _result(windows, _passes(opener, windows, config, prefill, bar), exact, prefill)
     scored = len(windows) * batch * (windows_NW.shape[1] - prefill)
     return {"tokens": scored, "prefill": prefill, "batch": batch, "runs": results}
 
@@ -77,7 +85,7 @@ _Run = tuple[list[Pass], Counter[str]]
 
 
 def _passes(
-    model: PreTrainedModel,
+    opener: Opener,
     windows: Sequence[Tensor],
     config: OffloadConfig,
     prefill: int,
@@ -87,7 +95,7 @@ def _passes(
     totals: Counter[str] = Counter()
     passes = []
     link = InstantLink() if config.link == "auto" else config.link
-    with offload(model, config, link=link) as offloaded:
+    with opener(replace(config, link=link)) as offloaded:
         for ids_BW in windows:
             with _recorded(offloaded.view) as executed:
 
@@ -96,7 +104,7 @@ def _passes(
                         rows.clear()
                     offloaded.reset_stats()
 
-                log_probs_BSV = read_texts(model, ids_BW, prefill, prefilled=forget)
+                log_probs_BSV = read_texts(offloaded.model, ids_BW, prefill, prefilled=forget)
             totals.update(asdict(offloaded.stats.total))
             passes.append(Pass(log_probs_BSV, [torch.cat(rows) for rows in executed], []))
             bar.update()

@@ -58,7 +58,7 @@ class Observer:
         """A copy was taken back before it began; `forecast`: one that no layer has asked for."""
 
     def waited(self, layer: int, seconds: float, in_time: int) -> None:
-        """Compute was made to wait for requested experts (host time).
+        """Compute was made to wait for requested experts (host time), or for a copy in the model's own thread.
 
         Args:
             layer: whose experts they are.

@@ -35,7 +35,8 @@ class LayerStatistics:
     bytes_moved: int = 0
     """Bytes of this layer's experts, store to slots."""
     waited_s: float = 0.0
-    """Seconds the layer's compute was blocked on copies (host time; CUDA streams wait on the device, see the link)."""
+    """Seconds the layer's compute was blocked on copies, those that its own thread makes, with pages read from a disk,
+    among them (host time; CUDA streams wait on the device, see the link)."""
     steps: int = 0
     """Times the layer ran."""
     chunks: int = 0

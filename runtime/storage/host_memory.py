@@ -13,11 +13,11 @@ import mmap
 import sys
 import warnings
 import weakref
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from expertcast.data.memory import available_memory
 from expertcast.predictors.errors import ExpertcastError
 
 _PORTABLE_AND_MAPPED = 3
@@ -140,47 +140,6 @@ def give_back_freed() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
-
-
-def available_memory() -> int | None:
-    """Bytes that can be allocated without swapping, within the container's limit; None where the system tells not."""
-    kilobytes = _fields(Path("/proc/meminfo")).get("MemAvailable:")
-    bounds = (None if kilobytes is None else 1024 * kilobytes, _container_available())
-    return min((bound for bound in bounds if bound is not None), default=None)
-
-
-def _container_available() -> int | None:
-    """What the control group still allows; the file cache that counts against it can be reclaimed."""
-    for folder, limit, used, prefix in _CONTROL_GROUPS:
-        bound, usage = _number(folder / limit), _number(folder / used)
-        if bound is not None and usage is not None:
-            statistics = _fields(folder / "memory.stat")
-            cached = (statistics.get(f"{prefix}{kind}_file", 0) for kind in ("inactive", "active"))
-            return max(0, bound - usage + sum(cached))
-    return None
-
-
-_CONTROL_GROUPS = (
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", ""),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-)
-"""Of both versions: folder, files of limit and usage, prefix of the statistics."""
-
-
-def _fields(path: Path) -> dict[str, int]:
-    """`name number ...` per line."""
-    try:
-        rows = [line.split() for line in path.read_text().splitlines()]
-    except OSError:
-        return {}
-    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # no such control group, or "max"
-        return None
 
 
 def _lock_limit() -> str:

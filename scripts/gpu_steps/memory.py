@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from expertcast.runtime.storage.host_memory import HostMemory, PageLock, available_memory
+from expertcast.data.memory import available_memory
+from expertcast.runtime.storage.host_memory import HostMemory, PageLock
 
 # CUdevice_attribute of the driver API, "Data types used by CUDA driver" in NVIDIA's documentation
 ATTRIBUTES = {

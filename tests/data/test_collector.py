@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from expertcast.data.batch import TraceBatch
 from expertcast.data.collector import collect
 from expertcast.data.discovery import experts_implementation, find_moe_layers
+from expertcast.data.experts import ResidentExperts
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import Plan, Window, make_plan
 from expertcast.data.stream import ActivationStream
@@ -213,7 +214,7 @@ def test_experts_with_an_output_norm_leave_the_mean_step() -> None:
     means = MeanOutputs(view)
     windows = [Window(0, 0, np.arange(3, 40))]
     (batch,) = ActivationStream(model, view, windows, means=means, residual_dtype=torch.float32)
-    defaults = means.default_vectors(view)
+    defaults = means.default_vectors(ResidentExperts(model, view))
     assert [bool(vectors_ED.any()) for vectors_ED in defaults.expert_LED] == [True, False, True, True]
     step_D = (batch.residual_TLD[:, 2] - batch.residual_TLD[:, 1]).mean(0)
     torch.testing.assert_close(defaults.shared_LD[1], step_D, rtol=1e-4, atol=1e-5)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.expert_maps import PRIOR_TOKENS, fit_stand_in
+from expertcast.data.experts import ResidentExperts
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import Window
 from expertcast.data.stream import ActivationStream
@@ -119,7 +120,7 @@ def test_rank_0_are_default_vectors(family: str) -> None:
     means = MeanOutputs(view)
     for _ in ActivationStream(model, view, windows(), batch_size=2, means=means):
         pass
-    defaults = means.default_vectors(view)
+    defaults = means.default_vectors(ResidentExperts(model, view))
     stand_in = fit_stand_in(model, view, windows(), rank=0, batch_size=2)
     torch.testing.assert_close(stand_in.base_LED, defaults.expert_LED, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(stand_in.shared_LD, defaults.shared_LD, rtol=1e-4, atol=1e-5)

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from expertcast.data.discovery import experts_implementation, find_moe_layers
+from expertcast.data.experts import ResidentExperts
 from expertcast.data.inspection import describe, inspect_model
 from expertcast.data.means import MeanOutputs
 from expertcast.data.models import load_model, meta_model
@@ -154,7 +155,7 @@ def test_default_vectors_are_what_a_layer_adds(tmp_path: Path) -> None:
     windows = [Window(0, 0, np.arange(3, 40))]
     stream = ActivationStream(model, view, windows, means=means, residual_dtype=torch.float32)
     (batch,) = stream
-    defaults = means.default_vectors(view)
+    defaults = means.default_vectors(ResidentExperts(model, view))
     for layer in list(view)[:-1]:
         ids_TK, weights_TK = layer.route(batch.logits_TLE[:, layer.index])
         routed = torch.zeros(37, 32)

@@ -24,13 +24,14 @@ from tests.sealed import edit_json
 _TARGET = {"--layers", "--slots", "--memory", "--bandwidth", "--copy-over-compute", "--latency", "--link",
            "--predictor", "--persistence", "--skew", "--accuracy", "--replay", "--seed", "--dtype",
            "--device"}  # fmt: skip
+_OFFLOADED = {"--slots", "--memory", "--store-folder", "--codec", "--dtype", "--device"}
 COMMANDS = {
     "demo": {"--tokens", "--steps", "--minutes", "--out"},
-    "collect": {"--data", "--tokens", "--out", "--window", "--batch-size", "--early-rank", "--dtype", "--device"},
+    "collect": {"--data", "--tokens", "--out", "--window", "--batch-size", "--early-rank", *_OFFLOADED},
     "train": {"--predictor", "--out", "--ahead", "--set", "--tokens", "--data", "--log", "--seed", "--window",
-              "--batch-size", "--early-rank", "--dtype", "--device"},
+              "--batch-size", "--early-rank", *_OFFLOADED},
     "eval": {"--predictor", "--split", "--ahead", "--report", "--curve", "--model", "--data", "--quality-tokens",
-             "--bandwidth", "--layer-time", "--expert-bytes", "--dtype", "--device"},
+             "--bandwidth", "--layer-time", "--expert-bytes", *_OFFLOADED},
     "generate": {"--prompt", "--predictor", "--mode", "--slots", "--memory", "--policies", "--next-token",
                  "--store-folder", "--codec", "--pools", "--bandwidth", "--new-tokens", "--config", "--forecasts",
                  "--draft", "--draft-length", "--chat", "--system", "--temperature", "--top-p", "--seed", "--dtype",
@@ -49,7 +50,7 @@ COMMANDS = {
                  "--latency", "--write-back", "--layer-time", "--split", "--tokens", "--prefill", "--batch", "--model",
                  "--data", "--no-quality", "--quality-tokens", "--processes", "--out", "--dtype", "--device",
                  "--memory", "--experts", "--expert-bytes", "--codec", "--stored", "--decode-rate", "--decoders",
-                 "--pools"},
+                 "--pools", "--store-folder"},
 }  # fmt: skip
 
 

@@ -53,9 +53,10 @@ def exponent_histogram(tensors: Iterable[Tensor]) -> ExponentHistogram:
         if tensor.dtype != dtype or dtype not in _SHIFTS:
             raise ExpertcastError(f"exponents of {tensor.dtype}: give tensors of one type, bf16 or fp16")
         mask = _MASKS[dtype]
-        exponents = tensor.detach().contiguous().view(torch.int16).flatten() >> _SHIFTS[dtype] & mask
-        found = torch.bincount(exponents, minlength=mask + 1).cpu()
-        counts = found if counts is None else counts + found
+        for part in torch.split(tensor.detach(), 1):  # counting takes copies
+            exponents = part.contiguous().view(torch.int16).flatten() >> _SHIFTS[dtype] & mask
+            found = torch.bincount(exponents, minlength=mask + 1).cpu()
+            counts = found if counts is None else counts + found
     if counts is None:
         raise ExpertcastError("an exponent histogram of no tensors: give at least one")
     return ExponentHistogram(counts=counts)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from expertcast.commands.options import Count, Data, Model, ModelOptions, Option, Text
+from expertcast.commands.offloaded_options import OffloadedOptions
+from expertcast.commands.options import Count, Data, Model, Option, Text
 from expertcast.commands.output import Outcome, describe_traces
 from expertcast.data.collector import collect
 from expertcast.data.exclusive import exclusive
@@ -14,7 +15,7 @@ from expertcast.data.text import load_documents
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ModelOptions):
+class Options(OffloadedOptions):
     """What `expertcast collect` takes."""
 
     model: Model

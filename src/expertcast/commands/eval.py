@@ -10,6 +10,7 @@ from typing import Annotated
 from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.commands.ledger import ledger_of
+from expertcast.commands.offloaded_options import OffloadedOptions
 from expertcast.commands.options import BANDWIDTH, Count, Option, positive_number
 from expertcast.commands.output import Outcome, folder
 from expertcast.commands.predictors import (
@@ -39,7 +40,7 @@ from expertcast.training.scoring import scored_batches
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(QualityOptions):
+class Options(OffloadedOptions, QualityOptions):
     """What `expertcast eval` takes."""
 
     traces: Annotated[Path, Option(positional=True, metavar="TRACES")]

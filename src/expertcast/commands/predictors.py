@@ -11,10 +11,11 @@ from typing import Annotated
 from expertcast.checkpoints import files
 from expertcast.checkpoints.repositories import HubName
 from expertcast.checkpoints.store import PredictorCheckpoint
-from expertcast.commands.options import Count, Data, ModelOptions, Option
+from expertcast.commands.offloaded_options import StoredOptions
+from expertcast.commands.options import Count, Data, Option
 from expertcast.commands.output import say
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.models import REFERENCE
+from expertcast.data.experts import experts_of
+from expertcast.data.models import REFERENCE, load_tokenizer
 from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import ExpertcastError, NextToken, Predictor, PredictorConfig, names, predictor_class
@@ -104,7 +105,7 @@ def scores(predictor: Predictor, source: TraceSource, split: str) -> tuple[Json,
 
 
 @dataclass(frozen=True, kw_only=True)
-class QualityOptions(ModelOptions):
+class QualityOptions(StoredOptions):
     """The model whose quality is measured, and the text."""
 
     model: Annotated[str | None, Option(metavar="MODEL")] = None
@@ -151,7 +152,7 @@ def forecast_quality(options: QualityOptions, name: str, predictors: dict[str, P
     best = max(predictors, key=lambda name: evaluation["recall_at_k"][name]["mean"])
     layers = confident_layers(evaluation, best)
     runs[f"hybrid execution of {best}"] = QualityRun(predictor=predictors[best], layers=layers, ahead=ahead)
-    return measure_quality(model, find_moe_layers(model), windows, runs)
+    return measure_quality(model, experts_of(model).view, windows, runs)
 
 
 def confident_layers(evaluation: Json, name: str) -> list[int]:
@@ -174,7 +175,8 @@ def policy_quality(
     """
     length = min(max(POLICY_WINDOW, 2 * prefill), max(options.quality_tokens, 32))
     say(f"measuring what {len(runs)} lossy sets of policies cost {name}")
-    model, tokenizer = options.load(name)
+    opener = options.opener(name)
+    model, tokenizer = options.load(name) if opener is None else (opener, load_tokenizer(name))
     windows_NW = text_windows(
         tokenizer,
         (document.text for document in options.documents()),

@@ -9,7 +9,8 @@ from typing import Annotated
 from expertcast.checkpoints.repositories import HubName, NotOnHubError
 from expertcast.checkpoints.store import save_predictor
 from expertcast.commands.ledger import ledger_of
-from expertcast.commands.options import COUNT, Count, Data, Fields, ModelOptions, Option, Text
+from expertcast.commands.offloaded_options import OffloadedOptions
+from expertcast.commands.options import COUNT, Count, Data, Fields, Option, Text
 from expertcast.commands.output import Outcome, folder
 from expertcast.commands.predictors import predictor_config, scores
 from expertcast.data.distributed import current_share
@@ -32,7 +33,7 @@ _FIT = Fields(tokens=COUNT, seed=Option(), log_folder=Option(flag="--log", metav
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ModelOptions):
+class Options(OffloadedOptions):
     """What `expertcast train` takes."""
 
     source: Annotated[str, Option(positional=True, metavar="TRACES|MODEL")]

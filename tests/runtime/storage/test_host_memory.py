@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from expertcast.data.discovery import find_moe_layers
+from expertcast.data.memory import available_memory
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.storage.host_memory import HostMemory, PageLock, available_memory
+from expertcast.runtime.storage.host_memory import HostMemory, PageLock
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model

@@ -1,0 +1,166 @@
+"""The experts of a model that is looked at: in the model itself, or in the slots of an offload.
+
+A model that is offloaded knows its offload, and what is here asks that: the rest of collection knows no difference.
+
+T tokens, D hidden size, E routed experts per layer, K experts per token, S = T x K, I inner width of an expert,
+G groups of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from expertcast.data.discovery import experts_implementation, find_moe_layers
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import MoELayer, MoEView
+
+OFFLOAD = "_expertcast"
+"""Where in its `__dict__` a model that is offloaded has its offload."""
+WINDOWS = 8
+"""Windows per forward of a model that holds its experts."""
+_ANSWERED = "expertcast_answered"
+Answer: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""In place of a layer's experts: hidden [T, D], ids and weights [T, K] to the output [T, D]."""
+Inner: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
+"""Gets what enters the down projection [rows, I], and whose rows they are: expert and number of rows by group [G]."""
+_ANSWERS: dict[nn.Module, Answer] = {}
+"""By experts module that is answered for."""
+
+
+class Experts(Protocol):
+    """The experts of one model."""
+
+    view: MoEView
+    """The model's MoE layers."""
+
+    def windows(self, window: int) -> int:
+        """Windows of so many tokens that a forward takes, where nobody says how many."""
+
+    def answered(self, answers: Mapping[nn.Module, Answer]) -> AbstractContextManager[object]:
+        """Forwards of whole texts inside ask these, by experts module of every layer, in the experts' place."""
+
+    def reading(self) -> AbstractContextManager[object]:
+        """Forwards inside are of whole texts, and run the experts as the model has them."""
+
+    def run(
+        self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, inner: Inner | None = None
+    ) -> Tensor:
+        """A layer's experts by transformers' grouped kernel, [T, D]; the same bits wherever they lie.
+
+        Args:
+            layer, hidden_TD, ids_TK, weights_TK: what the experts' function is given.
+            inner: gets the inner activations, in one call or several; each expert is a group in one of them.
+        """
+
+    def weights(self, layer: MoELayer) -> Iterator[Mapping[str, Tensor]]:
+        """Each expert's own parameters by name, one expert after another."""
+
+
+class Offload(Protocol):
+    """A model's offload."""
+
+    model: PreTrainedModel
+    experts: Experts
+
+
+class ResidentExperts:
+    """Those that a model holds itself.
+
+    Args:
+        view: its MoE layers; None: they are looked for.
+    """
+
+    def __init__(self, model: PreTrainedModel, view: MoEView | None = None) -> None:
+        self._model = model
+        self.view = find_moe_layers(model) if view is None else view
+
+    def windows(self, window: int) -> int:
+        del window
+        return WINDOWS
+
+    @contextmanager
+    def answered(self, answers: Mapping[nn.Module, Answer]) -> Iterator[None]:
+        _ANSWERS.update(answers)
+        try:
+            with experts_implementation(self._model, _ANSWERED):
+                yield
+        finally:
+            for experts in answers:
+                del _ANSWERS[experts]
+
+    def reading(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def run(
+        self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, inner: Inner | None = None
+    ) -> Tensor:
+        def seen(inner_SI: Tensor) -> None:
+            assert inner is not None
+            ids_S = ids_TK.reshape(-1)
+            every_E = torch.arange(layer.num_experts, device=ids_S.device)
+            inner(inner_SI, every_E, torch.bincount(ids_S, minlength=layer.num_experts))
+
+        with nullcontext() if inner is None else inner_activations(layer.experts, seen):
+            output_TD: Tensor = grouped_mm_experts_forward(layer.experts, hidden_TD, ids_TK, weights_TK)
+        return output_TD
+
+    def weights(self, layer: MoELayer) -> Iterator[Mapping[str, Tensor]]:
+        parameters = dict(layer.experts.named_parameters(recurse=False))
+        own = {name: each for name, each in parameters.items() if each.dim() and len(each) == layer.num_experts}
+        for expert in range(layer.num_experts):
+            yield {name: parameter[expert] for name, parameter in own.items()}
+
+
+def model_of(given: PreTrainedModel | Offload) -> PreTrainedModel:
+    """The model of an offload; a model is its own."""
+    return given if isinstance(given, PreTrainedModel) else given.model
+
+
+def experts_of(model: PreTrainedModel, view: MoEView | None = None) -> Experts:
+    """A model's experts, in it or in its offload's slots.
+
+    Args:
+        model: may be offloaded.
+        view: its MoE layers, where they are known; an offload knows them itself.
+
+    Raises:
+        ExpertcastError: the model is not supported.
+    """
+    offload: Offload | None = model.__dict__.get(OFFLOAD)
+    return ResidentExperts(model, view) if offload is None else offload.experts
+
+
+@contextmanager
+def inner_activations(experts: nn.Module, observe: Callable[[Tensor], None]) -> Iterator[None]:
+    """Show what enters the down projection, [S, I]: the gate's result, rows as the kernel sorts them."""
+    with ExitStack() as stack:
+        if experts.has_gate:
+            gate: Callable[[Tensor], Tensor] = experts._apply_gate  # type: ignore[assignment]
+
+            def observed(gate_up: Tensor) -> Tensor:
+                inner_SI = gate(gate_up)
+                observe(inner_SI)
+                return inner_SI
+
+            experts.__dict__["_apply_gate"] = observed  # shadows the class's own for this call
+            stack.callback(experts.__dict__.pop, "_apply_gate")
+        elif isinstance(experts.act_fn, nn.Module):
+            hook = experts.act_fn.register_forward_hook(lambda _m, _args, output: observe(output))
+            stack.callback(hook.remove)
+        else:
+            raise ExpertcastError(f"{type(experts).__name__} is not supported: its activation is no module")
+        yield
+
+
+def _answered_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    return _ANSWERS[experts](hidden_states, top_k_index, top_k_weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register(_ANSWERED, _answered_experts)

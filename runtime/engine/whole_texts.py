@@ -1,0 +1,190 @@
+"""Whole texts through slots: many tokens at once, each expert read once, routing and bits of the resident model.
+
+What is collected, and what quality is measured on, is run this way, whatever the offload does with forecasts and lossy
+policies. T tokens, D hidden size, E routed experts per layer, K experts per token, S slots, G groups of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import grouped_mm_experts_forward
+
+from expertcast.data.experts import WINDOWS, Answer, Inner, inner_activations
+from expertcast.data.taps import RouterCall
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import MoELayer, MoEView, experts_digest
+from expertcast.runtime.engine.base import Engine, EngineParts
+from expertcast.runtime.engine.host import HostEngine
+from expertcast.runtime.engine.kernels import SlotKernel
+from expertcast.runtime.engine.speculation import Speculator
+from expertcast.runtime.policies import CacheShape, Policies
+from expertcast.runtime.storage.slots import SlotPool
+from expertcast.runtime.storage.store import ExpertStore
+
+MOST_TOKENS = 32_768
+"""Of one forward, where nobody says how many."""
+
+
+class SlotExperts:
+    """The experts of an offloaded model, as :class:`expertcast.data.experts.Experts` says.
+
+    Args:
+        engine: of the offload.
+        parts: what it drives.
+        store: where the experts lie.
+    """
+
+    def __init__(self, engine: Engine, parts: EngineParts, store: ExpertStore) -> None:
+        self._engine, self._parts, self._store = engine, parts, store
+
+    @cached_property
+    def view(self) -> MoEView:
+        """The model's MoE layers, with the fingerprint of its experts."""
+        view = self._parts.speculator.view
+        return replace(view, experts_known=experts_digest(map(self.weights, view)))
+
+    def windows(self, window: int) -> int:
+        """As many as make activations about as large as the slots, eight at least."""
+        shape, pool = self._parts.speculator.view.shape, self._parts.pool
+        sizes = [field.dtype.itemsize for field in pool.layout.fields]
+        inner = pool.layout.block_bytes // (3 * shape.hidden * max(sizes))
+        captured = shape.layers * (4 * shape.hidden + 4 * shape.experts)
+        running = shape.top_k * (2 * shape.hidden * (max(sizes) + 4) + 3 * inner * max(sizes))
+        tokens = min(pool.nbytes // (captured + running), MOST_TOKENS)
+        return max(WINDOWS, tokens // window)
+
+    @contextmanager
+    def answered(self, answers: Mapping[nn.Module, Answer]) -> Iterator[None]:
+        """
+        Raises:
+            ExpertcastError: the offload cannot run whole texts.
+        """
+        with self._engine.drafting(_Stage(self._texts, answers)):
+            yield
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        with self.answered({}):
+            yield
+
+    def run(
+        self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, inner: Inner | None = None
+    ) -> Tensor:
+        return self._texts.run_seen(layer, hidden_TD, ids_TK, weights_TK, inner)
+
+    def weights(self, layer: MoELayer) -> Iterator[Mapping[str, Tensor]]:
+        store, first = self._store, layer.index * layer.num_experts
+        views = store.views(layer.index) if store.addressable else None
+        for expert in range(layer.num_experts):
+            own = store.layout.views(store.block(first + expert)) if views is None else views
+            yield {name: tensor[0 if views is None else expert] for name, tensor in own.items()}
+
+    @cached_property
+    def _texts(self) -> _TextEngine:
+        if not isinstance(self._engine, HostEngine):
+            raise ExpertcastError("whole texts run where the host decides on copies: offload with link='cuda'")
+        if self._parts.speculator.early is not None:
+            raise ExpertcastError(
+                "this offload's predictor follows the model for early attention, which whole texts would disturb: "
+                "offload without a predictor"
+            )
+        return _TextEngine(self._parts, self._engine)
+
+
+class _TextEngine(HostEngine):
+    """Brings what the routers choose, and the next layer's experts while one computes; nothing is forecast.
+
+    Args:
+        parts: of the offload.
+        engine: whose books are shared.
+    """
+
+    def __init__(self, parts: EngineParts, engine: HostEngine) -> None:
+        view, slots = parts.speculator.view, parts.pool.count
+        policies = Policies().make(
+            CacheShape(layers=len(view), experts=view.shape.experts, top_k=view.shape.top_k, slots=slots)
+        )
+        policies.eviction = engine.flow.residency.eviction
+        self._seen = _SeenKernel(parts.pool, view.shape.experts)
+        own = replace(
+            parts, speculator=Speculator(view, None), policies=policies, kernel=self._seen, tokens_ahead=None,
+            drift=None, gated=False,
+        )  # fmt: skip
+        super().__init__(own, engine.flow.residency)
+        self._flow.most = view.shape.experts // 2
+        self._other = engine
+
+    def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
+        self.stats = self._residency.stats
+        self._halfway |= self._other.is_halfway
+        super().on_start(fresh, token_BS)
+
+    def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        self._halfway = True
+        self._plan = plan = self._begin(layer.index, ids_TK, False)
+        if len(plan.chunks) == 1:
+            self._flow.stream(layer.index)
+        return super().run(layer, hidden_TD, ids_TK, weights_TK)
+
+    def run_seen(
+        self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, inner: Inner | None
+    ) -> Tensor:
+        """:meth:`run`; `inner` gets the inner activations of every kernel call."""
+        self._seen.inner = inner
+        try:
+            return self.run(layer, hidden_TD, ids_TK, weights_TK)
+        finally:
+            self._seen.inner = None
+
+
+class _SeenKernel(SlotKernel):
+    """transformers' grouped kernel over slots, which shows what it computes on the way.
+
+    Args:
+        experts: E.
+    """
+
+    def __init__(self, pool: SlotPool, experts: int) -> None:
+        super().__init__(grouped_mm_experts_forward, pool.count)
+        self._pool, self._experts = pool, experts
+        self.inner: Inner | None = None
+
+    def _run(
+        self, experts: nn.Module, hidden_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, order: Callable[[], Tensor],
+        slots: Sequence[int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        inner = self.inner
+        if inner is None:
+            return super()._run(experts, hidden_TD, slots_TK, weights_TK, order, slots)
+        order_P, slots_P = order(), slots_TK.reshape(-1)
+        rows_P = slots_P[order_P] if self.by_expert(slots_TK) else slots_P.sort().values
+        found, count_G = rows_P.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
+        keys = [self._pool.key_of(slot) for slot in found.tolist()]
+        expert_G = torch.tensor([key % self._experts for key in keys if key is not None], device=slots_P.device)
+        with inner_activations(experts, lambda inner_SI: inner(inner_SI, expert_G, count_G)):
+            return super()._run(experts, hidden_TD, slots_TK, weights_TK, lambda: order_P, slots)
+
+
+class _Stage:
+    """Runs forwards of whole texts in the engine's place."""
+
+    def __init__(self, engine: _TextEngine, answers: Mapping[nn.Module, Answer]) -> None:
+        self._engine, self._answers = engine, answers
+
+    def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
+        self._engine.on_start(fresh, token_BS)
+
+    def on_router(self, call: RouterCall) -> None:
+        """What the router chose is executed: it is asked for when the experts are called."""
+
+    def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        answer = self._answers.get(layer.experts)
+        if answer is not None:
+            return answer(hidden_TD, ids_TK, weights_TK)
+        return self._engine.run(layer, hidden_TD, ids_TK, weights_TK)

@@ -1,0 +1,116 @@
+"""Memory that is at hand, by files as systems write them, and in real control groups."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from expertcast.data.memory import available_memory
+
+MACHINE = 1000 * 1024
+V1 = "31 23 0:32 {top} {mount} rw,nosuid shared:9 - cgroup cgroup rw,memory\n"
+V2 = "31 23 0:28 {top} {mount} rw - cgroup2 cgroup2 rw,nsdelegate\n"
+OTHERS = "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n30 23 0:29 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
+
+
+def system(root: Path, own: str, mounts: str) -> Path:
+    """A root of a file system with what `/proc` says; without control groups' files."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text("MemTotal:  9999 kB\nMemAvailable:  1000 kB\n")
+    (root / "proc/self/cgroup").write_text(own)
+    (root / "proc/self/mountinfo").write_text(OTHERS + mounts)
+    return root
+
+
+def group(folder: Path, version: int, limit: int | str, used: int, file: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+    prefix = "total_" if version == 1 else ""
+    for name, value in zip(names, (limit, used), strict=True):
+        (folder / name).write_text(f"{value}\n")
+    statistics = (
+        f"{prefix}anon {used - file}\n{prefix}inactive_file {file // 2}\n{prefix}active_file {file - file // 2}\n"
+    )
+    (folder / "memory.stat").write_text(statistics + ("" if version == 2 else "inactive_file 77777\n"))
+
+
+def test_without_groups_it_is_the_machines(tmp_path: Path) -> None:
+    assert available_memory(tmp_path) is None
+    assert available_memory(system(tmp_path, "0::/\n", V2.format(top="/", mount="/sys/fs/cgroup"))) == MACHINE
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("tightest", range(3))
+def test_the_tightest_of_all_groups_above(version: int, tightest: int, tmp_path: Path) -> None:
+    """File cache that counts against a group can be reclaimed; the group of another process does not matter."""
+    mount = "/sys/fs/cgroup/memory" if version == 1 else "/sys/fs/cgroup"
+    own = "5:cpu:/x\n4:memory,hugetlb:/user/a job\n0::/\n" if version == 1 else "0::/user/a job\n"
+    root = system(tmp_path, own, (V1 if version == 1 else V2).format(top="/", mount=mount))
+    folders = [tmp_path / mount[1:], tmp_path / mount[1:] / "user", tmp_path / mount[1:] / "user/a job"]
+    for number, folder in enumerate(folders):
+        group(folder, version, 500_000 if number == tightest else 900_000, 200_000, file=60_001)
+    group(folders[1] / "other", version, 10, 9)
+    assert available_memory(root) == 500_000 - 200_000 + 60_001
+    unlimited = 9223372036854771712 if version == 1 else "max"
+    group(folders[tightest], version, unlimited, 200_000)
+    assert available_memory(root) == 900_000 - 200_000 + 60_001
+    group(folders[2], version, 100_000, 100_001)
+    assert available_memory(root) == 0
+
+
+@pytest.mark.parametrize("top", ["/docker/abc", "/elsewhere"])
+def test_a_container_sees_its_own_group_as_the_topmost(top: str, tmp_path: Path) -> None:
+    """What `/proc/self/cgroup` says may be the path outside; a mount's place is written with octal numbers."""
+    root = system(tmp_path, "9:memory:/docker/abc\n", V1.format(top=top, mount="/a\\040place/memory"))
+    group(tmp_path / "a place/memory", 1, 300_000, 1_000)
+    assert available_memory(root) == 299_000
+
+
+def test_both_versions_side_by_side(tmp_path: Path) -> None:
+    mounts = V1.format(top="/", mount="/old") + V2.format(top="/", mount="/new")
+    root = system(tmp_path, "4:memory:/a\n0::/b\n", mounts)
+    group(tmp_path / "old/a", 1, 400_000, 0)
+    group(tmp_path / "new/b", 2, 300_000, 0)
+    assert available_memory(root) == 300_000
+
+
+@pytest.fixture
+def nested() -> Iterator[Path]:
+    """A group of version 1 in another one, below this process's own; the outer one is the tighter."""
+    own = next((line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines()
+                if line.split(":", 2)[1] == "memory"), None)  # fmt: skip
+    outer = Path("/sys/fs/cgroup/memory" + str(own)) / f"expertcast-test-{os.getpid()}"
+    try:
+        (outer / "inner").mkdir(parents=True)
+        (outer / "memory.limit_in_bytes").write_text(str(1 << 30))
+    except OSError:
+        pytest.skip("no control groups of version 1 that this process may make")
+    try:
+        yield outer / "inner"
+    finally:
+        for group in (outer / "inner", outer):
+            for _ in range(50):  # busy for a moment after its last process
+                with contextlib.suppress(OSError):
+                    group.rmdir()
+                    break
+                time.sleep(0.1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/cgroup").exists(), reason="reads /proc")
+def test_in_real_groups(nested: Path) -> None:
+    """Of 1 GiB a process that has written 200 MB sees at most the rest."""
+    code = (
+        f"open({str(nested / 'cgroup.procs')!r}, 'w').write('0')\n"
+        "held = bytearray(200_000_000)\n"
+        "held[::4096] = bytes(len(held[::4096]))\n"
+        "from expertcast.data.memory import available_memory; print(available_memory())"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert 0 < int(ran.stdout) <= (1 << 30) - 200_000_000

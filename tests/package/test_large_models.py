@@ -1,0 +1,111 @@
+"""Commands that run a model over text do so with it offloaded, and give what they give with it in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from expertcast.checkpoints.files import WEIGHTS
+from expertcast.cli import main
+from expertcast.commands import options
+from expertcast.data.models import REFERENCE
+from expertcast.data.text import load_documents
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors.plain import Json
+from tests.families.models import tiny_model
+
+TEXT = ("--data", REFERENCE)
+RUN = ("--window", "32", "--batch-size", "4")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, reference_tokenizer: Any) -> str:
+    folder = str(tmp_path_factory.mktemp("model"))
+    made = tiny_model("qwen3_moe")
+    made.save_pretrained(folder)
+    reference_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def store_folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The experts, packed by the command for that."""
+    folder = str(tmp_path_factory.mktemp("store"))
+    assert main(["store", model, "--store-folder", folder, "--codec", "bitsplit"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def traces(model: str, tmp_path_factory: pytest.TempPathFactory) -> TraceDataset:
+    folder = tmp_path_factory.mktemp("plain") / "traces"
+    assert main(["collect", model, *TEXT, "--tokens", "1500", "--out", str(folder), *RUN]) == 0
+    return TraceDataset.open(folder)
+
+
+def found(tmp_path: Path, *command: str) -> Json:
+    out = tmp_path / "result.json"
+    assert main([*command, "--json", str(out)]) == 0
+    result: Json = json.loads(out.read_text())
+    return result
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.suffix in (".arrow", ".safetensors")}
+
+
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_collect(where: str, model: str, store_folder: str, traces: TraceDataset, tmp_path: Path) -> None:
+    """From a packed folder, whose own codec is found, and from memory."""
+    packed = sorted(Path(store_folder).iterdir())
+    given = ["--store-folder", store_folder, "--memory", "60kB"] if where == "disk" else ["--slots", "9"]
+    out = tmp_path / "traces"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "load_model", None)  # the whole model is never loaded
+        assert main(["collect", model, *TEXT, "--tokens", "1500", "--out", str(out), *RUN, *given]) == 0
+    assert files(out) == files(traces.folder)
+    assert TraceDataset.open(out).info["id"] == traces.info["id"]
+    assert sorted(Path(store_folder).iterdir()) == packed
+
+
+def test_train_online(model: str, store_folder: str, tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": each.text[:400]}) + "\n" for each in load_documents(REFERENCE)[:8]))
+    command = ["train", model, "--data", str(text), "--predictor", "linear", *RUN]
+    assert main([*command, "--out", str(tmp_path / "plain")]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "load_model", None)
+        given = ["--store-folder", store_folder, "--slots", "10"]
+        assert main([*command, *given, "--out", str(tmp_path / "offloaded")]) == 0
+    own, other = (load_file(tmp_path / name / WEIGHTS) for name in ("plain", "offloaded"))
+    assert own.keys() == other.keys()
+    assert all(own[name].equal(tensor) for name, tensor in other.items())
+
+
+def test_eval(model: str, store_folder: str, traces: TraceDataset, tmp_path: Path) -> None:
+    command = ["eval", str(traces.folder), "--predictor", "next_norm", "early_attention", "--model", model, *TEXT]
+    command += ["--quality-tokens", "600"]
+    plain = found(tmp_path, *command)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "load_model", None)
+        offloaded = found(tmp_path, *command, "--store-folder", store_folder, "--memory", "50kB")
+    assert offloaded["quality"] == plain["quality"]
+    assert plain["quality"]["runs"]["speculate early_attention"]["kl"] > 0
+
+
+def test_simulate(model: str, store_folder: str, traces: TraceDataset, tmp_path: Path) -> None:
+    command = ["simulate", str(traces.folder), "--miss", "drop", "--slots", "4", "--tokens", "150", "--prefill", "8"]
+    command += ["--quality-tokens", "256", "--processes", "1", "--model", model, *TEXT]
+
+    def quality(result: Json) -> list[Any]:
+        return [row[name] for row in result["results"] for name in ("perplexity", "agreement", "kl")]
+
+    plain = quality(found(tmp_path, *command))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "load_model", None)
+        offloaded = quality(found(tmp_path, *command, "--store-folder", store_folder))
+    assert offloaded == plain
+    assert plain[0] > 1
