@@ -53,7 +53,8 @@ def push_checkpoint(
     if SEAL not in checkpoint.config:
         raise ExpertcastError(f"{folder} names no digests that readers could check its files by: {REMEDY}")
     card = model_card(checkpoint.config, checkpoint.metrics, str(name), license)
-    content: dict[str, Path | bytes] = {path: checkpoint.folder / path for path in files.ALL}
+    kept = (files.CONFIG, *checkpoint.config["files"])
+    content: dict[str, Path | bytes] = {path: checkpoint.folder / path for path in kept}
     content[files.CARD] = card.encode()
     sent = push(name, CHECKPOINT, content, private=private, message=message)
     return {**sent, "license": ModelCard(card).data.license}

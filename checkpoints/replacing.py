@@ -1,4 +1,4 @@
-"""Putting a new checkpoint in the place of an old one, so that a kill at any moment loses neither."""
+"""Putting a checkpoint's folder in the place of another one."""
 
 from __future__ import annotations
 

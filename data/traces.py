@@ -129,27 +129,21 @@ class TraceDataset(TraceSource):
 
     @classmethod
     def open(cls, folder: Path | str, *, revision: str | None = None) -> TraceDataset:
-        """The traces in a folder.
-
-        Args:
-            folder: of the traces; where there is none, `user/repo` or `user/repo@revision`, a data set of the hub.
-            revision: branch, tag or commit of that.
+        """The traces in a folder; where there is none, those of `user/repo` or `user/repo@revision` of the hub.
 
         Raises:
             ExpertcastError: no traces there, a file that is not right, or their collection was not finished.
         """
         found, name = located(folder, TRACES, revision)
         with blamed(name, found, TRACES):
-            return cls._open(found)
-
-    @classmethod
-    def _open(cls, folder: Path) -> TraceDataset:
-        info = read_info(folder)
-        if info is None:
-            raise ExpertcastError(f"{folder} holds no traces ({TRACE_FILE} missing): make them with expertcast collect")
-        if not info["complete"]:
-            raise ExpertcastError(f"the collection in {folder} is not finished: run the same collect command again")
-        return cls(folder, info)
+            info = read_info(found)
+            if info is None:
+                raise ExpertcastError(
+                    f"{found} holds no traces ({TRACE_FILE} missing): make them with expertcast collect"
+                )
+            if not info["complete"]:
+                raise ExpertcastError(f"the collection in {found} is not finished: run the same collect command again")
+            return cls(found, info)
 
     def verify(self) -> None:
         """Check every file that was not read since the traces were opened.
