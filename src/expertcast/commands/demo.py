@@ -94,7 +94,7 @@ def deploy(
     `tokenizer` is the model's own; at `layers` hybrid mode executes forecasts.
     """
     ways = usual_runs(OffloadConfig(slots=SLOTS), predictor, layers)
-    prompt_ids = tokenizer(texts[0], return_tensors="pt")["input_ids"][:, :PROMPT_TOKENS]
+    prompt_ids = tokenizer(texts[0], return_tensors="pt", verbose=False)["input_ids"][:, :PROMPT_TOKENS]
     resident = decode_greedily(model, prompt_ids, NEW_TOKENS)
     bandwidth = balanced_bandwidth(model, resident) / COPY_OVER_COMPUTE
     prompt = tokenizer.decode(prompt_ids[0])
