@@ -2,10 +2,11 @@
 
     folder/config.json         predictor name, its config, model id, fingerprint of routers and norms, one of a sample
                                of the experts' weights where they were at hand, L, D, E, K, tap point, calibration,
-                               expertcast version, command, git revision, versions; digests of the next two files, and
-                               one of itself
+                               expertcast version, command, git revision, versions; digests of the next three files,
+                               and one of itself
     folder/model.safetensors   the predictor's state dict (default vectors included)
     folder/metrics.json        what evaluation found, with the data it came from
+    folder/documents.json      hashes of the documents that it learned or was chosen from, where these are known
     folder/README.md           model card
 
 Nothing here is pickled. A folder appears whole or not at all: it is written beside its place and renamed.
@@ -13,10 +14,7 @@ Nothing here is pickled. A folder appears whole or not at all: it is written bes
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import json
-import os
 import shutil
 import uuid
 from dataclasses import dataclass, replace
@@ -28,17 +26,16 @@ from safetensors.torch import save
 from expertcast.checkpoints import files
 from expertcast.checkpoints.calibration import calibrate, readings_of
 from expertcast.checkpoints.card import model_card
+from expertcast.checkpoints.documents import documents_text, read_documents
 from expertcast.checkpoints.fingerprints import check_fingerprints, fingerprints
 from expertcast.checkpoints.provenance import provenance
+from expertcast.checkpoints.replacing import recover, replace_folder
 from expertcast.checkpoints.schema import REMEDY, ConfigFile, read_config, read_metrics
 from expertcast.checkpoints.weights import check_tensors, load_into
 from expertcast.predictors import ExpertcastError, ModelShape, MoEView, Predictor, predictor_class
 from expertcast.predictors.artefacts import SEAL, check_file, digest, read_json, seal, warn_unsealed
 from expertcast.predictors.fields import from_values
 from expertcast.predictors.plain import Json
-
-_OLD = ".old"
-"""Ends the name of a checkpoint that a new one is about to replace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +76,16 @@ class PredictorCheckpoint:
         """Registry name of the predictor."""
         return str(self.config["predictor"])
 
+    @property
+    def learned_from(self) -> frozenset[str] | None:
+        """Hashes of the documents that the predictor learned or was chosen from; None where they are not known.
+
+        Raises:
+            ExpertcastError: their file is not right.
+        """
+        known = files.DOCUMENTS in self.config.get("files", {})
+        return read_documents(self.folder / files.DOCUMENTS, REMEDY) if known else None
+
     def verify(self, view: MoEView) -> None:
         """Check that the predictor was made for this very model.
 
@@ -101,6 +108,7 @@ class PredictorCheckpoint:
         shape = ModelShape.from_dict(self.config["shape"])
         predictor = load_into(lambda: cls(config, shape), self.folder / files.WEIGHTS, REMEDY)
         calibrate(predictor, self.config, self.folder / files.CONFIG, REMEDY)
+        predictor.learned_from = self.learned_from
         return predictor if view is None else predictor.bind(view)
 
 
@@ -143,7 +151,7 @@ def save_predictor(
     temporary.mkdir()
     try:
         written = write_files(temporary, predictor, config, metrics or {})
-        _replace(temporary, folder)
+        replace_folder(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return replace(written, folder=folder)
@@ -184,8 +192,8 @@ def _reads(predictor: Predictor) -> str:
 
 
 def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json) -> PredictorCheckpoint:
-    """Write a checkpoint's four files into `folder`: the predictor's weights, `config` and `metrics` as JSON, and the
-    card made of these. Numbers in JSON that are not finite become null.
+    """Write a checkpoint's files into `folder`: the predictor's weights, `config` and `metrics` as JSON, the documents
+    where they are known, and the card made of these. Numbers in JSON that are not finite become null.
 
     Raises:
         ExpertcastError: the predictor's tensors hold numbers that are not finite, or `config` or `metrics` are not by
@@ -196,6 +204,8 @@ def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json)
     check_tensors(tensors, f"predictor {predictor.name}", "train it again, with a lower learning rate if it has one")
     # safetensors' own file would be its owner's alone, whatever the umask is
     data = {files.WEIGHTS: save(tensors, metadata={"format": "pt"}), files.METRICS: _text(_plain(metrics))}
+    documents = documents_text(predictor)
+    data |= {} if documents is None else {files.DOCUMENTS: documents}
     digests = {name: digest(content) for name, content in data.items()}
     data[files.CONFIG] = _text(seal(_plain(config) | {"files": digests}))
     for name, content in data.items():
@@ -223,27 +233,3 @@ def _refuse_foreign(folder: Path) -> None:
     if (folder / files.CONFIG).is_file():
         raise ExpertcastError(f"{folder} holds another kind of model: give another output folder")
     raise ExpertcastError(f"{folder} is not empty and no predictor checkpoint: give another output folder")
-
-
-def _replace(new: Path, folder: Path) -> None:
-    """Put `new` in the place of `folder`: each step is one rename, so a reader sees the old or the new whole."""
-    aside: list[Path] = []
-    while new.exists():
-        if folder.exists():
-            aside.append(new.with_name(f"{new.name}.{len(aside)}{_OLD}"))
-            os.rename(folder, aside[-1])
-        try:
-            os.rename(new, folder)
-        except OSError:
-            if not folder.exists():  # else a reader has just put the old one back
-                raise
-    for old in aside:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def recover(folder: Path) -> None:
-    """A save that was killed between two renames left the checkpoint that it was to replace aside: it is put back."""
-    with contextlib.suppress(OSError, ValueError):  # whatever else is wrong is said where the folder is read
-        if not os.path.lexists(folder):
-            aside = folder.parent.glob(f".{glob.escape(folder.name)}.*{_OLD}")
-            os.rename(max(aside, key=os.path.getmtime), folder)

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Mapping
 from pathlib import Path
 
-from expertcast.checkpoints.store import recover
+from expertcast.checkpoints.replacing import recover
 from expertcast.predictors import ExpertcastError, names
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.pools.states import State
