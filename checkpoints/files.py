@@ -3,9 +3,10 @@
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 METRICS = "metrics.json"
+DOCUMENTS = "documents.json"
 CARD = "README.md"
 
-ALL = (CONFIG, WEIGHTS, METRICS, CARD)
+ALL = (CONFIG, WEIGHTS, METRICS, DOCUMENTS, CARD)
 
 FORMAT = 1
 """Raised when a reader of the old form could misread the new one."""

@@ -30,7 +30,10 @@ class _Shape(TypedDict):
     D: Annotated[int, Field(ge=1, le=1_000_000)]
 
 
-_Files = TypedDict("_Files", {files.WEIGHTS: _Digest, files.METRICS: _Digest})  # type: ignore[misc]
+_Files = TypedDict(
+    "_Files",
+    {files.WEIGHTS: _Digest, files.METRICS: _Digest, files.DOCUMENTS: NotRequired[_Digest]},  # type: ignore[misc]
+)
 _Files.__pydantic_config__ = CLOSED  # type: ignore[attr-defined]
 
 
@@ -77,10 +80,15 @@ class _Scores(TypedDict):
     ahead: NotRequired[Annotated[int, Field(ge=1, le=10_000)]]
 
 
-class MetricsFile(_Scores):
+class _Evaluation(_Scores):
+    further: NotRequired[Annotated[dict[Annotated[str, Field(pattern="^[0-9]{1,5}$")], _Scores], Field(max_length=64)]]
+    """The same at longer distances, by distance."""
+
+
+class MetricsFile(_Evaluation):
     """metrics.json: one evaluation, or that of the test split with that of the validation split in it."""
 
-    validation: NotRequired[_Scores]
+    validation: NotRequired[_Evaluation]
 
 
 def read_config(path: Path) -> Json:
@@ -105,8 +113,9 @@ def read_metrics(path: Path, layers: int) -> Json:
         ExpertcastError: it cannot be read or is not by its schema.
     """
     metrics: Json = dict(read_json(path, MetricsFile, REMEDY))
-    for scores in (metrics, metrics.get("validation", {})):
-        _check_targets(path, scores, layers)
+    for evaluation in (metrics, metrics.get("validation", {})):
+        for scores in (evaluation, *evaluation.get("further", {}).values()):
+            _check_targets(path, scores, layers)
     return metrics
 
 

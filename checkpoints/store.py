@@ -2,10 +2,11 @@
 
     folder/config.json         predictor name, its config, model id, fingerprint of routers and norms, one of a sample
                                of the experts' weights where they were at hand, L, D, E, K, tap point, calibration,
-                               expertcast version, command, git revision, versions; digests of the next two files, and
-                               one of itself
+                               expertcast version, command, git revision, versions; digests of the next three files,
+                               and one of itself
     folder/model.safetensors   the predictor's state dict (default vectors included)
     folder/metrics.json        what evaluation found, with the data it came from
+    folder/documents.json      hashes of the documents that it learned or was chosen from, where these are known
     folder/README.md           model card
 
 Nothing here is pickled. A folder appears whole or not at all: it is written beside its place and renamed.
@@ -25,6 +26,7 @@ from safetensors.torch import save
 from expertcast.checkpoints import files
 from expertcast.checkpoints.calibration import calibrate, readings_of
 from expertcast.checkpoints.card import model_card
+from expertcast.checkpoints.documents import documents_text, read_documents
 from expertcast.checkpoints.downloads import blamed, located
 from expertcast.checkpoints.fingerprints import check_fingerprints, fingerprints
 from expertcast.checkpoints.provenance import provenance
@@ -85,6 +87,16 @@ class PredictorCheckpoint:
         """Registry name of the predictor."""
         return str(self.config["predictor"])
 
+    @property
+    def learned_from(self) -> frozenset[str] | None:
+        """Hashes of the documents that the predictor learned or was chosen from; None where they are not known.
+
+        Raises:
+            ExpertcastError: their file is not right.
+        """
+        known = files.DOCUMENTS in self.config.get("files", {})
+        return read_documents(self.folder / files.DOCUMENTS, REMEDY) if known else None
+
     def verify(self, view: MoEView) -> None:
         """Check that the predictor was made for this very model.
 
@@ -107,6 +119,7 @@ class PredictorCheckpoint:
         shape = ModelShape.from_dict(self.config["shape"])
         predictor = load_into(lambda: cls(config, shape), self.folder / files.WEIGHTS, REMEDY)
         calibrate(predictor, self.config, self.folder / files.CONFIG, REMEDY)
+        predictor.learned_from = self.learned_from
         return predictor if view is None else predictor.bind(view)
 
 
@@ -200,8 +213,9 @@ def _reads(predictor: Predictor) -> str:
 
 
 def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json, *, where: str) -> PredictorCheckpoint:
-    """Write a checkpoint's four files into `folder`: the predictor's weights, `config` and `metrics` as JSON, and the
-    card made of these, which names the checkpoint by `where`. Numbers in JSON that are not finite become null.
+    """Write a checkpoint's files into `folder`: the predictor's weights, `config` and `metrics` as JSON, the documents
+    where they are known, and the card made of these, which names the checkpoint by `where`. Numbers in JSON that are
+    not finite become null.
 
     Raises:
         ExpertcastError: the predictor's tensors hold numbers that are not finite, or `config` or `metrics` are not by
@@ -212,6 +226,8 @@ def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json,
     check_tensors(tensors, f"predictor {predictor.name}", "train it again, with a lower learning rate if it has one")
     # safetensors' own file would be its owner's alone, whatever the umask is
     data = {files.WEIGHTS: save(tensors, metadata={"format": "pt"}), files.METRICS: _text(_plain(metrics))}
+    documents = documents_text(predictor)
+    data |= {} if documents is None else {files.DOCUMENTS: documents}
     digests = {name: digest(content) for name, content in data.items()}
     data[files.CONFIG] = _text(seal(_plain(config) | {"files": digests}))
     for name, content in data.items():

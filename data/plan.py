@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TypeAlias, TypeVar
 
@@ -77,6 +77,8 @@ class PlannedDocument:
     """How many are taken, from its beginning."""
     split: str
     """train, validation or test."""
+    hash: str | None = None
+    """`Document.hash`; None in traces from before there was this."""
 
 
 class Documented:
@@ -98,6 +100,13 @@ class Documented:
     def token_count(self, split: str = ALL) -> int:
         """Tokens of `train`, `validation`, `test` or `all`."""
         return sum(document.tokens for document in self.chosen(split))
+
+    def learned_from(self) -> frozenset[str] | None:
+        """Hashes of the documents that a predictor fitted from this learns or is chosen from: those of the splits train
+        and validation. None where they are not known."""
+        hashes = [document.hash for document in self.documents if document.split != "test"]
+        known = frozenset(each for each in hashes if each is not None)
+        return None if None in hashes else known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +155,8 @@ def make_plan(
 ) -> Plan:
     """Tokenise documents, in a shuffled order, until there are tokens enough; cut windows; split by document.
 
-    The shuffle gives a small collection, and every prefix of it, the mix of domains of the whole text.
+    The shuffle gives a small collection, and every prefix of it, the mix of domains of the whole text. The split goes
+    by the documents' hashes: with few exceptions a document is in the same one in larger and smaller collections.
 
     Args:
         documents: the text, in any order; long documents, and the last one, are cut.
@@ -155,7 +165,7 @@ def make_plan(
         fields: fields of :class:`TextOptions` that are other than in `options`.
 
     Raises:
-        ExpertcastError: fewer than three documents (one for each split), or a bad `tokens` or `window`.
+        ExpertcastError: fewer than three different documents (one for each split), or a bad `tokens` or `window`.
     """
     options = replace(options or TextOptions(), **fields)  # type: ignore[arg-type]
     tokens, window = options.tokens, options.window
@@ -166,20 +176,25 @@ def make_plan(
     order = list(documents)
     random.Random(options.seed).shuffle(order)
     taken = _tokenise(order, tokenizer, tokens, window)
-    if len(taken) < MIN_DOCUMENTS:
+    hashes = [document.hash for document, _ in taken]
+    lengths = dict.fromkeys(hashes, 0)
+    for own, (_, ids) in zip(hashes, taken, strict=True):
+        lengths[own] += len(ids)
+    if len(lengths) < MIN_DOCUMENTS:
         raise ExpertcastError(
-            f"only {len(taken)} document(s) in {sum(len(ids) for _, ids in taken)} tokens, and train, validation and "
+            f"only {len(lengths)} document(s) that differ in {sum(lengths.values())} tokens, and train, validation and "
             f"test need one each: give at least {MIN_DOCUMENTS} documents, or more tokens"
         )
-    splits = assign_splits([len(ids) for _, ids in taken])
+    splits = assign_splits(lengths)
     planned: list[PlannedDocument] = []
     windows: dict[str, list[Window]] = {split: [] for split in SPLITS}
     digest = hashlib.sha256(f"window {window}".encode())
     for split in SPLITS:
-        for (document, ids), its_split in zip(taken, splits, strict=True):
-            if its_split != split:
+        for own, (document, ids) in zip(hashes, taken, strict=True):
+            if splits[own] != split:
                 continue
-            planned.append(PlannedDocument(index=document.index, domain=document.domain, tokens=len(ids), split=split))
+            note = PlannedDocument(index=document.index, domain=document.domain, tokens=len(ids), split=split, hash=own)
+            planned.append(note)
             digest.update(f"{split} {document.index} {document.domain} {len(ids)}".encode() + ids.tobytes())
             windows[split] += [
                 Window(document.index, start, ids[start : start + window]) for start in range(0, len(ids), window)
@@ -187,23 +202,28 @@ def make_plan(
     return Plan(documents=tuple(planned), windows=windows, options=options, digest=digest.hexdigest())
 
 
-def assign_splits(lengths: Sequence[int]) -> list[str]:
-    """A split for each document: test and validation take the first documents that fit into a tenth of the tokens.
+def assign_splits(lengths: Mapping[str, int]) -> dict[str, str]:
+    """A split for each document: the lowest hashes that fit into a tenth of the tokens are test, the highest are
+    validation.
 
     Each gets at least one document, the shortest left if none fits; everything else is train.
+
+    Args:
+        lengths: tokens by hash, of the same text wherever it occurs together.
     """
-    splits = ["train"] * len(lengths)
-    quota = HELD_OUT_SHARE * sum(lengths)
+    splits = dict.fromkeys(lengths, "train")
+    quota = HELD_OUT_SHARE * sum(lengths.values())
     for split, left_over in (("test", 2), ("validation", 1)):
-        free = [i for i, name in enumerate(splits) if name == "train"]
-        total = count = 0
-        for i in free:
-            if total + lengths[i] <= quota and len(free) - count > left_over:
-                splits[i] = split
-                total += lengths[i]
-                count += 1
-        if not count:
-            splits[min(free, key=lambda i: lengths[i])] = split
+        free = sorted((own for own in lengths if splits[own] == "train"), reverse=split == "validation")
+        held: list[str] = []
+        total = 0
+        for own in free[: len(free) - left_over]:
+            if total + lengths[own] <= quota:
+                held.append(own)
+                total += lengths[own]
+            elif total >= quota / 2:
+                break  # short documents with other hashes would fill the rest: in another collection they are train
+        splits |= dict.fromkeys(held or [min(free, key=lambda own: lengths[own])], split)
     return splits
 
 

@@ -6,7 +6,7 @@ T tokens, D hidden size, L MoE layers, E routed experts per layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -154,6 +154,61 @@ class Shard:
             position_T=self._position_T[index].long(),
             token_T=self._token_T[index].long(),
         )
+
+
+class Rows:
+    """The rows of all shards of a dataset, counted from the first one's first on."""
+
+    def __init__(self, shards: Sequence[tuple[int, Shard]]) -> None:
+        """Takes the shards in order, each with the number of its first row."""
+        self._shards = shards
+
+    def check(self) -> None:
+        """:meth:`Shard.check` of all.
+
+        Raises:
+            ExpertcastError: as there.
+        """
+        for _, shard in self._shards:
+            shard.check()
+
+    def in_order(self, spans: Sequence[range], batch_size: int) -> Iterator[TraceBatch]:
+        """The rows of rising spans, so many at a time, the last batch may be smaller; `previous_TLE` is filled in."""
+        held, count = list[TraceBatch](), 0
+        for span in spans:
+            first = span.start
+            while first < span.stop:
+                last = min(first + batch_size - count, span.stop)
+                before = self._between(first - 1, first) if first else None
+                held.append(self._between(first, last).with_previous(before))
+                count, first = count + last - first, last
+                if count == batch_size:
+                    yield held[0] if len(held) == 1 else TraceBatch.cat(held)
+                    held, count = [], 0
+        if held:
+            yield held[0] if len(held) == 1 else TraceBatch.cat(held)
+
+    def gathered(self, rows_T: Tensor) -> TraceBatch:
+        """These rows, in their order in the files, with `previous_TLE`."""
+        sorted_T = rows_T.sort().values  # neighbours on disk are read together; the batch is a random set all the same
+        batch = TraceBatch.cat([shard.rows(own_T) for shard, own_T in self._by_shard(sorted_T)])
+        before = TraceBatch.cat([shard.routing(own_T) for shard, own_T in self._by_shard((sorted_T - 1).clamp(min=0))])
+        return batch.with_previous_rows(before)
+
+    def _between(self, first: int, last: int) -> TraceBatch:
+        parts = [
+            shard.rows(slice(max(first - begin, 0), last - begin))
+            for begin, shard in self._shards
+            if begin < last and begin + len(shard) > first
+        ]
+        return parts[0] if len(parts) == 1 else TraceBatch.cat(parts)
+
+    def _by_shard(self, sorted_T: Tensor) -> Iterator[tuple[Shard, Tensor]]:
+        """The shards that hold some of the rows, and the rows' numbers in them."""
+        for begin, shard in self._shards:
+            own_T = sorted_T[(sorted_T >= begin) & (sorted_T < begin + len(shard))]
+            if len(own_T):
+                yield shard, own_T - begin
 
 
 def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:

@@ -1,14 +1,16 @@
 """Documents to run a model on: a hub dataset, local files, or the bundled text under the name `reference`.
 
-Local files are .parquet and .jsonl with a column `text` (and optionally `domain`), one document a row, or .txt, where
-paragraphs (set apart by blank lines) are joined into documents of about `TXT_DOCUMENT_CHARS` characters.
+Local files are .parquet and .jsonl with a column `text` (and optionally `domain`), one document a row, or .txt, which
+is cut into documents of about `TXT_DOCUMENT_CHARS` characters.
 """
 
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +35,8 @@ REFERENCE_FILES = ("text/validation.parquet", "text/test.parquet")
 TXT_DOCUMENT_CHARS = 4000
 PARQUET_BATCH = 1000
 """Rows read at a time; left to `datasets` it would be the file's first row group, which may be empty."""
-_BLANK_LINES = re.compile(r"\n\s*\n")
+_ENDS = (re.compile(r"\n\s*\n"), re.compile(r"\n"), re.compile(r"\s"))
+"""Where a long text is cut, the best first: blank lines, ends of lines, blanks."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -45,6 +48,12 @@ class Document:
     """Row number over all the files it was read with."""
     text: str
     domain: str = ""
+
+    @property
+    def hash(self) -> str:
+        """What the text is known by wherever it is read from: the first 64 bits of its SHA-256, in hexadecimal, without
+        the blanks around it."""
+        return hashlib.sha256(self.text.strip().encode()).hexdigest()[:16]
 
 
 def load_documents(data: str | Path | Sequence[str | Path], *, max_chars: int | None = None) -> list[Document]:
@@ -70,15 +79,21 @@ def load_documents(data: str | Path | Sequence[str | Path], *, max_chars: int | 
     return documents
 
 
-def bundled_ids(tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[int]:
+def bundled_ids(tokenizer: PreTrainedTokenizerBase, tokens: int, known: Collection[str] = ()) -> list[int]:
     """The first tokens' ids of the bundled text.
+
+    Args:
+        tokenizer: turns it into tokens.
+        tokens: how many.
+        known: hashes of documents to leave out (:attr:`Document.hash`).
 
     Raises:
         ExpertcastError: it is shorter, or the tokenizer knows no text.
     """
     ids: list[int] = []
     for document in load_documents(REFERENCE):
-        ids += tokenizer(document.text)["input_ids"]
+        if document.hash not in known:
+            ids += tokenizer(document.text, verbose=False)["input_ids"]
         if len(ids) >= tokens:
             return ids[:tokens]
     if not ids:
@@ -148,15 +163,30 @@ def _json_object(where: str, line: bytes) -> Json:
 
 def _txt_rows(path: Path) -> Iterator[tuple[str, str]]:
     with _reading(path):
-        paragraphs = [p for row in _local("text", path, sample_by="document") for p in _BLANK_LINES.split(row["text"])]
-    document: list[str] = []
-    for paragraph in paragraphs:
-        document.append(paragraph)
-        if sum(map(len, document)) >= TXT_DOCUMENT_CHARS:
-            yield "\n\n".join(document), ""
-            document = []
-    if document:
-        yield "\n\n".join(document), ""
+        text = "".join(row["text"] for row in _local("text", path, sample_by="document"))
+    documents = cut_text(text)
+    if len(documents) > 1:
+        how = f"{len(documents)} documents of about {TXT_DOCUMENT_CHARS} characters"
+        print(f"{path}: one text, cut into {how} (at blank lines where it has any)", file=sys.stderr)
+    yield from ((document, "") for document in documents)
+
+
+def cut_text(text: str, chars: int = TXT_DOCUMENT_CHARS) -> list[str]:
+    """The documents that a long text is cut into, each of at least `chars` characters and less than twice as many.
+
+    It is cut at the first blank line behind so many; where none comes before twice as many, at the end of a line, at a
+    blank, or in a word. What is left at the end may be shorter.
+    """
+    documents, begin = [], 0
+    while len(text) - begin > chars:
+        first, last = begin + chars, begin + 2 * chars
+        ends = _ENDS if last < len(text) else _ENDS[:1]
+        found = next(filter(None, (end.search(text, first, last) for end in ends)), None)
+        if found is None and last >= len(text):
+            break
+        documents.append(text[begin : found.start() if found else first])
+        begin = found.end() if found else first
+    return [*documents, text[begin:]] if begin < len(text) or not documents else documents
 
 
 def _local(kind: str, path: Path, **options: object) -> IterableDataset:

@@ -44,6 +44,7 @@ class _Document(TypedDict):
     domain: str
     tokens: _Count
     split: Literal["train", "validation", "test"]
+    hash: NotRequired[Annotated[str, Field(pattern="^[0-9a-f]{16}$")]]
 
 
 @with_config(CLOSED)

@@ -5,14 +5,13 @@ T tokens, D hidden size, L MoE layers, E routed experts per layer. The folder is
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+import copy
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from expertcast.checkpoints.downloads import blamed, located
 from expertcast.data import layout
@@ -21,7 +20,7 @@ from expertcast.data.distributed import Share, documents_of, smallest_share
 from expertcast.data.layout import TRACE_FILE as TRACE_FILE
 from expertcast.data.plan import ALL as ALL
 from expertcast.data.plan import Documented, PlannedDocument
-from expertcast.data.shards import Shard, places
+from expertcast.data.shards import Rows, Shard, places
 from expertcast.data.skeleton import LAYERS, load_skeleton
 from expertcast.data.stand_in_file import read_stand_in
 from expertcast.data.tensor_files import read_tensors
@@ -119,8 +118,12 @@ class TraceDataset(TraceSource):
             self._digest_of(name)
             shards.append((begin, Shard(folder / name, info, partial(places, self.documents, begin))))
             begin += len(shards[-1][1])
-        self._shards = shards
-        """Each with the number of its first row."""
+        self._shards = Rows(shards)
+        self._first, rows = dict[int, int](), 0
+        """By `PlannedDocument.index`, the number of a document's first row."""
+        for document in self.documents:
+            self._first[document.index] = rows
+            rows += document.tokens
         if begin != info["tokens"]:
             raise ExpertcastError(
                 f"{folder}: {begin} rows in the {len(shards)} shards of {layout.DATASET_STATE_FILE}, {TRACE_FILE} has "
@@ -145,6 +148,13 @@ class TraceDataset(TraceSource):
                 raise ExpertcastError(f"the collection in {found} is not finished: run the same collect command again")
             return cls(found, info)
 
+    def without(self, documents: Collection[int]) -> TraceDataset:
+        """The same traces as if there were not the rows of some documents (by `PlannedDocument.index`); what is of them
+        all (`defaults`, `stand_in`, `info`) is as it was."""
+        rest = copy.copy(self)
+        rest.documents = [document for document in self.documents if document.index not in documents]
+        return rest
+
     def verify(self) -> None:
         """Check every file that was not read since the traces were opened.
 
@@ -154,8 +164,7 @@ class TraceDataset(TraceSource):
         for name in self._files or ():
             if not name.endswith(".arrow"):
                 self._check(name)
-        for _, shard in self._shards:
-            shard.check()
+        self._shards.check()
         _ = self.view, self.defaults, self.stand_in
 
     @cached_property
@@ -185,7 +194,7 @@ class TraceDataset(TraceSource):
         self._check(layout.DEFAULTS_FILE)
         tensors, _ = read_tensors(path, DefaultVectors.of_shape(self._shape).as_tensors(), REMEDY)
         defaults = DefaultVectors.from_tensors(tensors)
-        count_LE, tokens = defaults.count_LE, self.token_count("train")
+        count_LE, tokens = defaults.count_LE, self.info["splits"]["train"]
         if defaults.token_count != tokens or int(count_LE.min()) < 0 or int(count_LE.max()) > tokens:
             raise ExpertcastError(f"{path} is not of the {tokens} tokens of the train split; {REMEDY}")
         return defaults
@@ -219,36 +228,20 @@ class TraceDataset(TraceSource):
     def _batches(
         self, own: list[PlannedDocument], tokens: int, batch_size: int, seed: int | None
     ) -> Iterator[TraceBatch]:
-        """Tensors are views of the files, private ones: writing to them never reaches the disk."""
-        before = itertools.takewhile(lambda document: document is not own[0], self.documents)
-        begin = sum(document.tokens for document in before)
-        end = begin + tokens
-        order = None if seed is None else torch.randperm(tokens, generator=torch.Generator().manual_seed(seed)) + begin
-        for first in range(begin, end, batch_size):
-            last = min(first + batch_size, end)
-            yield self._slice(first, last) if order is None else self._gather(order[first - begin : last - begin])
-
-    def _slice(self, first: int, last: int) -> TraceBatch:
-        before = self._rows(first - 1, first) if first else None
-        return self._rows(first, last).with_previous(before)
-
-    def _rows(self, first: int, last: int) -> TraceBatch:
-        parts = [
-            shard.rows(slice(max(first - begin, 0), last - begin))
-            for begin, shard in self._shards
-            if begin < last and begin + len(shard) > first
-        ]
-        return parts[0] if len(parts) == 1 else TraceBatch.cat(parts)
-
-    def _gather(self, rows_T: Tensor) -> TraceBatch:
-        sorted_T = rows_T.sort().values  # neighbours on disk are read together; the batch is a random set all the same
-        batch = TraceBatch.cat([shard.rows(own_T) for shard, own_T in self._by_shard(sorted_T)])
-        before = TraceBatch.cat([shard.routing(own_T) for shard, own_T in self._by_shard((sorted_T - 1).clamp(min=0))])
-        return batch.with_previous_rows(before)
-
-    def _by_shard(self, sorted_T: Tensor) -> Iterator[tuple[Shard, Tensor]]:
-        """The shards that hold some of the rows, and the rows' numbers in them."""
-        for begin, shard in self._shards:
-            own_T = sorted_T[(sorted_T >= begin) & (sorted_T < begin + len(shard))]
-            if len(own_T):
-                yield shard, own_T - begin
+        """In order, tensors are views of the files where a batch lies in one of them, private ones: writing to them
+        never reaches the disk."""
+        spans, left = list[range](), tokens
+        for document in own:
+            first = self._first[document.index]
+            begin = spans.pop().start if spans and spans[-1].stop == first else first
+            spans.append(range(begin, first + min(document.tokens, left)))
+            left -= min(document.tokens, left)
+            if not left:
+                break
+        if seed is None:
+            yield from self._shards.in_order(spans, batch_size)
+            return
+        rows_T = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+        order_T = rows_T[torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))]
+        for batch_T in torch.split(order_T, batch_size):
+            yield self._shards.gathered(batch_T)

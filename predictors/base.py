@@ -131,6 +131,8 @@ class Predictor(nn.Module, ABC):
         self.calibration: dict[int, Sequence[LogOdds]] = {}
         """By distance, how each layer pair's logits are read as probabilities; a distance that was not calibrated is
         missing."""
+        self.learned_from: frozenset[str] | None = None
+        """Hashes of the documents that it was fitted or chosen on (`Document.hash`); None where they are not known."""
         self._view: list[MoEView] = []  # in a list: nn.Module must not adopt the model's modules
 
     @property

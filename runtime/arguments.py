@@ -70,11 +70,17 @@ def executed_layers(config: OffloadConfig, layers: int, recall: Mapping[int, flo
     return [layer for layer, value in recall.items() if value >= config.min_recall]
 
 
-def recall_per_layer(checkpoint: PredictorCheckpoint | None) -> dict[int, float] | None:
-    """Recall@k by target layer on the validation split, as metrics.json has it; of whatever it has, without one."""
+def recall_per_layer(checkpoint: PredictorCheckpoint | None, ahead: int = 1) -> dict[int, float] | None:
+    """Recall@k by target layer on the validation split, as metrics.json has it; of whatever it has, without one.
+
+    Args:
+        checkpoint: whose.
+        ahead: the distance; where metrics.json does not have it, recall is at the shortest one that was scored.
+    """
     if checkpoint is None:
         return None
     metrics = checkpoint.metrics.get("validation", checkpoint.metrics)
+    metrics = metrics.get("further", {}).get(str(ahead), metrics)
     per_layer = metrics.get("recall_at_k", {}).get(checkpoint.name, {}).get("per_layer")
     if per_layer is None:
         return None
@@ -95,7 +101,7 @@ def make_monitor(
     """
     if predictor is None or not config.drift:
         return None
-    expected = recall_per_layer(checkpoint)
+    expected = recall_per_layer(checkpoint, config.ahead)
     if expected is not None and min(expected, default=0) != config.ahead:
         expected = None
     return DriftMonitor(view.shape.layers, view.shape.top_k, expected, predictor.name)

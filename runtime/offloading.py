@@ -65,7 +65,7 @@ def offload(
     speculator = Speculator(
         view,
         bound,
-        layers=executed_layers(config, len(view), recall_per_layer(checkpoint)),
+        layers=executed_layers(config, len(view), recall_per_layer(checkpoint, config.ahead)),
         true_weights=config.true_weights,
         prefill=config.speculate_prefill,
         ahead=config.ahead,

@@ -139,6 +139,7 @@ def fit(
     predictor = fitted.predictor.to(device_of(source.view)).bind(source.view).eval()
     if predictor.looks == "layers":
         calibrate(predictor, source, options)
+    predictor.learned_from = source.learned_from()
     used = {
         "tokens": train_tokens(source, options),
         "traces": source.info.get("id"),

@@ -232,7 +232,7 @@ def _forecasting(
     asked = run.watched.forecasts(ahead)
     times = calibrated(run.tpot_s, trace, base.timed(run.case.machine.times), asked)
     recall, source = measured_recall(trace, asked), "measured"
-    known = None if checkpoint is None or checkpoint.metrics.get("ahead", 1) != ahead else recall_per_layer(checkpoint)
+    known = recall_per_layer(checkpoint, ahead)
     if known is not None and set(known) == set(recall):
         asked, recall, source = with_recall(trace, asked, known), known, "metrics.json"
     return Forecasting(asked=asked, recall=recall, source=source, times=times)

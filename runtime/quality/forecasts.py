@@ -177,7 +177,7 @@ def text_windows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], *, le
     for text in texts:
         if len(windows) >= count:
             break
-        ids = tokenizer(text)["input_ids"]
+        ids = tokenizer(text, verbose=False)["input_ids"]
         windows += [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
     if not windows:
         raise ExpertcastError(f"no text has {length} tokens: give longer texts or a smaller window")

@@ -6,7 +6,7 @@ N windows, B of them decoded together, W tokens per window, V vocabulary, K expe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial

@@ -18,7 +18,14 @@ from expertcast.predictors.next_token import NextTokenConfig
 
 RECALL = {"mean": 0.5, "per_layer": [0.25, 0.75, 0.5]}
 SCORES = {"recall_at_k": {"linear": RECALL}, "targets": [1, 2, 3], "ahead": 1, "exact_set": {"linear": None}}
-METRICS = {"split": "test", **SCORES, "validation": SCORES}
+FURTHER = {
+    **SCORES,
+    "recall_at_k": {"linear": {"mean": 0.25, "per_layer": [0.25, 0.25]}},
+    "targets": [2, 3],
+    "ahead": 2,
+}
+METRICS = {"split": "test", **SCORES, "further": {"2": FURTHER}, "validation": {**SCORES, "further": {"2": FURTHER}}}
+LEARNED = frozenset({"0123456789abcdef", "00000000000000ff"})
 CONFIGS = {
     "linear": LinearConfig(),
     "estimator": EstimatorConfig(parameters=20_000),
@@ -38,6 +45,7 @@ def write(name: str, view: MoEView, folder: Path) -> Path:
     predictor = predictor_class(name)(CONFIGS[name], view.shape)
     for tensor in predictor.state_dict().values():
         tensor.copy_(torch.randn(tensor.shape))
+    predictor.learned_from = LEARNED
     save_predictor(predictor, folder, view=view, metrics=METRICS, extra={"training": {"tokens": 3}, "by": "me"})
     return folder
 

@@ -19,7 +19,7 @@ from expertcast.commands.output import table
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.artefacts import SEAL, file_digest
 from expertcast.runtime.arguments import recall_per_layer
-from tests.checkpoints.made import CONFIGS, METRICS, write
+from tests.checkpoints.made import CONFIGS, LEARNED, METRICS, write
 from tests.sealed import edit_json
 from tests.training.synthetic import tiny_view
 
@@ -47,6 +47,7 @@ def tensors_of(folder: Path, view: MoEView) -> dict[str, list[Any]]:
         warnings.simplefilter("ignore")
         checkpoint = PredictorCheckpoint.open(folder)
         predictor = checkpoint.load(view)
+        assert predictor.learned_from == LEARNED or files.DOCUMENTS not in checkpoint.config.get("files", {})
     json.dumps(recall_per_layer(checkpoint), allow_nan=False)
     table(checkpoint.config).encode()
     return {name: tensor.tolist() for name, tensor in predictor.state_dict().items()}
@@ -67,11 +68,11 @@ def refusal(folder: Path, view: MoEView, before: dict[str, list[Any]]) -> str | 
 
 
 def test_bytes(folder: Path, view: MoEView) -> None:
-    """Flipped bits, bytes set, exchanged and left out in each of the three files."""
+    """Flipped bits, bytes set, exchanged and left out in each of the four files."""
     before, rng = tensors_of(folder, view), random.Random(folder.name)
-    for name in (files.CONFIG, files.METRICS, files.WEIGHTS):
+    for name in (files.CONFIG, files.METRICS, files.DOCUMENTS, files.WEIGHTS):
         content = (folder / name).read_bytes()
-        for place in rng.sample(range(len(content) - 8), 60):
+        for place in rng.sample(range(len(content) - 8), min(60, len(content) - 8)):
             changed = bytearray(content)
             match rng.randrange(4):
                 case 0:
@@ -127,7 +128,7 @@ def apply(change: Change, way: tuple[Any, ...], values: Any) -> None:
 
 def test_fields_of_sealed_files(folder: Path, view: MoEView) -> None:
     before = tensors_of(folder, view)
-    for name in (files.CONFIG, files.METRICS):
+    for name in (files.CONFIG, files.METRICS, files.DOCUMENTS):
         content = (folder / name).read_text()
         for way in places(json.loads(content)):
             for change in (drop, add, mistype, put(10**9), put(None)):
@@ -145,6 +146,7 @@ OPTIONAL = {
     "experts_fingerprint",
     "training",
     "extra",
+    files.DOCUMENTS,
     "versions",
     "choices",
     "member_configs",
@@ -182,3 +184,19 @@ def test_fields_of_metrics(folder: Path, view: MoEView) -> None:
             line = refusal(folder, view, before)
             computed_from = {"recall_at_k", "targets", "ahead"} & set(way)
             assert line or not computed_from or change is not mistype, (way, change)
+
+
+@pytest.mark.parametrize("written", ["linear"], indirect=True)
+def test_fields_of_documents(folder: Path, view: MoEView) -> None:
+    """Likewise."""
+    path = folder / files.DOCUMENTS
+    content = path.read_text()
+    before = tensors_of(folder, view)
+    hashes = [["0123456789ABCDEF"], ["0123456789abcde"], [1], "0123456789abcdef", None, [None], {}]
+    for changed in ({}, *({"learned_from": value} for value in hashes), {**json.loads(content), "more": 1}):
+        path.write_text(json.dumps(changed))
+        found = file_digest(path)
+        edit_json(folder / files.CONFIG, lambda config, found=found: config["files"].update({files.DOCUMENTS: found}))
+        line = refusal(folder, view, before)
+        assert line, changed
+        assert files.DOCUMENTS in line

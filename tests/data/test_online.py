@@ -63,6 +63,7 @@ def online(reference_model: PreTrainedModel, reference_tokenizer: Any) -> Online
 
 def test_unshuffled_batches_are_the_traces_own(online: OnlineTraces, reference_traces: TraceDataset) -> None:
     assert online.info["splits"] == reference_traces.info["splits"]
+    assert online.learned_from() == reference_traces.learned_from() != frozenset()
     for split in ("validation", "test"):
         ours = list(online.batches(split, 500))
         theirs = list(reference_traces.batches(split, 500))

@@ -68,16 +68,43 @@ def test_bad_settings_are_one_clear_line(reference_tokenizer: Any, changed: dict
 
 
 lengths = st.lists(st.integers(1, 500), min_size=3, max_size=60)
+hashed = st.dictionaries(st.text("0123456789abcdef", min_size=16, max_size=16), st.integers(1, 500), min_size=3)
 
 
-@given(lengths)
-def test_splits_are_never_empty_and_held_out_ones_stay_small(lengths: list[int]) -> None:
+@given(hashed)
+def test_splits_are_never_empty_and_held_out_ones_stay_small(lengths: dict[str, int]) -> None:
     splits = assign_splits(lengths)
+    assert splits.keys() == lengths.keys()
     for split in ("validation", "test"):
-        own = [length for length, name in zip(lengths, splits, strict=True) if name == split]
+        own = [length for name, length in lengths.items() if splits[name] == split]
         assert own
-        assert sum(own) <= sum(lengths) / 10 or len(own) == 1
-    assert "train" in splits
+        assert sum(own) <= sum(lengths.values()) / 10 or len(own) == 1
+    assert "train" in splits.values()
+
+
+def test_a_document_keeps_its_split(reference_tokenizer: Any) -> None:
+    """Whatever else is collected, from whatever file, in whatever order; few change sides where shares are cut."""
+    text = load_documents("reference")
+    part = make_plan(text, reference_tokenizer, tokens=60_000, window=256)
+    shifted = [Document(7 * i, f"\n {text[i].text}\t", "other") for i in range(len(text) - 1, 40, -1)]
+    whole = make_plan(shifted, reference_tokenizer, tokens=300_000, window=256, seed=3)
+    split_of = {document.hash: document.split for document in whole.documents}
+    both = [document for document in part.documents if document.hash in split_of]
+    moved = [document for document in both if split_of[document.hash] != document.split]
+    assert len(both) > 20
+    assert len(moved) <= len(both) / 10
+    assert {split_of[document.hash] for document in both if document not in moved} == set(SPLITS)
+
+
+def test_equal_texts_are_one_document(reference_tokenizer: Any) -> None:
+    """They lie in one split, and do not count as several where there must be three."""
+    copies = [Document(100 + i, f" {each.text}\n") for i, each in enumerate(DOCUMENTS)]
+    plan = make_plan([*DOCUMENTS, *copies], reference_tokenizer, window=32)
+    split_of = {document.index: document.split for document in plan.documents}
+    assert all(split_of[i] == split_of[100 + i] for i in range(len(DOCUMENTS)))
+    assert plan.learned_from() == {d.hash for d in DOCUMENTS if split_of[d.index] != "test"}
+    with pytest.raises(ExpertcastError, match="only 2 document"):
+        make_plan([*DOCUMENTS[:2], *copies[:2]], reference_tokenizer, window=32)
 
 
 @given(lengths, st.integers(1, 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -43,6 +44,28 @@ def test_txt_joins_paragraphs_into_documents(tmp_path: Path) -> None:
     assert "\n\n".join(document.text for document in documents) == "\n\n".join(paragraphs)
     assert len(documents) > 3
     assert all(len(document.text) >= TXT_DOCUMENT_CHARS for document in documents[:-1])
+
+
+@pytest.mark.parametrize("blank", ["\n", " ", "x"])
+def test_txt_without_blank_lines_is_cut_by_size(tmp_path: Path, blank: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """At the end of a line, at a blank, or in a word; said in one line."""
+    text = blank.join(f"{number:04}xxxxxxxx" for number in range(3000))
+    path = tmp_path / "log.txt"
+    path.write_text(text)
+    documents = load_documents(path)
+    assert ("" if blank == "x" else blank).join(document.text for document in documents) == text
+    assert all(TXT_DOCUMENT_CHARS <= len(document.text) < 2 * TXT_DOCUMENT_CHARS for document in documents)
+    assert len(documents) > 4
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"{path}: one text, cut into {len(documents)} documents of about 4000 characters" in said
+
+
+def test_hash_is_of_the_text_alone() -> None:
+    text = "Caf\u00e9.\n\nAll happy families are alike."
+    hashes = {Document(3, f"\n {text}\t", "prose").hash, Document(0, text).hash}
+    assert hashes == {hashlib.sha256(text.encode()).hexdigest()[:16]}
+    assert Document(0, text + ".").hash not in hashes
 
 
 def test_max_chars_stops_reading(tmp_path: Path) -> None:

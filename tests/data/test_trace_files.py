@@ -34,7 +34,7 @@ WRONG: dict[type, tuple[Any, ...]] = {
 WEIGHTS = "skeleton/model.safetensors"
 FREE = ("versions", "_format_columns", "_format_kwargs", "_format_type", "_split")
 """Members that hold what their writers please."""
-OPTIONAL = ("collection_s",)
+OPTIONAL = ("collection_s", "hash")
 """Members that older files lack."""
 EITHER = (("seed", -1), ("seed", 10**30), ("git_revision", None))
 

@@ -89,6 +89,28 @@ def test_max_tokens_is_a_prefix_also_when_shuffled(reference_traces: TraceDatase
     assert sorted(keys(whole(reference_traces, "train", max_tokens=2500, shuffle=True))) == sorted(keys(prefix))
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_without_some_documents(reference_traces: TraceDataset, shuffle: bool) -> None:
+    """The rows of the others as they were, routing of the token before included, in batches that are full."""
+    left_out = {document.index for document in reference_traces.documents[1::3]}
+    rest, every = reference_traces.without(left_out), whole(reference_traces)
+    batches = list(rest.batches("all", 700, shuffle=shuffle))
+    assert [len(batch) for batch in batches[:-1]] == [700] * (len(batches) - 1)
+    place = {key: row for row, key in enumerate(keys(every))}
+    found = [key for batch in batches for key in keys(batch)]
+    assert (sorted(found) if shuffle else found) == sorted(
+        (key for key in place if key[0] not in left_out), key=(lambda key: key) if shuffle else place.__getitem__
+    )
+    joined, expected = TraceBatch.cat(batches), every[torch.tensor([place[key] for key in found])]
+    for name in ("residual_TLD", "logits_TLE", "token_T", "early_TLD"):
+        assert torch.equal(getattr(joined, name), getattr(expected, name)), name
+    assert torch.equal(joined.previous_TLE.nan_to_num(-1e4), expected.previous_TLE.nan_to_num(-1e4))
+    for split in SPLITS:
+        assert rest.token_count(split) == sum(map(len, rest.batches(split, 1000)))
+    assert torch.equal(rest.defaults.count_LE, reference_traces.defaults.count_LE)
+    assert not list(reference_traces.without({d.index for d in rest.documents}).without(left_out).batches("all", 9))
+
+
 def test_writing_to_a_batch_never_reaches_the_disk(reference_traces: TraceDataset) -> None:
     batch = next(TraceDataset.open(reference_traces.folder).batches("all", 8))
     expected = batch.residual_TLD.clone()

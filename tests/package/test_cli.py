@@ -338,12 +338,13 @@ def test_inspect_verify(
     """A changed file is one line by its name, and what was read is told; folders of others have nothing to verify."""
     checkpoint = tmp_path / "checkpoint"
     frequency = Frequency(PredictorConfig(), reference_view.shape)
+    frequency.learned_from = reference_traces.learned_from()
     save_predictor(frequency, checkpoint, view=reference_view, metrics={"ahead": 1})
     traces = tmp_path / "traces"
     shutil.copytree(reference_traces.folder, traces)
     store = tmp_path / "store"
     offload(reference_model, store="disk", store_folder=store).close()
-    for target, kinds in ((checkpoint, 3), (traces, 5), (store, 1)):
+    for target, kinds in ((checkpoint, 4), (traces, 5), (store, 1)):
         assert main(["inspect", str(target), "--verify"]) == 0
         assert capsys.readouterr().out.count(": right\n") == kinds
         for path in sorted(target.rglob("*")):

@@ -55,6 +55,9 @@ class Cyclic:
     def defaults(self) -> DefaultVectors:
         raise NotImplementedError
 
+    def learned_from(self) -> None:
+        return None
+
     def token_count(self, split: str) -> int:
         return len(self._batch[self._rows[split]])
 

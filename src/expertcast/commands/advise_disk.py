@@ -14,6 +14,7 @@ from torch import Tensor
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.bench_target import Target, TargetOptions
 from expertcast.commands.output import Outcome, say
+from expertcast.commands.predictors import learned_documents
 from expertcast.data.models import load_tokenizer
 from expertcast.data.text import bundled_ids
 from expertcast.data.traces import TraceDataset
@@ -102,7 +103,7 @@ def _from_store(
 ) -> DiskFindings:
     """The model as it will run, its experts never whole in memory."""
     config = replace(options.offload, store="disk", store_folder=str(folder), codec=codec)
-    ids = bundled_ids(load_tokenizer(options.target), tokens[0])
+    ids = bundled_ids(load_tokenizer(options.target), tokens[0], learned_documents([options.predictor]))
 
     def run(observers: Sequence[Observer]) -> OffloadedModel:
         return load_offloaded(options.target, config, device="cpu", dtype=options.dtype, observers=observers)

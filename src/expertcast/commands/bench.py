@@ -158,7 +158,8 @@ def bench_prompt(options: Options, target: Target, tokens: int, link: LinkSettin
         tokens: the prompt's length.
         link: of the prompts before this one: the link's speed is chosen once.
     """
-    prompt_ids, process = target.prompt(tokens), target.routing_process(tokens, options.settings.new_tokens)
+    process = target.routing_process(tokens, options.settings.new_tokens)
+    prompt_ids = target.prompt(tokens, options.next_token)
     with process if process is not None else nullcontext():
         resident = None
         if target.store.fits:

@@ -25,6 +25,7 @@ from expertcast.commands.options import (
     positive_number,
 )
 from expertcast.commands.output import say
+from expertcast.commands.predictors import learned_documents
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.text import bundled_ids
@@ -165,8 +166,9 @@ class Target:
         view = find_moe_layers(model)
         return cls(options, without_experts_to(model, device), view, LentStore(view, device))
 
-    def prompt(self, tokens: int) -> Tensor:
-        """Token ids [1, T]: the bundled text for a model, random ids where weights are random.
+    def prompt(self, tokens: int, *others: str | None) -> Tensor:
+        """Token ids [1, T]: the bundled text for a model, of documents that neither its predictor nor the checkpoints
+        `others` learned from; random ids where weights are random.
 
         Raises:
             ExpertcastError: the bundled text is shorter.
@@ -175,7 +177,8 @@ class Target:
             generator = torch.Generator().manual_seed(self.options.seed)
             ids = torch.randint(self.model.config.vocab_size, (1, tokens), generator=generator)
             return ids.to(self.store.device)
-        ids_T = bundled_ids(load_tokenizer(self.options.target), tokens)
+        known = learned_documents([self.options.predictor, *others])
+        ids_T = bundled_ids(load_tokenizer(self.options.target), tokens, known)
         return torch.tensor([ids_T], device=self.store.device)
 
     def routing_process(self, prompt: int, new_tokens: int) -> RoutingProcess | None:

@@ -17,7 +17,8 @@ from expertcast.commands.ledger import ledger_of
 from expertcast.commands.options import Count, Option, positive_number
 from expertcast.commands.output import Outcome, folder, say, write_json
 from expertcast.commands.pace import Allowance, part, threads_that_help
-from expertcast.commands.predictors import EVAL_BATCH, confident_layers, predictor_config, scores
+from expertcast.commands.predictors import EVAL_BATCH, confident_layers, predictor_config
+from expertcast.commands.scoring import scores
 from expertcast.data.collector import collect
 from expertcast.data.exclusive import exclusive
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
@@ -26,9 +27,11 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, names
 from expertcast.predictors.plain import Json
 from expertcast.training.evaluation import evaluate
+from expertcast.training.example_text import example_text
 from expertcast.training.fit import fit_many
 from expertcast.training.options import Fitted
 from expertcast.training.report import PAGE, write_report
+from expertcast.training.report_sources import report_sources
 from expertcast.training.results import Evaluation, recall_table
 from expertcast.training.scoring import scored_batches
 
@@ -119,9 +122,14 @@ def _stages(
     layers = confident_layers(evaluation.as_dict(), best)
     deployed = deploy(model, tokenizer, texts, predictors[best], layers, allowance)
     scored = {**evaluation.as_dict(), "split": "test", "ledger": ledger}
-    told = {key: traces.info[key] for key in ("model", "tokens", "command", "versions")}
-    title, quality = f"Forecasts for {REFERENCE}", deployed["quality"]
-    write_report(options.out / REPORT, scored, quality=quality, title=title, provenance=told)
+    write_report(
+        options.out / REPORT,
+        scored,
+        quality=deployed["quality"],
+        examples=example_text(predictors, traces, "test"),
+        title=f"Forecasts for {REFERENCE}",
+        provenance=report_sources(traces, fitted),
+    )
     return evaluation, {**scored, **deployed, "deployed_predictor": best, "collected_tokens": tokens, "steps": steps}
 
 

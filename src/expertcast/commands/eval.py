@@ -8,35 +8,31 @@ from pathlib import Path
 from typing import Annotated
 
 from expertcast.checkpoints.provenance import provenance
-from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.commands.ledger import ledger_of
 from expertcast.commands.offloaded_options import OffloadedOptions
 from expertcast.commands.options import BANDWIDTH, Count, Option, positive_number
-from expertcast.commands.output import Outcome, folder
+from expertcast.commands.output import Outcome, folder, say
 from expertcast.commands.predictors import (
-    EVAL_BATCH,
     QualityOptions,
     evaluated,
     forecast_quality,
     is_checkpoint,
     quality_table,
-    scores,
 )
+from expertcast.commands.scoring import scores, scores_ahead
 from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor
 from expertcast.predictors.plain import Json, aligned
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.training.curve import learning_curve
-from expertcast.training.evaluation import evaluate
 from expertcast.training.example_text import example_text
 from expertcast.training.ledger import ledger_table
 from expertcast.training.metrics.timely import Windows, copies_in_time, ratio_windows
 from expertcast.training.options import Fitted
 from expertcast.training.report import write_report
 from expertcast.training.report_sources import report_sources
-from expertcast.training.results import link_table, recall_table
-from expertcast.training.scoring import scored_batches
+from expertcast.training.unseen import unseen_traces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +42,12 @@ class Options(OffloadedOptions, QualityOptions):
     traces: Annotated[Path, Option(positional=True, metavar="TRACES")]
     """Traces folder, or user/repo of the hub."""
     predictor: Annotated[tuple[str, ...], Option(metavar="NAME|CKPT")]
-    """Names are fitted on the train split and scored on the test split; checkpoints are scored on all."""
+    """Names are fitted on the train split and scored on the test split, checkpoints are scored on all; documents that
+    one of them learned from are left out."""
     split: Annotated[str | None, Option(choices=(*SPLITS, ALL))] = None
     """Documents that score."""
-    ahead: Count = 1
-    """Layers ahead."""
+    ahead: tuple[Count, ...] = (1,)
+    """Layers ahead; each distance is scored."""
     report: Annotated[Path | None, Option(metavar="DIR", read=folder)] = None
     """Write one HTML page, PNGs and JSON."""
     curve: tuple[Count, ...] = ()
@@ -68,33 +65,36 @@ def run(options: Options) -> Outcome:
     """Predictors of layers share one table, one that looks tokens ahead has its own."""
     options.check_text()
     _check_link(options)
-    traces = TraceDataset.open(options.traces)
-    fitted = evaluated(options.predictor, traces, options.ahead)
+    traces, ahead = TraceDataset.open(options.traces), sorted(set(options.ahead))
+    fitted = evaluated(options.predictor, traces, ahead)
     predictors, tokens_ahead = split_by_looks(options, {name: made.predictor for name, made in fitted.items()})
-    split, note = scoring_split(options, traces)
-    ledger = ledger_of(fitted, traces, split, options.ahead)
-    result: Json = {"split": split, "ledger": ledger}
+    split = options.split or (ALL if all(map(is_checkpoint, options.predictor)) else "test")
+    unseen, left_out = unseen_traces(traces, fitted, split)
+    if left_out.warning():
+        say(left_out.warning())
+    ledger = ledger_of(fitted, unseen, split, ahead[0])
+    result: Json = {"split": split, "left_out": left_out.as_dict(), "ledger": ledger}
     tables = []
     if tokens_ahead is not None:
-        found, token_table = scores(tokens_ahead, traces, split)
+        found, token_table = scores(tokens_ahead, unseen, split)
         result |= found
         tables.append(token_table)
     if predictors:
         windows = {name: _windows(options, traces.view, ledger[name]) for name in predictors}
-        batches = scored_batches(traces, split, EVAL_BATCH)
-        evaluation = evaluate(predictors, batches, traces.view, ahead=options.ahead, windows=windows)
-        result |= evaluation.as_dict()
-        tables[:0] = [recall_table(evaluation), link_table(evaluation)]
+        found, table = scores_ahead(predictors, unseen, split, ahead, windows)
+        result |= found
+        tables.insert(0, table)
     tables.append(ledger_table(ledger))
-    tables.append(f"scored on split {split!r}, {result['tokens']} tokens{note}")
+    scored = f"scored on split {split!r}, {result['tokens']} tokens"
+    tables.append("; ".join(filter(None, (scored, str(left_out)))))
     if options.model:
         result["quality"] = forecast_quality(options, options.model, predictors, result)
         tables.append(quality_table(result["quality"]))
     if options.curve:
-        result["learning_curve"] = learning_curve(traces, options.curve, ahead=options.ahead)
+        result["learning_curve"] = learning_curve(traces, options.curve, ahead=ahead[0])
         tables.append(curve_table(result["learning_curve"]))
     if options.report:
-        tables.append(f"wrote {_write_report(options.report, result, traces, fitted)}")
+        tables.append(f"wrote {_write_report(options.report, result, unseen, fitted)}")
     return {**result, **provenance()}, "\n\n".join(tables)
 
 
@@ -135,19 +135,6 @@ def split_by_looks(options: Options, predictors: dict[str, Predictor]) -> tuple[
             "name another predictor beside it"
         )
     return layers, ahead
-
-
-def scoring_split(options: Options, traces: TraceDataset) -> tuple[str, str]:
-    """The documents that score, and a note: never documents that a predictor learned from, unless asked for."""
-    if options.split:
-        return options.split, ""
-    if not all(map(is_checkpoint, options.predictor)):
-        return "test", ""
-    for given in options.predictor:
-        training = PredictorCheckpoint.open(given).config.get("training", {})
-        if training.get("traces") == traces.info["id"]:
-            return "test", f"; {given} was trained on these traces, so their test split alone scores it (see --split)"
-    return "all", ""
 
 
 def curve_table(curve: dict[str, dict[str, float]]) -> str:

@@ -63,8 +63,9 @@ def _verify(folder: Path) -> list[str]:
         early = [] if traces.stand_in is None else ["stand-in"]
         return ["trace.json", "shards", "skeleton", "default vectors", *early]
     if holds_predictor(folder):
-        PredictorCheckpoint.open(folder).load()
-        return [files.CONFIG, files.METRICS, files.WEIGHTS]
+        checkpoint = PredictorCheckpoint.open(folder)
+        known = [] if checkpoint.load().learned_from is None else [files.DOCUMENTS]
+        return [files.CONFIG, files.METRICS, files.WEIGHTS, *known]
     stores = {FILE_NAME: verify_store, CODED_FILE: verify_coded}
     found = [name for name in stores if (folder / name).is_file()]
     for name in found:

@@ -211,7 +211,10 @@ BANDWIDTH = Option(metavar="BYTES/S", read=bandwidth, help="a number, or pcie3, 
 COUNT = Option(metavar="N", read=positive)
 EARLY = Option(metavar="R|none", read=lambda text: None if text == "none" else not_negative_whole(text))
 MODEL_HELP = "local folder or hub id of a transformers model, or `reference` (the bundled model)"
-DATA_HELP = "hub data set id, or local .parquet/.jsonl/.txt files with a column `text`, or `reference` (bundled text)"
+DATA_HELP = (
+    "hub data set id, or local .parquet/.jsonl files with a column `text`, or .txt files (each cut into documents of "
+    "about 4000 characters, at blank lines), or `reference` (bundled text)"
+)
 
 Count = Annotated[int, COUNT]
 """1 or more of something."""

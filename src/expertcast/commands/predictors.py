@@ -1,9 +1,9 @@
-"""Predictors as the command line names them, their scores, and what executing them costs a model."""
+"""Predictors as the command line names them, and what executing them costs a model."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -17,19 +17,24 @@ from expertcast.commands.output import say
 from expertcast.data.experts import experts_of
 from expertcast.data.models import REFERENCE, load_tokenizer
 from expertcast.data.text import Document, load_documents
-from expertcast.data.traces import TraceDataset, TraceSource
-from expertcast.predictors import ExpertcastError, NextToken, Predictor, PredictorConfig, names, predictor_class
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors import (
+    ExpertcastError,
+    MoEView,
+    NextToken,
+    Predictor,
+    PredictorConfig,
+    names,
+    predictor_class,
+)
 from expertcast.predictors.fields import parse_settings
 from expertcast.predictors.plain import Json, aligned
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
 from expertcast.runtime.quality.policies import measure_policies
-from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit_many
 from expertcast.training.options import FitOptions, Fitted
-from expertcast.training.results import link_table, recall_table
-from expertcast.training.scoring import scored_batches
-from expertcast.training.token_evaluation import evaluate_tokens, tokens_table
+from expertcast.training.unseen import unseen_documents
 
 EVAL_BATCH = 4096
 """Tokens per batch of an evaluation."""
@@ -50,18 +55,18 @@ def predictor_config(name: str, ahead: Sequence[int], settings: Sequence[str] = 
     return parse_settings(settings, cls.config_class, f"--set: predictor {name!r}", given)
 
 
-def evaluated_predictors(wanted: Sequence[str], traces: TraceDataset, ahead: int = 1) -> dict[str, Predictor]:
-    """The predictors of :func:`evaluated`."""
-    return {name: made.predictor for name, made in evaluated(wanted, traces, ahead).items()}
-
-
-def evaluated(wanted: Sequence[str], traces: TraceDataset, ahead: int = 1) -> dict[str, Fitted]:
+def evaluated(wanted: Sequence[str], traces: TraceDataset, ahead: Sequence[int] = (1,)) -> dict[str, Fitted]:
     """Checkpoints loaded, registry names fitted on the train split; by predictor name, in the order of the words.
+
+    Args:
+        wanted: checkpoints and names.
+        traces: what is fitted on.
+        ahead: how many layers ahead names look.
 
     Raises:
         ExpertcastError: neither a checkpoint nor a name, or two predictors of one name.
     """
-    found = {given: _loaded(given, traces) for given in wanted if is_checkpoint(given)}
+    found = {given: loaded(given, traces.view) for given in wanted if is_checkpoint(given)}
     known = names() + names("tokens")
     for given in wanted:
         if given not in found and given not in known:
@@ -69,7 +74,7 @@ def evaluated(wanted: Sequence[str], traces: TraceDataset, ahead: int = 1) -> di
                 f"{given!r} is neither a checkpoint folder nor a predictor name nor user/repo of the hub: names are "
                 f"{', '.join(known)}"
             )
-    configs = {given: predictor_config(given, [ahead]) for given in wanted if given not in found}
+    configs = {given: predictor_config(given, ahead) for given in wanted if given not in found}
     found |= fit_many(list(configs), traces, configs, options=FitOptions())
     fitted: dict[str, Fitted] = {}
     for given in wanted:
@@ -80,11 +85,40 @@ def evaluated(wanted: Sequence[str], traces: TraceDataset, ahead: int = 1) -> di
     return fitted
 
 
-def _loaded(folder: str, traces: TraceDataset) -> Fitted:
-    """A checkpoint's predictor, with the report of its fit."""
+def loaded(folder: str, view: MoEView) -> Fitted:
+    """A checkpoint's predictor, bound to the model, with the report of its fit.
+
+    Raises:
+        ExpertcastError: no checkpoint, a damaged one, or one of another model.
+    """
     checkpoint = PredictorCheckpoint.open(folder)
     made = {"checkpoint": folder, "command": checkpoint.config["command"]}
-    return Fitted(predictor=checkpoint.load(traces.view), report={**made, **checkpoint.config.get("training", {})})
+    return Fitted(predictor=checkpoint.load(view), report={**made, **checkpoint.config.get("training", {})})
+
+
+def loaded_next_token(given: str, view: MoEView) -> tuple[NextToken, Fitted]:
+    """The predictor of the checkpoint that `--next-token` names, and what :func:`loaded` gives of it.
+
+    Raises:
+        ExpertcastError: as there; a checkpoint of another kind of predictor.
+    """
+    made = loaded(given, view)
+    if not isinstance(made.predictor, NextToken):
+        raise ExpertcastError(
+            f"--next-token {given} is a {made.predictor.name}: give a checkpoint of `expertcast train --predictor "
+            "next_token`, and other predictors as --predictor"
+        )
+    return made.predictor, made
+
+
+def learned_documents(given: Iterable[str | None]) -> frozenset[str]:
+    """Hashes of the documents that predictors learned from, of whichever names a checkpoint.
+
+    Raises:
+        ExpertcastError: a damaged checkpoint.
+    """
+    folders = [each for each in given if each is not None and is_checkpoint(each)]
+    return frozenset().union(*(PredictorCheckpoint.open(folder).learned_from or () for folder in folders))
 
 
 def is_checkpoint(given: str) -> bool:
@@ -94,14 +128,12 @@ def is_checkpoint(given: str) -> bool:
     return HubName.of(given) is not None
 
 
-def scores(predictor: Predictor, source: TraceSource, split: str) -> tuple[Json, str]:
-    """One predictor scored at its shortest distance, or tokens ahead if it looks that way: results and their table."""
-    if isinstance(predictor, NextToken):
-        found = evaluate_tokens(predictor, source, split)
-        return found, tokens_table(found["tokens_ahead"])
-    batches = scored_batches(source, split, EVAL_BATCH)
-    evaluation = evaluate({predictor.name: predictor}, batches, source.view, ahead=min(predictor.ahead))
-    return evaluation.as_dict(), f"{recall_table(evaluation)}\n\n{link_table(evaluation)}"
+def unseen_text(documents: Sequence[Document], predictors: Mapping[str, Predictor]) -> list[Document]:
+    """:func:`unseen_documents`, saying what is left out."""
+    rest, left_out = unseen_documents(documents, predictors)
+    for line in filter(None, (left_out.warning(), str(left_out) and f"text: {left_out}")):
+        say(line)
+    return rest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +161,8 @@ class QualityOptions(StoredOptions):
 
 
 def forecast_quality(options: QualityOptions, name: str, predictors: dict[str, Predictor], evaluation: Json) -> Json:
-    """What executing forecasts costs a model, per domain, as :func:`measure_quality` has it.
+    """What executing forecasts costs a model, per domain, as :func:`measure_quality` has it, on documents that no
+    predictor learned from.
 
     Each predictor is executed at all layers, and the best one also at the layers where it is right often (`hybrid`).
 
@@ -139,10 +172,10 @@ def forecast_quality(options: QualityOptions, name: str, predictors: dict[str, P
         predictors: that were evaluated, by name.
         evaluation: the result of that.
     """
-    model, tokenizer = options.load(name)
     texts: dict[str, list[str]] = {}
-    for document in sorted(options.documents(), key=lambda document: document.domain):
+    for document in sorted(unseen_text(options.documents(), predictors), key=lambda document: document.domain):
         texts.setdefault(document.domain or "text", []).append(document.text)
+    model, tokenizer = options.load(name)
     count = max(1, options.quality_tokens // FORECAST_WINDOW // len(texts))
     windows = {
         domain: text_windows(tokenizer, its, length=FORECAST_WINDOW, count=count) for domain, its in texts.items()
@@ -162,7 +195,13 @@ def confident_layers(evaluation: Json, name: str) -> list[int]:
 
 
 def policy_quality(
-    options: QualityOptions, name: str, runs: Mapping[str, OffloadConfig], *, prefill: int, batch: int
+    options: QualityOptions,
+    name: str,
+    runs: Mapping[str, OffloadConfig],
+    *,
+    prefill: int,
+    batch: int,
+    fitted: Mapping[str, Fitted] | None = None,
 ) -> dict[str, Json]:
     """What lossy policies cost a model that decodes with them in the real runtime, and without any (`exact`).
 
@@ -172,14 +211,17 @@ def policy_quality(
         runs: how it is offloaded, by name.
         prefill: tokens of each text that are read at once, as in the simulation that says what the policies save.
         batch: texts decoded together, likewise.
+        fitted: predictors whose documents are left out, by name.
     """
     length = min(max(POLICY_WINDOW, 2 * prefill), max(options.quality_tokens, 32))
     say(f"measuring what {len(runs)} lossy sets of policies cost {name}")
+    predictors = {given: made.predictor for given, made in (fitted or {}).items()}
+    documents = unseen_text(options.documents(), predictors)
     opener = options.opener(name)
     model, tokenizer = options.load(name) if opener is None else (opener, load_tokenizer(name))
     windows_NW = text_windows(
         tokenizer,
-        (document.text for document in options.documents()),
+        (document.text for document in documents),
         length=length,
         count=max(batch, options.quality_tokens // length),
     )

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 from expertcast.checkpoints.provenance import provenance
-from expertcast.checkpoints.store import load_predictor
 from expertcast.commands.options import COUNT, Count, Fields, Option, positive_number
-from expertcast.commands.output import Outcome, folder, write_json
-from expertcast.commands.predictors import QualityOptions, evaluated_predictors, policy_quality
+from expertcast.commands.output import Outcome, folder, say, write_json
+from expertcast.commands.predictors import QualityOptions, evaluated, loaded_next_token, policy_quality
 from expertcast.commands.simulate_cases import Chosen, MachineOptions, PolicyOptions, cases_of, swept_evictions
 from expertcast.commands.simulate_routing import simulate_routing
 from expertcast.data.models import REFERENCE
@@ -20,7 +19,7 @@ from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.routing_file import is_routing_file
 from expertcast.data.traces import TraceDataset
 from expertcast.data.writer import write_atomically
-from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor
+from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.next_token_tracker import NextTokenTracker
 from expertcast.predictors.plain import Json, aligned
 from expertcast.runtime.config import OffloadConfig
@@ -32,6 +31,8 @@ from expertcast.runtime.simulation.summary import table
 from expertcast.runtime.simulation.sweep import CAPACITIES, Workload, refusal, sweep, with_bounds
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.precision import FULL
+from expertcast.training.options import Fitted
+from expertcast.training.unseen import unseen_traces
 
 TABLE, RESULT = "table.txt", "results.json"
 
@@ -92,7 +93,8 @@ def run(options: Options) -> Outcome:
     traces = TraceDataset.open(options.traces)
     shape = traces.view.shape
     block = BlockLayout.of(traces.view).block_bytes
-    predictors = _predictors(options, traces, chosen)
+    fitted = _fitted(options, traces, chosen)
+    predictors = {given: made.predictor for given, made in fitted.items()}
     cases = cases_of(
         chosen,
         traces.view,
@@ -106,9 +108,15 @@ def run(options: Options) -> Outcome:
     reasons = [refusal(case, shape) for case in cases]
     if None not in reasons:
         raise ExpertcastError(f"nothing to simulate: {reasons[0]}")
-    follower = _follower(options.next_token, traces.view)
+    follower = None
+    if options.next_token is not None:
+        next_token, fitted["--next-token"] = loaded_next_token(options.next_token, traces.view)
+        follower = NextTokenTracker(next_token)
+    unseen, left_out = unseen_traces(traces, fitted, options.texts.split)
+    for line in filter(None, (left_out.warning(), str(left_out))):
+        say(line)
     trace = load_trace(
-        traces,
+        unseen,
         replace(options.texts, tokens=options.tokens),
         predictors={predictor.name: predictor for predictor in predictors.values()},
         ahead=options.ahead,
@@ -117,7 +125,7 @@ def run(options: Options) -> Outcome:
 
     def measured(wanted: Mapping[str, Case]) -> dict[str, Json]:
         runs, texts = _runs(options, wanted, predictors), options.texts
-        return policy_quality(options, str(model), runs, prefill=texts.prefill, batch=texts.batch)
+        return policy_quality(options, str(model), runs, prefill=texts.prefill, batch=texts.batch, fitted=fitted)
 
     found = sweep(
         Workload.of(trace, follower),
@@ -131,6 +139,7 @@ def run(options: Options) -> Outcome:
         "model": traces.info["model"],
         "shape": shape.as_dict(),
         "split": options.texts.split,
+        "left_out": left_out.as_dict(),
         "documents": sum(forward.fresh for forward in trace.forwards) * options.texts.batch,
         "steps": trace.steps,
         "batch": options.texts.batch,
@@ -183,30 +192,13 @@ def _measured_model(options: Options, traces: TraceDataset, cases: Sequence[Case
     return options.model
 
 
-def _predictors(options: Options, traces: TraceDataset, chosen: Sequence[Chosen]) -> dict[str, Predictor]:
+def _fitted(options: Options, traces: TraceDataset, chosen: Sequence[Chosen]) -> dict[str, Fitted]:
     """By the word that asked for it: checkpoints loaded, names fitted on the train split."""
     wanted = list(dict.fromkeys(each.predictor for each in chosen if each.predictor is not None))
     if not wanted:
         return {}
-    found = evaluated_predictors(wanted, traces, options.ahead)
+    found = evaluated(wanted, traces, [options.ahead])
     return dict(zip(wanted, found.values(), strict=True))
-
-
-def _follower(given: str | None, view: MoEView) -> NextTokenTracker | None:
-    """What forecasts the next tokens, if anything does.
-
-    Raises:
-        ExpertcastError: a checkpoint of another kind of predictor.
-    """
-    if given is None:
-        return None
-    predictor = load_predictor(given, view)
-    if not isinstance(predictor, NextToken):
-        raise ExpertcastError(
-            f"--next-token {given} is a {predictor.name}: give a checkpoint of `expertcast train --predictor "
-            "next_token`, and other predictors as --predictor"
-        )
-    return NextTokenTracker(predictor)
 
 
 def _runs(

@@ -12,7 +12,8 @@ from expertcast.commands.ledger import ledger_of
 from expertcast.commands.offloaded_options import OffloadedOptions
 from expertcast.commands.options import COUNT, Count, Data, Fields, Option, Text
 from expertcast.commands.output import Outcome, folder
-from expertcast.commands.predictors import predictor_config, scores
+from expertcast.commands.predictors import predictor_config
+from expertcast.commands.scoring import scores
 from expertcast.data.distributed import current_share
 from expertcast.data.exclusive import exclusive
 from expertcast.data.layout import TRACE_FILE
@@ -43,7 +44,7 @@ class Options(OffloadedOptions):
     out: Annotated[Path, Option(metavar="CKPT", read=folder)]
     """Checkpoint folder to write."""
     ahead: tuple[Count, ...] = (1,)
-    """Layers ahead."""
+    """Layers ahead; each distance is fitted and scored."""
     settings: Annotated[tuple[str, ...], Option(flag="--set", metavar="KEY=VALUE")] = ()
     """Fields of the predictor's config."""
     data: Data = ()

@@ -138,6 +138,24 @@ def test_hybrid_layers_from_a_checkpoint(reference_model: PreTrainedModel, quasi
             assert sorted(offloaded.executed_layers) == layers
 
 
+def test_hybrid_layers_at_a_longer_distance(
+    reference_model: PreTrainedModel, reference_view: MoEView, tmp_path: Path
+) -> None:
+    """A forecast two layers ahead is executed where it was right at that distance, on validation."""
+    predictor = RouterInput(PredictorConfig(ahead=(1, 2)), reference_view.shape)
+    near, far = (
+        {"router_input": {"mean": 0.9, "per_layer": [value] * count}} for value, count in ((1.0, 11), (0.5, 10))
+    )
+    far["router_input"]["per_layer"][3] = 0.95
+    scores = {"recall_at_k": near, "ahead": 1, "targets": [*range(1, 12)]}
+    further = {"2": {"recall_at_k": far, "ahead": 2, "targets": [*range(2, 12)]}}
+    metrics = {**scores, "validation": {**scores, "further": further}}
+    save_predictor(predictor, tmp_path / "p", view=reference_view, metrics=metrics)
+    for ahead, layers in ((1, [*range(1, 12)]), (2, [5])):
+        with offload(reference_model, predictor=tmp_path / "p", mode="hybrid", ahead=ahead) as offloaded:
+            assert sorted(offloaded.executed_layers) == layers
+
+
 class _Recorder(RouterInput):
     """Keeps what it is told of the previous token."""
 

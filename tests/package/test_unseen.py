@@ -1,0 +1,153 @@
+"""Scores by the commands: only documents that no predictor learned from, at every distance."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from expertcast.checkpoints import files
+from expertcast.checkpoints.store import load_predictor
+from expertcast.cli import main
+from expertcast.data.text import load_documents
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors.artefacts import SEAL
+from expertcast.training.evaluation import evaluate
+from tests.package.test_cli import fails
+from tests.sealed import edit_json
+
+TOKENS = 3000
+
+
+class Made(NamedTuple):
+    """Traces of a part of the bundled text, and what was trained on them."""
+
+    traces: Path
+    checkpoint: Path
+    learned: set[str]
+    """Texts of its train and validation splits."""
+    metrics: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """The bundled text in another file: other indices, other domains, blanks around the documents."""
+    folder = tmp_path_factory.mktemp("unseen")
+    texts = [document.text for document in load_documents("reference")]
+    pq.write_table(pa.table({"text": ["", *(f"\n{text}  " for text in texts)]}), folder / "text.parquet")
+    traces, checkpoint = folder / "traces", folder / "checkpoint"
+    collect = ["collect", "reference", "--data", str(folder / "text.parquet"), "--early-rank", "none"]
+    assert main([*collect, "--tokens", str(TOKENS), "--out", str(traces)]) == 0
+    assert main(["train", str(traces), "--predictor", "linear", "--ahead", "2", "1", "--out", str(checkpoint)]) == 0
+    info = json.loads((traces / "trace.json").read_text())
+    learned = {texts[each["index"] - 1].strip() for each in info["documents"] if each["split"] != "test"}
+    return Made(traces, checkpoint, learned, json.loads((checkpoint / files.METRICS).read_text()))
+
+
+def scored(command: list[str], result: Path) -> dict[str, Any]:
+    assert main([*command, "--json", str(result)]) == 0
+    values: dict[str, Any] = json.loads(result.read_text())
+    return values
+
+
+def test_more_of_the_same_text_scores_unseen_documents_only(
+    made: Made, reference_traces: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    traces, texts = reference_traces, {each.index: each.text.strip() for each in load_documents("reference")}
+    seen = {each.index for each in traces.documents if texts[each.index] in made.learned}
+    batches = list(traces.batches("all", 512))
+    unseen = [batch[[int(index) not in seen for index in batch.document_T]] for batch in batches]
+    predictor = load_predictor(made.checkpoint, traces.view)
+    honest = evaluate({"linear": predictor}, [batch for batch in unseen if len(batch)], traces.view).as_dict()
+    leaking = evaluate({"linear": predictor}, batches, traces.view).as_dict()
+    command = ["eval", str(traces.folder), "--predictor", str(made.checkpoint)]
+    found = scored(command, tmp_path / "result.json")
+    tokens = sum(each.tokens for each in traces.documents if each.index in seen)
+    assert found["left_out"] == {"documents": len(seen), "tokens": tokens, "unknown": []}
+    assert found["tokens"] == honest["tokens"] == traces.token_count() - tokens
+    assert tokens > 0
+    recall = found["recall_at_k"]["linear"]
+    assert recall["per_layer"] == pytest.approx(honest["recall_at_k"]["linear"]["per_layer"])
+    assert recall["mean"] < leaking["recall_at_k"]["linear"]["mean"]
+    printed = capsys.readouterr().out
+    assert f"scored on split 'all', {found['tokens']} tokens; {len(seen)} document(s) of {tokens:,} tokens" in printed
+
+
+def test_every_distance_is_scored(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own traces leave a checkpoint their test split: eval gives the numbers of training."""
+    for scores in (made.metrics, made.metrics["validation"]):
+        assert scores["ahead"] == 1
+        assert list(scores["further"]) == ["2"]
+        assert scores["further"]["2"]["targets"] == scores["targets"][1:]
+        further, near = (each["recall_at_k"]["linear"]["mean"] for each in (scores["further"]["2"], scores))
+        assert 0.1 < further < near
+    command = ["eval", str(made.traces), "--predictor", str(made.checkpoint)]
+    found = scored([*command, "--ahead", "2", "1"], tmp_path / "result.json")
+    printed = capsys.readouterr().out
+    assert printed.index("1 layer ahead\n") < printed.index("2 layers ahead\n")
+    for distance, trained in ((found, made.metrics), (found["further"]["2"], made.metrics["further"]["2"])):
+        assert distance["recall_at_k"] == trained["recall_at_k"]
+        assert distance["tokens"] == trained["tokens"]
+    assert "looks [1, 2] layers ahead, not 3" in fails(capsys, *command, "--ahead", "1", "3")
+
+
+def test_nothing_left_is_refused(made: Made, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    traces, checkpoint = str(made.traces), str(made.checkpoint)
+    line = "linear learned from every document of split 'train': score another split"
+    assert line in fails(capsys, "eval", traces, "--predictor", checkpoint, "--split", "train")
+    simulate = ["simulate", traces, "--predictor", checkpoint, "--split", "train", "--processes", "1"]
+    assert "learned from every document of split 'train'" in fails(capsys, *simulate)
+    pq.write_table(pa.table({"text": sorted(made.learned)}), tmp_path / "seen.parquet")
+    quality = ["--model", "reference", "--data", str(tmp_path / "seen.parquet")]
+    assert main(["eval", traces, "--predictor", checkpoint, *quality]) == 2
+    assert "linear learned from every document of the text" in capsys.readouterr().err
+
+
+def test_text_that_was_learned_from_measures_no_quality(made: Made, tmp_path: Path) -> None:
+    """Executed forecasts are measured on a text as on its unseen documents alone."""
+    unseen = [each.text for each in load_documents("reference") if each.text.strip() not in made.learned][:3]
+    pq.write_table(pa.table({"text": unseen}), tmp_path / "unseen.parquet")
+    pq.write_table(pa.table({"text": [*made.learned, *unseen]}), tmp_path / "both.parquet")
+    command = ["eval", str(made.traces), "--predictor", str(made.checkpoint), "--model", "reference"]
+    runs = []
+    for name in ("unseen", "both"):
+        text = ["--data", str(tmp_path / f"{name}.parquet"), "--quality-tokens", "512"]
+        runs.append(scored([*command, *text], tmp_path / "result.json")["quality"]["runs"])
+    assert runs[0] == runs[1]
+    simulate = ["simulate", str(made.traces), "--predictor", str(made.checkpoint), "--split", "all", "--tokens", "300"]
+    lossy = ["--miss", "drop", "--model", "reference", "--quality-tokens", "64", "--processes", "1"]
+    rows = []
+    for name in ("unseen", "both"):
+        found = scored([*simulate, *lossy, "--data", str(tmp_path / f"{name}.parquet")], tmp_path / "result.json")
+        rows.append([{key: row[key] for key in ("perplexity", "agreement", "kl")} for row in found["results"]])
+        assert found["left_out"]["documents"] > 0
+    assert rows[0] == rows[1]
+
+
+def test_before_there_were_hashes(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line says that it cannot be known; own traces are known by their id, and leave the test split."""
+    traces, checkpoint, result = tmp_path / "traces", tmp_path / "checkpoint", tmp_path / "result.json"
+    shutil.copytree(made.traces, traces)
+    edit_json(traces / "trace.json", lambda info: [document.pop("hash") for document in info["documents"]])
+    command = ["eval", str(traces), "--predictor"]
+    own = scored([*command, str(made.checkpoint)], result)
+    assert own["recall_at_k"] == made.metrics["recall_at_k"]
+    assert "before documents were known" not in capsys.readouterr().err
+    shutil.copytree(made.checkpoint, checkpoint)
+    (checkpoint / files.DOCUMENTS).unlink()
+    edit_json(checkpoint / files.CONFIG, lambda config: config["files"].pop(files.DOCUMENTS))
+    assert scored([*command, str(checkpoint)], result)["recall_at_k"] == made.metrics["recall_at_k"]
+    edit_json(traces / "trace.json", lambda info: info.update(id="another"))
+    capsys.readouterr()
+    for old in (made.checkpoint, checkpoint):
+        other = scored([*command, str(old)], result)
+        assert other["left_out"] == {"documents": 0, "tokens": 0, "unknown": ["linear"]}
+        assert other["tokens"] == TOKENS
+        warning = capsys.readouterr().err
+        assert warning.count("before documents were known by their hashes") == 1
+    assert SEAL in json.loads((checkpoint / files.CONFIG).read_text())

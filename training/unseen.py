@@ -1,0 +1,118 @@
+"""Documents that score: none that a predictor learned or was chosen from.
+
+Documents are known by the hashes of their texts (:attr:`expertcast.data.text.Document.hash`), so that they are known
+again in other traces and other files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from expertcast.data.text import Document
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors import ExpertcastError, Predictor
+from expertcast.predictors.plain import Json
+from expertcast.training.options import Fitted
+
+
+@dataclass(kw_only=True)
+class LeftOut:
+    """What does not score, and why."""
+
+    documents: int = 0
+    tokens: int | None = None
+    """None of documents that are not cut into tokens yet."""
+    by: list[str] = field(default_factory=list)
+    """Predictors that learned from them."""
+    unknown: list[str] = field(default_factory=list)
+    """Predictors that may have learned from what scores them: their documents are not known, or those of the traces."""
+
+    def as_dict(self) -> Json:
+        """For JSON."""
+        counted = {} if self.tokens is None else {"tokens": self.tokens}
+        return {"documents": self.documents, **counted, "unknown": self.unknown}
+
+    def __str__(self) -> str:
+        """What is left out, as the end of a sentence; empty where nothing is."""
+        if not self.documents:
+            return ""
+        tokens = "" if self.tokens is None else f" of {self.tokens:,} tokens"
+        return f"{self.documents} document(s){tokens} left out: {', '.join(self.by)} learned from them"
+
+    def warning(self) -> str:
+        """A line on the predictors that nothing could be left out for; empty where there are none."""
+        if not self.unknown:
+            return ""
+        return (
+            f"{', '.join(self.unknown)}: checkpoint or traces are from before documents were known by their hashes: it "
+            "may have learned from what scores here; train and collect again to be sure"
+        )
+
+
+def unseen_traces(traces: TraceDataset, fitted: Mapping[str, Fitted], split: str) -> tuple[TraceDataset, LeftOut]:
+    """The traces without the documents that any of some predictors learned from.
+
+    Of traces or predictors whose documents have no hashes the traces' id decides: what was fitted on these very traces
+    is scored by their test split.
+
+    Args:
+        traces: what is to score.
+        fitted: the predictors by name, with the reports of their fits.
+        split: of the traces, in which what is left out is counted.
+
+    Raises:
+        ExpertcastError: nothing of the split is left.
+    """
+    chosen = traces.chosen(split)
+    hashed = all(document.hash is not None for document in traces.documents)
+    left_out, indices = LeftOut(tokens=0), set[int]()
+    for name, made in fitted.items():
+        if made.report.get("traces") == traces.info["id"]:
+            own = {document.index for document in traces.documents if document.split != "test"}
+        elif hashed and made.predictor.learned_from is not None:
+            own = {document.index for document in traces.documents if document.hash in made.predictor.learned_from}
+        else:
+            own = set()
+            left_out.unknown += [name] if _learned(made.predictor) else []
+        left_out.by += [name] if any(document.index in own for document in chosen) else []
+        indices |= own
+    known = [document for document in chosen if document.index in indices]
+    if known and len(known) == len(chosen):
+        raise ExpertcastError(
+            f"{', '.join(left_out.by)} learned from every document of split {split!r}: score another split, or collect "
+            "other text"
+        )
+    left_out.documents, left_out.tokens = len(known), sum(document.tokens for document in known)
+    return traces.without(indices), left_out
+
+
+def unseen_documents(
+    documents: Sequence[Document], predictors: Mapping[str, Predictor]
+) -> tuple[list[Document], LeftOut]:
+    """The documents that none of some predictors learned from.
+
+    Args:
+        documents: of a text.
+        predictors: by name.
+
+    Raises:
+        ExpertcastError: none is left.
+    """
+    known = {name: each.learned_from for name, each in predictors.items() if each.learned_from is not None}
+    hashes = [document.hash for document in documents]
+    learned = frozenset().union(*known.values())
+    rest = [document for document, own in zip(documents, hashes, strict=True) if own not in learned]
+    left_out = LeftOut(
+        documents=len(documents) - len(rest),
+        by=[name for name, own in known.items() if not own.isdisjoint(hashes)],
+        unknown=[name for name, each in predictors.items() if name not in known and _learned(each)],
+    )
+    if documents and not rest:
+        raise ExpertcastError(f"{', '.join(left_out.by)} learned from every document of the text: give other --data")
+    return rest, left_out
+
+
+def _learned(predictor: Predictor) -> bool:
+    """Whether there is anything in it that comes from a text."""
+    return bool(predictor.learned_from or predictor.calibration or predictor.state_dict())
