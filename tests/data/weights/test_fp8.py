@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from expertcast.data.weights.fp8 import Fp8Tensor, join_scales
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.storage.fp8_tensors import Fp8Tensor, join_scales
 
 
 class _Held:
