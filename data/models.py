@@ -23,7 +23,7 @@ from expertcast.data.quantisation import FP8, MXFP4, Quantised, forget_quantisat
 from expertcast.data.source import REFERENCE as REFERENCE
 from expertcast.data.source import ModelSource
 from expertcast.data.source import resolve_model as resolve_model
-from expertcast.data.weights.gguf import complete_config
+from expertcast.data.weights.gguf import check_package, complete_config
 from expertcast.data.weights.opening import form_of, model_of, open_weights
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.errors import first_line as first_line

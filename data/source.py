@@ -1,4 +1,4 @@
-"""Where a model comes from: a folder, a hub id or a GGUF file, with what transformers' `from_pretrained` takes beside."""
+"""Where a model comes from: a folder, a hub id or a GGUF file, with what `from_pretrained` takes beside."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def join_packed(tensors: Mapping[str, TensorFile], method: str, settings: Mappin
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
     """The codes (uint8) in words of int32 [..., N], lowest bits first: [..., N 32/bits]."""
-    octets = words.contiguous().view(torch.uint8)
+    octets = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
     if bits == 8:
         return octets
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
