@@ -18,6 +18,7 @@ from expertcast.data.models import meta_model
 from expertcast.data.quantisation import Quantised
 from expertcast.data.source import ModelSource
 from expertcast.data.weights.files import weight_files
+from expertcast.data.weights.gguf import GgufFile
 from expertcast.data.weights.opening import form_of
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, OwnTensor
@@ -73,8 +74,9 @@ def inspect_model(model_id: str) -> ModelReport:
         ExpertcastError: there is no such model. An unsupported model is reported, not raised.
     """
     source = ModelSource.of(model_id)
-    report = describe(meta_model(source), model_id)
-    nbytes, reason = _weights(source)
+    model = meta_model(source)
+    report = describe(model, model_id)
+    nbytes, reason = _weights(source, model)
     if reason and report.supported:
         return ModelReport(model=model_id, architecture=report.architecture, supported=False, reason=reason)
     return replace(report, shipped_bytes=nbytes)
@@ -118,15 +120,17 @@ def describe(model: PreTrainedModel, model_id: str) -> ModelReport:
     )
 
 
-def _weights(source: ModelSource) -> tuple[int, str]:
-    """Bytes of the weight files on this machine, and why they cannot be read where that is known."""
+def _weights(source: ModelSource, model: PreTrainedModel) -> tuple[int, str]:
+    """Bytes of the weight files on this machine, and why they cannot be read where their names tell."""
     here = replace(source, options={**source.options, "local_files_only": True})
+    path = source.gguf()
     try:
-        path = source.gguf()
         files = list(map(Path, weight_files(here) if path is None else [path]))
+        if path is not None:
+            GgufFile(path, model).close()
     except ExpertcastError as error:
-        pickled = any(Path(source.path).glob("pytorch_model*.bin"))
-        return 0, str(error) if pickled else ""
+        known = path is not None or any(Path(source.path).glob("pytorch_model*.bin"))
+        return 0, str(error) if known else ""
     return sum(file.stat().st_size for file in files if file.is_file()), ""
 
 

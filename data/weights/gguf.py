@@ -103,7 +103,10 @@ class GgufFile(WeightFiles):
         from gguf import GGUFReader
 
         super().__init__([path])
-        reader = GGUFReader(path)
+        try:
+            reader = GGUFReader(path)
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            raise ExpertcastError(f"cannot read the weights of {path!r}: it is cut off or damaged") from error
         file = self.enter_context(Path(path).open("rb"))  # noqa: SIM115
         stored = {
             each.name: _Stored(file, int(each.data_offset), each.data.shape, each.data.dtype, each.tensor_type)
@@ -134,23 +137,19 @@ class GgufFile(WeightFiles):
 
 
 def gguf_form(path: str, name: str) -> Quantised:
-    """A GGUF file's form in words.
+    """A GGUF file's form in words, by its metadata.
 
     Raises:
-        ExpertcastError: the file is one of several or damaged.
+        ExpertcastError: the file is one of several.
     """
-    from gguf import GGUFReader
+    from gguf import LlamaFileType
 
-    try:
-        reader = GGUFReader(path)
-    except (OSError, ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
-        raise ExpertcastError(f"{name!r} is no whole GGUF file: {type(error).__name__}") from error
-    parts = reader.fields.get("split.count")
-    if parts is not None and int(parts.contents()) > 1:
-        raise ExpertcastError(
-            f"{name!r} is one of {int(parts.contents())} parts: join them with llama-gguf-split --merge"
-        )
-    return Quantised(GGUF, ", ".join([GGUF, *sorted({tensor.tensor_type.name for tensor in reader.tensors})]))
+    metadata, _ = read_gguf_metadata(path)
+    if (parts := int(metadata.get("split.count", 1))) > 1:
+        raise ExpertcastError(f"{name!r} is one of {parts} parts: join them with llama-gguf-split --merge")
+    kinds = {int(kind): kind.name for kind in LlamaFileType}
+    kind = kinds.get(metadata.get("general.file_type", -1), "").removeprefix("MOSTLY_").removeprefix("ALL_")
+    return Quantised(GGUF, f"{GGUF}, {kind}" if kind else GGUF)
 
 
 def complete_config(config: PretrainedConfig, path: str) -> None:
