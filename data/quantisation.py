@@ -21,6 +21,8 @@ _FORMATS = {
     COMPRESSED: ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"),
 }
 """By method: layouts of the packed tensors that are read."""
+_NUMBERS = {("int", 2), ("int", 4), ("int", 8), ("float", 8)}
+"""Of compressed-tensors, types and bits."""
 _BITS = {GPTQ: (2, 4, 8), AWQ: (4,)}
 _REMEDY = "load a checkpoint in bf16, fp16, fp32, FP8, MXFP4, GPTQ, AWQ, compressed-tensors (integers or FP8) or GGUF"
 
@@ -90,16 +92,20 @@ def _is_read(method: str, settings: Mapping[str, Any]) -> bool:
     if method in _BITS:
         return settings.get("bits") in _BITS[method]
     groups = _groups(settings)
-    sparse = (settings.get("sparsity_config") or {}).get("format", "dense") != "dense"
-    readable = {("int", 2), ("int", 4), ("int", 8), ("float", 8)}
     return (
-        not sparse
-        and not (settings.get("transform_config") or {}).get("config_groups")
-        and settings.get("quantization_status", "compressed") == "compressed"
+        not _beside(settings)
         and bool(groups)
-        and all((weights["type"], weights["num_bits"]) in readable for weights in groups)
+        and all((weights["type"], weights["num_bits"]) in _NUMBERS for weights in groups)
         and all(_layout(group, settings) in _FORMATS[COMPRESSED] for group in settings["config_groups"].values())
     )
+
+
+def _beside(settings: Mapping[str, Any]) -> list[str]:
+    """What else compressed-tensors has done to the weights, in words."""
+    done = str(settings.get("quantization_status") or "compressed")
+    words = [] if done == "compressed" else [done]
+    words += ["sparse"] * ((settings.get("sparsity_config") or {}).get("format", "dense") != "dense")
+    return words + ["transformed"] * bool((settings.get("transform_config") or {}).get("config_groups"))
 
 
 def _format(method: str, settings: Mapping[str, Any]) -> str:
@@ -135,7 +141,7 @@ def _kind(settings: Mapping[str, Any]) -> str:
     bits = settings.get("bits") or (settings.get("load_in_4bit") and 4) or (settings.get("load_in_8bit") and 8)
     words = [str(method or "no method is named")]
     if method == COMPRESSED:
-        words.append(_format(COMPRESSED, settings))
+        words += [*_beside(settings), _format(COMPRESSED, settings)]
         found = sorted({str(weights["num_bits"]) for weights in _groups(settings)})
         bits = " and ".join(found)
     elif method in _FORMATS and _format(str(method), settings) != _FORMATS[str(method)][0]:
