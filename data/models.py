@@ -120,7 +120,11 @@ def load_config(model: str | Path | ModelSource) -> PretrainedConfig:
         if path is not None:
             complete_config(config, path)
     except Exception as error:  # a config that is not right fails in whatever way its family's classes fail
-        raise ExpertcastError(f"cannot load model {source.name!r}: {first_line(error)}") from error
+        untrusted = isinstance(error, ValueError) and "trust_remote_code" in str(error)
+        reason = "it holds code of its own: say trust_remote_code=True if you trust it"
+        raise ExpertcastError(
+            f"cannot load model {source.name!r}: {reason if untrusted else first_line(error)}"
+        ) from error
     return config
 
 

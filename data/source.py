@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,9 +76,24 @@ class ModelSource:
         return cls(str(name), resolve_model(str(name)), given)
 
     @staticmethod
-    def takes(option: str) -> bool:
-        """Whether `from_pretrained` has an option of that name: passed on, or refused with what to do instead."""
-        return option in SOURCE_OPTIONS or option in _OTHERWISE
+    def split(fields: Mapping[str, object], others: Sequence[str]) -> tuple[dict[str, object], dict[str, object]]:
+        """Options of `from_pretrained` (passed on, or refused by :meth:`of`), and other fields.
+
+        Args:
+            fields: by name.
+            others: names of the latter.
+
+        Raises:
+            ExpertcastError: a name that is neither.
+        """
+        for name in fields:
+            if name not in others and name not in SOURCE_OPTIONS and name not in _OTHERWISE:
+                raise ExpertcastError(
+                    f"unknown option {name!r}: choose from {', '.join(others)}, or of from_pretrained's from "
+                    f"{', '.join(SOURCE_OPTIONS)}"
+                )
+        own = {name: value for name, value in fields.items() if name not in others}
+        return own, {name: value for name, value in fields.items() if name in others}
 
     @property
     def files(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ of the model once (until it is on its device).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -74,8 +75,8 @@ def load_offloaded(
             form, a codec for another form, not enough memory, an unknown option, dtype, device or store, or what
             :func:`expertcast.offload` refuses.
     """
-    options = {key: fields.pop(key) for key in list(fields) if ModelSource.takes(key)}
-    config = OffloadConfig.of(config, fields)
+    options, own = ModelSource.split(fields, [field.name for field in dataclasses.fields(OffloadConfig)])
+    config = OffloadConfig.of(config, own)
     target, source = torch_device(device), ModelSource.of(model_id, options)
     wanted = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype or "auto")
     skeleton = meta_model(source)

@@ -191,7 +191,8 @@ def _converted(
         block, octets = GGML_BLOCK[int(tensor.kind)]
         columns = read.shape[-1] // octets * block
         flat = read.reshape(-1, read.shape[-1])
-        return dequantize_blocks(flat, int(tensor.kind), len(flat), columns, dtype).reshape(*read.shape[:-1], columns)
+        made: Tensor = dequantize_blocks(flat, int(tensor.kind), len(flat), columns, dtype)
+        return made.reshape(*read.shape[:-1], columns)
 
     def maker(target: str) -> Callable[[Part], Tensor]:
         def make(part: Part) -> Tensor:

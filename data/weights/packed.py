@@ -87,7 +87,8 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return octets
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-    return ((octets.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
+    codes: Tensor = ((octets.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
+    return codes
 
 
 class _Parts:
@@ -126,8 +127,8 @@ def _gptq(parts: _Parts, settings: Mapping[str, Any]) -> PackedTensor:
     bits = words * 32 // max(columns, 1)  # single modules may have other bits than the configuration says
     fits = bits in (2, 4, 8) and codes.get_shape()[1] == rows and zeros.get_shape() == [groups, rows * bits // 32]
     parts.check(fits and (indices is not None or columns % groups == 0), "qweight", "qzeros", "scales")
+    # version 1 stores zeros less one
     older = (settings.get("checkpoint_format") or settings.get("format") or GPTQ) == GPTQ
-    """Whether one less than the zero is stored."""
 
     def make() -> Tensor:
         code_RC = unpacked(codes[...].T, bits)
@@ -173,8 +174,7 @@ def _compressed(parts: _Parts, settings: Mapping[str, Any]) -> TensorFile:
     bits = int(weights.get("num_bits") or 8)
     rows, columns = codes.get_shape()
     columns = columns if packed is None else columns * 32 // bits
-    high, wide = [*scales.get_shape(), 1, 1][:2]
-    """Rows and groups of the scales: one of either where there is one for all."""
+    high, wide = [*scales.get_shape(), 1, 1][:2]  # 1 where there is one scale for all
     names = ("weight" if packed is None else "weight_packed", "weight_scale")
     parts.check(codes.get_dtype() in ("I8", "I32") and high in (1, rows) and columns % wide == 0, *names)
 
@@ -195,7 +195,8 @@ def _compressed(parts: _Parts, settings: Mapping[str, Any]) -> TensorFile:
 
 def _signed(words: Tensor, bits: int) -> Tensor:
     """Codes (int16) that are stored with half their range added."""
-    return unpacked(words, bits).to(torch.int16) - 2 ** (bits - 1)
+    codes: Tensor = unpacked(words, bits).to(torch.int16) - 2 ** (bits - 1)
+    return codes
 
 
 def _weights_of(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
