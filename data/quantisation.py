@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from expertcast.predictors.errors import ExpertcastError
 
 FP8, MXFP4 = "fp8", "mxfp4"
-GPTQ, AWQ, COMPRESSED, GGUF = "gptq", "awq", "compressed-tensors", "gguf"
+GPTQ, AWQ, COMPRESSED, BITSANDBYTES, GGUF = "gptq", "awq", "compressed-tensors", "bitsandbytes", "gguf"
 _FORMATS = {
     GPTQ: ("gptq", "gptq_v2"),
     AWQ: ("gemm",),
@@ -24,7 +24,10 @@ _FORMATS = {
 _NUMBERS = {("int", 2), ("int", 4), ("int", 8), ("float", 8)}
 """Of compressed-tensors, types and bits."""
 _BITS = {GPTQ: (2, 4, 8), AWQ: (4,)}
-_REMEDY = "load a checkpoint in bf16, fp16, fp32, FP8, MXFP4, GPTQ, AWQ, compressed-tensors (integers or FP8) or GGUF"
+_REMEDY = (
+    "load a checkpoint in bf16, fp16, fp32, FP8, MXFP4, GPTQ, AWQ, bitsandbytes, compressed-tensors (integers or FP8) "
+    "or GGUF"
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def quantised_form(config: PretrainedConfig, name: str) -> Quantised | None:
     settings = quantisation_settings(config)
     if settings is None:
         return None
-    method, kind = str(settings.get("quant_method")), _kind(settings)
+    method, kind = _method(settings), _kind(settings)
     if not _is_read(method, settings):
         raise ExpertcastError(f"{name!r} is quantised ({kind}): {_REMEDY}")
     return Quantised(method, kind, settings)
@@ -87,6 +90,8 @@ def forget_quantisation(config: PretrainedConfig) -> None:
 def _is_read(method: str, settings: Mapping[str, Any]) -> bool:
     if method in (FP8, MXFP4):
         return True
+    if method == BITSANDBYTES:
+        return bool(settings.get("load_in_4bit") or settings.get("load_in_8bit"))
     if method not in _FORMATS or _format(method, settings) not in _FORMATS[method]:
         return False
     if method in _BITS:
@@ -133,19 +138,23 @@ def _layout(group: object, settings: Mapping[str, Any]) -> str:
     return str(group.get("format") or settings.get("format") or "")
 
 
+def _method(settings: Mapping[str, Any]) -> str:
+    """As configurations name it; bitsandbytes' old ones do not."""
+    old = settings.get("load_in_4bit") or settings.get("load_in_8bit")
+    return str(settings.get("quant_method") or (BITSANDBYTES if old else "no method is named"))
+
+
 def _kind(settings: Mapping[str, Any]) -> str:
     """A form in words: method, bits, and the layout where it is not the usual one."""
-    method = settings.get("quant_method")
-    if method is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
-        method = "bitsandbytes"
+    method = _method(settings)
     bits = settings.get("bits") or (settings.get("load_in_4bit") and 4) or (settings.get("load_in_8bit") and 8)
-    words = [str(method or "no method is named")]
+    words = [method]
     if method == COMPRESSED:
         words += [*_beside(settings), _format(COMPRESSED, settings)]
         found = sorted({str(weights["num_bits"]) for weights in _groups(settings)})
         bits = " and ".join(found)
-    elif method in _FORMATS and _format(str(method), settings) != _FORMATS[str(method)][0]:
-        words.append(_format(str(method), settings))
+    elif method in _FORMATS and _format(method, settings) != _FORMATS[method][0]:
+        words.append(_format(method, settings))
     if bits:
         words.append(f"{bits} bits")
     return ", ".join(word for word in words if word)

@@ -9,8 +9,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from expertcast.data.quantisation import FP8, GGUF, MXFP4, Quantised, quantised_form
+from expertcast.data.quantisation import BITSANDBYTES, FP8, GGUF, MXFP4, Quantised, quantised_form
 from expertcast.data.source import ModelSource
+from expertcast.data.weights.bnb import join_bnb
 from expertcast.data.weights.files import SafetensorsFiles, TensorFile, WeightFiles
 from expertcast.data.weights.fp8 import join_scales
 from expertcast.data.weights.gguf import GgufFile, gguf_form
@@ -50,6 +51,8 @@ def open_weights(
     try:
         if form is not None and form.method == FP8:
             files.tensors = join_scales(files.tensors, form.settings.get("weight_block_size"))
+        elif form is not None and form.method == BITSANDBYTES:
+            files.tensors = join_bnb(files.tensors)
         elif form is not None and form.method != MXFP4:
             files.tensors = join_packed(files.tensors, form.method, form.settings)
     except BaseException:

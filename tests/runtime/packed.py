@@ -1,10 +1,11 @@
-"""Tiny checkpoints as GPTQ, AWQ and compressed-tensors ship them, each with the plain one that it stands for.
+"""Tiny checkpoints as GPTQ, AWQ, compressed-tensors and bitsandbytes ship them, each with the plain one it stands for.
 
 Packing is written out here from the forms' documentation: code i of a word is its bits b i to b (i + 1).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,42 @@ def compressed_fp8(block: tuple[int, int] | None, channel: bool = False) -> Call
     return make
 
 
+def four_bits(nested: bool = False) -> Callable[[Tensor], Made]:
+    """What packs a weight as bitsandbytes does in 4 bits; `nested`: the blocks' largest numbers are packed too."""
+
+    def make(weight_RC: Tensor) -> Made:
+        draw = np.random.default_rng(int(weight_RC.float().abs().sum() * 1000) % 2**32)
+        each = 64
+        codes = draw.integers(16, size=weight_RC.numel())
+        table = np.sort(draw.uniform(-1, 1, 16)).astype(np.float32)
+        largest = draw.uniform(0.01, 0.1, weight_RC.numel() // each).astype(np.float32)
+        state = {"quant_type": "nf4", "blocksize": each, "dtype": "bfloat16", "shape": list(weight_RC.shape)}
+        tensors = {"weight.absmax": largest}
+        if nested:
+            octets = draw.integers(256, size=largest.shape).astype(np.uint8)
+            outer, outer_table = largest[:1], draw.uniform(-1, 1, 256).astype(np.float32)
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.25}
+            tensors = {"weight.absmax": octets, "weight.nested_absmax": outer, "weight.nested_quant_map": outer_table}
+            largest = outer_table[octets] * outer[0] + np.float32(0.25)
+        weight = torch.from_numpy(table[codes] * largest[np.arange(len(codes)) // each]).view(weight_RC.shape)
+        tensors |= {
+            "weight": (codes[0::2] * 16 + codes[1::2]).astype(np.uint8)[:, None],
+            "weight.quant_map": table,
+            "weight.quant_state.bitsandbytes__nf4": np.frombuffer(json.dumps(state).encode(), np.uint8).copy(),
+        }
+        return {suffix: torch.from_numpy(array) for suffix, array in tensors.items()}, weight
+
+    return make
+
+
+def eight_bits(weight_RC: Tensor) -> Made:
+    """A weight as bitsandbytes ships it in 8 bits."""
+    scales = weight_RC.float().abs().amax(1)
+    codes = (weight_RC.float() / scales[:, None] * 127).round().to(torch.int8)
+    weight = codes.float() * scales[:, None] * np.float32(7.874015718698502e-3)
+    return {"weight": codes, "SCB": scales, "weight_format": torch.zeros((), dtype=torch.uint8)}, weight
+
+
 def group(bits: int, targets: list[str], **settings: Any) -> dict[str, Any]:
     """A group of modules in the configuration of compressed-tensors."""
     fields = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
@@ -115,7 +152,7 @@ def checkpoint(
         settings: the configuration's section on quantisation.
     """
     makers = make if isinstance(make, dict) else {"": make}
-    scales = torch.bfloat16 if settings["quant_method"] == "compressed-tensors" else torch.float16
+    scales = torch.bfloat16 if settings["quant_method"] in ("compressed-tensors", "bitsandbytes") else torch.float16
     model = tiny_model("qwen3_moe", scales)
     model.generation_config.eos_token_id = None
     for name in ("packed", "plain"):

@@ -1,4 +1,4 @@
-"""Checkpoints in GPTQ, AWQ and compressed-tensors: the weights that they stand for, bit for bit."""
+"""Checkpoints in GPTQ, AWQ, compressed-tensors and bitsandbytes: the weights that they stand for, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from expertcast.data.inspection import inspect_model
 from expertcast.data.models import load_model
+from expertcast.data.weights.bnb import join_bnb
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import load_offloaded
 from expertcast.runtime.storage.coded_store import CodedStore
+from tests.data.weights.test_fp8 import Held
 from tests.runtime.conftest import assert_same, greedy
-from tests.runtime.packed import awq, checkpoint, compressed, compressed_fp8, gptq, group
+from tests.runtime.packed import awq, checkpoint, compressed, compressed_fp8, eight_bits, four_bits, gptq, group
 from tests.runtime.quantised import IDS, edit_weights, same_weights
 
 _GPTQ = {"quant_method": "gptq", "group_size": 8, "bits": 4}
@@ -32,6 +34,7 @@ def _ct(*groups: dict[str, Any], form: str = "pack-quantized") -> dict[str, Any]
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": named, **status}
 
 
+_BNB = {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": False}
 _LINEAR = ["Linear"]
 _FLOAT = {"type": "float", "group_size": None}
 FORMS: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -79,6 +82,9 @@ FORMS: dict[str, tuple[Any, dict[str, Any], str]] = {
         _ct(group(8, _LINEAR, **_FLOAT, strategy="block", block_structure=[8, 16]), form="float-quantized"),
         "compressed-tensors, float-quantized, 8 bits",
     ),
+    "nf4": (four_bits(), {**_BNB, "load_in_4bit": True}, "bitsandbytes, 4 bits"),
+    "nf4, nested": (four_bits(nested=True), {**_BNB, "load_in_4bit": True}, "bitsandbytes, 4 bits"),
+    "int8 by rows": (eight_bits, {**_BNB, "load_in_8bit": True}, "bitsandbytes, 8 bits"),
     "fp8 and int4": (
         {"self_attn": compressed_fp8(None, channel=True), "": compressed()},
         _ct(
@@ -160,6 +166,25 @@ def test_bits_of_the_library(form: str, tmp_path: Path) -> None:
     assert torch.equal(made["weight"].bfloat16(), wanted[f"{_EXPERT}.weight"])
 
 
+@pytest.mark.parametrize("form", ["nf4", "nf4, nested", "int8 by rows"])
+def test_bits_of_bitsandbytes(form: str) -> None:
+    """What its own functions make of a weight that they quantised."""
+    functional = pytest.importorskip("bitsandbytes").functional
+    weight = torch.randn(48, 128).bfloat16()  # its CPU kernel is wrong where rows are no whole blocks
+    if form == "int8 by rows":
+        codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
+        tensors, wanted = {"weight": codes, "SCB": scales}, functional.int8_vectorwise_dequant(codes, scales)
+    else:
+        codes, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=form != "nf4")
+        tensors = {"weight": codes, **{f"weight.{key}": each for key, each in state.as_dict(packed=True).items()}}
+        wanted = functional.dequantize_4bit(codes, state)
+    joined = join_bnb({f"x.{suffix}": Held(tensor) for suffix, tensor in tensors.items()})
+    assert list(joined) == ["x.weight"]
+    assert joined["x.weight"].get_shape() == [48, 128]
+    assert torch.equal(joined["x.weight"][...], wanted)
+    assert torch.equal(joined["x.weight"][8:16], wanted[8:16])
+
+
 _EXPERT = "model.layers.1.mlp.experts.3.up_proj"
 
 
@@ -183,6 +208,8 @@ def _change(suffix: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[s
             r"up_proj has qweight \[4, 16\], qzeros \[1, 2\], scales \[4, 16\]",
         ),
         ("awq", _change("scales", lambda t: t[:, :8]), r"up_proj has qweight \[32, 2\], qzeros .* not supported"),
+        ("nf4", _drop("weight.absmax"), rf"no {_EXPERT}\.weight\.absmax: it is incomplete"),
+        ("int8 by rows", _drop("SCB"), rf"no {_EXPERT}\.SCB: it is incomplete"),
         ("int4", _drop("weight_scale"), rf"no {_EXPERT}\.weight_scale: it is incomplete"),
         (
             "int4",

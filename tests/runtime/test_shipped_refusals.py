@@ -127,8 +127,6 @@ def _compressed(form: str, group: object, **more: object) -> dict[str, object]:
 
 _OTHERS = set(AUTO_QUANTIZER_MAPPING) - {"fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "gguf"}
 KINDS: dict[str, dict[str, object]] = {
-    "bitsandbytes, 4 bits": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    "bitsandbytes, 8 bits": {"load_in_8bit": True, "quant_method": "bitsandbytes"},
     "gptq, 3 bits": {"quant_method": "gptq", "bits": 3, "group_size": 128},
     "gptq, marlin, 4 bits": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
     "awq, gemv, 4 bits": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
@@ -153,7 +151,9 @@ KINDS: dict[str, dict[str, object]] = {
 def test_one_verdict_on_what_is_not_supported(kind: str, plain: Path, tmp_path: Path) -> None:
     path = str(shutil.copytree(plain, tmp_path / "model"))
     say_quantised(tmp_path / "model", **KINDS[kind])
-    line = f"{path!r} is quantised ({kind}): load a checkpoint in bf16, fp16, fp32, FP8, MXFP4, GPTQ, AWQ, "
+    line = (
+        f"{path!r} is quantised ({kind}): load a checkpoint in bf16, fp16, fp32, FP8, MXFP4, GPTQ, AWQ, bitsandbytes, "
+    )
     report = inspect_model(path)
     assert not report.supported
     assert report.reason.startswith(line)
@@ -166,7 +166,7 @@ def test_one_verdict_on_what_is_not_supported(kind: str, plain: Path, tmp_path: 
 def test_generate_says_what_inspect_says(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(shutil.copytree(plain, tmp_path / "model"))
     load_tokenizer("reference").save_pretrained(path)
-    say_quantised(tmp_path / "model", **KINDS["bitsandbytes, 4 bits"])
+    say_quantised(tmp_path / "model", **KINDS["torchao"])
     assert main(["inspect", path, "--json", str(tmp_path / "report.json")]) == 0
     assert main(["generate", path, "--prompt", "It", "--slots", "6", "--device", "cpu"]) == 2
     reason = json.loads((tmp_path / "report.json").read_text())["reason"]
