@@ -58,8 +58,8 @@ def load_offloaded(
     Args:
         model_id: folder or hub id of a checkpoint in safetensors, of any layout that transformers reads, or the path of
             a GGUF file. What is quantised (FP8, MXFP4, GPTQ, AWQ, compressed-tensors, bitsandbytes, GGUF) is
-            dequantised as transformers or the form's own library dequantises it; experts, with `store="disk"` and `codec="fp8"` or
-            `"mxfp4"`, only when they arrive.
+            dequantised as transformers or the form's own library dequantises it; experts, with `store="disk"` and
+            `codec="fp8"` or `"mxfp4"`, only when they arrive.
         device: where the model computes. None: the CUDA device where there is one, else the CPU.
         dtype: `auto`, `bf16`, `fp16`, `fp32` or a torch dtype. None is `auto`: what the model's configuration says.
         config, observers, fields: as for :func:`expertcast.offload`. With `store="disk"` the packed experts are kept in
