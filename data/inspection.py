@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,11 @@ from expertcast.data.discovery import find_moe_layers
 from expertcast.data.early_layers import static_refusals, told
 from expertcast.data.means import adds_experts
 from expertcast.data.models import meta_model
-from expertcast.data.quantisation import shipped_form
+from expertcast.data.quantisation import Quantised
+from expertcast.data.source import ModelSource
+from expertcast.data.weights.files import weight_files
+from expertcast.data.weights.gguf import GgufFile
+from expertcast.data.weights.opening import form_of
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, OwnTensor
 
@@ -44,7 +49,11 @@ class ModelReport:
     """What stands for experts that have not run, in forecasts from default vectors."""
     router_reads: str = ""
     shipped: str = ""
-    """Form of the checkpoint's quantised weights, fp8 or mxfp4; empty where there are none."""
+    """Form of the checkpoint's quantised weights, such as fp8; empty where there are none."""
+    loaded: str = ""
+    """What is made of that form, and the codec that moves experts as they are shipped where there is one."""
+    shipped_bytes: int = 0
+    """Of the checkpoint's weight files, where they lie on this machine; 0: they do not."""
     dtype: str = ""
     """Of the model; with the quantised form before it where there is one."""
     expert_bytes: int = 0
@@ -64,14 +73,20 @@ def inspect_model(model_id: str) -> ModelReport:
     Raises:
         ExpertcastError: there is no such model. An unsupported model is reported, not raised.
     """
-    return describe(meta_model(model_id), model_id)
+    source = ModelSource.of(model_id)
+    model = meta_model(source)
+    report = describe(model, model_id)
+    nbytes, reason = _weights(source, model)
+    if reason and report.supported:
+        return ModelReport(model=model_id, architecture=report.architecture, supported=False, reason=reason)
+    return replace(report, shipped_bytes=nbytes)
 
 
 def describe(model: PreTrainedModel, model_id: str) -> ModelReport:
     """Report on a model that is at hand, on any device (meta included)."""
     architecture = type(model).__name__
     try:
-        shipped = shipped_form(model.config, model_id) or ""
+        form = form_of(model.config, ModelSource.of(model_id))
         view = find_moe_layers(model)
     except ExpertcastError as error:
         return ModelReport(model=model_id, architecture=architecture, supported=False, reason=str(error))
@@ -94,14 +109,36 @@ def describe(model: PreTrainedModel, model_id: str) -> ModelReport:
         routing_rule=routing_rule(first),
         default_vectors=_each(view, _default_vectors),
         router_reads=_each(view, _router_reads),
-        shipped=shipped,
-        dtype=(f"{shipped}, computed in " if shipped else "") + str(model.dtype).removeprefix("torch."),
+        shipped="" if form is None else form.kind,
+        loaded=_loaded(form),
+        dtype=("" if form is None else f"{form.kind}, computed in ") + str(model.dtype).removeprefix("torch."),
         expert_bytes=expert_bytes,
         all_experts_bytes=all_experts,
         other_bytes=total - all_experts,
         early_attention=len(view) - len(refused),
         not_early=tuple(told(refused)),
     )
+
+
+def _weights(source: ModelSource, model: PreTrainedModel) -> tuple[int, str]:
+    """Bytes of the weight files on this machine, and why they cannot be read where their names tell."""
+    here = replace(source, options={**source.options, "local_files_only": True})
+    path = source.gguf()
+    try:
+        files = list(map(Path, weight_files(here) if path is None else [path]))
+        if path is not None:
+            GgufFile(path, model).close()
+    except ExpertcastError as error:
+        known = path is not None or any(Path(source.path).glob("pytorch_model*.bin"))
+        return 0, str(error) if known else ""
+    return sum(file.stat().st_size for file in files if file.is_file()), ""
+
+
+def _loaded(form: Quantised | None) -> str:
+    if form is None:
+        return "as it is"
+    as_shipped = f"; with a store on disk and codec {form.codec}, experts stay as they are shipped"
+    return "dequantised while loading" + (as_shipped if form.codec else "")
 
 
 def _each(view: MoEView, say: Callable[[MoELayer], str]) -> str:

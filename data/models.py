@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -19,95 +20,163 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from expertcast.data.quantisation import FP8, MXFP4, shipped_form
-from expertcast.data.weights_size import check_room
+from expertcast.data.memory import available_memory
+from expertcast.data.quantisation import FP8, MXFP4, Quantised, forget_quantisation
+from expertcast.data.source import REFERENCE as REFERENCE
+from expertcast.data.source import ModelSource
+from expertcast.data.source import resolve_model as resolve_model
+from expertcast.data.weights.gguf import check_package, complete_config
+from expertcast.data.weights.opening import form_of, model_of, open_weights
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.errors import first_line as first_line
 
 _DEQUANTISED = {FP8: FineGrainedFP8Config, MXFP4: Mxfp4Config}
 """Told to dequantise, they have transformers load plain floats."""
-REFERENCE = "reference"
 
 
-def resolve_model(model_id: str) -> str:
-    """`reference` becomes the path of the bundled model; anything else is returned unchanged."""
-    if model_id == REFERENCE and not Path(model_id).exists():
-        from expertcast import checkpoints
+def load_model(model_id: str | Path, *, dtype: str = "auto", device: str = "cpu", **options: object) -> PreTrainedModel:
+    """A causal LM (or one that reads images beside text) in eval mode, from a local folder, the hub or a GGUF file.
 
-        return str(Path(str(checkpoints.__file__)).resolve().parent / REFERENCE)
-    return model_id
+    What is quantised is dequantised.
 
-
-def load_model(model_id: str, *, dtype: str = "auto", device: str = "cpu") -> PreTrainedModel:
-    """A causal LM (or one that reads images beside text) in eval mode, from a local folder or the hub.
-
-    What is shipped in FP8 or MXFP4 is dequantised.
+    Args:
+        model_id: whose.
+        dtype, device: to load to.
+        options: of `from_pretrained`, such as `revision`.
 
     Raises:
-        ExpertcastError: the folder or hub id cannot be loaded, is quantised otherwise, or needs more memory than there
+        ExpertcastError: it cannot be loaded, is quantised in a form that is not read, or needs more memory than there
             is; the line carries the reason.
     """
-    path = resolve_model(model_id)
-    try:
-        config = AutoConfig.from_pretrained(path)
-        form = shipped_form(config, model_id)
-        check_room(model_id, path, config, torch_dtype(dtype))
-        plain = {} if form is None else {"quantization_config": _DEQUANTISED[form](dequantize=True)}
-        model = auto_class(config).from_pretrained(path, config=config, dtype=torch_dtype(dtype) or "auto", **plain)
-    except ExpertcastError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:  # missing or damaged
-        raise ExpertcastError(f"cannot load model {model_id!r}: {first_line(error)}") from error
-    if form == FP8 and (wanted := torch_dtype(dtype)) is not None:
-        for parameter in model.parameters():  # transformers leaves what was not in FP8 as it was
-            if parameter.dtype == config.dtype:
-                parameter.data = parameter.data.to(wanted)
-    model.config._name_or_path = model_id
+    source, wanted = ModelSource.of(model_id, options), torch_dtype(dtype)
+    config = load_config(source)
+    form = form_of(config, source)
+    _check_room(source, config, wanted)
+    if form is None or form.method in _DEQUANTISED:
+        model = _by_transformers(source, config, form, wanted)
+    else:
+        model = _tensor_by_tensor(source, config, form, wanted)
+    model.config._name_or_path = source.name
     loaded: PreTrainedModel = model.to(torch.device(device)).eval()
     return loaded
 
 
-def load_tokenizer(model_id: str) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model.
+def _check_room(source: ModelSource, config: PretrainedConfig, dtype: torch.dtype | None) -> None:
+    """Say that a model does not fit, before the system ends the process that loads it.
+
+    Raises:
+        ExpertcastError: its weights need more memory than there is.
+    """
+    available, own = available_memory(), deepcopy(config)
+    forget_quantisation(own)
+    model = meta_model(own, dtype or getattr(config, "dtype", None) or torch.bfloat16, source=source)
+    needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    if available is not None and needed > available:
+        raise ExpertcastError(
+            f"{source.name!r} needs {needed} bytes of memory and {available} are available: offload it by --memory and "
+            "--store-folder (in Python load_offloaded with store='disk')"
+        )
+
+
+def _by_transformers(
+    source: ModelSource, config: PretrainedConfig, form: Quantised | None, wanted: torch.dtype | None
+) -> PreTrainedModel:
+    plain = {} if form is None else {"quantization_config": _DEQUANTISED[form.method](dequantize=True)}
+    try:
+        model: PreTrainedModel = auto_class(config).from_pretrained(
+            source.path, config=config, dtype=wanted or "auto", **source.options, **plain
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:  # missing or damaged
+        raise ExpertcastError(f"cannot load model {source.name!r}: {first_line(error)}") from error
+    if form is not None and form.method == FP8 and wanted is not None:
+        for parameter in model.parameters():  # transformers leaves what was not in FP8 as it was
+            if parameter.dtype == config.dtype:
+                parameter.data = parameter.data.to(wanted)
+    return model
+
+
+def _tensor_by_tensor(
+    source: ModelSource, config: PretrainedConfig, form: Quantised, wanted: torch.dtype | None
+) -> PreTrainedModel:
+    forget_quantisation(config)
+    model = meta_model(config, wanted, source=source)
+    wanted = wanted or getattr(config, "dtype", None)
+    with open_weights(source, form, model, wanted) as files:
+        return model_of(model.to(wanted or files.dtype), files.tensors, source)
+
+
+def load_tokenizer(model_id: str | Path, **options: object) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model; that of a GGUF file where nothing lies beside it.
+
+    Args:
+        model_id: whose.
+        options: as for :func:`load_model`.
 
     Raises:
         ExpertcastError: there is none.
     """
+    source = ModelSource.of(model_id, options)
+    given = source.config
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(resolve_model(model_id))
+        if "gguf_file" in given and any(map(source.file, ("tokenizer.json", "tokenizer_config.json"))):
+            del given["gguf_file"]
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.path, **given)
     except (OSError, ValueError, KeyError) as error:
-        raise ExpertcastError(f"no tokenizer for {model_id!r}: {first_line(error)}") from error
+        raise ExpertcastError(f"no tokenizer for {source.name!r}: {first_line(error)}") from error
     return tokenizer
 
 
-def load_config(model_id: str) -> PretrainedConfig:
-    """A model's configuration, from a local folder or the hub; no weight is read.
+def load_config(model: str | Path | ModelSource) -> PretrainedConfig:
+    """A model's configuration, from a local folder, the hub or a GGUF file; no weight is read.
 
     Raises:
         ExpertcastError: no config there.
     """
+    source = model if isinstance(model, ModelSource) else ModelSource.of(model)
+    path = source.gguf()
+    if path is not None:
+        check_package(source.name)
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(resolve_model(model_id))
+        config: PretrainedConfig = AutoConfig.from_pretrained(source.path, **source.config)
+        if path is not None:
+            complete_config(config, path)
     except Exception as error:  # a config that is not right fails in whatever way its family's classes fail
-        raise ExpertcastError(f"cannot load model {model_id!r}: {first_line(error)}") from error
+        untrusted = isinstance(error, ValueError) and "trust_remote_code" in str(error)
+        reason = "it holds code of its own: say trust_remote_code=True if you trust it"
+        raise ExpertcastError(
+            f"cannot load model {source.name!r}: {reason if untrusted else first_line(error)}"
+        ) from error
     return config
 
 
-def meta_model(model: str | PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def meta_model(
+    model: str | ModelSource | PretrainedConfig, dtype: torch.dtype | None = None, *, source: ModelSource | None = None
+) -> PreTrainedModel:
     """A model's modules without weights (meta device), from its config alone: that in a folder, of a hub id, or given.
 
     Its parameters have the config's dtype where none is named.
 
+    Args:
+        model: where the configuration is, or itself.
+        dtype: of the parameters.
+        source: of a configuration that is given, for the options with which a model is made.
+
     Raises:
         ExpertcastError: no config there, or none that makes a model.
     """
-    config = load_config(model) if isinstance(model, str) else model
+    if not isinstance(model, PretrainedConfig):
+        source = model if isinstance(model, ModelSource) else ModelSource.of(model)
+    config = model if isinstance(model, PretrainedConfig) else load_config(source or model)
+    name = str(model) if source is None else source.name
     try:
         with torch.device("meta"):
-            made: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype or config.dtype)
+            made: PreTrainedModel = auto_class(config).from_config(
+                config, dtype=dtype or config.dtype, **({} if source is None else source.model)
+            )
     except Exception as error:  # a config that is not right fails in whatever way its family's classes fail
-        raise ExpertcastError(f"cannot load model {str(model)!r}: {first_line(error)}") from error
-    if isinstance(model, str):
-        made.config._name_or_path = model
+        raise ExpertcastError(f"cannot load model {name!r}: {first_line(error)}") from error
+    if source is not None:
+        made.config._name_or_path = source.name
     return made.eval()
 
 
@@ -153,9 +222,3 @@ def with_index(device: str | torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in one line; its kind where it says nothing."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -6,6 +6,7 @@ of the model once (until it is on its device).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,14 +17,17 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import GenerationConfig, Mxfp4Config, PreTrainedModel
+from transformers import Mxfp4Config, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
 
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.memory import available_memory
-from expertcast.data.models import first_line, meta_model, resolve_model, torch_device, torch_dtype
-from expertcast.data.quantisation import FP8, MXFP4, forget_quantisation, quantisation_settings, shipped_form
+from expertcast.data.models import first_line, meta_model, torch_device, torch_dtype
+from expertcast.data.quantisation import FP8, MXFP4, Quantised, forget_quantisation
+from expertcast.data.source import ModelSource
+from expertcast.data.weights.files import TensorFile, WeightFiles
+from expertcast.data.weights.opening import form_of, model_of, open_weights
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.progress import Progress
 from expertcast.runtime.arguments import slot_count
@@ -31,10 +35,8 @@ from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.offloading import offload
 from expertcast.runtime.recording.observer import Observer
-from expertcast.runtime.storage.checkpoint_files import SafetensorsFiles, TensorFile
 from expertcast.runtime.storage.coded_store import CodedStore
 from expertcast.runtime.storage.expert_sources import ExpertSources
-from expertcast.runtime.storage.fp8_tensors import join_scales
 from expertcast.runtime.storage.shipped_experts import Shipped, ShippedExperts
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_store
@@ -54,44 +56,47 @@ def load_offloaded(
     What :func:`expertcast.offload` of the loaded model computes, this computes bit for bit.
 
     Args:
-        model_id: folder or hub id of a checkpoint in safetensors, of any layout that transformers reads. What is in
-            FP8 (by blocks, rows or tensors) or MXFP4 (gpt-oss) is dequantised as transformers dequantises it; experts,
-            with `store="disk"` and `codec="fp8"` or `"mxfp4"`, only when they arrive.
+        model_id: folder or hub id of a checkpoint in safetensors, of any layout that transformers reads, or the path of
+            a GGUF file. What is quantised (FP8, MXFP4, GPTQ, AWQ, compressed-tensors, bitsandbytes, GGUF) is
+            dequantised as transformers or the form's own library dequantises it; experts, with `store="disk"` and
+            `codec="fp8"` or `"mxfp4"`, only when they arrive.
         device: where the model computes. None: the CUDA device where there is one, else the CPU.
         dtype: `auto`, `bf16`, `fp16`, `fp32` or a torch dtype. None is `auto`: what the model's configuration says.
         config, observers, fields: as for :func:`expertcast.offload`. With `store="disk"` the packed experts are kept in
-            `store_folder`: a later load of the same files finds them there and reads no expert again.
+            `store_folder`: a later load of the same files finds them there and reads no expert again. Beside them,
+            options of `from_pretrained` that say which files and how the model is made: `revision`, `subfolder`,
+            `token`, `cache_dir`, `local_files_only`, `trust_remote_code`, `gguf_file`, `attn_implementation`, ...
 
     Returns:
         An open offload. Its `close()` frees the experts for good: the model refuses forwards from then on.
 
     Raises:
         ExpertcastError: no such model, no safetensors, no MoE, an incomplete checkpoint or one in another quantised
-            form, a codec for another form, not enough memory, an unknown dtype, device or store, or what
+            form, a codec for another form, not enough memory, an unknown option, dtype, device or store, or what
             :func:`expertcast.offload` refuses.
     """
-    config = OffloadConfig.of(config, fields)
-    target, name = torch_device(device), str(model_id)
+    options, own = ModelSource.split(fields, [field.name for field in dataclasses.fields(OffloadConfig)])
+    config = OffloadConfig.of(config, own)
+    target, source = torch_device(device), ModelSource.of(model_id, options)
     wanted = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype or "auto")
-    skeleton = meta_model(name)
-    form, settings = shipped_form(skeleton.config, name), quantisation_settings(skeleton.config) or {}
+    skeleton = meta_model(source)
+    form = form_of(skeleton.config, source)
     forget_quantisation(skeleton.config)
-    with SafetensorsFiles(resolve_model(name)) as files:
-        if form == FP8:
-            files.tensors = join_scales(files.tensors, settings.get("weight_block_size"))
-        configured = getattr(skeleton.config, "dtype", None) or files.dtype
-        skeleton.to(configured if wanted is None else wanted)
+    wanted = wanted or getattr(skeleton.config, "dtype", None)
+    with open_weights(source, form, skeleton, wanted) as files:
+        skeleton.to(wanted or files.dtype)
         view = find_moe_layers(skeleton)
-        sources = ExpertSources(skeleton, view, files, _mxfp4_dequantizer(settings) if form == MXFP4 else None)
-        shipped = _as_shipped(config, sources, len(view), form, name)
-        if shipped is not None and config.codec == form:
+        mxfp4 = form is not None and form.method == MXFP4
+        sources = ExpertSources(skeleton, view, files, _mxfp4_dequantizer(form.settings) if form and mxfp4 else None)
+        shipped = _as_shipped(config, sources, len(view), form, source.name)
+        if shipped is not None and form is not None and config.codec == form.codec:
             config = replace(config, codec=shipped.codec)
-        model = _load_others(skeleton, sources, files, name).to(target)
+        model = _load_others(skeleton, sources, files, source).to(target)
         # experts without weights: what the store takes the place of, and what a closed model is left with
         _replace(model, {full: nn.Parameter(meta, requires_grad=False) for full, meta in sources.parameters.items()})
         fingerprint = f"{files.fingerprint()} {skeleton.dtype} transformers {transformers.__version__}"
         made = make_store(config, view, target, fingerprint)
-        reader = _Reader(sources, len(view), name, shipped)
+        reader = _Reader(sources, len(view), source.name, shipped)
         try:
             made.source = reader
             if shipped is not None and isinstance(made, CodedStore):
@@ -152,7 +157,7 @@ class _Reader:
 
 
 def _load_others(
-    skeleton: PreTrainedModel, sources: ExpertSources, files: SafetensorsFiles, name: str
+    skeleton: PreTrainedModel, sources: ExpertSources, files: WeightFiles, source: ModelSource
 ) -> PreTrainedModel:
     """The model with everything but its experts, on the CPU, by transformers' own loading.
 
@@ -162,15 +167,9 @@ def _load_others(
     state: dict[str, Tensor | TensorFile] = {other: files.tensors[other] for other in sources.others}
     for full, parameter in sources.parameters.items():
         state[full] = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-    try:
-        model = type(skeleton).from_pretrained(None, config=skeleton.config, state_dict=state, dtype=skeleton.dtype)
-        model.generation_config = _generation_config(resolve_model(name))
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise _failure(name, error) from error
-    model.config._name_or_path = name
+    model = model_of(skeleton, state, source)
     _replace(model, dict.fromkeys(sources.parameters))  # so that the rest can be moved
-    loaded: PreTrainedModel = model.eval()
-    return loaded
+    return model
 
 
 def _replace(model: PreTrainedModel, parameters: Mapping[str, nn.Parameter | None]) -> None:
@@ -180,30 +179,22 @@ def _replace(model: PreTrainedModel, parameters: Mapping[str, nn.Parameter | Non
         model.get_submodule(module)._parameters[name] = parameter
 
 
-def _generation_config(path: str) -> GenerationConfig:
-    """As `from_pretrained` finds it: in its own file, else in the model's configuration."""
-    try:
-        return GenerationConfig.from_pretrained(path)
-    except OSError:
-        return GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)
-
-
 def _mxfp4_dequantizer(settings: Mapping[str, Any]) -> HfQuantizer:
     """What has transformers' conversions turn MXFP4 experts into the model's dtype."""
     return AutoHfQuantizer.from_config(Mxfp4Config.from_dict({**settings, "dequantize": True}), pre_quantized=True)
 
 
 def _as_shipped(
-    config: OffloadConfig, sources: ExpertSources, layers: int, form: str | None, name: str
+    config: OffloadConfig, sources: ExpertSources, layers: int, form: Quantised | None, name: str
 ) -> ShippedExperts | None:
     """The experts in the form in which they are shipped, where the codec is of that form; None: they are converted."""
     codec = config.store.codec.name if isinstance(config.store, CodedStore) else config.codec.partition(":")[0]
-    if codec == form:
+    if form is not None and codec == form.codec:
         return ShippedExperts(sources, layers, codec)
     if codec == FP8 or (codec == MXFP4 and form is not None):
         raise ExpertcastError(
             f"codec {codec!r} moves experts as a checkpoint in {codec} ships them, and {name!r} "
-            f"{'is not quantised' if form is None else f'is shipped in {form}'}: choose codec 'raw' or 'bitsplit'"
+            f"{'is not quantised' if form is None else f'is shipped in {form.kind}'}: choose codec 'raw' or 'bitsplit'"
         )
     return None
 

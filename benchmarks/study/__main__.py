@@ -27,7 +27,7 @@ from benchmarks.study.quality import Decoding, add_quality, split_windows
 from benchmarks.study.study import LEAST_TOKENS, QUICK, SHARED, Scale, Study
 from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.store import load_predictor, save_predictor
-from expertcast.commands.predictors import evaluated_predictors, is_checkpoint
+from expertcast.commands.predictors import evaluated, is_checkpoint
 from expertcast.data.collector import collect
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.text import load_documents
@@ -128,7 +128,7 @@ def _study(args: argparse.Namespace, work: Path) -> Study:
         scale=QUICK if args.quick else Scale(),
         whole=args.test_tokens or (QUICK_TOKENS if args.quick else None),
         tokens=args.tokens or (QUICK_TOKENS if args.quick else TOKENS),
-        predictors=evaluated_predictors([SHARED, *args.predictor], traces),
+        predictors={name: made.predictor for name, made in evaluated([SHARED, *args.predictor], traces).items()},
         next_token=_next_token(args, traces, work),
         work=work,
         processes=args.processes,

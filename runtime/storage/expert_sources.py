@@ -29,9 +29,9 @@ from transformers.core_model_loading import (
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers.base import HfQuantizer
 
+from expertcast.data.weights.files import Part, TensorFile, WeightFiles
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.storage.checkpoint_files import Part, SafetensorsFiles, TensorFile
 from expertcast.runtime.storage.layout import expert_parameters
 
 _MOST_READERS = 4
@@ -69,7 +69,7 @@ class ExpertSources:
     """
 
     def __init__(
-        self, model: PreTrainedModel, view: MoEView, files: SafetensorsFiles, quantizer: HfQuantizer | None = None
+        self, model: PreTrainedModel, view: MoEView, files: WeightFiles, quantizer: HfQuantizer | None = None
     ) -> None:
         self._model = model
         self._files = files

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from expertcast.data.quantisation import FP8, MXFP4
+from expertcast.data.weights.files import Part, TensorFile
+from expertcast.data.weights.fp8 import Fp8Tensor
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.storage.checkpoint_files import Part, TensorFile
 from expertcast.runtime.storage.expert_sources import ExpertSources, Group, check_complete
-from expertcast.runtime.storage.fp8_tensors import Fp8Tensor
 
 Shipped = tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]
 """Of one expert: codes and scales of each matrix, and the other parameters as they are, both by name."""

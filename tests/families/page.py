@@ -36,8 +36,10 @@ router in every mode, and one warning says so; `collect` refuses.
 Weights in FP8 (Qwen3-FP8, DeepSeek-V3; in blocks or by tensors) and MXFP4 (gpt-oss) are dequantised while loading to
 the bits of transformers' own dequantisation, or stay in an expert store as they are shipped
 (`tests/runtime/test_shipped.py`). Where a block of FP8 is cut off at a matrix's edge, which transformers refuses or
-takes for smaller blocks, the blocks are those of the configuration. Of other quantised forms `inspect`,
-`load_offloaded` and `generate` say the same: refused, by name.
+takes for smaller blocks, the blocks are those of the configuration. GPTQ, AWQ, compressed-tensors and bitsandbytes
+are dequantised too (`tests/runtime/test_packed.py`), and GGUF files of what transformers maps whole
+(`tests/runtime/test_gguf.py`): of gpt-oss it finds no expert, so that file is refused. Of other quantised forms
+`inspect`, `load_offloaded` and `generate` say the same: refused, by name.
 
 Columns: *reads*: what the router is given. *default vectors*: what stands for experts that have not run
 (`quasi_hidden`, `estimator`). Where their output does not come to the residual stream as a term of a sum, it is the

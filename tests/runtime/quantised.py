@@ -13,11 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
 
+from expertcast.data.discovery import find_moe_layers
+from expertcast.runtime import OffloadedModel
 from tests.families.models import CONFIGS, tiny_model
 
 WEIGHTS = "model.safetensors"
 IDS = {"input_ids": torch.tensor([[5, 9, 2, 77, 31]]), "attention_mask": torch.ones(1, 5, dtype=torch.long)}
-_PLAIN = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "block_sparse_moe.gate.", "router")
+PLAIN = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "block_sparse_moe.gate.", "router")
 """Not quantised in FP8 checkpoints."""
 
 
@@ -55,7 +57,7 @@ def fp8(
     model.save_pretrained(folder)
 
     def quantise(tensors: dict[str, Tensor]) -> None:
-        for name in [name for name in tensors if name.endswith(".weight") and not any(p in name for p in _PLAIN)]:
+        for name in [name for name in tensors if name.endswith(".weight") and not any(p in name for p in PLAIN)]:
             tensors[name], tensors[f"{name}_scale_inv"] = quantised(tensors[name], block, scale_fmt)
 
     edit_weights(folder, quantise)
@@ -121,3 +123,14 @@ def mxfp4_resident(folder: str, dtype: torch.dtype = torch.bfloat16) -> PreTrain
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=chosen)
     resident: PreTrainedModel = model.eval()
     return resident
+
+
+def same_weights(offloaded: OffloadedModel, resident: PreTrainedModel) -> None:
+    """Every expert, and every other parameter, bit for bit."""
+    own = dict(offloaded.model.named_parameters())
+    for name, parameter in resident.named_parameters():
+        assert ".experts." in name or torch.equal(own[name], parameter), name
+    for layer in find_moe_layers(resident):
+        views = offloaded.store.views(layer.index)
+        for name, parameter in layer.experts.named_parameters():
+            assert torch.equal(views[name], parameter), (layer.index, name)

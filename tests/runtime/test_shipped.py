@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import load_model
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import OffloadedModel, load_offloaded
+from expertcast.runtime import load_offloaded
 from expertcast.runtime.storage.coded_store import CodedStore
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
@@ -24,18 +22,8 @@ from tests.runtime.quantised import (
     mxfp4,
     mxfp4_resident,
     quantised,
+    same_weights,
 )
-
-
-def _same_weights(offloaded: OffloadedModel, resident: PreTrainedModel) -> None:
-    """Every expert, and every other parameter, bit for bit."""
-    own = dict(offloaded.model.named_parameters())
-    for name, parameter in resident.named_parameters():
-        assert ".experts." in name or torch.equal(own[name], parameter), name
-    for layer in find_moe_layers(resident):
-        views = offloaded.store.views(layer.index)
-        for name, parameter in layer.experts.named_parameters():
-            assert torch.equal(views[name], parameter), (layer.index, name)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +45,7 @@ def test_fp8(family: str, block: tuple[int, int] | None, scale_fmt: str, codec: 
     expected = greedy(resident, IDS, 4)
     for options in ({}, {"store": "disk"}, {"store": "disk", "codec": "fp8"}):
         with load_offloaded(path, device="cpu", slots=6, **options) as offloaded:
-            _same_weights(offloaded, resident)
+            same_weights(offloaded, resident)
             assert_same(greedy(offloaded, IDS, 4), expected)
             if "codec" in options:
                 assert isinstance(offloaded.store, CodedStore)
@@ -77,7 +65,7 @@ def test_bytes_of_real_blocks(tmp_path: Path) -> None:
             assert isinstance(offloaded.store, CodedStore)
             assert offloaded.store.codec.text == codec
             assert offloaded.store.stored_nbytes < most * offloaded.store.nbytes
-            _same_weights(offloaded, resident(made[codec]))
+            same_weights(offloaded, resident(made[codec]))
 
 
 def test_fp8_by_other_names(tmp_path: Path) -> None:
@@ -109,7 +97,7 @@ def test_fp8_in_another_dtype(dtype: str, tmp_path: Path) -> None:
     expected = greedy(resident, IDS, 4)
     for codec in ("raw", "fp8"):
         with load_offloaded(path, dtype=dtype, store="disk", codec=codec, slots=6) as offloaded:
-            _same_weights(offloaded, resident)
+            same_weights(offloaded, resident)
             assert_same(greedy(offloaded, IDS, 4), expected)
     assert_same(greedy(load_model(path, dtype=dtype), IDS, 4), expected)
 
@@ -164,7 +152,7 @@ def test_mxfp4(dtype: torch.dtype, tmp_path: Path) -> None:
     expected = greedy(resident, IDS, 4)
     for options in ({}, {"store": "disk", "codec": "raw"}, {"store": "disk", "codec": "mxfp4"}):
         with load_offloaded(path, device="cpu", dtype=dtype, slots=6, **options) as offloaded:
-            _same_weights(offloaded, resident)
+            same_weights(offloaded, resident)
             assert_same(greedy(offloaded, IDS, 4), expected)
     assert isinstance(offloaded.store, CodedStore)
     assert offloaded.store.codec.text == "mxfp4"
@@ -198,6 +186,6 @@ def test_plain_experts_in_one_layer(tmp_path: Path) -> None:
     path = fp8("qwen3_moe", tmp_path / "model")
     edit_weights(tmp_path / "model", _plain_experts)
     with load_offloaded(path, slots=6) as offloaded:
-        _same_weights(offloaded, fp8_resident(path))
+        same_weights(offloaded, fp8_resident(path))
     with pytest.raises(ExpertcastError, match=r"layers\.2\.mlp\.experts\.gate_up_proj are not shipped in fp8: choose"):
         load_offloaded(path, store="disk", codec="fp8")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
+from expertcast.cli import main
 from expertcast.data.inspection import inspect_model
-from expertcast.data.models import load_model
+from expertcast.data.models import load_model, load_tokenizer
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import load_offloaded, offload
 from tests.families.models import tiny_model
@@ -20,6 +24,14 @@ from tests.runtime.quantised import edit_weights, fp8, mxfp4, say_quantised
 def _bf16(folder: Path) -> str:
     tiny_model("qwen3_moe").save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that says nothing of quantisation."""
+    folder = tmp_path_factory.mktemp("plain") / "model"
+    _bf16(folder)
+    return folder
 
 
 def _fp8(folder: Path) -> str:
@@ -104,27 +116,71 @@ def test_a_loaded_model_has_no_scales(tmp_path: Path) -> None:
         offload(tiny_model("qwen3_moe"), store="disk", codec="fp8:rows=16,columns=16")
 
 
-KINDS = {
-    "bitsandbytes, 4 bits": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    "bitsandbytes, 8 bits": {"load_in_8bit": True, "quant_method": "bitsandbytes"},
-    "gptq, 4 bits": {"quant_method": "gptq", "bits": 4, "group_size": 128},
-    "awq, 4 bits": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
-    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
+_GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float"}}
+_INT4 = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}
+_INT3 = {"targets": ["Linear"], "weights": {"num_bits": 3, "type": "int"}}
+
+
+def _compressed(form: str, group: object, **more: object) -> dict[str, object]:
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, **more}
+
+
+_OTHERS = set(AUTO_QUANTIZER_MAPPING) - {"fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "gguf"}
+KINDS: dict[str, dict[str, object]] = {
+    "gptq, 3 bits": {"quant_method": "gptq", "bits": 3, "group_size": 128},
+    "gptq, marlin, 4 bits": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+    "awq, gemv, 4 bits": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
+    "compressed-tensors, pack-quantized": {**_compressed("pack-quantized", 0), "config_groups": {}},
+    "compressed-tensors, nvfp4-pack-quantized, 4 bits": _compressed("nvfp4-pack-quantized", _GROUP),
+    "compressed-tensors, pack-quantized, 3 bits": _compressed("pack-quantized", _INT3),
+    "compressed-tensors, marlin-24, 4 bits": _compressed("marlin-24", _INT4),
+    "compressed-tensors, frozen, pack-quantized, 4 bits": _compressed(
+        "pack-quantized", _INT4, quantization_status="frozen"
+    ),
+    "compressed-tensors, sparse, pack-quantized, 4 bits": _compressed(
+        "pack-quantized", _INT4, sparsity_config={"format": "sparse-24-bitmask"}
+    ),
     "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "no method is named": {"bits": None},
+    **{name: {"quant_method": name} for name in sorted(_OTHERS)},
 }
+"""By what is said of it: a configuration's section; among them every method that transformers knows and is not read."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_verdict_on_what_is_not_supported(kind: str, tmp_path: Path) -> None:
-    path = _bf16(tmp_path / "model")
+def test_one_verdict_on_what_is_not_supported(kind: str, plain: Path, tmp_path: Path) -> None:
+    path = str(shutil.copytree(plain, tmp_path / "model"))
     say_quantised(tmp_path / "model", **KINDS[kind])
-    line = f"{path!r} is quantised ({kind}): load a checkpoint in bf16, fp16, fp32, FP8 or MXFP4"
+    line = (
+        f"{path!r} is quantised ({kind}): load a checkpoint in bf16, fp16, fp32, FP8, MXFP4, GPTQ, AWQ, bitsandbytes, "
+    )
     report = inspect_model(path)
-    assert (report.supported, report.reason) == (False, line)
+    assert not report.supported
+    assert report.reason.startswith(line)
     for load in (load_offloaded, load_model):
         with pytest.raises(ExpertcastError) as caught:
             load(path)
-        assert str(caught.value) == line
+        assert str(caught.value) == report.reason
+
+
+def test_generate_says_what_inspect_says(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(shutil.copytree(plain, tmp_path / "model"))
+    load_tokenizer("reference").save_pretrained(path)
+    say_quantised(tmp_path / "model", **KINDS["torchao"])
+    assert main(["inspect", path, "--json", str(tmp_path / "report.json")]) == 0
+    assert main(["generate", path, "--prompt", "It", "--slots", "6", "--device", "cpu"]) == 2
+    reason = json.loads((tmp_path / "report.json").read_text())["reason"]
+    assert capsys.readouterr().err.strip() == f"expertcast: {reason}"
+
+
+def test_pickled_weights_are_no_checkpoint(tmp_path: Path) -> None:
+    """Not supported, in the line with which loading refuses them."""
+    path = _bf16(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    report = inspect_model(path)
+    with pytest.raises(ExpertcastError) as caught:
+        load_offloaded(path)
+    assert (report.supported, report.reason) == (False, str(caught.value))
 
 
 @pytest.mark.parametrize(("make", "form"), [(_fp8, "fp8"), (mxfp4, "mxfp4"), (_bf16, "")])
@@ -133,5 +189,6 @@ def test_one_verdict_on_what_is(make: Callable[[Path], str], form: str, tmp_path
     report = inspect_model(path)
     assert (report.supported, report.shipped) == (True, form)
     assert report.dtype == (f"{form}, computed in bfloat16" if form else "bfloat16")
+    assert report.loaded.startswith("dequantised while loading; " if form else "as it is")
     with load_offloaded(path, device="cpu", slots=6) as offloaded:
         assert offloaded.store.layout.block_bytes >= report.expert_bytes

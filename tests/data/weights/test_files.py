@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from expertcast.runtime.storage.checkpoint_files import SafetensorsFiles
+from expertcast.data.source import ModelSource
+from expertcast.data.weights.files import SafetensorsFiles
 
 _NUMBERS = torch.arange(7 * 3 * 5, dtype=torch.float32).view(7, 3, 5)
 _TENSORS = {
@@ -24,7 +25,7 @@ _TENSORS = {
 @pytest.mark.parametrize("part", [..., slice(0, 1), slice(2, 5), slice(6, 7), slice(0, 7), slice(3, 3), slice(5, None)])
 def test_rows_are_those_of_the_tensor(part: slice, tmp_path: Path) -> None:
     save_file({**_TENSORS, "vector": torch.arange(9.0)}, tmp_path / "model.safetensors")
-    with SafetensorsFiles(str(tmp_path)) as files:
+    with SafetensorsFiles(ModelSource.of(tmp_path)) as files:
         for name, tensor in _TENSORS.items():
             found = files.tensors[name][part]
             assert found.dtype == tensor.dtype
@@ -36,7 +37,7 @@ def test_no_more_than_the_rows_is_read(tmp_path: Path) -> None:
     """The file ends behind the second row: the two are there, and a third is one error."""
     path = tmp_path / "model.safetensors"
     save_file({"fused": _NUMBERS}, path)
-    with SafetensorsFiles(str(tmp_path)) as files:
+    with SafetensorsFiles(ModelSource.of(tmp_path)) as files:
         os.truncate(path, path.stat().st_size - 5 * 3 * 5 * 4)
         assert torch.equal(files.tensors["fused"][0:2], _NUMBERS[:2])
         with pytest.raises(OSError, match="is cut off"):

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from expertcast.data.weights.fp8 import Fp8Tensor, join_scales
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.storage.fp8_tensors import Fp8Tensor, join_scales
 
 
-class _Held:
+class Held:
     """A tensor of a checkpoint, as safetensors gives it."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -49,7 +49,7 @@ def _codes(*shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
 )
 def test_scales_of_every_shape(shape: tuple[int, ...], scales: tuple[int, ...], each: tuple[int, int]) -> None:
     codes, factors = _codes(*shape), torch.rand(scales) + 0.1
-    tensor = Fp8Tensor("w", _Held(codes), _Held(factors))
+    tensor = Fp8Tensor("w", Held(codes), Held(factors))
     assert tensor.block == each
     grid = (*shape[:-2], shape[-2] // each[0], shape[-1] // each[1])
     expected = codes.float() * factors.view(grid).repeat_interleave(each[0], -2).repeat_interleave(each[1], -1)
@@ -64,7 +64,7 @@ def test_scales_that_are_exponents(codes: torch.dtype) -> None:
     weight = _codes(4, 8, dtype=codes)
     expected = weight.float() * bytes_.float().sub(127).exp2().repeat_interleave(2, 0).repeat_interleave(4, 1)
     for scales in (bytes_, bytes_.view(torch.float8_e8m0fnu)):
-        assert torch.equal(Fp8Tensor("w", _Held(weight), _Held(scales))[...], expected)
+        assert torch.equal(Fp8Tensor("w", Held(weight), Held(scales))[...], expected)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_blocks_are_those_of_the_configuration(rows: int, block: int, shared: in
     """192 rows in blocks of 128 are 128 and 64, though two scales could also be for 96 rows each."""
     scales = torch.rand(-(-rows // block), 2)
     codes = _codes(rows, 256)
-    tensor = Fp8Tensor("w", _Held(codes), _Held(scales), (block, 128))
+    tensor = Fp8Tensor("w", Held(codes), Held(scales), (block, 128))
     assert (tensor.block, tensor.whole) == ((shared, 128), whole)
     each = scales.repeat_interleave(block, 0)[:rows].repeat_interleave(128, 1)
     assert torch.equal(tensor[...], codes.float() * each)
@@ -84,7 +84,7 @@ def test_blocks_are_those_of_the_configuration(rows: int, block: int, shared: in
 @pytest.mark.parametrize("scales", [(4, 2), (3, 3), (0, 2), (2, 3, 2)])
 def test_scales_that_do_not_fit(scales: tuple[int, ...]) -> None:
     with pytest.raises(ExpertcastError, match=r"the checkpoint's w is \[6, 8\], its scales are .*: not supported"):
-        Fp8Tensor("w", _Held(_codes(6, 8)), _Held(torch.ones(scales)))
+        Fp8Tensor("w", Held(_codes(6, 8)), Held(torch.ones(scales)))
 
 
 def test_what_scales_are_taken_up() -> None:
@@ -95,6 +95,6 @@ def test_what_scales_are_taken_up() -> None:
         "c.weight": torch.ones(4, 4), "c.scale": torch.ones(()),
         "d": _codes(2, 4, 4), "d_scale_inv": torch.ones(2),
     }  # fmt: skip
-    joined = join_scales({name: _Held(tensor) for name, tensor in held.items()}, None)
+    joined = join_scales({name: Held(tensor) for name, tensor in held.items()}, None)
     assert list(joined) == ["a.weight", "b.weight", "c.weight", "c.scale", "d"]
     assert [name for name, tensor in joined.items() if isinstance(tensor, Fp8Tensor)] == ["a.weight", "b.weight", "d"]

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from expertcast.data.weights.files import Part, TensorFile
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.storage.checkpoint_files import Part, TensorFile
 
-_CODES = ("F8_E4M3", "F8_E5M2")
+FP8_CODES = ("F8_E4M3", "F8_E5M2")
+"""As safetensors names them."""
 _WEIGHT = ".weight"
 _SCALES = (".weight_scale_inv", ".scale", ".qscale_weight")
 """What the scales of `.weight` are called; transformers renames the latter two."""
@@ -104,7 +105,7 @@ def join_scales(tensors: Mapping[str, TensorFile], block: Sequence[int] | None) 
     """
     joined, used = dict(tensors), set()
     for name, tensor in tensors.items():
-        if tensor.get_dtype() not in _CODES:
+        if tensor.get_dtype() not in FP8_CODES:
             continue
         stem = name.removesuffix(_WEIGHT)
         scales = [stem + suffix for suffix in _SCALES] if stem != name else [f"{name}_scale_inv"]

@@ -19,16 +19,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.core_model_loading import dot_natural_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+from transformers.utils.hub import get_checkpoint_shard_files
 
-from expertcast.data.models import first_line
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.data.source import ModelSource
+from expertcast.predictors.errors import ExpertcastError, first_line
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES = _FLOATS | {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
     "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
+_MOST_HEADER = 2**26
+"""Bytes of a header that a fingerprint covers."""
 Part = slice | EllipsisType
 """Rows of a tensor one after another, or all of it."""
 
@@ -78,35 +80,18 @@ class _Rows:
         return found.view(stop - start, *row)
 
 
-class SafetensorsFiles(ExitStack):
-    """All tensors of one checkpoint (folder or hub id) by name; a context manager, since files stay open.
+class WeightFiles(ExitStack):
+    """The files of one checkpoint; a context manager, since they stay open.
 
-    Raises:
-        ExpertcastError: no safetensors there, or damaged ones.
+    Args:
+        paths: of the files.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, paths: list[str]) -> None:
         super().__init__()
-        self.paths = _weight_files(path)
-        tensors: dict[str, TensorFile] = {}
-        try:
-            for file in self.paths:
-                opened = self.enter_context(safe_open(file, framework="pt", device="cpu", backend="pread"))
-                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-                tensors.update(self._by_rows(file, slices) if hasattr(os, "preadv") else slices)
-        except (OSError, SafetensorError) as error:
-            self.close()
-            raise ExpertcastError(f"cannot read the weights of {path!r}: {error}") from error
-        self.tensors = {name: tensors[name] for name in sorted(tensors, key=dot_natural_key)}
-        """In the order in which transformers reads them."""
-
-    def _by_rows(self, path: str, slices: dict[str, TensorFile]) -> dict[str, TensorFile]:
-        file = self.enter_context(Path(path).open("rb"))  # noqa: SIM115
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        return {
-            name: _Rows(tensor, file, 8 + length + header[name]["data_offsets"][0]) for name, tensor in slices.items()
-        }
+        self.paths = paths
+        self.tensors: dict[str, TensorFile] = {}
+        """By name, in the order in which transformers reads them."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,22 +106,55 @@ class SafetensorsFiles(ExitStack):
             status = path.stat()
             digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
             with path.open("rb") as file:
-                digest.update(file.read(int.from_bytes(file.read(8), "little")))
+                digest.update(file.read(min(int.from_bytes(file.read(8), "little"), _MOST_HEADER)))
         return digest.hexdigest()
 
 
-def _weight_files(path: str) -> list[str]:
-    """The one file, or the shards that the index names; a hub id's files are downloaded into the hub's cache."""
+class SafetensorsFiles(WeightFiles):
+    """All tensors of one checkpoint in safetensors by name.
+
+    Raises:
+        ExpertcastError: no safetensors there, or damaged ones.
+    """
+
+    def __init__(self, source: ModelSource) -> None:
+        super().__init__(weight_files(source))
+        tensors: dict[str, TensorFile] = {}
+        try:
+            for file in self.paths:
+                opened = self.enter_context(safe_open(file, framework="pt", device="cpu", backend="pread"))
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                tensors.update(self._by_rows(file, slices) if hasattr(os, "preadv") else slices)
+        except (OSError, SafetensorError) as error:
+            self.close()
+            raise ExpertcastError(f"cannot read the weights of {source.name!r}: {error}") from error
+        self.tensors = {name: tensors[name] for name in sorted(tensors, key=dot_natural_key)}
+
+    def _by_rows(self, path: str, slices: dict[str, TensorFile]) -> dict[str, TensorFile]:
+        file = self.enter_context(Path(path).open("rb"))  # noqa: SIM115
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        return {
+            name: _Rows(tensor, file, 8 + length + header[name]["data_offsets"][0]) for name, tensor in slices.items()
+        }
+
+
+def weight_files(source: ModelSource) -> list[str]:
+    """The one file of a checkpoint in safetensors, or the shards that its index names; a hub id's are downloaded into
+    the hub's cache.
+
+    Raises:
+        ExpertcastError: there are none.
+    """
     try:
-        single = cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
-        if single is not None:
+        if (single := source.file(SAFE_WEIGHTS_NAME)) is not None:
             return [single]
-        index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
-        if index is not None:
-            files, _ = get_checkpoint_shard_files(path, index)
-            return list(files)
+        if (index := source.file(SAFE_WEIGHTS_INDEX_NAME)) is not None:
+            return list(get_checkpoint_shard_files(source.path, index, **source.files)[0])
+    except ExpertcastError:
+        raise
     except (OSError, ValueError, KeyError) as error:
-        raise ExpertcastError(f"cannot find the weights of {path!r}: {first_line(error)}") from error
+        raise ExpertcastError(f"cannot find the weights of {source.name!r}: {first_line(error)}") from error
     raise ExpertcastError(
-        f"{path!r} has no {SAFE_WEIGHTS_NAME}: load it with transformers and save it once with save_pretrained"
+        f"{source.name!r} has no {SAFE_WEIGHTS_NAME}: load it with transformers and save it once with save_pretrained"
     )

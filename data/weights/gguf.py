@@ -1,0 +1,242 @@
+"""A GGUF file's tensors by the names and in the shapes that a model has, each read and dequantised when it is needed.
+
+Names, layouts and arithmetic are transformers' own, so that the weights are those of `from_pretrained(gguf_file=)`: of
+an architecture that it converts by weight converters (`integrations/gguf`, torch), or of an older one
+(`modeling_gguf_pytorch_utils`, gguf-py's numpy). Neither is ever asked for the whole file.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, __version__
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.integrations.gguf import get_gguf_conversion_mapping, is_gguf_arch_supported, read_gguf_metadata
+from transformers.integrations.gguf.dequant import GGML_BLOCK
+from transformers.integrations.gguf.kernels import dequantize_blocks
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.utils import is_gguf_available
+
+from expertcast.data.quantisation import GGUF, Quantised
+from expertcast.data.weights.files import Part, TensorFile, WeightFiles
+from expertcast.predictors.errors import ExpertcastError
+
+_UNMAPPED = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+"""What files say of a model's shape and transformers leaves at the configuration class's default."""
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One tensor of the file: rows of numbers, or of bytes that are blocks of codes and scales."""
+
+    file: BinaryIO
+    start: int
+    shape: tuple[int, ...]
+    """In numbers or bytes, outermost first."""
+    item: Any
+    """numpy's dtype of either."""
+    kind: Any
+    """gguf's quantisation type."""
+
+    def __getitem__(self, part: Part) -> Any:
+        import numpy as np
+
+        count, *row = self.shape
+        first, last, _ = (0, count, 1) if part is ... else part.indices(count)
+        size = math.prod(row) * self.item.itemsize
+        read = bytearray((last - first) * size)
+        if os.preadv(self.file.fileno(), [read], self.start + first * size) != len(read):
+            raise OSError(f"{self.file.name} is cut off")
+        return np.frombuffer(read, dtype=self.item).reshape(last - first, *row)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One of the model's parameters, made of one or more of the file's tensors.
+
+    Args:
+        shape: the parameter's.
+        make: reads some rows, or all.
+    """
+
+    shape: Sequence[int]
+    make: Callable[[Part], Tensor]
+
+    def get_shape(self) -> list[int]:
+        """Its sizes."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """As safetensors names it; what is read may be narrower already."""
+        return "F32"
+
+    def __getitem__(self, part: Part) -> Tensor:
+        return self.make(part)
+
+
+class GgufFile(WeightFiles):
+    """The tensors of a GGUF file.
+
+    Args:
+        path: of the file.
+        model: without weights.
+        dtype: that the model is to have; None: what transformers takes, the file's where it holds floats alone and its
+            architecture is a newer one, else float32.
+
+    Raises:
+        ExpertcastError: the file lacks a parameter, or names no expert as transformers maps them.
+    """
+
+    def __init__(self, path: str, model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
+        from gguf import GGUFReader
+
+        super().__init__([path])
+        try:
+            reader = GGUFReader(path)
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            raise ExpertcastError(f"cannot read the weights of {path!r}: it is cut off or damaged") from error
+        file = self.enter_context(Path(path).open("rb"))  # noqa: SIM115
+        stored = {
+            each.name: _Stored(file, int(each.data_offset), each.data.shape, each.data.dtype, each.tensor_type)
+            for each in reader.tensors
+        }
+        architecture = str(reader.fields["general.architecture"].contents())
+        kinds = {each.kind.name for each in stored.values()}
+        newer = is_gguf_arch_supported(architecture)
+        plain = next((_FLOATS[kind] for kind in ("BF16", "F16", "F32") if kind in kinds), torch.float32)
+        self._dtype = dtype or (plain if newer and kinds <= set(_FLOATS) else torch.float32)
+        made = _converted(stored, model, architecture, self._dtype) if newer else _mapped(stored, model, architecture)
+        state = model.state_dict()
+        self.tensors: dict[str, TensorFile] = {
+            name: GgufTensor(state[name].shape, make) for name, make in made.items() if name in state
+        }
+        tied = getattr(model, "all_tied_weights_keys", {})
+        if missing := sorted(set(state) - set(self.tensors) - set(tied)):
+            self.close()
+            raise ExpertcastError(
+                f"{path} gives {missing[0]} no weights: it is incomplete, or transformers {__version__} does not map "
+                f"all of architecture {architecture!r}; load the model from safetensors"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the model where none is named."""
+        return self._dtype
+
+
+def gguf_form(path: str, name: str) -> Quantised:
+    """A GGUF file's form in words, by its metadata.
+
+    Raises:
+        ExpertcastError: the file is one of several.
+    """
+    from gguf import LlamaFileType
+
+    metadata, _ = read_gguf_metadata(path)
+    if (parts := int(metadata.get("split.count", 1))) > 1:
+        raise ExpertcastError(f"{name!r} is one of {parts} parts: join them with llama-gguf-split --merge")
+    kinds = {int(kind): kind.name for kind in LlamaFileType}
+    kind = kinds.get(metadata.get("general.file_type", -1), "").removeprefix("MOSTLY_").removeprefix("ALL_")
+    return Quantised(GGUF, f"{GGUF}, {kind}" if kind else GGUF)
+
+
+def complete_config(config: PretrainedConfig, path: str) -> None:
+    """Give a configuration that transformers made of a GGUF file the sizes of experts that the file says too."""
+    metadata, _ = read_gguf_metadata(path)
+    for end, name in _UNMAPPED.items():
+        size = metadata.get(f"{metadata['general.architecture']}.{end}")
+        if size is not None and hasattr(config, name):
+            setattr(config, name, int(size))
+
+
+def check_package(name: str) -> None:
+    """That GGUF files can be read.
+
+    Raises:
+        ExpertcastError: the package gguf is not installed.
+    """
+    if not is_gguf_available():
+        raise ExpertcastError(f"{name!r} is a GGUF file, which takes a package: pip install 'expertcast[gguf]'")
+
+
+def _converted(
+    stored: dict[str, _Stored], model: PreTrainedModel, architecture: str, dtype: torch.dtype
+) -> dict[str, Callable[[Part], Tensor]]:
+    """What makes each parameter, by transformers' weight converters for the architecture."""
+    mapping = get_gguf_conversion_mapping(architecture, model.config)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    sources: dict[str, list[tuple[str | None, _Stored]]] = {}
+    for name, tensor in stored.items():
+        target, pattern = rename_source_key(name, renamings, converters)
+        sources.setdefault(target, []).append((pattern, tensor))
+
+    def values(tensor: _Stored, part: Part) -> Tensor:
+        read = torch.from_numpy(tensor[part])
+        if tensor.kind.name in _FLOATS:
+            return read.view(_FLOATS[tensor.kind.name])
+        block, octets = GGML_BLOCK[int(tensor.kind)]
+        columns = read.shape[-1] // octets * block
+        flat = read.reshape(-1, read.shape[-1])
+        made: Tensor = dequantize_blocks(flat, int(tensor.kind), len(flat), columns, dtype)
+        return made.reshape(*read.shape[:-1], columns)
+
+    def maker(target: str) -> Callable[[Part], Tensor]:
+        def make(part: Part) -> Tensor:
+            pattern = sources[target][0][0]
+            if pattern is None:
+                return values(sources[target][0][1], part).to(dtype)
+            converter = copy.deepcopy(by_pattern[pattern])
+            for each, tensor in sources[target]:
+                converter.add_tensor(target, target, each, lambda tensor=tensor: values(tensor, part))
+            made = converter.convert(target, model=model, config=model.config)[target]
+            whole: Tensor = made[0] if isinstance(made, list) else made
+            return whole.to(dtype)
+
+        return make
+
+    return {target: maker(target) for target in sources}
+
+
+def _mapped(
+    stored: dict[str, _Stored], model: PreTrainedModel, architecture: str
+) -> dict[str, Callable[[Part], Tensor]]:
+    """What makes each parameter, by transformers' map of names and its processor of the older architectures."""
+    from gguf import dequantize
+
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+    names = get_gguf_hf_weights_map(model, processor)
+    sources: dict[str, list[str]] = {}
+    for name in stored:
+        target = names.get(name) or names.get(name.removesuffix(".weight"))
+        if target is not None:
+            sources.setdefault(target, []).append(name)
+
+    def maker(target: str) -> Callable[[Part], Tensor]:
+        def make(part: Part) -> Tensor:
+            parsed: dict[str, dict[str, Tensor]] = {"tensors": {}}
+            for name in sources[target]:
+                weights = dequantize(stored[name][part], stored[name].kind)
+                result = processor.process(
+                    weights=weights, name=name, tensor_key_mapping=names, parsed_parameters=parsed
+                )
+                if result.name is not None:
+                    parsed["tensors"][target] = torch.from_numpy(result.weights.copy())
+            return parsed["tensors"][target]
+
+        return make
+
+    return {target: maker(target) for target in sources}

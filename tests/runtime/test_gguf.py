@@ -1,0 +1,176 @@
+"""GGUF files by their path: the weights that transformers' own from_pretrained(gguf_file=) gives, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+
+from expertcast.cli import main
+from expertcast.data.inspection import inspect_model
+from expertcast.data.models import load_config, load_model, load_tokenizer
+from expertcast.data.source import ModelSource
+from expertcast.predictors import ExpertcastError
+from expertcast.runtime import load_offloaded
+from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.gguf_files import tiny, write
+from tests.runtime.quantised import IDS, same_weights
+
+gguf = pytest.importorskip("gguf")
+
+
+def _by_transformers(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Told the size of experts, which it does not read from the file."""
+    config = load_config(ModelSource.of(path))
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, config=config, dtype=dtype, quantization_config=GgufConfig(dequantize=True)
+    )
+    resident: PreTrainedModel = model.eval()
+    return resident
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "dtype"),
+    [
+        ("qwen3_moe", "Q8_0", None),
+        ("qwen3_moe", "Q4_0", torch.bfloat16),
+        ("qwen3_moe", "F16", torch.float16),
+        ("qwen2_moe", "Q5_1", None),
+    ],
+)
+def test_weights(family: str, kind: str, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """In float32 unless another dtype is named, as transformers; inspect says the same of it."""
+    path = tmp_path / "model.gguf"
+    write(path, tiny(family), kind)
+    resident = _by_transformers(path, dtype)
+    expected = greedy(resident, IDS, 4)
+    for options in ({}, {"store": "disk"}):
+        with load_offloaded(path, device="cpu", dtype=dtype, slots=6, **options) as offloaded:
+            assert offloaded.model.dtype == resident.dtype == (dtype or torch.float32)
+            same_weights(offloaded, resident)
+            assert_same(greedy(offloaded, IDS, 4), expected)
+    loaded = dict(load_model(path).named_parameters())
+    if dtype is None:
+        assert all(torch.equal(loaded[name], parameter) for name, parameter in resident.named_parameters())
+    report = inspect_model(str(path))
+    assert (report.supported, report.shipped, report.experts) == (True, f"gguf, {kind}", 8)
+    assert report.shipped_bytes == path.stat().st_size
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "F16"])
+def test_an_architecture_with_converters(kind: str, tmp_path: Path) -> None:
+    """Qwen3.5: norms less one, value heads in another order; its floats are loaded in the file's own dtype."""
+    path = tmp_path / "model.gguf"
+    write(path, tiny("qwen3_5_moe_text"), kind, "qwen35moe")
+    resident = _by_transformers(path, None if kind == "Q8_0" else torch.float16)
+    with load_offloaded(path, device="cpu", slots=6) as offloaded:
+        assert offloaded.model.dtype == resident.dtype == (torch.float32 if kind == "Q8_0" else torch.float16)
+        same_weights(offloaded, resident)
+
+
+def test_one_of_several_files_in_a_folder(tmp_path: Path) -> None:
+    """`gguf_file` names it; the configuration and weights are its own."""
+    write(tmp_path / "a.gguf", tiny("qwen3_moe"), "Q8_0")
+    write(tmp_path / "b.gguf", tiny("qwen2_moe"), "Q8_0")
+    with load_offloaded(tmp_path, gguf_file="b.gguf", device="cpu", slots=6) as offloaded:
+        assert type(offloaded.model).__name__ == "Qwen2MoeForCausalLM"
+        same_weights(offloaded, _by_transformers(tmp_path / "b.gguf"))
+
+
+def test_experts_are_read_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never more of a layer's experts than one: what is read at once is counted."""
+    path = tmp_path / "model.gguf"
+    write(path, tiny("qwen3_moe"), "Q8_0")
+    sizes: list[int] = []
+    real = gguf.dequantize
+
+    def counted(data: Any, kind: Any) -> Any:
+        sizes.append(len(data) if data.ndim == 3 else 0)
+        return real(data, kind)
+
+    monkeypatch.setattr(gguf, "dequantize", counted)
+    with load_offloaded(path, device="cpu", slots=6):
+        pass
+    assert max(sizes) == 1
+    assert sum(sizes) == 2 * 8 * 3
+
+
+def test_generate_with_the_files_own_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command line takes the file alone; a tokenizer beside it wins."""
+    path = tmp_path / "model.gguf"
+    write(path, tiny("qwen3_moe"), "Q8_0")
+    tokenizer = load_tokenizer(path)
+    expected = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    assert tokenizer("ab ab").input_ids == expected("ab ab").input_ids != []
+    assert (
+        main(["generate", str(path), "--prompt", "ab ab", "--slots", "6", "--new-tokens", "2", "--device", "cpu"]) == 0
+    )
+    assert capsys.readouterr().out.startswith("ab ab")
+    load_tokenizer("reference").save_pretrained(tmp_path)
+    assert load_tokenizer(path)("The old man").input_ids == load_tokenizer("reference")("The old man").input_ids
+
+
+def _cut_off(path: Path) -> None:
+    write(path, tiny("qwen3_moe"), "Q8_0")
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _no_gguf(path: Path) -> None:
+    path.write_bytes(b"something else entirely, long enough to hold a header")
+
+
+def _split(path: Path) -> None:
+    write(path, tiny("qwen3_moe"), "Q8_0", split__count=2)
+
+
+def _without_an_expert(path: Path) -> None:
+    write(path, tiny("qwen3_moe"), "Q8_0", without="blk.1.ffn_down_exps.weight")
+
+
+def _unmapped(path: Path) -> None:
+    """transformers 5.23 finds none of gpt-oss's experts, and would fill them in at random."""
+    write(path, tiny("gpt_oss"), "Q8_0", "gpt-oss")
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (_cut_off, "cannot load model .*model.gguf': "),
+        (_no_gguf, "cannot load model .*model.gguf': .*GGUF"),
+        (_split, "is one of 2 parts: join them with llama-gguf-split --merge"),
+        (_without_an_expert, r"gives model\.layers\.1\.mlp\.experts\.down_proj no weights: it is incomplete, or"),
+        (_unmapped, r"gives model\.layers\.0\.mlp\.experts\.\w+ no weights: .* not map all of architecture 'gpt-oss'"),
+        (None, "there is no file .*model.gguf: give a hub id's with gguf_file="),
+    ],
+)
+def test_one_verdict_on_what_is_refused(make: Any, line: str, tmp_path: Path) -> None:
+    """By loading and by inspecting, the same line."""
+    path = tmp_path / "model.gguf"
+    if make is not None:
+        make(path)
+    said = []
+    for load in (load_offloaded, load_model):
+        with pytest.raises(ExpertcastError, match=line) as caught:
+            load(path)
+        said.append(str(caught.value))
+    try:
+        report = inspect_model(str(path))
+        assert not report.supported
+        said.append(report.reason)
+    except ExpertcastError as error:  # there is no model at all
+        said.append(str(error))
+    assert len(set(said)) == 1
+    assert "\n" not in said[0]
+
+
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("expertcast.data.weights.gguf.is_gguf_available", lambda: False)
+    path = tmp_path / "model.gguf"
+    write(path, tiny("qwen3_moe"), "Q8_0")
+    with pytest.raises(
+        ExpertcastError, match=r"is a GGUF file, which takes a package: pip install 'expertcast\[gguf\]'"
+    ):
+        load_offloaded(path)
