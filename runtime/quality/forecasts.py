@@ -139,9 +139,7 @@ def measure_quality(
     batches = [
         (domain, windows_BW)
         for domain, windows_NW in windows_by_domain.items()
-        for windows_BW in torch.split(
-            windows_NW, max(1, min(batch_size, LOGITS // (vocabulary * windows_NW.shape[1])))
-        )
+        for windows_BW in torch.split(windows_NW, max(1, min(batch_size, LOGITS // (vocabulary * windows_NW.shape[1]))))
     ]
     with (
         experts_of(model, view).reading(),
