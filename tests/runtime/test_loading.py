@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import expertcast
 from expertcast.data.models import REFERENCE, load_model
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import OffloadedModel, load_offloaded, offload
+from expertcast.runtime import load_offloaded, offload
 from expertcast.runtime.storage.disk_store import DiskStore
 from tests.families.models import CONFIGS, tiny_model
 from tests.runtime.conftest import assert_same, greedy
