@@ -108,11 +108,14 @@ def _mean_outputs(experts: Experts, layer: MoELayer, inner_EI: Tensor, count_E: 
     if not adds_experts(layer) or layer.adds is None:
         return torch.zeros(layer.num_experts, layer.hidden_size)
     mean_EI = (inner_EI / count_E.clamp(min=1)[:, None]).float()
-    rows = []
-    # one expert at a time: an fp32 copy of all weights may not fit, nor may the weights themselves
-    for mean_I, weights in zip(mean_EI, experts.weights(layer), strict=True):
-        weight_DI = weights["down_proj"].to(mean_I.device).float()
-        row_D = mean_I @ weight_DI if layer.experts.is_transposed else weight_DI @ mean_I
-        bias_D = weights["down_proj_bias"].to(mean_I.device).float() if layer.experts.has_bias else None
-        rows.append(row_D if bias_D is None else row_D + bias_D)
-    return (torch.stack(rows) * (count_E > 0)[:, None] * layer.adds.factor).cpu()
+    rows_ED = mean_EI.new_zeros(layer.num_experts, layer.hidden_size)
+    weight_DI: Tensor | None = None
+    # one expert at a time, in the same memory: an fp32 copy of all weights may not fit, nor may the weights themselves
+    for row_D, mean_I, weights in zip(rows_ED, mean_EI, experts.weights(layer), strict=True):
+        if weight_DI is None:
+            weight_DI = torch.empty_like(weights["down_proj"], dtype=torch.float32, device=mean_I.device)
+        weight_DI.copy_(weights["down_proj"])
+        row_D.copy_(mean_I @ weight_DI if layer.experts.is_transposed else weight_DI @ mean_I)
+        if layer.experts.has_bias:
+            row_D += weights["down_proj_bias"].to(mean_I.device).float()
+    return (rows_ED * (count_E > 0)[:, None] * layer.adds.factor).cpu()

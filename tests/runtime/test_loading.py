@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import expertcast
 from expertcast.data.models import REFERENCE, load_model
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import OffloadedModel, load_offloaded, offload
+from expertcast.runtime import load_offloaded, offload
 from expertcast.runtime.storage.disk_store import DiskStore
 from tests.families.models import CONFIGS, tiny_model
 from tests.runtime.conftest import assert_same, greedy
@@ -228,20 +228,6 @@ def test_cuda_where_there_is_none(tmp_path: Path) -> None:
         pytest.skip("there is one")
     with pytest.raises(ExpertcastError, match="device 'cuda' is not available here: use 'cpu'"):
         load_offloaded(REFERENCE, device="cuda")
-
-
-def test_more_experts_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 28 MB a quarter would be slots, which are host memory too."""
-    monkeypatch.setattr("expertcast.runtime.loading.available_memory", lambda: 1_000_000)
-    with pytest.raises(ExpertcastError, match="28311552 bytes of host memory and 1000000 are available: use store="):
-        load_offloaded(REFERENCE, device="cpu")
-    with pytest.raises(ExpertcastError, match="192 slots need 7077888 bytes of host memory and 1000000 are available"):
-        load_offloaded(REFERENCE, device="cpu", store="disk")
-    with load_offloaded(REFERENCE, device="cpu", store="disk", slots=8) as offloaded:
-        assert isinstance(offloaded, OffloadedModel)
-    monkeypatch.setattr("expertcast.runtime.loading.available_memory", lambda: 30_000_000)
-    with pytest.raises(ExpertcastError, match="the experts' 28311552 and 30000000 are available: give fewer slots"):
-        load_offloaded(REFERENCE, device="cpu")
 
 
 @pytest.mark.gpu
