@@ -12,9 +12,10 @@ from huggingface_hub import ModelCard, ModelHubMixin, snapshot_download
 
 from expertcast.checkpoints import files
 from expertcast.checkpoints.card import model_card
+from expertcast.checkpoints.kind import CHECKPOINT
 from expertcast.checkpoints.repositories import HubName
 from expertcast.checkpoints.schema import REMEDY
-from expertcast.checkpoints.store import CHECKPOINT, PredictorCheckpoint, describe, write_files
+from expertcast.checkpoints.store import PredictorCheckpoint, describe, write_files
 from expertcast.checkpoints.uploads import push
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.artefacts import SEAL

@@ -20,7 +20,6 @@ import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pydantic import JsonValue
 from safetensors.torch import save
 
 from expertcast.checkpoints import files
@@ -29,13 +28,13 @@ from expertcast.checkpoints.card import model_card
 from expertcast.checkpoints.documents import documents_text, read_documents
 from expertcast.checkpoints.downloads import blamed, located
 from expertcast.checkpoints.fingerprints import check_fingerprints, fingerprints
+from expertcast.checkpoints.kind import CHECKPOINT, holds_predictor
 from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.replacing import recover, replace_folder
-from expertcast.checkpoints.repositories import Kind
 from expertcast.checkpoints.schema import REMEDY, ConfigFile, read_config, read_metrics
 from expertcast.checkpoints.weights import check_tensors, load_into
 from expertcast.predictors import ExpertcastError, ModelShape, MoEView, Predictor, predictor_class
-from expertcast.predictors.artefacts import SEAL, check_file, digest, read_json, seal, warn_unsealed
+from expertcast.predictors.artefacts import SEAL, check_file, digest, seal, warn_unsealed
 from expertcast.predictors.fields import from_values
 from expertcast.predictors.plain import Json
 
@@ -121,24 +120,6 @@ class PredictorCheckpoint:
         calibrate(predictor, self.config, self.folder / files.CONFIG, REMEDY)
         predictor.learned_from = self.learned_from
         return predictor if view is None else predictor.bind(view)
-
-
-def holds_predictor(folder: str | Path) -> bool:
-    """Whether a folder is a predictor's checkpoint, be it a damaged one: not a model's, which has a config.json too."""
-    config = Path(folder) / files.CONFIG
-    if not config.is_file():
-        return False
-    try:
-        values = read_json(config, dict[str, JsonValue], REMEDY)
-    except ExpertcastError:
-        return (Path(folder) / files.METRICS).is_file()
-    return "predictor" in values or "predictor_config" in values
-
-
-CHECKPOINT = Kind(
-    what="predictor checkpoint", repo_type="model", files=files.ALL, marks=(files.CONFIG, files.METRICS),
-    holds=holds_predictor, remedy=REMEDY,
-)  # fmt: skip
 
 
 def save_predictor(

@@ -104,9 +104,8 @@ class Documented:
     def learned_from(self) -> frozenset[str] | None:
         """Hashes of the documents that a predictor fitted from this learns or is chosen from: those of the splits train
         and validation. None where they are not known."""
-        hashes = [document.hash for document in self.documents if document.split != "test"]
-        known = frozenset(each for each in hashes if each is not None)
-        return None if None in hashes else known
+        hashes = {document.hash for document in self.documents if document.split != "test"}
+        return None if None in hashes else frozenset(filter(None, hashes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +127,7 @@ class Plan(Documented):
 
     def in_batches(self, batch_size: int) -> Plan:
         """The same with so many windows per forward, unless its options say how many."""
-        if self.options.batch_size is not None:
-            return self
-        return replace(self, options=replace(self.options, batch_size=batch_size))
+        return replace(self, options=replace(self.options, batch_size=self.options.batch_size or batch_size))
 
     def account(self, view: MoEView) -> Json:
         """What traces say of where they come from: the model that is run, the text, the documents, the versions."""

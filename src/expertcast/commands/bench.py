@@ -197,10 +197,9 @@ def ways(
     modes = {name: options.forecasting(config) for name, config in runs.items()} | {"on_demand": on_demand}
     if options.next_token is not None:
         modes["next_token"] = options.forecasting(on_demand)
-    caches = {"both": (False, True), "without": (False,), "with": (True,)}[options.cache]
     return {
         f"{mode}_cache" if cache else mode: replace(modes[mode], cache=cache)
-        for cache in caches
+        for cache in {"both": (False, True), "without": (False,), "with": (True,)}[options.cache]
         for mode in modes
         if not options.mode or mode in options.mode
     }

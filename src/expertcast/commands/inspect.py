@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 from expertcast.checkpoints import files
-from expertcast.checkpoints.store import PredictorCheckpoint, holds_predictor
+from expertcast.checkpoints.kind import holds_predictor
+from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.commands.options import Option
 from expertcast.commands.output import Outcome, describe_traces, table
 from expertcast.data.inspection import inspect_model

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 from expertcast.checkpoints.downloads import pull
+from expertcast.checkpoints.kind import CHECKPOINT
 from expertcast.checkpoints.repositories import HubName, NotOnHubError
-from expertcast.checkpoints.store import CHECKPOINT, PredictorCheckpoint
+from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.commands.options import Option
 from expertcast.commands.output import Outcome, folder
 from expertcast.data.trace_file import TRACES

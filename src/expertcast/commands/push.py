@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 from expertcast.checkpoints.hub import push_checkpoint
+from expertcast.checkpoints.kind import holds_predictor
 from expertcast.checkpoints.repositories import HubName
-from expertcast.checkpoints.store import holds_predictor
 from expertcast.commands.options import Option
 from expertcast.commands.output import Outcome
 from expertcast.data.hub import push_traces

@@ -1,0 +1,31 @@
+"""What a folder of a predictor's checkpoint is, here and on the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from expertcast.checkpoints import files
+from expertcast.checkpoints.repositories import Kind
+from expertcast.checkpoints.schema import REMEDY
+from expertcast.predictors.artefacts import read_json
+from expertcast.predictors.errors import ExpertcastError
+
+
+def holds_predictor(folder: str | Path) -> bool:
+    """Whether a folder is a predictor's checkpoint, be it a damaged one: not a model's, which has a config.json too."""
+    config = Path(folder) / files.CONFIG
+    if not config.is_file():
+        return False
+    try:
+        values = read_json(config, dict[str, JsonValue], REMEDY)
+    except ExpertcastError:
+        return (Path(folder) / files.METRICS).is_file()
+    return "predictor" in values or "predictor_config" in values
+
+
+CHECKPOINT = Kind(
+    what="predictor checkpoint", repo_type="model", files=files.ALL, marks=(files.CONFIG, files.METRICS),
+    holds=holds_predictor, remedy=REMEDY,
+)  # fmt: skip
