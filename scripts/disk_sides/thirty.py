@@ -19,10 +19,11 @@ from disk_sides.sides import DIRECT, PROCESS, Side
 from expertcast.commands.output import say
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import meta_model
+from expertcast.data.source import ModelSource
+from expertcast.data.weights.files import SafetensorsFiles
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.runtime.storage.disk_store import DiskStore
-from expertcast.runtime.storage.expert_sources import SafetensorsFiles
 
 MEMORY = 3_000_000_000
 _SLOTS = 64
@@ -90,7 +91,7 @@ def pack(model: Path, folder: Path, nbytes: int) -> float | None:
     start = time.perf_counter()
     skeleton = meta_model(str(model))
     view = find_moe_layers(skeleton)
-    with SafetensorsFiles(str(model)) as files:  # as load_offloaded names what a store was made of
+    with SafetensorsFiles(ModelSource.of(model)) as files:  # as load_offloaded names what a store was made of
         fingerprint = f"{files.fingerprint()} {skeleton.dtype} transformers {transformers.__version__}"
     partial_folder = folder.with_suffix(".partial")
     store = DiskStore(view, partial_folder, device=torch.device("cpu"), fingerprint=fingerprint)
