@@ -120,7 +120,8 @@ class ResidentExperts:
 
 def model_of(given: PreTrainedModel | Offload) -> PreTrainedModel:
     """The model of an offload; a model is its own."""
-    return given if isinstance(given, PreTrainedModel) else given.model
+    # by its real type: `isinstance` takes an offload for its model
+    return given if issubclass(type(given), PreTrainedModel) else given.model  # type: ignore[return-value]
 
 
 def experts_of(model: PreTrainedModel, view: MoEView | None = None) -> Experts:

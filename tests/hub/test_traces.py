@@ -7,13 +7,15 @@ import re
 import shlex
 from pathlib import Path
 
-from datasets import load_from_disk
+import pytest
 from huggingface_hub import DatasetCard
 
 from tests.hub.conftest import TOKENS
 from tests.hub.fake_repos import WRITER, FakeHub
 from tests.hub.test_checkpoints import right, snippet
 from tests.hub.worker import Worker
+
+datasets = pytest.importorskip("datasets")
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 
@@ -32,7 +34,7 @@ def test_datasets_loads_them_as_any_data_set(hub: FakeHub, worker: Worker, work:
         "import json\nprint(json.dumps([rows.column_names, rows['token'][:], rows[-2:], traces.token_count('all')]))"
     )
     names, ids, rows, tokens = json.loads(right(worker.code(code)).out)
-    local = load_from_disk(str(work / "traces"))
+    local = datasets.load_from_disk(str(work / "traces"))
     assert names == local.column_names
     assert ids == local["token"][:]
     assert rows == local[-2:]

@@ -19,7 +19,7 @@ from expertcast.predictors.progress import Progress, tokens_read
 from expertcast.runtime.benchmarking.decoding import decode_greedily
 
 TEXT = Path(__file__).resolve().parents[2] / "checkpoints" / "reference" / "text" / "test.parquet"
-TINY = ["--set", "steps=6", "step_tokens=64", "parameters=80000"]
+TINY = ["--set", "steps=6", "step_tokens=64", "parameters=80000", "patience=6"]
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ def test_linear_is_fitted_on_both_shares_together(ranks: Path, reference_traces:
     torch.testing.assert_close(saved["bias_PE_1"][6], bias[0, 0], rtol=1e-3, atol=1e-3)
     count_LE = load_file(ranks / "frequency-0.safetensors")["count_LE"]
     assert count_LE.sum(dim=1).tolist() == [tokens * shape.top_k] * shape.layers
-    assert tokens > 0.9 * reference_traces.token_count("train")
+    assert tokens > 0.85 * reference_traces.token_count("train")
 
 
 def test_estimator_trains_in_step(ranks: Path) -> None:
