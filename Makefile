@@ -4,13 +4,22 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-gpu lint types check clean
+.PHONY: demo test test-slow test-gpu coverage lint types check clean
+
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 demo: $(STAMP)
 	$(BIN)/expertcast demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --cov --cov-report=term --cov-fail-under=85
+	$(PYTEST) -m "not slow"
+
+# whole commands and scripts, kills and two processes: ten to sixty seconds each
+test-slow: $(STAMP)
+	$(PYTEST) -m slow
+
+coverage: $(STAMP)
+	$(PYTEST) --cov --cov-report=term --cov-fail-under=85
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
@@ -23,7 +32,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-check: test lint types
+check: test test-slow lint types
 
 clean:
 	rm -rf $(VENV)

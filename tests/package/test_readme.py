@@ -13,6 +13,7 @@ from expertcast.cli import main
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     from newcomer_steps.readme import readme_lines, shortened, words_of, write_texts

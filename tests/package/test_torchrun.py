@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.data.traces import TraceDataset
 
@@ -23,6 +25,7 @@ def two_ranks(*arguments: str) -> str:
     return run.stdout
 
 
+@pytest.mark.slow
 def test_collect_and_train_with_two_ranks(tmp_path: Path) -> None:
     traces, checkpoint, result = (str(tmp_path / name) for name in ("traces", "checkpoint", "result.json"))
     two_ranks("collect", "reference", "--data", "reference", "--tokens", "6000", "--out", traces)

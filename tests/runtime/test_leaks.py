@@ -43,6 +43,7 @@ def _resident() -> int:
     return int(rows["RssAnon"].split()[0]) * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts what /proc says")
 def test_two_hundred_cycles(tmp_path: Path) -> None:
     """Over a link that copies from a thread, with a predictor whose forecasts are traced.

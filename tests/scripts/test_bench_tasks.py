@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from expertcast.checkpoints.store import save_predictor
 from expertcast.data.traces import TraceDataset
 from expertcast.training.options import Fitted
@@ -20,6 +22,7 @@ def run(traces: TraceDataset, out: Path, checkpoint: Path, *more: str) -> subpro
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
 
 
+@pytest.mark.slow
 def test_rows_are_measured_once(
     reference_traces: TraceDataset, fitted_predictors: dict[str, Fitted], tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 KEYS = {"shape", "bandwidth", "accuracy", "capacity", "host_us", "graph", "efficiency", "tpot_over_bound"}
 
 
+@pytest.mark.slow
 def test_the_small_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "timed.json"
     assert bench_timed_device.main(["--small", "--out", str(out)]) == 0

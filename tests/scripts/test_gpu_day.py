@@ -63,6 +63,7 @@ def run(day: ModuleType, tmp_path: Path) -> Callable[..., int]:
     return call
 
 
+@pytest.mark.slow
 def test_goes_on_where_it_was_cut_off(
     day: ModuleType, steps: Callable[..., list[Any]], run: Callable[..., int], tmp_path: Path
 ) -> None:
@@ -91,6 +92,7 @@ def test_goes_on_where_it_was_cut_off(
     assert read(tmp_path, "1-works") != before
 
 
+@pytest.mark.slow
 def test_what_fails_is_said_and_the_rest_goes_on(
     steps: Callable[..., list[Any]], run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,6 +112,7 @@ def test_what_fails_is_said_and_the_rest_goes_on(
     assert run(steps("fails", "dies", "half", "works"), "--steps", "4") == 0
 
 
+@pytest.mark.slow
 def test_a_step_that_overruns_is_stopped_with_its_children(
     steps: Callable[..., list[Any]], run: Callable[..., int], tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ def read(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_small_form(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/gpu_day.py", "--small", "--minutes", "30", "--out", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=500)
@@ -73,6 +74,7 @@ def test_small_form(tmp_path: Path) -> None:
     assert list(tmp_path.glob("tmp*")) == []
 
 
+@pytest.mark.slow
 def test_gpu_tests_are_collected_without_datasets() -> None:
     command = [sys.executable, "-m", "pytest", "-p", "tests.scripts.no_datasets", "-m", "gpu", "--collect-only", "-q"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)

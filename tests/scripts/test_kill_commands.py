@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits and mounts are Linux's")
 def test_all_faults_of_two_commands(tmp_path: Path) -> None:
     """`benchmarks/faults.md` has the others, and more kills."""

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "mutate_artefacts.py"
 SEED = 16
@@ -22,6 +24,7 @@ def _run(*words: object) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_one_line_or_the_right_answer(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     run = _run(SCRIPT, "--count", 300, "--seed", SEED, "--json", found)

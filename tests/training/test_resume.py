@@ -98,6 +98,7 @@ def test_estimator(reference_traces: TraceDataset, alone: Fitted, kills: tuple[i
     assert report_of(resumed) == report_of(alone)
 
 
+@pytest.mark.slow
 def test_a_running_model_as_the_source(
     reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -222,6 +223,7 @@ def train_killed(arguments: list[str], path: Path, after_s: float) -> None:
     process.wait()
 
 
+@pytest.mark.slow
 def test_command_killed_at_a_random_step(reference_traces: TraceDataset, tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     arguments = ["train", str(reference_traces.folder), *COMMAND]
@@ -246,6 +248,7 @@ def two_ranks(*arguments: object) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_ranks(reference_traces: TraceDataset, tmp_path: Path) -> None:
     """One of two ranks is killed; started again, both go on where the first one saved."""
     traces, killed, whole = reference_traces.folder, tmp_path / "killed", tmp_path / "whole"

@@ -58,6 +58,7 @@ def test_per_layer_shares(reference_model: PreTrainedModel, one: dict[str, Tenso
         assert len(offloaded.pool.free_slots) == 0
 
 
+@pytest.mark.slow
 def test_lossy_runs_say_so(reference_model: PreTrainedModel) -> None:
     """Every lossy policy changes what is executed, and reports how far the output moves; lossless ones do not."""
     ids = torch.randint(0, 4096, (2, 26), generator=torch.Generator().manual_seed(0))
