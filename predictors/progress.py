@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-DELAY_S = 3.0
+DELAY_S = 5.0
 """A stage that ends sooner shows nothing."""
 LOG_S = 60.0
 """Seconds from one line to the next where standard error is no terminal but a log."""
