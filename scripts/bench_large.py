@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--limit", type=float, default=3e9, help="bytes of memory for `store` and `collect`")
     parser.add_argument("--memory", default="400MB", help="of it, for experts")
-    parser.add_argument("--batch-size", type=int, default=16, help="windows per forward of `collect`")
+    parser.add_argument("--batch-size", type=int, default=8, help="windows per forward of `collect`")
     parser.add_argument("--codec", default="raw")
     parser.add_argument("--early-rank", default="8", help="of collections; none leaves early attention out")
     parser.add_argument("--threads", type=int, default=os.cpu_count())

@@ -24,6 +24,7 @@ from expertcast.runtime.engine.host import HostEngine
 from expertcast.runtime.engine.kernels import SlotKernel
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.policies import CacheShape, Policies
+from expertcast.runtime.storage.host_memory import give_back_freed
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -184,6 +185,7 @@ class _Stage:
         """What the router chose is executed: it is asked for when the experts are called."""
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        give_back_freed()  # activations come and go, and the C library would keep what lies between others
         answer = self._answers.get(layer.experts)
         if answer is not None:
             return answer(hidden_TD, ids_TK, weights_TK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,10 @@ from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.storage.coded_file import FILE_NAME
 from expertcast.runtime.storage.coded_header import read_coded_header
 from expertcast.runtime.storage.store_header import StaleFileError
+
+_FEW_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+"""oneDNN keeps a kernel for each number of tokens that an expert got, 1,024 of them by default: 1.5 GB beside a model
+that memory is too small for. It reads the variable when it makes the first one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +68,7 @@ class OffloadedOptions(StoredOptions):
         """
         if not (self.store_folder or self.slots or self.memory or self.codec):
             return super().load(name)
+        os.environ.setdefault(*_FEW_KERNELS)
         codec = self.codec or ("raw" if self.store_folder is None else packed_codec(self.store_folder))
         config = OffloadConfig(
             slots=self.slots, memory=self.memory, store="memory" if self.store_folder is None else "disk",
