@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from marked_page import replace_between
+
 from draft_sides.claims import claims
 from draft_sides.sides import AUTO, INT4, NONE
-from expertcast.data.writer import write_where_told
-from expertcast.predictors import ExpertcastError
 from expertcast.predictors.plain import Json
 
 BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
@@ -24,12 +24,7 @@ def write(result: Json, page: Path) -> None:
     Raises:
         ExpertcastError: no such page, or no marks in it.
     """
-    text = page.read_text() if page.is_file() else ""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ExpertcastError(f"{page}: no line {BEGIN} with a line {END} behind it: write them where tables are to be")
-    write_where_told(page, f"{before}{BEGIN}\n\n{tables(result)}\n\n{END}{after}".encode())
+    replace_between(page, BEGIN, END, tables(result), "tables are")
 
 
 def tables(result: Json) -> str:

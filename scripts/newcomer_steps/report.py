@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from expertcast.data.writer import write_where_told
-from expertcast.predictors import ExpertcastError
+from marked_page import replace_between
+
 from expertcast.predictors.plain import Json
 
 BEGIN, END = "<!-- tools -->", "<!-- end of tools -->"
@@ -18,14 +18,7 @@ def write(result: Json, page: Path) -> None:
     Raises:
         ExpertcastError: no such page, or no marks in it.
     """
-    text = page.read_text() if page.is_file() else ""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ExpertcastError(
-            f"{page}: no line {BEGIN} with a line {END} behind it: write them where the table is to be"
-        )
-    write_where_told(page, f"{before}{BEGIN}\n\n{ecosystem(result)}\n\n{END}{after}".encode())
+    replace_between(page, BEGIN, END, ecosystem(result), "the table is")
 
 
 def ecosystem(result: Json) -> str:

@@ -1,0 +1,27 @@
+"""Pages of which a part, between two marks, is written by scripts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from expertcast.data.writer import write_where_told
+from expertcast.predictors import ExpertcastError
+
+
+def replace_between(page: Path, begin: str, end: str, text: str, what: str) -> None:
+    """Replace what stands between a page's marks.
+
+    Args:
+        page: to change.
+        begin, end: the marks.
+        text: what is to stand between them.
+        what: that is, for the refusal, such as `tables are`.
+
+    Raises:
+        ExpertcastError: no such page, or no marks in it.
+    """
+    before, first, rest = (page.read_text() if page.is_file() else "").partition(begin)
+    _, last, after = rest.partition(end)
+    if not (first and last):
+        raise ExpertcastError(f"{page}: no line {begin} with a line {end} behind it: write them where {what} to be")
+    write_where_told(page, f"{before}{begin}\n\n{text}\n\n{end}{after}".encode())
