@@ -25,6 +25,7 @@ COMMANDS = {
     "eval": "score predictors on traces: recall@k per layer and the rest",
     "store": "pack a model's experts into a folder, compressed without loss, for models larger than memory",
     "generate": "generate with experts offloaded and forecast",
+    "serve": "an OpenAI server over a model with experts offloaded and forecast",
     "bench": "time per token of offloaded decoding in every mode, for a model or a shape",
     "advise": "measure link and layers, and say whether and how to prefetch",
     "simulate": "what is kept, loaded and dropped: policies over recorded routing, in virtual time",

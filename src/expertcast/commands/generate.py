@@ -3,46 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import torch
 
+from expertcast.commands.deployment import DeploymentOptions
 from expertcast.commands.generate_text import TimedStreamer, account, chat_inputs, held
-from expertcast.commands.options import (
-    BANDWIDTH,
-    COUNT,
-    Count,
-    Fields,
-    Given,
-    Model,
-    ModelOptions,
-    Option,
-    positive_number,
-)
+from expertcast.commands.options import COUNT, Count, Model, Option, positive_number
 from expertcast.commands.output import Outcome
-from expertcast.commands.policies import POLICIES_HELP, policies_of
 from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.plain import Json
-from expertcast.runtime.config import FORECASTS, MODES, OffloadConfig
 from expertcast.runtime.loading import load_offloaded
-from expertcast.runtime.option_values import named_checkpoint
-
-_OFFLOAD = Fields(
-    predictor=Option(metavar="NAME|CKPT"),
-    mode=Option(choices=MODES),
-    slots=COUNT,
-    memory=Option(metavar="BYTES"),
-    next_token=Option(metavar="CKPT"),
-    forecasts=Option(choices=FORECASTS),
-    draft=Option(metavar="DRAFT"),
-    bandwidth=BANDWIDTH,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ModelOptions):
+class Options(DeploymentOptions):
     """What `expertcast generate` takes."""
 
     model: Model
@@ -52,16 +28,6 @@ class Options(ModelOptions):
     """Ask in the model's own chat template, and print the answer alone."""
     system: Annotated[str | None, Option(metavar="P")] = None
     """With --chat, what the model is told to be."""
-    config: Annotated[Path | None, Option(metavar="FILE")] = None
-    """How to offload, as `expertcast advise --save` or OffloadConfig.save wrote it; other options win over it."""
-    policies: Annotated[tuple[str, ...], Option(metavar="KIND=P", help=POLICIES_HELP)] = ()
-    """How experts are evicted, prefetched and missed."""
-    store_folder: Annotated[str | None, Option(metavar="DIR")] = None
-    """Keep the experts packed in this folder, for models larger than memory."""
-    codec: Annotated[str | None, Option(metavar="CODEC")] = None
-    """How `expertcast store` packed them there (default: raw)."""
-    pools: Annotated[str | None, Option(metavar="C=BYTES,...")] = None
-    """With a codec, memory for experts that are kept compressed beside the slots; see `expertcast advise`."""
     draft_length: Annotated[int | None, COUNT] = None
     """Tokens drafted in every cycle (default: as many as pay, none included)."""
     new_tokens: Count = 64
@@ -72,8 +38,6 @@ class Options(ModelOptions):
     """Sample among the likeliest tokens that have this probability together (default: 1)."""
     seed: int | None = None
     """Of the samples (default: other ones each time)."""
-    offload: Annotated[Given[OffloadConfig], _OFFLOAD]
-    """How the experts are offloaded; defaults are those without --config."""
 
     def __post_init__(self) -> None:
         if self.system is not None and not self.chat:
@@ -94,7 +58,7 @@ class Options(ModelOptions):
 def run(options: Options) -> Outcome:
     """Load the model offloaded and continue the prompt, printing words as they come; what is returned to be printed is
     what the generation took."""
-    config = configuration(options)
+    config = options.configuration()
     tokenizer = load_tokenizer(options.model)
     if options.chat:
         inputs = chat_inputs(tokenizer, options.prompt, options.system, options.model)
@@ -121,33 +85,3 @@ def draft_lines(stats: Json) -> list[str]:
     """What was drafted, and why, in a line or two; nothing where nothing was."""
     governors = stats.get("drafts", {}).get("by_sequences", {}).values()
     return [f"draft: {line['reason']}" for governor in governors for line in governor["reasons"][-1:]]
-
-
-def configuration(options: Options) -> OffloadConfig:
-    """The file's configuration, or the default one, with what was given in place of what it says.
-
-    Raises:
-        ExpertcastError: a bad file, or options that the file's others rule out; the line names the file.
-    """
-    config = OffloadConfig() if options.config is None else OffloadConfig.load(options.config)
-    changed = dict(options.offload)
-    if options.policies:
-        changed["policies"] = policies_of(options.policies)
-    if options.store_folder is not None:
-        changed |= {"store": "disk", "store_folder": options.store_folder}
-    if options.codec is not None:
-        changed["codec"] = options.codec
-    if options.pools is not None:
-        changed["pools"] = options.pools
-    if ("slots" in changed) != ("memory" in changed):  # two ways to say the same: the file's goes
-        changed = {"slots": None, "memory": None, **changed}
-    try:
-        made = OffloadConfig.of(config, changed)
-        for given in (made.predictor, made.next_token):
-            if isinstance(given, (str, Path)):
-                named_checkpoint(given)
-    except ExpertcastError as error:
-        if options.config is None:
-            raise
-        raise ExpertcastError(f"{options.config} with what is given beside it: {error}") from error
-    return made

@@ -1,0 +1,310 @@
+"""Generating for clients: what they no longer wait for is stopped, what fails is told, nothing else is touched.
+
+transformers' server generates on one thread, request by request, or by continuous batching on another. Both run the
+model's forwards, so what has to stop does so where the next layer's experts are called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from fastapi import HTTPException
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers.cli.serving.utils import (
+    BaseGenerateManager,
+    CBGenerateManager,
+    CBStreamer,
+    CBWorkerDeadError,
+    DirectStreamer,
+    GenerateManager,
+    GenerationState,
+    _GenerationCancelled,
+)
+
+from expertcast.predictors.errors import first_line
+from expertcast.runtime.offloaded import OffloadedModel
+from expertcast.runtime.serving.requests import Request, Requests
+
+log = logging.getLogger("expertcast.serving")
+PER_REQUEST = ("max_new_tokens", "eos_token_id", "transformers_version")
+"""What continuous batching takes from each request; the rest is the first one's."""
+
+
+class GenerationStopped(Exception):
+    """Nobody waits for this generation any more, or the server is going down."""
+
+
+class GenerationFailed(Exception):
+    """A generation raised; the line says what."""
+
+
+class Generating:
+    """Runs generations of one offloaded model, and stops them.
+
+    Args:
+        offloaded: the model.
+        requests: those in flight.
+    """
+
+    def __init__(self, offloaded: OffloadedModel, requests: Requests) -> None:
+        self.requests = requests
+        self._current: Request | None = None
+        self._hooks = [layer.experts.register_forward_pre_hook(self._go_on) for layer in offloaded.view]
+        config = offloaded.model.config.get_text_config()
+        self._longest: int | None = getattr(config, "max_position_embeddings", None)
+
+    def admit(self, key: str, tokens: int, config: GenerationConfig) -> Request:
+        """The request of that id, with as many new tokens as the model has places for.
+
+        Args:
+            key: of the request.
+            tokens: of its prompt.
+            config: its own; changed in place.
+
+        Raises:
+            HTTPException: no token, too many, or none to generate.
+        """
+        if not tokens:
+            raise HTTPException(400, "the prompt holds no token: give some text")
+        if self._longest is not None:
+            if tokens >= self._longest:
+                raise HTTPException(400, f"the prompt has {tokens} tokens, the model reads {self._longest - 1} at most")
+            config.max_new_tokens = min(config.max_new_tokens, self._longest - tokens)
+        request = self.requests.find(key)
+        request.prompt_tokens = tokens
+        return request
+
+    def guarded(self, model: PreTrainedModel, request: Request) -> Guarded:
+        """The model as a request's generation sees it."""
+        return Guarded(self, model, request)
+
+    def run(self, request: Request, generate: Callable[[], Tensor]) -> Tensor:
+        """A generation, on the thread that all of them run on.
+
+        Raises:
+            GenerationStopped: nobody waits for it.
+            GenerationFailed: it raised.
+        """
+        self._stop_for(request)
+        self._current = request
+        try:
+            if request.seed is not None:
+                torch.manual_seed(request.seed)
+            return generate()
+        except (GenerationStopped, _GenerationCancelled):
+            raise
+        except Exception as error:
+            log.exception("%s failed", request.key)
+            # transformers' server writes it between quotes
+            raise GenerationFailed(first_line(error).replace("\\", "/").replace('"', "'")) from error
+        finally:
+            self._current = None
+
+    def idle(self, seconds: float) -> bool:
+        """Whether nothing is being generated, waited for as long."""
+        until = time.monotonic() + seconds
+        while self._current is not None and time.monotonic() < until:
+            time.sleep(0.01)
+        return self._current is None
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _go_on(self, *_experts: object) -> None:
+        """Before each layer's experts."""
+        self._stop_for(self._current)
+
+    def _stop_for(self, request: Request | None) -> None:
+        if self.requests.closing:
+            raise GenerationStopped("the server is shutting down")
+        if request is not None and request.gone:
+            raise GenerationStopped("the client has left")
+
+
+class _Counted(StoppingCriteria):  # type: ignore[misc]
+    """Stops nothing; sees how many tokens there are."""
+
+    def __init__(self, request: Request) -> None:
+        self._request, self._tokens = request, 0
+        request.counted_by(lambda: self._tokens)
+
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
+        self._tokens = input_ids.shape[1] - self._request.prompt_tokens
+        self._request.look()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+class Guarded:
+    """Stands for the model where transformers' server calls `generate`."""
+
+    def __init__(self, generating: Generating, model: PreTrainedModel, request: Request) -> None:
+        self._generating, self._model, self._request = generating, model, request
+
+    def generate(self, **kwargs: Any) -> Tensor:
+        """The model's own; see :meth:`Generating.run`."""
+        criteria = [_Counted(self._request)]
+        return self._generating.run(
+            self._request, lambda: self._model.generate(**kwargs, stopping_criteria=criteria)
+        )
+
+
+class OneByOne(GenerateManager):  # type: ignore[misc]
+    """Request after request, by the model's `generate`.
+
+    Args:
+        generating: what runs them.
+    """
+
+    def __init__(self, generating: Generating) -> None:
+        super().__init__()
+        self._generating = generating
+
+    def generate_streaming(
+        self, model: PreTrainedModel, processor: PreTrainedTokenizerBase, inputs: Mapping[str, Any],
+        gen_config: GenerationConfig, request_id: str, response_parser: Any = None,
+    ) -> tuple[asyncio.Queue[Any], DirectStreamer]:  # fmt: skip
+        """As transformers has it."""
+        guarded = self._guarded(model, inputs, gen_config, request_id)
+        made: tuple[asyncio.Queue[Any], DirectStreamer] = super().generate_streaming(
+            guarded, processor, inputs, gen_config, request_id, response_parser
+        )
+        return made
+
+    async def generate_non_streaming(
+        self, model: PreTrainedModel, processor: PreTrainedTokenizerBase, inputs: Mapping[str, Any],
+        gen_config: GenerationConfig, request_id: str,
+    ) -> tuple[str, int, Tensor]:  # fmt: skip
+        """As transformers has it."""
+        guarded = self._guarded(model, inputs, gen_config, request_id)
+        made: tuple[str, int, Tensor] = await super().generate_non_streaming(
+            guarded, processor, inputs, gen_config, request_id
+        )
+        return made
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread is."""
+        return bool(self._thread._thread.is_alive())
+
+    def _guarded(
+        self, model: PreTrainedModel, inputs: Mapping[str, Any], config: GenerationConfig, key: str
+    ) -> Guarded:
+        return self._generating.guarded(model, self._generating.admit(key, inputs["input_ids"].shape[-1], config))
+
+
+class Batched(CBGenerateManager):  # type: ignore[misc]
+    """Many requests at once, by continuous batching.
+
+    Args:
+        generating: what stops them.
+    """
+
+    def __init__(self, generating: Generating) -> None:
+        super().__init__()
+        self._generating = generating
+        self._first: dict[str, Any] | None = None
+
+    def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
+        """Start batching as the first request asks to sample.
+
+        Raises:
+            HTTPException: a later request asks for another way, which would be ignored.
+        """
+        asked = {name: value for name, value in gen_config.to_diff_dict().items() if name not in PER_REQUEST}
+        if "stop_strings" in asked:
+            raise HTTPException(400, "continuous batching knows no stop strings: leave `stop` out")
+        if self._first is None:
+            self._first = asked
+        if asked != self._first:
+            other = sorted(name for name in {*asked, *self._first} if asked.get(name) != self._first.get(name))
+            raise HTTPException(
+                400, "continuous batching samples all requests as the first one asked, and this one differs in "
+                f"{', '.join(other)}: leave that out, or serve without --continuous-batching"
+            )  # fmt: skip
+        super().init_cb(model, gen_config)
+
+    def generate_streaming(
+        self, model: PreTrainedModel, processor: PreTrainedTokenizerBase, inputs: Mapping[str, Any],
+        gen_config: GenerationConfig, request_id: str, response_parser: Any = None,
+    ) -> tuple[asyncio.Queue[Any], CBStreamer]:  # fmt: skip
+        """As transformers has it."""
+        request = self._generating.admit(request_id, len(inputs["input_ids"]), gen_config)
+        queue, streamer = super().generate_streaming(
+            model, processor, inputs, gen_config, request_id, response_parser
+        )
+        request.counted_by(lambda: streamer.total_tokens)
+        request.on_gone(streamer.cancel)
+        return queue, streamer
+
+    async def generate_non_streaming(
+        self, model: PreTrainedModel, processor: PreTrainedTokenizerBase, inputs: Mapping[str, Any],
+        gen_config: GenerationConfig, request_id: str,
+    ) -> tuple[str, int, list[int]]:  # fmt: skip
+        """As transformers has it; ended where nobody waits.
+
+        Raises:
+            GenerationStopped: nobody waits for it.
+            GenerationFailed: it raised.
+        """
+        request = self._generating.admit(request_id, len(inputs["input_ids"]), gen_config)
+        loop, answer = asyncio.get_running_loop(), asyncio.ensure_future(
+            super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+        )  # fmt: skip
+
+        def leave() -> None:
+            self._cb.cancel_request(request_id)
+            loop.call_soon_threadsafe(answer.cancel)
+
+        request.on_gone(leave)
+        try:
+            text, tokens, ids = await answer
+        except asyncio.CancelledError as error:
+            if not request.gone:
+                raise
+            raise GenerationStopped("the server is shutting down, or the client has left") from error
+        except CBWorkerDeadError:
+            raise
+        except RuntimeError as error:
+            raise GenerationFailed(first_line(error)) from error
+        request.counted_by(lambda: len(ids))
+        return text, tokens, ids
+
+    def stop(self) -> None:
+        """At once: what runs is lost, and its clients are told."""
+        if self._cb is not None:
+            self._cb.stop(block=True, timeout=2, hard_stop=True)
+
+
+class OffloadedGeneration(GenerationState):  # type: ignore[misc]
+    """How requests are generated: one by one, or in batches where that was asked for and the model can.
+
+    Args:
+        generating: what runs and stops them.
+        continuous_batching: whether in batches.
+    """
+
+    def __init__(self, generating: Generating, *, continuous_batching: bool) -> None:
+        super().__init__(continuous_batching=continuous_batching)
+        self._one_by_one = OneByOne(generating)
+        self._generating = generating
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
+        """The only one of its kind, whatever the model is called."""
+        if not use_cb:
+            return self._one_by_one
+        if self._cb_manager is None:
+            self._cb_manager = Batched(self._generating)
+        return self._cb_manager
+
+    @property
+    def alive(self) -> bool:
+        """Whether what generates still runs."""
+        return self._one_by_one.alive and bool(self.is_cb_alive())

@@ -1,0 +1,158 @@
+"""What a server's clients asked for, whether they are still there, and what they got: in counts and log lines."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+
+SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+"""Upper bounds of the histograms' buckets."""
+
+log = logging.getLogger("expertcast.serving")
+
+
+class Histogram:
+    """Seconds, counted by buckets: `counts[i]` of those up to `SECONDS[i]` and above the bound before, the last of the
+    others."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(SECONDS) + 1)
+        self.total = 0.0
+        """Sum of all seconds."""
+
+    def add(self, seconds: float) -> None:
+        """One more."""
+        self.counts[bisect_left(SECONDS, seconds)] += 1
+        self.total += seconds
+
+
+class RequestCounts:
+    """Of all requests since the server started; it only grows, `in_flight` apart."""
+
+    def __init__(self) -> None:
+        self.answered: Counter[tuple[str, int]] = Counter()
+        """Requests that ended, by route and status; 499 where the client left."""
+        self.in_flight = 0
+        self.disconnected = 0
+        self.prompt_tokens = 0
+        self.generated_tokens = 0
+        self.seconds = Histogram()
+        self.first_token_s = Histogram()
+        """From a request's arrival to its first token."""
+
+
+class Request:
+    """A request in flight.
+
+    Args:
+        key: its id, which no other request in flight has.
+        route: its path.
+    """
+
+    def __init__(self, key: str, route: str) -> None:
+        self.key, self.route = key, route
+        self.prompt_tokens = 0
+        self.seed: int | None = None
+        self.first_s: float | None = None
+        """Seconds to its first token; None: there is none yet, or nobody saw it."""
+        self._started = time.perf_counter()
+        self._gone = threading.Event()
+        self._then: list[Callable[[], None]] = []
+        self._generated: Callable[[], int] = int
+
+    @property
+    def generated_tokens(self) -> int:
+        return self._generated()
+
+    @property
+    def seconds(self) -> float:
+        """Since it came."""
+        return time.perf_counter() - self._started
+
+    @property
+    def gone(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self._gone.is_set()
+
+    def counted_by(self, generated: Callable[[], int]) -> None:
+        """Who knows how many tokens it has."""
+        self._generated = generated
+
+    def look(self) -> None:
+        """Note the first token, if there is one now."""
+        if self.first_s is None and self.generated_tokens:
+            self.first_s = self.seconds
+
+    def on_gone(self, then: Callable[[], None]) -> None:
+        """What to do when nobody waits for it any more; at once, if that is so already."""
+        self._then.append(then)
+        if self.gone:
+            then()
+
+    def leave(self) -> None:
+        """Nobody waits for it any more."""
+        if not self.gone:
+            self._gone.set()
+            for then in self._then:
+                then()
+
+
+class Requests:
+    """All requests in flight, and counts of those that were."""
+
+    def __init__(self) -> None:
+        self.counts = RequestCounts()
+        self.closing = False
+        """Whether the server is going down: what runs stops, what comes is refused."""
+        self._open: dict[str, Request] = {}
+        self._lock = threading.Lock()
+
+    def open(self, route: str, wanted: str | None) -> Request:
+        """A request has come.
+
+        Args:
+            route: its path.
+            wanted: the id that the client gave it; used where no other request has it.
+        """
+        with self._lock:
+            taken = wanted is None or wanted in self._open
+            request = Request(str(uuid.uuid4()) if taken or wanted is None else wanted, route)
+            self._open[request.key] = request
+            self.counts.in_flight += 1
+        return request
+
+    def find(self, key: str) -> Request:
+        """The request in flight of that id."""
+        return self._open[key]
+
+    def close(self, request: Request, status: int) -> None:
+        """A request has ended: one line in the log."""
+        request.look()
+        counts, left = self.counts, request.gone and not self.closing
+        status = 499 if left else status
+        with self._lock:
+            del self._open[request.key]
+            counts.in_flight -= 1
+            counts.answered[request.route, status] += 1
+            counts.disconnected += left
+            counts.prompt_tokens += request.prompt_tokens
+            counts.generated_tokens += request.generated_tokens
+            counts.seconds.add(request.seconds)
+            if request.first_s is not None:
+                counts.first_token_s.add(request.first_s)
+        first = "" if request.first_s is None else f", first token after {request.first_s:.3f} s"
+        log.info(
+            "%s %s %d: %d prompt tokens, %d generated, %.3f s%s%s", request.key, request.route, status,
+            request.prompt_tokens, request.generated_tokens, request.seconds, first, ", client left" if left else "",
+        )  # fmt: skip
+
+    def stop(self) -> None:
+        """The server is going down."""
+        self.closing = True
+        for request in list(self._open.values()):
+            request.leave()

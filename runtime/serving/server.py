@@ -1,0 +1,143 @@
+"""The server: transformers' routes over one offloaded model, run until it is told to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+from transformers import PreTrainedTokenizerBase
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.systemone import SystemOneHandler
+from transformers.cli.serving.transcription import TranscriptionHandler
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.offloaded import OffloadedModel
+from expertcast.runtime.serving.errors import error_body, tell_errors
+from expertcast.runtime.serving.generation import Generating, OffloadedGeneration
+from expertcast.runtime.serving.handlers import Chats, Checked, Completions, Responses
+from expertcast.runtime.serving.manager import OffloadedModelManager
+from expertcast.runtime.serving.requests import Requests
+from expertcast.runtime.serving.watching import Watching
+
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models")
+"""Of transformers' server, those that are served."""
+ENDS_S = 2.0
+"""Seconds that requests and generations get to end in, once they have been told to."""
+
+
+class ModelServer:
+    """An OpenAI server over one offloaded model.
+
+    Args:
+        offloaded: the model.
+        tokenizer: its own.
+        name: by which clients ask for it; they may leave it out.
+        continuous_batching: many requests at once, in batches of tokens that share the layers' experts; else one by one.
+        metrics: makes what answers at /metrics, given :class:`Requests`; None: nothing does.
+    """
+
+    def __init__(
+        self, offloaded: OffloadedModel, tokenizer: PreTrainedTokenizerBase, name: str, *,
+        continuous_batching: bool = False, metrics: Callable[[Requests], ASGIApp] | None = None,
+    ) -> None:  # fmt: skip
+        self.requests = Requests()
+        self._generating = Generating(offloaded, self.requests)
+        self._generation = OffloadedGeneration(self._generating, continuous_batching=continuous_batching)
+        manager = OffloadedModelManager(offloaded, tokenizer, name)
+        checked = [handler(manager, self._generation) for handler in (Completions, Chats, Responses)]
+        for handler in checked:
+            handler.requests = self.requests
+            handler.chats = None if isinstance(handler, Completions) else tokenizer
+        self.app = self._application(manager, *checked)
+        if metrics is not None:
+            self.app.mount("/metrics", metrics(self.requests))
+        self._uvicorn: _Uvicorn | None = None
+
+    def run(self, listening: socket.socket, ready: Callable[[str], None] = print) -> None:
+        """Serve until SIGINT, SIGTERM or :meth:`stop`; generations that run then are stopped.
+
+        Args:
+            listening: as :func:`listen` makes it.
+            ready: told the address once requests are taken.
+        """
+        config = uvicorn.Config(
+            self.app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(ENDS_S), lifespan="off"
+        )
+        host, port = listening.getsockname()[:2]
+        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._uvicorn = _Uvicorn(config, self.requests.stop, lambda: ready(address))
+        self._uvicorn.run(sockets=[listening])
+        self.requests.stop()
+        self._generation.shutdown()
+
+    def stop(self) -> None:
+        """End :meth:`run`, from another thread."""
+        self.requests.stop()
+        if self._uvicorn is not None:
+            self._uvicorn.should_exit = True
+
+    def close(self) -> bool:
+        """Let go of the model; False where a generation would not end, so that the model cannot be closed."""
+        if not self._generating.idle(ENDS_S):
+            return False
+        self._generating.close()
+        return True
+
+    def _application(self, manager: OffloadedModelManager, *checked: Checked) -> FastAPI:
+        completions, chats, responses = checked
+        app: FastAPI = build_server(
+            manager, chats, completion_handler=completions, response_handler=responses,
+            transcription_handler=TranscriptionHandler(manager, self._generation),
+            systemone_handler=SystemOneHandler(manager, self._generation), generation_state=self._generation,
+        )  # fmt: skip
+        app.router.routes[:] = [each for each in app.router.routes if isinstance(each, Route) and each.path in ROUTES]
+        app.add_api_route("/health", self._health)
+        app.add_middleware(Watching, requests=self.requests)
+        tell_errors(app)
+        return app
+
+    async def _health(self) -> JSONResponse:
+        if self.requests.closing:
+            return JSONResponse(error_body(503, "the server is shutting down"), status_code=503)
+        if not self._generation.alive:
+            return JSONResponse(error_body(503, "what generates has died: start the server again"), status_code=503)
+        return JSONResponse({"status": "ok"})
+
+
+class _Uvicorn(uvicorn.Server):
+    """Tells when it is ready, and that it ends; signals end it and nothing else."""
+
+    def __init__(self, config: uvicorn.Config, ending: Callable[[], None], ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ending, self._ready = ending, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and sig == signal.SIGINT:
+            os._exit(130)  # asked twice
+        self._ending()
+        self.should_exit = True
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that clients connect to; port 0 finds a free one.
+
+    Raises:
+        ExpertcastError: the address is taken, or is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise ExpertcastError(f"cannot listen on {host}:{port}: {error}; give another --host or --port") from error

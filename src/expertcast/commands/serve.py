@@ -1,0 +1,64 @@
+"""`expertcast serve`: an OpenAI server over a model whose experts are offloaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from dataclasses import dataclass
+from typing import Annotated
+
+from expertcast.commands.deployment import DeploymentOptions
+from expertcast.commands.generate_text import held
+from expertcast.commands.options import Model, Option, not_negative_whole
+from expertcast.commands.output import Outcome, say
+from expertcast.data.models import load_tokenizer
+from expertcast.predictors import ExpertcastError
+from expertcast.predictors.plain import size_text
+from expertcast.runtime.loading import load_offloaded
+
+_NEEDS = ("fastapi", "uvicorn", "openai", "rich", "prometheus_client")
+"""Packages of the extra."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(DeploymentOptions):
+    """What `expertcast serve` takes."""
+
+    model: Model
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all of this machine's."""
+    port: Annotated[int, Option(metavar="N", read=not_negative_whole)] = 8000
+    """Port to listen on; 0 finds a free one."""
+    served_name: Annotated[str | None, Option(metavar="NAME")] = None
+    """What clients call the model (default: MODEL)."""
+    continuous_batching: bool = False
+    """Take many requests at once, batched token by token (default: one after the other)."""
+
+
+def run(options: Options) -> Outcome:
+    """Load the model offloaded and serve it until Ctrl-C or SIGTERM."""
+    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ExpertcastError(f"serving needs {', '.join(missing)}: pip install 'expertcast[serve]'")
+    from expertcast.runtime.serving.server import ModelServer, listen  # only here: other commands do without
+
+    config = options.configuration()
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("expertcast.serving").setLevel(logging.INFO)
+    name = options.served_name or options.model
+    with listen(options.host, options.port) as listening:
+        tokenizer = load_tokenizer(options.model)
+        offloaded = load_offloaded(options.model, config, device=options.device_name, dtype=options.dtype)
+        server = ModelServer(offloaded, tokenizer, name, continuous_batching=options.continuous_batching)
+        where = held(offloaded)
+        say(f"{where['slots']} of {where['experts']} experts in slots, {size_text(where['device_bytes'])}")
+        server.run(listening, ready=lambda address: say(f"serving {name} on {address}"))
+        answered = sum(server.requests.counts.answered.values())
+        tokens, stats = server.requests.counts.generated_tokens, offloaded.stats.as_dict()
+        if not server.close():
+            say("a generation did not stop in time: ending without it")
+            os._exit(1)
+        offloaded.close()
+    result = {"requests": answered, "generated_tokens": tokens, "stats": stats}
+    return result, f"answered {answered} requests, {tokens} tokens"
