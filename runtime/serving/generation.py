@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import torch
 from fastapi import HTTPException
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 from transformers.cli.serving.utils import (
     BaseGenerateManager,
     CBGenerateManager,
@@ -34,6 +34,8 @@ from expertcast.runtime.serving.requests import Request, Requests
 log = logging.getLogger("expertcast.serving")
 PER_REQUEST = ("max_new_tokens", "eos_token_id", "transformers_version")
 """What continuous batching takes from each request; the rest is the first one's."""
+_CLOSING, _LEFT = "the server is shutting down", "the client has left"
+A = TypeVar("A")
 
 
 class GenerationStopped(Exception):
@@ -55,6 +57,7 @@ class Generating:
     def __init__(self, offloaded: OffloadedModel, requests: Requests) -> None:
         self.requests = requests
         self._current: Request | None = None
+        self._unwanted: set[asyncio.Task[Any]] = set()
         self._hooks = [layer.experts.register_forward_pre_hook(self._go_on) for layer in offloaded.view]
         config = offloaded.model.config.get_text_config()
         self._longest: int | None = getattr(config, "max_position_embeddings", None)
@@ -106,6 +109,27 @@ class Generating:
         finally:
             self._current = None
 
+    async def while_wanted(self, request: Request, answer: Coroutine[Any, Any, A]) -> A:
+        """An answer, unless nobody waits for it any more: then its end is not waited for.
+
+        Raises:
+            GenerationStopped: nobody waits for it.
+        """
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(answer)
+        gone = loop.create_future()
+        request.on_gone(lambda: loop.call_soon_threadsafe(lambda: gone.done() or gone.set_result(None)))
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        self._unwanted.add(task)
+        task.add_done_callback(self._ended)
+        raise GenerationStopped(_LEFT if request.left else _CLOSING)
+
+    async def all_ended(self, seconds: float) -> None:
+        """Wait for what nobody waits for any more: it stops when its turn comes."""
+        if self._unwanted:
+            await asyncio.wait(self._unwanted, timeout=seconds)
+
     def idle(self, seconds: float) -> bool:
         """Whether nothing is being generated, waited for as long."""
         until = time.monotonic() + seconds
@@ -118,15 +142,20 @@ class Generating:
         for hook in self._hooks:
             hook.remove()
 
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._unwanted.discard(task)
+        if not task.cancelled():
+            task.exception()  # which nobody else asks for
+
     def _go_on(self, *_experts: object) -> None:
         """Before each layer's experts."""
         self._stop_for(self._current)
 
     def _stop_for(self, request: Request | None) -> None:
         if self.requests.closing:
-            raise GenerationStopped("the server is shutting down")
+            raise GenerationStopped(_CLOSING)
         if request is not None and request.gone:
-            raise GenerationStopped("the client has left")
+            raise GenerationStopped(_LEFT)
 
 
 class _Counted(StoppingCriteria):  # type: ignore[misc]
@@ -146,14 +175,12 @@ class Guarded:
     """Stands for the model where transformers' server calls `generate`."""
 
     def __init__(self, generating: Generating, model: PreTrainedModel, request: Request) -> None:
-        self._generating, self._model, self._request = generating, model, request
+        self._generating, self._model, self.request = generating, model, request
 
     def generate(self, **kwargs: Any) -> Tensor:
         """The model's own; see :meth:`Generating.run`."""
-        criteria = [_Counted(self._request)]
-        return self._generating.run(
-            self._request, lambda: self._model.generate(**kwargs, stopping_criteria=criteria)
-        )
+        criteria = StoppingCriteriaList([_Counted(self.request)])
+        return self._generating.run(self.request, lambda: self._model.generate(**kwargs, stopping_criteria=criteria))
 
 
 class OneByOne(GenerateManager):  # type: ignore[misc]
@@ -182,12 +209,15 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
         self, model: PreTrainedModel, processor: PreTrainedTokenizerBase, inputs: Mapping[str, Any],
         gen_config: GenerationConfig, request_id: str,
     ) -> tuple[str, int, Tensor]:  # fmt: skip
-        """As transformers has it."""
+        """As transformers has it; ended where nobody waits.
+
+        Raises:
+            GenerationStopped: nobody waits for it.
+            GenerationFailed: it raised.
+        """
         guarded = self._guarded(model, inputs, gen_config, request_id)
-        made: tuple[str, int, Tensor] = await super().generate_non_streaming(
-            guarded, processor, inputs, gen_config, request_id
-        )
-        return made
+        answer = super().generate_non_streaming(guarded, processor, inputs, gen_config, request_id)
+        return await self._generating.while_wanted(guarded.request, answer)
 
     @property
     def alive(self) -> bool:
@@ -255,21 +285,10 @@ class Batched(CBGenerateManager):  # type: ignore[misc]
             GenerationFailed: it raised.
         """
         request = self._generating.admit(request_id, len(inputs["input_ids"]), gen_config)
-        loop, answer = asyncio.get_running_loop(), asyncio.ensure_future(
-            super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
-        )  # fmt: skip
-
-        def leave() -> None:
-            self._cb.cancel_request(request_id)
-            loop.call_soon_threadsafe(answer.cancel)
-
-        request.on_gone(leave)
+        answer = super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+        request.on_gone(lambda: self._cb.cancel_request(request_id))
         try:
-            text, tokens, ids = await answer
-        except asyncio.CancelledError as error:
-            if not request.gone:
-                raise
-            raise GenerationStopped("the server is shutting down, or the client has left") from error
+            text, tokens, ids = await self._generating.while_wanted(request, answer)
         except CBWorkerDeadError:
             raise
         except RuntimeError as error:

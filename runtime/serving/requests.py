@@ -60,6 +60,8 @@ class Request:
         self.seed: int | None = None
         self.first_s: float | None = None
         """Seconds to its first token; None: there is none yet, or nobody saw it."""
+        self.left = False
+        """Whether its client has left before it was answered."""
         self._started = time.perf_counter()
         self._gone = threading.Event()
         self._then: list[Callable[[], None]] = []
@@ -94,9 +96,14 @@ class Request:
         if self.gone:
             then()
 
-    def leave(self) -> None:
-        """Nobody waits for it any more."""
+    def leave(self, *, left: bool) -> None:
+        """Nobody waits for it any more.
+
+        Args:
+            left: whether that is because its client has left.
+        """
         if not self.gone:
+            self.left = left
             self._gone.set()
             for then in self._then:
                 then()
@@ -133,7 +140,7 @@ class Requests:
     def close(self, request: Request, status: int) -> None:
         """A request has ended: one line in the log."""
         request.look()
-        counts, left = self.counts, request.gone and not self.closing
+        counts, left = self.counts, request.left
         status = 499 if left else status
         with self._lock:
             del self._open[request.key]
@@ -155,4 +162,4 @@ class Requests:
         """The server is going down."""
         self.closing = True
         for request in list(self._open.values()):
-            request.leave()
+            request.leave(left=False)

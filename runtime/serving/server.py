@@ -73,14 +73,12 @@ class ModelServer:
         )
         host, port = listening.getsockname()[:2]
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        self._uvicorn = _Uvicorn(config, self.requests.stop, lambda: ready(address))
+        self._uvicorn = _Uvicorn(config, self.requests, self._generating, lambda: ready(address))
         self._uvicorn.run(sockets=[listening])
-        self.requests.stop()
         self._generation.shutdown()
 
     def stop(self) -> None:
         """End :meth:`run`, from another thread."""
-        self.requests.stop()
         if self._uvicorn is not None:
             self._uvicorn.should_exit = True
 
@@ -115,18 +113,25 @@ class ModelServer:
 class _Uvicorn(uvicorn.Server):
     """Tells when it is ready, and that it ends; signals end it and nothing else."""
 
-    def __init__(self, config: uvicorn.Config, ending: Callable[[], None], ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, requests: Requests, generating: Generating, ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self._ending, self._ready = ending, ready
+        self._requests, self._generating, self._ready = requests, generating, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._requests.stop()
+        await super().shutdown(sockets)
+        await self._generating.all_ended(ENDS_S)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit and sig == signal.SIGINT:
             os._exit(130)  # asked twice
-        self._ending()
+        self._requests.stop()
         self.should_exit = True
 
 

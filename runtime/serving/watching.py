@@ -63,7 +63,7 @@ class _Exchange:
             return _LEFT
         message = await self._receive()
         if message["type"] == "http.disconnect":
-            self._request.leave()
+            self._request.leave(left=True)
         elif not message.get("more_body", False):
             self._listening = asyncio.ensure_future(self._listen())
         return message
@@ -86,4 +86,4 @@ class _Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         if not self._answered:
-            self._request.leave()
+            self._request.leave(left=True)
