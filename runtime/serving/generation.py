@@ -15,7 +15,14 @@ from typing import Any, TypeVar
 import torch
 from fastapi import HTTPException
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.cli.serving.utils import (
     BaseGenerateManager,
     CBGenerateManager,
@@ -25,6 +32,7 @@ from transformers.cli.serving.utils import (
     GenerateManager,
     GenerationState,
     _GenerationCancelled,
+    _StreamError,
 )
 
 from expertcast.predictors.errors import first_line
@@ -34,6 +42,10 @@ from expertcast.runtime.serving.requests import Request, Requests
 log = logging.getLogger("expertcast.serving")
 PER_REQUEST = ("max_new_tokens", "eos_token_id", "transformers_version")
 """What continuous batching takes from each request; the rest is the first one's."""
+MOST_AT_ONCE = 1024
+"""Tokens of a batch at most, where the cache has a bound: activations take memory too."""
+PATIENCE_S = 1.0
+"""Seconds after which a batch's forward is cut off when the server goes down."""
 _CLOSING, _LEFT = "the server is shutting down", "the client has left"
 A = TypeVar("A")
 
@@ -152,7 +164,8 @@ class Generating:
         self._stop_for(self._current)
 
     def _stop_for(self, request: Request | None) -> None:
-        if self.requests.closing:
+        grace = PATIENCE_S if request is None else 0.0  # batches end by themselves between two tokens
+        if self.requests.closing_for > grace:
             raise GenerationStopped(_CLOSING)
         if request is not None and request.gone:
             raise GenerationStopped(_LEFT)
@@ -235,10 +248,12 @@ class Batched(CBGenerateManager):  # type: ignore[misc]
 
     Args:
         generating: what stops them.
+        kv_tokens: tokens that the cache of all requests together has room for; None: as many as fit the device.
     """
 
-    def __init__(self, generating: Generating) -> None:
-        super().__init__()
+    def __init__(self, generating: Generating, kv_tokens: int | None) -> None:
+        blocks = None if kv_tokens is None else -(-kv_tokens // ContinuousBatchingConfig().page_size)
+        super().__init__(ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=kv_tokens and MOST_AT_ONCE))
         self._generating = generating
         self._first: dict[str, Any] | None = None
 
@@ -271,7 +286,13 @@ class Batched(CBGenerateManager):  # type: ignore[misc]
             model, processor, inputs, gen_config, request_id, response_parser
         )
         request.counted_by(lambda: streamer.total_tokens)
-        request.on_gone(streamer.cancel)
+        loop = asyncio.get_running_loop()
+
+        def end() -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, _StreamError(_CLOSING))
+            streamer.cancel()
+
+        request.on_gone(end)
         return queue, streamer
 
     async def generate_non_streaming(
@@ -308,20 +329,20 @@ class OffloadedGeneration(GenerationState):  # type: ignore[misc]
     Args:
         generating: what runs and stops them.
         continuous_batching: whether in batches.
+        kv_tokens: as :class:`Batched`.
     """
 
-    def __init__(self, generating: Generating, *, continuous_batching: bool) -> None:
+    def __init__(self, generating: Generating, *, continuous_batching: bool, kv_tokens: int | None) -> None:
         super().__init__(continuous_batching=continuous_batching)
         self._one_by_one = OneByOne(generating)
-        self._generating = generating
+        self._batched = Batched(generating, kv_tokens)
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
         """The only one of its kind, whatever the model is called."""
         if not use_cb:
             return self._one_by_one
-        if self._cb_manager is None:
-            self._cb_manager = Batched(self._generating)
-        return self._cb_manager
+        self._cb_manager = self._batched
+        return self._batched
 
     @property
     def alive(self) -> bool:

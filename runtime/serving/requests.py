@@ -114,10 +114,19 @@ class Requests:
 
     def __init__(self) -> None:
         self.counts = RequestCounts()
-        self.closing = False
-        """Whether the server is going down: what runs stops, what comes is refused."""
+        self._closed_at: float | None = None
         self._open: dict[str, Request] = {}
         self._lock = threading.Lock()
+
+    @property
+    def closing(self) -> bool:
+        """Whether the server is going down: what runs stops, what comes is refused."""
+        return self._closed_at is not None
+
+    @property
+    def closing_for(self) -> float:
+        """Seconds since then; negative where it is not."""
+        return -1.0 if self._closed_at is None else time.monotonic() - self._closed_at
 
     def open(self, route: str, wanted: str | None) -> Request:
         """A request has come.
@@ -160,6 +169,6 @@ class Requests:
 
     def stop(self) -> None:
         """The server is going down."""
-        self.closing = True
+        self._closed_at = self._closed_at or time.monotonic()
         for request in list(self._open.values()):
             request.leave(left=False)

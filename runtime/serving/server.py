@@ -41,16 +41,20 @@ class ModelServer:
         tokenizer: its own.
         name: by which clients ask for it; they may leave it out.
         continuous_batching: many requests at once, in batches of tokens that share the layers' experts; else one by one.
+        kv_tokens: with it, tokens that the requests' caches have room for together; None: as many as fit the device.
         metrics: makes what answers at /metrics, given :class:`Requests`; None: nothing does.
     """
 
     def __init__(
         self, offloaded: OffloadedModel, tokenizer: PreTrainedTokenizerBase, name: str, *,
-        continuous_batching: bool = False, metrics: Callable[[Requests], ASGIApp] | None = None,
+        continuous_batching: bool = False, kv_tokens: int | None = None,
+        metrics: Callable[[Requests], ASGIApp] | None = None,
     ) -> None:  # fmt: skip
         self.requests = Requests()
         self._generating = Generating(offloaded, self.requests)
-        self._generation = OffloadedGeneration(self._generating, continuous_batching=continuous_batching)
+        self._generation = OffloadedGeneration(
+            self._generating, continuous_batching=continuous_batching, kv_tokens=kv_tokens
+        )
         manager = OffloadedModelManager(offloaded, tokenizer, name)
         checked = [handler(manager, self._generation) for handler in (Completions, Chats, Responses)]
         for handler in checked:

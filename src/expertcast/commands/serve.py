@@ -10,7 +10,7 @@ from typing import Annotated
 
 from expertcast.commands.deployment import DeploymentOptions
 from expertcast.commands.generate_text import held
-from expertcast.commands.options import Model, Option, not_negative_whole
+from expertcast.commands.options import COUNT, Model, Option, not_negative_whole
 from expertcast.commands.output import Outcome, say
 from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
@@ -19,6 +19,7 @@ from expertcast.runtime.loading import load_offloaded
 
 _NEEDS = ("fastapi", "uvicorn", "openai", "rich", "prometheus_client")
 """Packages of the extra."""
+KV_TOKENS = 16384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,12 @@ class Options(DeploymentOptions):
     """What clients call the model (default: MODEL)."""
     continuous_batching: bool = False
     """Take many requests at once, batched token by token (default: one after the other)."""
+    kv_tokens: Annotated[int | None, COUNT] = None
+    """With continuous batching, tokens that all requests' caches have room for (default: 16384, on CUDA what fits)."""
+
+    def __post_init__(self) -> None:
+        if self.kv_tokens is not None and not self.continuous_batching:
+            raise ExpertcastError("--kv-tokens is of continuous batching: give --continuous-batching, or leave it out")
 
 
 def run(options: Options) -> Outcome:
@@ -50,7 +57,10 @@ def run(options: Options) -> Outcome:
     with listen(options.host, options.port) as listening:
         tokenizer = load_tokenizer(options.model)
         offloaded = load_offloaded(options.model, config, device=options.device_name, dtype=options.dtype)
-        server = ModelServer(offloaded, tokenizer, name, continuous_batching=options.continuous_batching)
+        cache = options.kv_tokens or (KV_TOKENS if options.device_name == "cpu" else None)
+        server = ModelServer(
+            offloaded, tokenizer, name, continuous_batching=options.continuous_batching, kv_tokens=cache
+        )
         where = held(offloaded)
         say(f"{where['slots']} of {where['experts']} experts in slots, {size_text(where['device_bytes'])}")
         server.run(listening, ready=lambda address: say(f"serving {name} on {address}"))
