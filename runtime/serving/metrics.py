@@ -30,12 +30,12 @@ from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.serving import families as named
 from expertcast.runtime.serving.families import Described
+from expertcast.runtime.serving.request_metrics import Requests, request_metrics
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
 if TYPE_CHECKING:
     from expertcast.runtime.offloaded import OffloadedModel
-    from expertcast.runtime.serving.requests import RequestCounts
 
 _READS_DISK = ("disk", "gpudirect")
 """Names of links that are a disk."""
@@ -86,7 +86,7 @@ class ExpertMetrics(Collector):
         counts: of what clients ask for; None: nothing is known of them.
     """
 
-    def __init__(self, source: Source, counts: RequestCounts | None = None) -> None:
+    def __init__(self, source: Source, counts: Requests | None = None) -> None:
         self._source, self._counts = source, counts
         self._lock = threading.RLock()
         self._before: dict[tuple[str, Labels], float] = {}
@@ -105,8 +105,8 @@ class ExpertMetrics(Collector):
         yield from _families(counters)
         yield from _families(self._gauges())
         yield from _families(self._drafts())
-        if self._counts is not None:
-            yield from _of_requests(self._counts)
+        if self._counts is not None:  # sums of counters that grow meanwhile may be one request apart
+            yield from request_metrics(self._counts)
         info = InfoMetricFamily(named.INFO.family, named.INFO.help)
         info.add_metric((), dict(self._source.info))
         yield info
@@ -179,7 +179,7 @@ class ExpertMetrics(Collector):
             yield named.ACCEPTED, (draft,), count.accepted
 
 
-def metrics_app(offloaded: OffloadedModel, counts: RequestCounts | None = None, name: str = "") -> Any:
+def metrics_app(offloaded: OffloadedModel, counts: Requests | None = None, name: str = "") -> Any:
     """An ASGI application whose one page is that of Prometheus.
 
     Args:
@@ -239,7 +239,3 @@ def _families(values: Any) -> Iterator[Metric]:
             made[described.name] = kind(described.family, described.help, labels=described.labels)
         made[described.name].add_metric(labels, value)
     yield from made.values()
-
-
-def _of_requests(counts: RequestCounts) -> Iterator[Metric]:
-    raise NotImplementedError

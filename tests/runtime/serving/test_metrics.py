@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from transformers import PreTrainedModel
 from expertcast.runtime import OffloadedModel, load_offloaded, offload
 from expertcast.runtime.recording.statistics import LayerStatistics
 from expertcast.runtime.serving import families as named
-from expertcast.runtime.serving.metrics import ExpertMetrics, Source
+from expertcast.runtime.serving.metrics import ExpertMetrics, Source, metrics_app
+from expertcast.runtime.serving.request_metrics import request_metrics
 from tests.families.models import tiny_model
 from tests.runtime.faults import INPUTS
 
@@ -234,3 +237,70 @@ def test_the_page_says_name_type_and_help_of_each_once(scraped: Scraped) -> None
     for name, kind in found:
         assert types[described[name].kind] == kind
         assert helps[name] == described[name].help
+
+
+def test_the_page_is_served(scraped: Scraped) -> None:
+    """As Prometheus asks for it, compressed and in its own format."""
+    scraped.generate(4)
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "GET", "path": "/metrics", "query_string": b"",
+        "headers": [(b"accept", b"text/plain;version=0.0.4"), (b"accept-encoding", b"gzip")],
+    }  # fmt: skip
+    asyncio.run(metrics_app(scraped.offloaded, COUNTED, "served")(scope, receive, send))
+    assert sent[0]["status"] == 200
+    headers = dict(sent[0]["headers"])
+    assert headers[b"Content-Type"].startswith(b"text/plain; version=0.0.4")
+    text = gzip.decompress(b"".join(message.get("body", b"") for message in sent[1:])).decode()
+    assert 'model="served"' in text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert {described.family for described in named.FAMILIES if "http" in described.name} <= families.keys()
+    for line in scraped.text.splitlines():
+        if line.startswith("expertcast_expert_requests_total"):
+            assert line in text
+
+
+@dataclass(frozen=True)
+class _Buckets:
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+
+@dataclass(frozen=True)
+class _Counted:
+    ended: dict[tuple[str, str], int]
+    in_flight: int
+    disconnected: int
+    prompt_tokens: int
+    generated_tokens: int
+    seconds: _Buckets
+    first_token: _Buckets
+
+
+COUNTED = _Counted(
+    ended={("/v1/completions", "200"): 5, ("/v1/completions", "400"): 2}, in_flight=3, disconnected=1, prompt_tokens=70,
+    generated_tokens=41, seconds=_Buckets((0.5, 2), (1, 4, 2), 17.25), first_token=_Buckets((0.1,), (4, 0), 0.3),
+)  # fmt: skip
+
+
+def test_what_clients_asked_for() -> None:
+    families = {family.name: family for family in request_metrics(COUNTED)}
+    samples = {(s.name, *s.labels.values()): s.value for family in families.values() for s in family.samples}
+    assert samples["expertcast_http_requests_total", "/v1/completions", "200"] == 5
+    assert samples["expertcast_http_requests_total", "/v1/completions", "400"] == 2
+    assert samples["expertcast_http_requests_in_flight",] == 3
+    assert samples["expertcast_http_disconnects_total",] == 1
+    assert (samples["expertcast_prompt_tokens_total",], samples["expertcast_generated_tokens_total",]) == (70, 41)
+    seconds = [samples["expertcast_http_request_seconds_bucket", le] for le in ("0.5", "2.0", "+Inf")]
+    assert seconds == [1, 5, 7]
+    assert samples["expertcast_http_request_seconds_count",] == 7
+    assert samples["expertcast_http_request_seconds_sum",] == 17.25
+    assert samples["expertcast_time_to_first_token_seconds_bucket", "+Inf"] == 4
