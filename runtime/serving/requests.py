@@ -8,7 +8,7 @@ import time
 import uuid
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Upper bounds of the histograms' buckets."""
@@ -17,32 +17,33 @@ log = logging.getLogger("expertcast.serving")
 
 
 class Histogram:
-    """Seconds, counted by buckets: `counts[i]` of those up to `SECONDS[i]` and above the bound before, the last of the
+    """Seconds, counted by buckets: `counts[i]` of those up to `bounds[i]` and above the bound before, the last of the
     others."""
 
+    bounds: Sequence[float] = SECONDS
+
     def __init__(self) -> None:
-        self.counts = [0] * (len(SECONDS) + 1)
-        self.total = 0.0
-        """Sum of all seconds."""
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
 
     def add(self, seconds: float) -> None:
         """One more."""
-        self.counts[bisect_left(SECONDS, seconds)] += 1
-        self.total += seconds
+        self.counts[bisect_left(self.bounds, seconds)] += 1
+        self.sum += seconds
 
 
 class RequestCounts:
     """Of all requests since the server started; it only grows, `in_flight` apart."""
 
     def __init__(self) -> None:
-        self.answered: Counter[tuple[str, int]] = Counter()
+        self.ended: Counter[tuple[str, str]] = Counter()
         """Requests that ended, by route and status; 499 where the client left."""
         self.in_flight = 0
         self.disconnected = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.seconds = Histogram()
-        self.first_token_s = Histogram()
+        self.first_token = Histogram()
         """From a request's arrival to its first token."""
 
 
@@ -154,13 +155,13 @@ class Requests:
         with self._lock:
             del self._open[request.key]
             counts.in_flight -= 1
-            counts.answered[request.route, status] += 1
+            counts.ended[request.route, str(status)] += 1
             counts.disconnected += left
             counts.prompt_tokens += request.prompt_tokens
             counts.generated_tokens += request.generated_tokens
             counts.seconds.add(request.seconds)
             if request.first_s is not None:
-                counts.first_token_s.add(request.first_s)
+                counts.first_token.add(request.first_s)
         first = "" if request.first_s is None else f", first token after {request.first_s:.3f} s"
         log.info(
             "%s %s %d: %d prompt tokens, %d generated, %.3f s%s%s", request.key, request.route, status,

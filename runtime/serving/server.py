@@ -12,7 +12,6 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.systemone import SystemOneHandler
@@ -24,6 +23,7 @@ from expertcast.runtime.serving.errors import error_body, tell_errors
 from expertcast.runtime.serving.generation import Generating, OffloadedGeneration
 from expertcast.runtime.serving.handlers import Chats, Checked, Completions, Responses
 from expertcast.runtime.serving.manager import OffloadedModelManager
+from expertcast.runtime.serving.metrics import metrics_app
 from expertcast.runtime.serving.requests import Requests
 from expertcast.runtime.serving.watching import Watching
 
@@ -42,13 +42,11 @@ class ModelServer:
         name: by which clients ask for it; they may leave it out.
         continuous_batching: many requests at once, in batches of tokens that share the layers' experts; else one by one.
         kv_tokens: with it, tokens that the requests' caches have room for together; None: as many as fit the device.
-        metrics: makes what answers at /metrics, given :class:`Requests`; None: nothing does.
     """
 
     def __init__(
         self, offloaded: OffloadedModel, tokenizer: PreTrainedTokenizerBase, name: str, *,
         continuous_batching: bool = False, kv_tokens: int | None = None,
-        metrics: Callable[[Requests], ASGIApp] | None = None,
     ) -> None:  # fmt: skip
         self.requests = Requests()
         self._generating = Generating(offloaded, self.requests)
@@ -61,8 +59,7 @@ class ModelServer:
             handler.requests = self.requests
             handler.chats = None if isinstance(handler, Completions) else tokenizer
         self.app = self._application(manager, *checked)
-        if metrics is not None:
-            self.app.mount("/metrics", metrics(self.requests))
+        self.app.mount("/metrics", metrics_app(offloaded, self.requests.counts, name))
         self._uvicorn: _Uvicorn | None = None
 
     def run(self, listening: socket.socket, ready: Callable[[str], None] = print) -> None:
