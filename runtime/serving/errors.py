@@ -10,7 +10,7 @@ from transformers.cli.serving.utils import CBWorkerDeadError
 
 from expertcast.predictors.errors import first_line
 from expertcast.predictors.plain import Json
-from expertcast.runtime.serving.generation import GenerationFailed, GenerationStopped
+from expertcast.runtime.serving.generation import FailedError, StoppedError
 
 
 def error_body(status: int, message: str) -> Json:
@@ -33,14 +33,14 @@ def tell_errors(app: FastAPI) -> None:
     async def _unread(_request: Request, error: RequestValidationError) -> JSONResponse:
         return answer(400, f"the body is no JSON object: {error.errors()[0]['msg']}")
 
-    @app.exception_handler(GenerationStopped)
-    async def _stopped(_request: Request, error: GenerationStopped) -> JSONResponse:
+    @app.exception_handler(StoppedError)
+    async def _stopped(_request: Request, error: StoppedError) -> JSONResponse:
         return answer(503, str(error))
 
     @app.exception_handler(CBWorkerDeadError)
     async def _dead(_request: Request, error: CBWorkerDeadError) -> JSONResponse:
         return answer(503, first_line(error))
 
-    @app.exception_handler(GenerationFailed)
-    async def _failed(_request: Request, error: GenerationFailed) -> JSONResponse:
+    @app.exception_handler(FailedError)
+    async def _failed(_request: Request, error: FailedError) -> JSONResponse:
         return answer(500, f"the generation failed: {error}")

@@ -1,7 +1,6 @@
 """Generating for clients: what they no longer wait for is stopped, what fails is told, nothing else is touched.
 
-transformers' server generates on one thread, request by request, or by continuous batching on another. Both run the
-model's forwards, so what has to stop does so where the next layer's experts are called.
+Whatever generates runs the model's forwards, so what has to stop does so where the next layer's experts are called.
 """
 
 from __future__ import annotations
@@ -9,52 +8,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import torch
 from fastapi import HTTPException
 from torch import Tensor
 from transformers import (
-    ContinuousBatchingConfig,
     GenerationConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.cli.serving.utils import (
-    BaseGenerateManager,
-    CBGenerateManager,
-    CBStreamer,
-    CBWorkerDeadError,
-    DirectStreamer,
-    GenerateManager,
-    GenerationState,
-    _GenerationCancelled,
-    _StreamError,
-)
+from transformers.cli.serving.utils import _GenerationCancelled
 
 from expertcast.predictors.errors import first_line
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.serving.requests import Request, Requests
 
 log = logging.getLogger("expertcast.serving")
-PER_REQUEST = ("max_new_tokens", "eos_token_id", "transformers_version")
-"""What continuous batching takes from each request; the rest is the first one's."""
-MOST_AT_ONCE = 1024
-"""Tokens of a batch at most, where the cache has a bound: activations take memory too."""
 PATIENCE_S = 1.0
 """Seconds after which a batch's forward is cut off when the server goes down."""
-_CLOSING, _LEFT = "the server is shutting down", "the client has left"
+CLOSING, LEFT = "the server is shutting down", "the client has left"
 A = TypeVar("A")
 
 
-class GenerationStopped(Exception):
+class StoppedError(Exception):
     """Nobody waits for this generation any more, or the server is going down."""
 
 
-class GenerationFailed(Exception):
+class FailedError(Exception):
     """A generation raised; the line says what."""
 
 
@@ -103,8 +86,8 @@ class Generating:
         """A generation, on the thread that all of them run on.
 
         Raises:
-            GenerationStopped: nobody waits for it.
-            GenerationFailed: it raised.
+            StoppedError: nobody waits for it.
+            FailedError: it raised.
         """
         self._stop_for(request)
         self._current = request
@@ -112,12 +95,12 @@ class Generating:
             if request.seed is not None:
                 torch.manual_seed(request.seed)
             return generate()
-        except (GenerationStopped, _GenerationCancelled):
+        except (StoppedError, _GenerationCancelled):
             raise
         except Exception as error:
             log.exception("%s failed", request.key)
             # transformers' server writes it between quotes
-            raise GenerationFailed(first_line(error).replace("\\", "/").replace('"', "'")) from error
+            raise FailedError(first_line(error).replace("\\", "/").replace('"', "'")) from error
         finally:
             self._current = None
 
@@ -125,17 +108,21 @@ class Generating:
         """An answer, unless nobody waits for it any more: then its end is not waited for.
 
         Raises:
-            GenerationStopped: nobody waits for it.
+            StoppedError: nobody waits for it.
         """
         loop, task = asyncio.get_running_loop(), asyncio.ensure_future(answer)
         gone = loop.create_future()
-        request.on_gone(lambda: loop.call_soon_threadsafe(lambda: gone.done() or gone.set_result(None)))
+
+        def leave() -> None:
+            loop.call_soon_threadsafe(lambda: None if gone.done() else gone.set_result(None))
+
+        request.on_gone(leave)
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         self._unwanted.add(task)
         task.add_done_callback(self._ended)
-        raise GenerationStopped(_LEFT if request.left else _CLOSING)
+        raise StoppedError(LEFT if request.left else CLOSING)
 
     async def all_ended(self, seconds: float) -> None:
         """Wait for what nobody waits for any more: it stops when its turn comes."""
@@ -166,9 +153,9 @@ class Generating:
     def _stop_for(self, request: Request | None) -> None:
         grace = PATIENCE_S if request is None else 0.0  # batches end by themselves between two tokens
         if self.requests.closing_for > grace:
-            raise GenerationStopped(_CLOSING)
+            raise StoppedError(CLOSING)
         if request is not None and request.gone:
-            raise GenerationStopped(_LEFT)
+            raise StoppedError(LEFT)
 
 
 class _Counted(StoppingCriteria):  # type: ignore[misc]
@@ -194,157 +181,3 @@ class Guarded:
         """The model's own; see :meth:`Generating.run`."""
         criteria = StoppingCriteriaList([_Counted(self.request)])
         return self._generating.run(self.request, lambda: self._model.generate(**kwargs, stopping_criteria=criteria))
-
-
-class OneByOne(GenerateManager):  # type: ignore[misc]
-    """Request after request, by the model's `generate`.
-
-    Args:
-        generating: what runs them.
-    """
-
-    def __init__(self, generating: Generating) -> None:
-        super().__init__()
-        self._generating = generating
-
-    def generate_streaming(
-        self, model: PreTrainedModel, processor: PreTrainedTokenizerBase, inputs: Mapping[str, Any],
-        gen_config: GenerationConfig, request_id: str, response_parser: Any = None,
-    ) -> tuple[asyncio.Queue[Any], DirectStreamer]:  # fmt: skip
-        """As transformers has it."""
-        guarded = self._guarded(model, inputs, gen_config, request_id)
-        made: tuple[asyncio.Queue[Any], DirectStreamer] = super().generate_streaming(
-            guarded, processor, inputs, gen_config, request_id, response_parser
-        )
-        return made
-
-    async def generate_non_streaming(
-        self, model: PreTrainedModel, processor: PreTrainedTokenizerBase, inputs: Mapping[str, Any],
-        gen_config: GenerationConfig, request_id: str,
-    ) -> tuple[str, int, Tensor]:  # fmt: skip
-        """As transformers has it; ended where nobody waits.
-
-        Raises:
-            GenerationStopped: nobody waits for it.
-            GenerationFailed: it raised.
-        """
-        guarded = self._guarded(model, inputs, gen_config, request_id)
-        answer = super().generate_non_streaming(guarded, processor, inputs, gen_config, request_id)
-        return await self._generating.while_wanted(guarded.request, answer)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread is."""
-        return bool(self._thread._thread.is_alive())
-
-    def _guarded(
-        self, model: PreTrainedModel, inputs: Mapping[str, Any], config: GenerationConfig, key: str
-    ) -> Guarded:
-        return self._generating.guarded(model, self._generating.admit(key, inputs["input_ids"].shape[-1], config))
-
-
-class Batched(CBGenerateManager):  # type: ignore[misc]
-    """Many requests at once, by continuous batching.
-
-    Args:
-        generating: what stops them.
-        kv_tokens: tokens that the cache of all requests together has room for; None: as many as fit the device.
-    """
-
-    def __init__(self, generating: Generating, kv_tokens: int | None) -> None:
-        blocks = None if kv_tokens is None else -(-kv_tokens // ContinuousBatchingConfig().page_size)
-        super().__init__(ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=kv_tokens and MOST_AT_ONCE))
-        self._generating = generating
-        self._first: dict[str, Any] | None = None
-
-    def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
-        """Start batching as the first request asks to sample.
-
-        Raises:
-            HTTPException: a later request asks for another way, which would be ignored.
-        """
-        asked = {name: value for name, value in gen_config.to_diff_dict().items() if name not in PER_REQUEST}
-        if "stop_strings" in asked:
-            raise HTTPException(400, "continuous batching knows no stop strings: leave `stop` out")
-        if self._first is None:
-            self._first = asked
-        if asked != self._first:
-            other = sorted(name for name in {*asked, *self._first} if asked.get(name) != self._first.get(name))
-            raise HTTPException(
-                400, "continuous batching samples all requests as the first one asked, and this one differs in "
-                f"{', '.join(other)}: leave that out, or serve without --continuous-batching"
-            )  # fmt: skip
-        super().init_cb(model, gen_config)
-
-    def generate_streaming(
-        self, model: PreTrainedModel, processor: PreTrainedTokenizerBase, inputs: Mapping[str, Any],
-        gen_config: GenerationConfig, request_id: str, response_parser: Any = None,
-    ) -> tuple[asyncio.Queue[Any], CBStreamer]:  # fmt: skip
-        """As transformers has it."""
-        request = self._generating.admit(request_id, len(inputs["input_ids"]), gen_config)
-        queue, streamer = super().generate_streaming(
-            model, processor, inputs, gen_config, request_id, response_parser
-        )
-        request.counted_by(lambda: streamer.total_tokens)
-        loop = asyncio.get_running_loop()
-
-        def end() -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, _StreamError(_CLOSING))
-            streamer.cancel()
-
-        request.on_gone(end)
-        return queue, streamer
-
-    async def generate_non_streaming(
-        self, model: PreTrainedModel, processor: PreTrainedTokenizerBase, inputs: Mapping[str, Any],
-        gen_config: GenerationConfig, request_id: str,
-    ) -> tuple[str, int, list[int]]:  # fmt: skip
-        """As transformers has it; ended where nobody waits.
-
-        Raises:
-            GenerationStopped: nobody waits for it.
-            GenerationFailed: it raised.
-        """
-        request = self._generating.admit(request_id, len(inputs["input_ids"]), gen_config)
-        answer = super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
-        request.on_gone(lambda: self._cb.cancel_request(request_id))
-        try:
-            text, tokens, ids = await self._generating.while_wanted(request, answer)
-        except CBWorkerDeadError:
-            raise
-        except RuntimeError as error:
-            raise GenerationFailed(first_line(error)) from error
-        request.counted_by(lambda: len(ids))
-        return text, tokens, ids
-
-    def stop(self) -> None:
-        """At once: what runs is lost, and its clients are told."""
-        if self._cb is not None:
-            self._cb.stop(block=True, timeout=2, hard_stop=True)
-
-
-class OffloadedGeneration(GenerationState):  # type: ignore[misc]
-    """How requests are generated: one by one, or in batches where that was asked for and the model can.
-
-    Args:
-        generating: what runs and stops them.
-        continuous_batching: whether in batches.
-        kv_tokens: as :class:`Batched`.
-    """
-
-    def __init__(self, generating: Generating, *, continuous_batching: bool, kv_tokens: int | None) -> None:
-        super().__init__(continuous_batching=continuous_batching)
-        self._one_by_one = OneByOne(generating)
-        self._batched = Batched(generating, kv_tokens)
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> BaseGenerateManager:
-        """The only one of its kind, whatever the model is called."""
-        if not use_cb:
-            return self._one_by_one
-        self._cb_manager = self._batched
-        return self._batched
-
-    @property
-    def alive(self) -> bool:
-        """Whether what generates still runs."""
-        return self._one_by_one.alive and bool(self.is_cb_alive())

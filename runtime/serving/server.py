@@ -12,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.systemone import SystemOneHandler
@@ -20,10 +21,11 @@ from transformers.cli.serving.transcription import TranscriptionHandler
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.serving.errors import error_body, tell_errors
-from expertcast.runtime.serving.generation import Generating, OffloadedGeneration
+from expertcast.runtime.serving.generation import Generating
 from expertcast.runtime.serving.handlers import Chats, Checked, Completions, Responses
 from expertcast.runtime.serving.manager import OffloadedModelManager
 from expertcast.runtime.serving.metrics import metrics_app
+from expertcast.runtime.serving.queues import OffloadedGeneration
 from expertcast.runtime.serving.requests import Requests
 from expertcast.runtime.serving.watching import Watching
 
@@ -40,7 +42,7 @@ class ModelServer:
         offloaded: the model.
         tokenizer: its own.
         name: by which clients ask for it; they may leave it out.
-        continuous_batching: many requests at once, in batches of tokens that share the layers' experts; else one by one.
+        continuous_batching: many requests at once, whose tokens share the layers' experts; else one by one.
         kv_tokens: with it, tokens that the requests' caches have room for together; None: as many as fit the device.
     """
 
@@ -59,7 +61,7 @@ class ModelServer:
             handler.requests = self.requests
             handler.chats = None if isinstance(handler, Completions) else tokenizer
         self.app = self._application(manager, *checked)
-        self.app.mount("/metrics", metrics_app(offloaded, self.requests.counts, name))
+        self.app.router.routes.append(Route("/metrics", _Page(metrics_app(offloaded, self.requests.counts, name))))
         self._uvicorn: _Uvicorn | None = None
 
     def run(self, listening: socket.socket, ready: Callable[[str], None] = print) -> None:
@@ -109,6 +111,16 @@ class ModelServer:
         if not self._generation.alive:
             return JSONResponse(error_body(503, "what generates has died: start the server again"), status_code=503)
         return JSONResponse({"status": "ok"})
+
+
+class _Page:
+    """An ASGI application as one page: a mounted one would send its readers on to `/metrics/`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
 
 
 class _Uvicorn(uvicorn.Server):

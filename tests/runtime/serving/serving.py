@@ -1,0 +1,104 @@
+"""Servers for tests: the project's own and transformers', each over the bundled model, on the loopback."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+from openai import OpenAI
+from transformers import PreTrainedModel
+from transformers.cli.serve import Serve
+from transformers.cli.serving.model_manager import TimedModel
+
+from expertcast.runtime.offloaded import OffloadedModel
+from expertcast.runtime.serving.server import ModelServer, listen
+
+NAME = "reference"
+WAIT_S = 60.0
+"""For what must come; no test waits for as long unless it fails."""
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+
+
+def chatting(tokenizer: Any) -> Any:
+    """A copy of a tokenizer that has a chat template."""
+    copied = copy.deepcopy(tokenizer)
+    copied.chat_template = TEMPLATE
+    return copied
+
+
+class Running:
+    """A server that takes requests, and its address."""
+
+    def __init__(self, address: str, server: ModelServer | None = None, *, batching: bool = False) -> None:
+        self.address, self._server, self.batching = address, server, batching
+
+    @property
+    def server(self) -> ModelServer:
+        assert self._server is not None
+        return self._server
+
+    def client(self) -> OpenAI:
+        """OpenAI's own client."""
+        return OpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+
+    def post(self, route: str, body: Any, timeout: float = WAIT_S) -> httpx2.Response:
+        """A plain request."""
+        return httpx2.post(f"{self.address}{route}", json=body, timeout=timeout)
+
+
+@contextmanager
+def served(offloaded: OffloadedModel, tokenizer: Any, *, batching: bool = False) -> Iterator[Running]:
+    """The project's server; it has ended, and the model can be closed, behind the block."""
+    server = ModelServer(offloaded, tokenizer, NAME, continuous_batching=batching, kv_tokens=4096)
+    ready, addresses = threading.Event(), list[str]()
+
+    def told(address: str) -> None:
+        addresses.append(address)
+        ready.set()
+
+    with listen("127.0.0.1", 0) as listening:
+        thread = threading.Thread(target=server.run, args=(listening, told))
+        thread.start()
+        try:
+            assert ready.wait(WAIT_S)
+            yield Running(addresses[0], server, batching=batching)
+        finally:
+            server.stop()
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+            assert server.close()
+
+
+@contextmanager
+def transformers_served(model: PreTrainedModel, tokenizer: Any) -> Iterator[Running]:
+    """transformers' own server over a resident model."""
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    serve = Serve(host="127.0.0.1", port=port, non_blocking=True, log_level="error", device="cpu")
+    try:
+        serve._model_manager.loaded_models[f"{NAME}@main"] = TimedModel(model, -1, tokenizer)
+        address = f"http://127.0.0.1:{port}"
+        until(lambda: _answers(address))
+        yield Running(address)
+    finally:
+        serve.kill_server()
+
+
+def until(true: Callable[[], object]) -> None:
+    """Wait for something that must come."""
+    end = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def _answers(address: str) -> bool:
+    try:
+        return httpx2.get(f"{address}/health").status_code == 200
+    except httpx2.HTTPError:
+        return False

@@ -1,0 +1,161 @@
+"""Clients that leave, servers that end, generations that fail: what nobody waits for stops, the rest goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from transformers import PreTrainedModel
+
+from expertcast.data.models import REFERENCE
+from expertcast.runtime import OffloadedModel, load_offloaded, offload
+from tests.families.models import tiny_model
+from tests.runtime.conftest import PROMPT, assert_same, greedy
+from tests.runtime.faults import INPUTS
+from tests.runtime.serving.serving import NAME, WAIT_S, Running, chatting, served, until
+
+LONG = {"prompt": PROMPT, "max_tokens": 900, "temperature": 0}
+BOTH = pytest.mark.parametrize("batching", [False, True], ids=["one by one", "batched"])
+
+
+@pytest.fixture
+def offloaded() -> Iterator[OffloadedModel]:
+    with load_offloaded(REFERENCE, dtype="fp32", slots=96) as made:
+        yield made
+
+
+def _begun(running: Running, offloaded: OffloadedModel) -> None:
+    """A generation is under way."""
+    before = offloaded.stats.total.steps
+    until(lambda: offloaded.stats.total.steps > before + 5 * len(offloaded.view))
+
+
+def _quiet(running: Running, offloaded: OffloadedModel) -> None:
+    """Nothing is in flight, and nothing runs."""
+    counts = running.server.requests.counts
+    until(lambda: counts.in_flight == 0)
+    steps = [-1, -2]
+
+    def still() -> bool:
+        steps.append(offloaded.stats.total.steps)
+        return steps[-1] == steps[-2]
+
+    until(still)
+
+
+@BOTH
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_leaves_frees_its_work(
+    batching: bool, stream: bool, offloaded: OffloadedModel, reference_tokenizer: Any
+) -> None:
+    with served(offloaded, reference_tokenizer, batching=batching) as running:
+        with _asked(running, {**LONG, "stream": stream}):
+            _begun(running, offloaded)
+        _quiet(running, offloaded)
+        counts = running.server.requests.counts
+        assert counts.disconnected == 1
+        assert dict(counts.ended) == {("/v1/completions", "499"): 1}
+        assert counts.generated_tokens < 900
+        assert running.post("/v1/completions", {**LONG, "max_tokens": 3}).status_code == 200
+
+
+def _asked(running: Running, body: dict[str, Any]) -> socket.socket:
+    """A connection that has asked; closing it is leaving."""
+    host, port = running.address.removeprefix("http://").split(":")
+    connection, text = socket.create_connection((host, int(port)), WAIT_S), json.dumps(body)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(text)}\r\n\r\n{text}".encode())
+    return connection
+
+
+def test_what_waits_for_its_turn_never_begins(offloaded: OffloadedModel, reference_tokenizer: Any) -> None:
+    with served(offloaded, reference_tokenizer) as running:
+        with running.client().completions.create(model=NAME, stream=True, **LONG) as first:
+            next(iter(first))
+            with pytest.raises(httpx2.TimeoutException):
+                running.post("/v1/completions", LONG, timeout=0.2)
+            until(lambda: running.server.requests.counts.disconnected == 1)
+            steps = offloaded.stats.total.steps
+            assert running.server.requests.counts.generated_tokens == 0  # of the one that left
+            until(lambda: offloaded.stats.total.steps > steps)  # the first goes on
+        _quiet(running, offloaded)
+        assert running.server.requests.counts.disconnected == 2
+
+
+@BOTH
+def test_the_server_ends_in_the_middle(batching: bool, offloaded: OffloadedModel, reference_tokenizer: Any) -> None:
+    told = list[httpx2.Response]()
+    with served(offloaded, reference_tokenizer, batching=batching) as running:
+        stream = running.client().completions.create(model=NAME, stream=True, **LONG)
+        next(iter(stream))
+        waiting = threading.Thread(target=lambda: told.append(running.post("/v1/completions", LONG)))
+        waiting.start()
+        until(lambda: running.server.requests.counts.in_flight == 2)
+        running.server.stop()
+        with pytest.raises(openai.APIError):
+            list(stream)
+        waiting.join(WAIT_S)
+    assert [(answer.status_code, answer.json()["error"]["message"]) for answer in told] == [
+        (503, "the server is shutting down")
+    ]
+
+
+def test_the_model_is_whole_behind_a_server_that_ended(reference_tokenizer: Any) -> None:
+    model: PreTrainedModel = tiny_model("qwen3_moe")
+    expected = greedy(model, INPUTS)
+    with offload(model, slots=12) as offloaded:
+        with served(offloaded, reference_tokenizer) as running:
+            asking = threading.Thread(target=running.post, args=("/v1/completions", LONG))
+            asking.start()
+            _begun(running, offloaded)
+        asking.join(WAIT_S)
+        assert_same(greedy(offloaded, INPUTS), expected)
+    assert_same(greedy(model, INPUTS), expected)
+
+
+def test_a_generation_that_fails_is_told_and_the_server_goes_on(
+    offloaded: OffloadedModel, reference_tokenizer: Any
+) -> None:
+    beams = {"prompt": PROMPT, "generation_config": json.dumps({"num_beams": 2, "max_new_tokens": 3})}
+    with served(offloaded, reference_tokenizer) as running:
+        with pytest.raises(openai.APIError):
+            list(
+                running.client().completions.create(
+                    model=NAME, prompt=PROMPT, stream=True, extra_body={"generation_config": beams["generation_config"]}
+                )
+            )
+        assert running.post("/v1/completions", beams).status_code == 200  # beams go, streams of them do not
+        bad = json.dumps({"max_new_tokens": 3, "assistant_early_exit": 99})
+        answer = running.post("/v1/completions", {"prompt": PROMPT, "generation_config": bad})
+        assert answer.status_code in (200, 500)
+        assert answer.status_code == 200 or answer.json()["error"]["type"] == "server_error"
+        assert running.post("/v1/completions", {**LONG, "max_tokens": 3}).status_code == 200
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/responses"])
+def test_a_model_without_a_chat_template(route: str, offloaded: OffloadedModel, reference_tokenizer: Any) -> None:
+    with served(offloaded, reference_tokenizer) as running:
+        answer = running.post(route, {"messages": [{"role": "user", "content": "a"}], "input": "a"})
+        assert answer.status_code == 400
+        assert "has no chat template: ask /v1/completions" in answer.json()["error"]["message"]
+
+
+def test_drafts_write_what_the_model_would(offloaded: OffloadedModel, reference_tokenizer: Any) -> None:
+    def answers(model: OffloadedModel) -> list[str]:
+        with served(model, chatting(reference_tokenizer)) as running:
+            asked = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+            whole = running.post("/v1/completions", asked).json()["choices"][0]["text"]
+            parts = running.client().completions.create(model=NAME, stream=True, **asked)
+            return [whole, "".join(part.choices[0].text for part in parts)]
+
+    plain = answers(offloaded)
+    with load_offloaded(REFERENCE, dtype="fp32", slots=96, draft="prompt_lookup") as drafting:
+        assert answers(drafting) == plain
+        assert drafting.drafting is not None
+        assert drafting.stats.as_dict()["drafts"]["by_sequences"]

@@ -1,0 +1,170 @@
+"""The server answers OpenAI's own client as transformers' server answers it with the resident model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import pytest
+from openai import OpenAI
+from transformers import PreTrainedModel
+
+from expertcast.data.models import REFERENCE
+from expertcast.runtime import load_offloaded
+from tests.runtime.conftest import PROMPTS
+from tests.runtime.serving.serving import NAME, Running, chatting, served, transformers_served
+
+Asked = Callable[[OpenAI, str], tuple[Any, ...]]
+
+
+def _completed(client: OpenAI, prompt: str) -> tuple[Any, ...]:
+    answer = client.completions.create(model=NAME, prompt=prompt, max_tokens=12, temperature=0)
+    assert answer.usage is not None
+    return answer.choices[0].text, answer.choices[0].finish_reason, answer.usage.total_tokens
+
+
+def _completed_in_parts(client: OpenAI, prompt: str) -> tuple[Any, ...]:
+    parts = list(client.completions.create(model=NAME, prompt=prompt, max_tokens=12, temperature=0, stream=True))
+    return "".join(part.choices[0].text for part in parts), parts[-1].choices[0].finish_reason
+
+
+def _answered(client: OpenAI, prompt: str) -> tuple[Any, ...]:
+    messages: Any = [{"role": "user", "content": prompt}]
+    answer = client.chat.completions.create(model=NAME, messages=messages, max_tokens=12, temperature=0)
+    return answer.choices[0].message.content, answer.choices[0].finish_reason
+
+
+def _answered_in_parts(client: OpenAI, prompt: str) -> tuple[Any, ...]:
+    messages: Any = [{"role": "user", "content": prompt}]
+    parts = client.chat.completions.create(model=NAME, messages=messages, max_tokens=12, temperature=0, stream=True)
+    return ("".join(part.choices[0].delta.content or "" for part in parts),)
+
+
+def _responded(client: OpenAI, prompt: str) -> tuple[Any, ...]:
+    answer = client.responses.create(model=NAME, input=prompt, max_output_tokens=12, temperature=0, stream=False)
+    return (answer.output_text,)
+
+
+def _responded_in_parts(client: OpenAI, prompt: str) -> tuple[Any, ...]:
+    events = client.responses.create(model=NAME, input=prompt, max_output_tokens=12, temperature=0, stream=True)
+    return ("".join(event.delta for event in events if event.type == "response.output_text.delta"),)
+
+
+ASKED: tuple[Asked, ...] = (
+    _completed, _completed_in_parts, _answered, _answered_in_parts, _responded, _responded_in_parts,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer(reference_tokenizer: Any) -> Any:
+    return chatting(reference_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def expected(reference_fp32: PreTrainedModel, tokenizer: Any) -> dict[tuple[str, str], tuple[Any, ...]]:
+    with transformers_served(reference_fp32, tokenizer) as resident:
+        client = resident.client()
+        return {(ask.__name__, prompt): ask(client, prompt) for ask in ASKED for prompt in PROMPTS}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["one by one", "batched"])
+def running(request: pytest.FixtureRequest, tokenizer: Any) -> Iterator[Running]:
+    with (
+        load_offloaded(REFERENCE, dtype="fp32", slots=96, predictor="next_norm") as offloaded,
+        served(offloaded, tokenizer, batching=request.param) as server,
+    ):
+        yield server
+
+
+def test_as_transformers_with_the_resident_model(
+    running: Running, expected: dict[tuple[str, str], tuple[Any, ...]]
+) -> None:
+    client = running.client()
+    assert all(texts[0] for texts in expected.values())
+    for (name, prompt), answer in expected.items():
+        ask = next(each for each in ASKED if each.__name__ == name)
+        assert ask(client, prompt) == answer, (name, prompt)
+
+
+def test_several_at_once(running: Running, expected: dict[tuple[str, str], tuple[Any, ...]]) -> None:
+    def ask(place: int) -> None:
+        asked, prompt = ASKED[place % len(ASKED)], PROMPTS[place % len(PROMPTS)]
+        assert asked(running.client(), prompt) == expected[asked.__name__, prompt]
+
+    with ThreadPoolExecutor(8) as clients:
+        list(clients.map(ask, range(24)))
+    assert running.server.requests.counts.in_flight == 0
+
+
+def test_models_and_health(running: Running) -> None:
+    assert [model.id for model in running.client().models.list()] == [NAME]
+    assert httpx2.get(f"{running.address}/health").json() == {"status": "ok"}
+
+
+def test_the_page_counts_what_was_answered(running: Running) -> None:
+    before = running.server.requests.counts
+    answered, tokens = before.ended["/v1/completions", "200"], before.generated_tokens
+    _completed(running.client(), PROMPTS[0])
+    page = httpx2.get(f"{running.address}/metrics").text
+    assert f'expertcast_http_requests_total{{route="/v1/completions",status="200"}} {answered + 1}.0' in page
+    assert f"expertcast_generated_tokens_total {tokens + 12}.0" in page
+
+
+@pytest.mark.parametrize("route", ["/load_model", "/reset", "/v1/audio/transcriptions"])
+def test_nobody_unloads_the_model(running: Running, route: str) -> None:
+    assert running.post(route, {"model": "other"}).status_code == 404
+
+
+def test_a_client_gets_its_id_back(running: Running) -> None:
+    body = {"prompt": PROMPTS[0], "max_tokens": 2}
+    answer = httpx2.post(f"{running.address}/v1/completions", json=body, headers={"x-request-id": "mine"}, timeout=60)
+    assert answer.headers["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens=0: give a whole number of 1 or more"),
+        ({"prompt": "a", "max_tokens": "5"}, "max_tokens='5'"),
+        ({"prompt": "a", "temperature": -1}, "temperature=-1: give a number of 0 or more"),
+        ({"prompt": "a", "top_p": 2}, "top_p=2"),
+        ({"prompt": "a", "n": 3}, "n=3: give 1"),
+        ({"prompt": "a", "stop": 5}, "stop=5"),
+        ({"prompt": ["a"]}, "prompt must be a string"),
+        ({"prompt": ""}, "the prompt holds no token"),
+        ({"prompt": "river " * 5000}, "the model reads"),
+        ({"prompt": "a", "model": "other"}, "pinned to 'reference'"),
+        ({"prompt": "a", "generation_config": "{"}, "this request cannot be read"),
+    ],
+)
+def test_bad_requests_are_told_in_a_line(running: Running, body: dict[str, Any], said: str) -> None:
+    answer = running.post("/v1/completions", body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert error["type"] == "invalid_request_error"
+    assert said in error["message"]
+    assert "\n" not in error["message"]
+
+
+def test_a_body_that_is_no_json(running: Running) -> None:
+    answer = httpx2.post(
+        f"{running.address}/v1/completions", content=b"x", headers={"content-type": "application/json"}
+    )
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, 400)
+
+
+def test_chats_without_messages(running: Running) -> None:
+    answer = running.post("/v1/chat/completions", {"max_tokens": 3})
+    assert answer.status_code == 400
+    assert "'messages' is missing" in answer.json()["error"]["message"]
+
+
+def test_batches_sample_alike_or_not_at_all(running: Running) -> None:
+    """transformers' continuous batching takes the first request's sampling for all; here the others are told."""
+    body = {"prompt": "a", "max_tokens": 2, "temperature": 0.7, "generation_config": '{"do_sample": true}'}
+    assert running.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
+    answer, batched = running.post("/v1/completions", body), running.batching
+    assert answer.status_code == (400 if batched else 200)
+    assert not batched or "this one differs in do_sample, temperature" in answer.json()["error"]["message"]
