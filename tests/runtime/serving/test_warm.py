@@ -11,14 +11,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.artefacts import seal
-from expertcast.runtime import OffloadedModel, load_offloaded, offload
+from expertcast.predictors.early_attention import EarlyConfig
+from expertcast.runtime import load_offloaded, offload
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.serving.hot_experts import HotExperts
-from expertcast.runtime.serving.warm import prepare, read_prompts
+from expertcast.runtime.serving.warm import prepare, read_prompts, warm
 from expertcast.runtime.storage.slots import SlotState
+from expertcast.training.fit import fit
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.faults import INPUTS, Result
@@ -212,7 +215,7 @@ def test_prompts_fill_slots(reference_tokenizer: Any, reference_fp32: PreTrained
                 (said,) = prepare(offloaded, reference_tokenizer, prompts, None)
                 assert said.startswith("warmed by 2 prompts of ")
                 assert offloaded.pool.resident()
-                offloaded.reset_stats()
+                assert offloaded.stats.total.requests == 0
             result = greedy(offloaded, inputs, 2)
             return result, offloaded.stats.total.misses
 
@@ -223,11 +226,18 @@ def test_prompts_fill_slots(reference_tokenizer: Any, reference_fp32: PreTrained
 
 
 def test_a_prompt_beyond_the_models_positions_is_cut(model: PreTrainedModel) -> None:
-    most = model.config.max_position_embeddings
+    most = min(2048, model.config.max_position_embeddings)
     with offload(model, slots=12) as offloaded:
-        prepare(offloaded, _Tokenizer(), ["word " * most, ""], None)
-        assert offloaded.stats.layers[0].steps == 1
-        assert isinstance(offloaded, OffloadedModel)
+        assert warm(offloaded, _Tokenizer(), ["word " * most, "", "0123456789"]) == most + 10
+        assert offloaded.stats.layers[0].steps == 2
+
+
+def test_prompts_run_with_early_attention(reference_tokenizer: Any, reference_traces: TraceDataset) -> None:
+    """Which reads the cache where there is one."""
+    predictor = fit("early_attention", reference_traces, config=EarlyConfig()).predictor
+    with load_offloaded("reference", slots=192, predictor=predictor) as offloaded:
+        assert warm(offloaded, reference_tokenizer, ["In the beginning"]) > 0
+        assert offloaded.pool.resident()
 
 
 @pytest.mark.parametrize(
