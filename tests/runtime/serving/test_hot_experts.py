@@ -21,6 +21,7 @@ from expertcast.runtime.storage.slots import SlotState
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.faults import INPUTS, Result
+from tests.runtime.links.cuda_helpers import cuda_model
 from tests.runtime.serving.byte_tokenizer import ByteTokenizer
 
 LINKS: dict[str, dict[str, Any]] = {
@@ -190,3 +191,22 @@ def test_a_run_without_a_cache_keeps_nothing(model: PreTrainedModel, expected: R
         (said,) = prepare(offloaded, ByteTokenizer(), [], HotExperts(path, offloaded))
         assert "cache=False" in said
         assert_same(greedy(offloaded, INPUTS), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("link", ["cuda", "kernel", "disk"])
+def test_links_of_a_cuda_device(link: str, tmp_path: Path) -> None:
+    model, path = cuda_model(), tmp_path / "hot.json"
+    inputs = {"input_ids": INPUTS["input_ids"].to("cuda")}
+    before = greedy(model, inputs)
+    options: dict[str, Any] = {"link": link, "store": "disk" if link == "disk" else "memory", "slots": 12}
+    misses = []
+    for _ in range(2):
+        with offload(model, **options) as offloaded:
+            hot = HotExperts(path, offloaded)
+            prepare(offloaded, ByteTokenizer(), [], hot)
+            assert_same(greedy(offloaded, inputs), before)
+            misses.append(offloaded.stats.total.misses)
+            assert hot.save()
+    assert misses[1] < misses[0]
