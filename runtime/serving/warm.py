@@ -67,7 +67,7 @@ def warm(offloaded: OffloadedModel, tokenizer: PreTrainedTokenizerBase, prompts:
 def prepare(
     offloaded: OffloadedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], hot: HotExperts | None
 ) -> list[str]:
-    """Fill slots from the file of hot experts first, then by running prompts.
+    """Fill slots from the file of hot experts first, then by running prompts. Statistics begin anew afterwards.
 
     Args:
         offloaded, tokenizer, prompts: as for :func:`warm`; there may be no prompts.
@@ -88,6 +88,7 @@ def prepare(
         start = time.perf_counter()
         tokens = warm(offloaded, tokenizer, prompts)
         said.append(f"warmed by {len(prompts)} prompts of {tokens} tokens in {time.perf_counter() - start:.1f} s")
+    offloaded.reset_stats()
     return said
 
 

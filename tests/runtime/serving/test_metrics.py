@@ -7,7 +7,7 @@ import gzip
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from expertcast.runtime import OffloadedModel, load_offloaded, offload
 from expertcast.runtime.recording.statistics import LayerStatistics
 from expertcast.runtime.serving import families as named
 from expertcast.runtime.serving.metrics import ExpertMetrics, Source, metrics_app
-from expertcast.runtime.serving.request_metrics import request_metrics
 from tests.families.models import tiny_model
 from tests.runtime.faults import INPUTS
+from tests.runtime.serving.test_request_metrics import COUNTED
 
 Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -211,21 +211,6 @@ def test_reads_of_a_disk(tmp_path: Path) -> None:
         assert _of(page, named.READ_SECONDS) > 0
 
 
-def test_names_and_texts_keep_prometheus_rules() -> None:
-    shown = [described.shown for described in named.FAMILIES]
-    assert len(shown) == len(set(shown))
-    for described in named.FAMILIES:
-        assert re.fullmatch(r"expertcast(_[a-z]+)+", described.shown)
-        assert described.help.endswith(".")
-        assert (described.kind == "counter") == described.shown.endswith("_total")
-        assert not re.search(r"_(ms|kb|mb|milliseconds|count|sum|bucket|counter|gauge)(_|$)", described.shown)
-        for unit in ("seconds", "bytes"):
-            assert unit not in described.shown or re.search(rf"_{unit}(_total)?$", described.shown)
-        for label in described.labels:
-            assert re.fullmatch(r"[a-z]+", label)
-            assert label not in {"le", "quantile", "job", "instance"}
-
-
 def test_the_page_says_name_type_and_help_of_each_once(scraped: Scraped) -> None:
     scraped.generate(80)
     lines = scraped.text.splitlines()
@@ -265,42 +250,3 @@ def test_the_page_is_served(scraped: Scraped) -> None:
     for line in scraped.text.splitlines():
         if line.startswith("expertcast_expert_requests_total"):
             assert line in text
-
-
-@dataclass(frozen=True)
-class _Buckets:
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    sum: float
-
-
-@dataclass(frozen=True)
-class _Counted:
-    ended: dict[tuple[str, str], int]
-    in_flight: int
-    disconnected: int
-    prompt_tokens: int
-    generated_tokens: int
-    seconds: _Buckets
-    first_token: _Buckets
-
-
-COUNTED = _Counted(
-    ended={("/v1/completions", "200"): 5, ("/v1/completions", "400"): 2}, in_flight=3, disconnected=1, prompt_tokens=70,
-    generated_tokens=41, seconds=_Buckets((0.5, 2), (1, 4, 2), 17.25), first_token=_Buckets((0.1,), (4, 0), 0.3),
-)  # fmt: skip
-
-
-def test_what_clients_asked_for() -> None:
-    families = {family.name: family for family in request_metrics(COUNTED)}
-    samples = {(s.name, *s.labels.values()): s.value for family in families.values() for s in family.samples}
-    assert samples["expertcast_http_requests_total", "/v1/completions", "200"] == 5
-    assert samples["expertcast_http_requests_total", "/v1/completions", "400"] == 2
-    assert samples["expertcast_http_requests_in_flight",] == 3
-    assert samples["expertcast_http_disconnects_total",] == 1
-    assert (samples["expertcast_prompt_tokens_total",], samples["expertcast_generated_tokens_total",]) == (70, 41)
-    seconds = [samples["expertcast_http_request_seconds_bucket", le] for le in ("0.5", "2.0", "+Inf")]
-    assert seconds == [1, 5, 7]
-    assert samples["expertcast_http_request_seconds_count",] == 7
-    assert samples["expertcast_http_request_seconds_sum",] == 17.25
-    assert samples["expertcast_time_to_first_token_seconds_bucket", "+Inf"] == 4
