@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.early import EarlyAttention
+from expertcast.data.release import check_release
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.arguments import (
     executed_layers,
@@ -21,9 +22,9 @@ from expertcast.runtime.arguments import (
 )
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.effects import remarks
-from expertcast.runtime.engine.base import EXPERTS_NAME, Engine
 from expertcast.runtime.engine.guards import refuse_shared
 from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
+from expertcast.runtime.engine.seam import EXPERTS_NAME, is_attached
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.offload_parts import OffloadParts
 from expertcast.runtime.offloaded import OffloadedModel
@@ -49,8 +50,9 @@ def offload(
 
     Raises:
         ExpertcastError: too few slots, an unknown option, mode, link or predictor, a predictor of another model, a
-            model that is offloaded already, has no weights or is not supported.
+            model that is offloaded already, has no weights or is not supported; or transformers is too old.
     """
+    check_release("offloading")
     config = OffloadConfig.of(config, fields)
     _refuse_offloaded(model)
     refuse_shared(config.link, config.store, config.predictor)
@@ -96,7 +98,7 @@ def offload(
 
 
 def _refuse_offloaded(model: PreTrainedModel) -> None:
-    if Engine.is_attached(model):
+    if is_attached(model):
         raise ExpertcastError("this model is offloaded already: close the other offload first")
     if EXPERTS_NAME in model.get_experts_implementation().values():
         raise ExpertcastError(

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,9 +25,11 @@ from expertcast.runtime.storage.coded_reader import CodedReader
 from expertcast.runtime.storage.file_store import FileStore
 from expertcast.runtime.storage.host_memory import HostMemory, give_back_freed
 from expertcast.runtime.storage.part_memory import NOTHING, Kinds, PartPlaces
-from expertcast.runtime.storage.shipped_experts import Shipped
 from expertcast.runtime.storage.store import Write
 from expertcast.runtime.storage.store_header import StaleFileError
+
+if TYPE_CHECKING:
+    from expertcast.runtime.storage.shipped_experts import Shipped
 
 
 class CodedStore(FileStore):

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from expertcast.data.models import with_index
+from expertcast.data.devices import with_index
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.progress import Progress
 from expertcast.predictors.view import MoELayer, MoEView
