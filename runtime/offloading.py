@@ -29,6 +29,7 @@ from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.offload_parts import OffloadParts
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.recording.observer import Observer
+from expertcast.runtime.storage.layout import device_of
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_link, make_store
 
@@ -57,7 +58,7 @@ def offload(
     _refuse_offloaded(model)
     refuse_shared(config.link, config.store, config.predictor)
     view = find_moe_layers(model)
-    device = config.store.device if isinstance(config.store, ExpertStore) else ExpertStore.device_of(view)
+    device = config.store.device if isinstance(config.store, ExpertStore) else device_of(view)
     policies = config.resolved_policies()
     bound, checkpoint = resolve_predictor(config.resolved_predictor(), view)
     if bound is not None:
