@@ -26,12 +26,15 @@ SHORT = ["--set", "steps=8", "step_tokens=128"]
 SMALLER = {"estimator": ["parameters=80000"], "next_token": ["width=32"]}
 HUB = " user/"
 """In commands that need a hub."""
+SERVE = "serve "
+"""A command that does not end by itself; the tests of serving run it."""
 
 
 def readme_lines() -> list[str]:
-    """What stands behind `expertcast` in the README, command by command; `tests/hub` runs those that need a hub."""
+    """What stands behind `expertcast` in the README, but for what needs a hub or serves: `tests/hub`
+    and `tests/runtime/serving` run these."""
     lines = re.findall(r"^    expertcast (.*)$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
-    return [line for line in lines if HUB not in line]
+    return [line for line in lines if HUB not in line and not line.startswith(SERVE)]
 
 
 def words_of(line: str) -> list[str]:

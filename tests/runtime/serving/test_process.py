@@ -1,0 +1,105 @@
+"""`expertcast serve` as a process: the README's command, ended by signals in the middle of generations."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.runtime.serving.serving import WAIT_S
+
+ROOT = Path(__file__).resolve().parents[3]
+LONG = {"prompt": "It is a truth", "max_tokens": 900, "temperature": 0}
+
+
+@contextmanager
+def process(*options: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+    """The command, its address, and the lines that it writes."""
+    words = [sys.executable, "-m", "expertcast.cli", "serve", "reference", "--port", "0", *options]
+    lines, ready = list[str](), threading.Event()
+    with subprocess.Popen(words, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+
+        def read() -> None:
+            assert running.stderr is not None
+            for line in running.stderr:
+                lines.append(line.rstrip())
+                if line.startswith("serving "):
+                    ready.set()
+            ready.set()
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        try:
+            assert ready.wait(WAIT_S)
+            assert lines[-1].startswith("serving reference on http://127.0.0.1:"), lines
+            yield running, lines[-1].rpartition(" ")[2], lines
+        finally:
+            if running.poll() is None:
+                running.kill()
+            running.wait()
+            reading.join(WAIT_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batching", [False, True], ids=["one by one", "batched"])
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_it_in_the_middle(stop: signal.Signals, batching: bool, tmp_path: Path) -> None:
+    options = ["--slots", "192", "--hot-experts", "hot.json", *(["--continuous-batching"] if batching else [])]
+    with process(*options, folder=tmp_path) as (running, address, lines):
+        told = list[httpx2.Response]()
+        waiting = threading.Thread(
+            target=lambda: told.append(httpx2.post(f"{address}/v1/completions", json=LONG, timeout=WAIT_S))
+        )
+        with httpx2.stream("POST", f"{address}/v1/completions", json={**LONG, "stream": True}, timeout=WAIT_S) as parts:
+            text = parts.iter_text()
+            next(text)
+            waiting.start()
+            while "requests_in_flight 2.0" not in httpx2.get(f"{address}/metrics").text:
+                pass
+            running.send_signal(stop)
+            rest = "".join(text)
+        assert '{"error": "the server is shutting down"}' in rest
+        assert '"finish_reason"' not in rest
+        waiting.join(WAIT_S)
+        assert [answer.status_code for answer in told] == [503]
+        assert running.wait(WAIT_S) == 0
+    assert not any("Traceback" in line for line in lines), lines
+    assert (tmp_path / "hot.json").is_file()
+    with process(*options, folder=tmp_path) as (running, address, lines):  # and what it left is read
+        loaded = next(re.match(r"hot experts: (\d+) loaded", line) for line in lines if "hot experts" in line)
+        assert loaded is not None
+        assert int(loaded[1]) > 0
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(WAIT_S) == 0
+
+
+@pytest.mark.slow
+def test_an_address_that_is_taken(tmp_path: Path) -> None:
+    with process(folder=tmp_path) as (_, address, _lines):
+        words = [sys.executable, "-m", "expertcast.cli", "serve", "reference", "--port", address.rpartition(":")[2]]
+        second = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert second.returncode == 2
+    assert re.fullmatch(
+        r"expertcast: cannot listen on 127.0.0.1:\d+: .*; give another --host or --port", second.stderr.strip()
+    )
+
+
+@pytest.mark.slow
+def test_the_readme_serves(tmp_path: Path) -> None:
+    """As it is written, but for the model, the predictor and the port."""
+    line = re.search(r"^    expertcast serve (.*)$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert line is not None
+    words = line[1].replace("checkpoint", "next_norm").replace("1024", "256").split()
+    assert words[0] == "MODEL"
+    with process(*words[1:], folder=tmp_path) as (_, address, _lines):
+        answer = httpx2.post(f"{address}/v1/completions", json={**LONG, "max_tokens": 5}, timeout=WAIT_S)
+        assert answer.json()["usage"]["completion_tokens"] == 5
+        assert "expertcast_expert_hits_total" in httpx2.get(f"{address}/metrics").text
