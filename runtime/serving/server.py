@@ -85,12 +85,10 @@ class ModelServer:
         if self._uvicorn is not None:
             self._uvicorn.should_exit = True
 
-    def close(self) -> bool:
-        """Let go of the model; False where a generation would not end, so that the model cannot be closed."""
-        if not self._generating.idle(ENDS_S):
-            return False
+    def close(self) -> None:
+        """Let go of the model, which can be closed then unless a generation would not end."""
+        self._generating.idle(ENDS_S)
         self._generating.close()
-        return True
 
     def _application(self, manager: OffloadedModelManager, *checked: Checked) -> FastAPI:
         completions, chats, responses = checked

@@ -5,21 +5,20 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from expertcast.commands.deployment import DeploymentOptions
 from expertcast.commands.generate_text import held
 from expertcast.commands.options import COUNT, Model, Option, not_negative_whole
-from expertcast.commands.output import Outcome, new_file, say
+from expertcast.commands.output import Outcome, say
+from expertcast.commands.warm_options import WarmOptions
 from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.plain import size_text
 from expertcast.runtime.loading import load_offloaded
-
-if TYPE_CHECKING:
-    from expertcast.runtime.serving.hot_experts import HotExperts
+from expertcast.runtime.offloaded import OffloadedModel
 
 _NEEDS = ("fastapi", "uvicorn", "openai", "rich", "prometheus_client")
 """Packages of the extra."""
@@ -27,7 +26,7 @@ KV_TOKENS = 16384
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(DeploymentOptions):
+class Options(WarmOptions, DeploymentOptions):
     """What `expertcast serve` takes."""
 
     model: Model
@@ -41,10 +40,6 @@ class Options(DeploymentOptions):
     """Take many requests at once, batched token by token (default: one after the other)."""
     kv_tokens: Annotated[int | None, COUNT] = None
     """With continuous batching, tokens that all requests' caches have room for (default: 16384, on CUDA what fits)."""
-    warm: Annotated[Path | None, Option(metavar="FILE")] = None
-    """Prompts to run before the first request, so that slots hold what they use: one per line, or .jsonl."""
-    hot_experts: Annotated[Path | None, Option(metavar="FILE", read=new_file)] = None
-    """Fill slots with the experts that were used most in the last run, and write them there at the end."""
 
     def __post_init__(self) -> None:
         if self.kv_tokens is not None and not self.continuous_batching:
@@ -56,43 +51,37 @@ def run(options: Options) -> Outcome:
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise ExpertcastError(f"serving needs {', '.join(missing)}: pip install 'expertcast[serve]'")
-    from expertcast.runtime.serving.hot_experts import HotExperts  # only here: other commands do without the packages
-    from expertcast.runtime.serving.server import ModelServer, listen
-    from expertcast.runtime.serving.warm import prepare, read_prompts
+    from expertcast.runtime.serving.server import ModelServer, listen  # only here: other commands do without it
 
-    config = options.configuration()
-    prompts = [] if options.warm is None else read_prompts(options.warm)
+    config, prompts = options.configuration(), options.prompts()
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("expertcast.serving").setLevel(logging.INFO)
     name = options.served_name or options.model
-    with listen(options.host, options.port) as listening:
+    cache = options.kv_tokens or (KV_TOKENS if options.device_name == "cpu" else None)
+    with ExitStack() as stack:
+        listening = stack.enter_context(listen(options.host, options.port))
         tokenizer = load_tokenizer(options.model)
         offloaded = load_offloaded(options.model, config, device=options.device_name, dtype=options.dtype)
-        hot = None if options.hot_experts is None else HotExperts(options.hot_experts, offloaded)
-        for line in prepare(offloaded, tokenizer, prompts, hot):
+        stack.callback(_close, offloaded)
+        for line in stack.enter_context(options.warmed(offloaded, tokenizer, prompts)):
             say(line)
-        cache = options.kv_tokens or (KV_TOKENS if options.device_name == "cpu" else None)
         server = ModelServer(
             offloaded, tokenizer, name, continuous_batching=options.continuous_batching, kv_tokens=cache
         )
         where = held(offloaded)
         say(f"{where['slots']} of {where['experts']} experts in slots, {size_text(where['device_bytes'])}")
         server.run(listening, ready=lambda address: say(f"serving {name} on {address}"))
-        requests, tokens = sum(server.requests.counts.ended.values()), server.requests.counts.generated_tokens
-        stats = offloaded.stats.as_dict()
-        stopped = server.close()
-        if hot is not None:
-            _keep(hot)
-        if not stopped:
-            say("a generation did not stop in time: ending without it")
-            os._exit(1)
-        offloaded.close()
+        server.close()
+        counts, stats = server.requests.counts, offloaded.stats.as_dict()
+    requests, tokens = sum(counts.ended.values()), counts.generated_tokens
     result = {"requests": requests, "generated_tokens": tokens, "stats": stats}
     return result, f"answered {requests} requests, {tokens} tokens"
 
 
-def _keep(hot: HotExperts) -> None:
+def _close(offloaded: OffloadedModel) -> None:
+    """Close it; end the process where a forward would not stop, for its thread keeps the model."""
     try:
-        hot.save()
+        offloaded.close()
     except ExpertcastError as error:
-        say(f"hot experts are not kept: {error}")
+        say(f"ending with a forward under way: {error}")
+        os._exit(1)
