@@ -1,0 +1,1 @@
+"""What `bench_serving.py` is made of: servers to compare, clients that ask them, and the table."""
