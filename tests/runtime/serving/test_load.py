@@ -22,14 +22,22 @@ CLIENTS, TOKENS, MOST_GROWTH = 16, 8, 100e6
 @pytest.mark.slow
 @pytest.mark.parametrize("batching", [False, True], ids=["one by one", "batched"])
 def test_sixteen_clients(
-    batching: bool, reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path,
+    batching: bool, reference_fp32: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3] / "scripts"))
     from serving_sides.clients import ask
 
-    expected = [_written(reference_model, reference_tokenizer, prompt) for prompt in PROMPTS]
-    options = ["--slots", "96", "--predictor", "next_norm", *(["--continuous-batching"] if batching else [])]
+    expected = [_written(reference_fp32, reference_tokenizer, prompt) for prompt in PROMPTS]
+    options = [
+        "--dtype",
+        "fp32",
+        "--slots",
+        "96",
+        "--predictor",
+        "next_norm",
+        *(["--continuous-batching"] if batching else []),
+    ]
     with process(*options, folder=tmp_path) as (running, address, _):
         answered, used = 0, list[int]()
         end = time.monotonic() + LOAD_S
