@@ -22,7 +22,7 @@ from expertcast.data.experts import Offload, experts_of, model_of
 from expertcast.data.kept_outputs import KeptOutputs
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import SPLITS, Plan, PlannedDocument, TextOptions, Window, make_plan
-from expertcast.data.skeleton import save_skeleton
+from expertcast.data.skeleton import check_code, save_skeleton
 from expertcast.data.stand_in_file import kept_bytes, plan_stand_in, read_stand_in, write_stand_in
 from expertcast.data.stream import ActivationStream
 from expertcast.data.text import Document
@@ -66,6 +66,7 @@ def collect(
     """
     share = current_share()
     model, folder = model_of(model), Path(out)
+    check_code(model)
     experts = experts_of(model)
     view = experts.view
     means = MeanOutputs(view)

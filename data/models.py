@@ -142,7 +142,7 @@ def load_config(model: str | Path | ModelSource) -> PretrainedConfig:
             complete_config(config, path)
     except Exception as error:  # a config that is not right fails in whatever way its family's classes fail
         untrusted = isinstance(error, ValueError) and "trust_remote_code" in str(error)
-        reason = "it holds code of its own: say trust_remote_code=True if you trust it"
+        reason = "it holds code of its own: say trust_remote_code=True (--trust-remote-code) if you trust it"
         raise ExpertcastError(
             f"cannot load model {source.name!r}: {reason if untrusted else first_line(error)}"
         ) from error

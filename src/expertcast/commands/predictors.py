@@ -218,7 +218,8 @@ def policy_quality(
     predictors = {given: made.predictor for given, made in (fitted or {}).items()}
     documents = unseen_text(options.documents(), predictors)
     opener = options.opener(name)
-    model, tokenizer = options.load(name) if opener is None else (opener, load_tokenizer(name))
+    given = options.passed_on(name)
+    model, tokenizer = options.load(name) if opener is None else (opener, load_tokenizer(name, **given))
     windows_NW = text_windows(
         tokenizer,
         (document.text for document in documents),
