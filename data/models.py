@@ -121,7 +121,9 @@ def load_tokenizer(model_id: str | Path, **options: object) -> PreTrainedTokeniz
         if "gguf_file" in given and any(map(source.file, ("tokenizer.json", "tokenizer_config.json"))):
             del given["gguf_file"]
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.path, **given)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a file that is not right fails in whatever way its family's classes fail
+        if isinstance(error, ExpertcastError):
+            raise
         raise ExpertcastError(f"no tokenizer for {source.name!r}: {first_line(error)}") from error
     return tokenizer
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from tests.families.models import tiny_model
 from tests.hub.fake_repos import FakeHub, Repo
 from tests.hub.test_checkpoints import right
 from tests.hub.worker import Worker
+from tests.sealed import edit_json
 
 
 @pytest.fixture
@@ -44,3 +47,19 @@ def test_a_revision_is_another_model(model: str, worker: Worker, work: Path) -> 
     assert found[0] == (found[0][0], found[0][0])
     assert found[1] == (2, 2) != found[0]
     assert "'me/moe'" in worker.run("inspect", model, "--revision", "newer").line
+
+
+def test_a_report_asks_no_hub_for_a_tokenizer(hub: FakeHub, model: str, worker: Worker, work: Path) -> None:
+    """One that lies in the cache is found, and for one that does not nothing is asked."""
+    for name, found in ((model, True), ("me/elsewhere", False)):
+        traces = shutil.copytree(work / "traces", work / f"of-{found}")
+        edit_json(traces / "trace.json", lambda info, name=name: info.update(model=name))
+        if found:
+            code = f"from expertcast.data.models import load_tokenizer as load\nload({model!r})"
+            right(worker.code(code))
+        before = len(hub.requests)
+        right(worker.run("eval", str(traces), "--predictor", "next_norm", "--report", f"report-{found}"))
+        assert len(hub.requests) == before
+        page = (work / f"report-{found}" / "index.html").read_text()
+        page = html.unescape(page)
+        assert (f"no tokenizer for '{name}' on this machine" in page) is not found
