@@ -49,6 +49,11 @@ def run(options: Options) -> Outcome:
         shown = {key: value for key, value in checkpoint.config.items() if key != "tap_point"}
         text = table({**shown, "recall_at_k": recall})
         return checkpoint.config, f"{text}\n  reads {checkpoint.config['tap_point']}"
+    if folder.is_dir() and not (folder / files.CONFIG).is_file():
+        raise ExpertcastError(
+            f"{folder} holds neither a model nor a checkpoint (config.json) nor traces (trace.json); a store is "
+            "compared with its digests by --verify"
+        )
     given = ModelOptions(revision=options.revision, trust_remote_code=options.trust_remote_code)
     report = asdict(inspect_model(options.target, **given.passed_on(options.target)))
     shown = {key: value for key, value in report.items() if value != "" and key != "not_early"}
