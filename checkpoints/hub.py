@@ -14,10 +14,9 @@ from expertcast.checkpoints import files
 from expertcast.checkpoints.card import model_card
 from expertcast.checkpoints.kind import CHECKPOINT
 from expertcast.checkpoints.repositories import HubName
-from expertcast.checkpoints.schema import REMEDY
 from expertcast.checkpoints.store import PredictorCheckpoint, describe, write_files
-from expertcast.checkpoints.uploads import push
-from expertcast.predictors import ExpertcastError, MoEView, Predictor
+from expertcast.checkpoints.uploads import push, require_digests
+from expertcast.predictors import MoEView, Predictor
 from expertcast.predictors.artefacts import SEAL
 from expertcast.predictors.plain import Json
 
@@ -51,8 +50,7 @@ def push_checkpoint(
     """
     checkpoint = PredictorCheckpoint.open(folder)
     checkpoint.load()
-    if SEAL not in checkpoint.config:
-        raise ExpertcastError(f"{folder} names no digests that readers could check its files by: {REMEDY}")
+    require_digests(folder, SEAL in checkpoint.config, CHECKPOINT)
     card = model_card(checkpoint.config, checkpoint.metrics, str(name), license)
     kept = (files.CONFIG, *checkpoint.config["files"])
     content: dict[str, Path | bytes] = {path: checkpoint.folder / path for path in kept}

@@ -17,7 +17,7 @@ def holds_predictor(folder: str | Path) -> bool:
     """Whether a folder is a predictor's checkpoint, be it a damaged one: not a model's, which has a config.json too."""
     config = Path(folder) / files.CONFIG
     if not config.is_file():
-        return False
+        return all((Path(folder) / name).is_file() for name in (files.METRICS, files.WEIGHTS))
     try:
         values = read_json(config, dict[str, JsonValue], REMEDY)
     except ExpertcastError:

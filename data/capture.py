@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from expertcast.data.early import EarlyAttention
 from expertcast.data.experts import Experts, experts_of
+from expertcast.data.kept_outputs import Outputs
 from expertcast.data.means import MeanOutputs, adds_block, adds_experts
 from expertcast.data.router_call import RouterCall
 from expertcast.data.taps import RouterTaps
@@ -44,6 +45,7 @@ class Capture:
         check: asks each router once whether it goes by its logits.
         residual_dtype: what residuals are rounded to.
         early: fills `early_TLD`; None leaves it None.
+        outputs: answers for routed experts where it can; None: they run.
     """
 
     def __init__(
@@ -55,11 +57,13 @@ class Capture:
         check: RuleCheck,
         residual_dtype: torch.dtype,
         early: EarlyRun | None = None,
+        outputs: Outputs | None = None,
     ) -> None:
         tokens = int(mask_BS.sum())
         self.keep_T = mask_BS.reshape(-1).nonzero().squeeze(1) if tokens < mask_BS.numel() else None
         """Indices of the real tokens in the flattened batch, None when there is no padding."""
-        self.means, self._view, self._check = means, view, check
+        self.means, self.outputs = means, outputs
+        self._view, self._check = view, check
         device = view[0].experts.get_parameter("down_proj").device
         self.residual_TLD = torch.empty(
             (tokens, view.shape.layers, view.shape.hidden), dtype=residual_dtype, device=device
@@ -141,7 +145,15 @@ class LayerCapture:
 
     def _grouped(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         means, index = self.capture.means, self.layer.index
-        inner = None if means is None or not adds_experts(self.layer) else partial(means.add_experts, index)
+        if not adds_experts(self.layer):
+            means = None
+        kept = None if self.capture.outputs is None else self.capture.outputs.read(self.layer, hidden_TD)
+        if kept is not None:
+            if means is not None:
+                every_E = torch.arange(self.layer.num_experts, device=kept.count_E.device)
+                means.add_sums(index, kept.inner_EI, every_E, kept.count_E)
+            return kept.output_TD
+        inner = None if means is None else partial(means.add_experts, index)
         return self._run.run(self.layer, hidden_TD, ids_TK, weights_TK, inner)
 
     def _ran(self, output_TD: Tensor) -> None:

@@ -19,11 +19,12 @@ from expertcast.data import layout
 from expertcast.data.distributed import Share, current_share, documents_of, wait_for_all
 from expertcast.data.early_trial import try_early
 from expertcast.data.experts import Offload, experts_of, model_of
+from expertcast.data.kept_outputs import KeptOutputs
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import SPLITS, Plan, PlannedDocument, TextOptions, Window, make_plan
-from expertcast.data.skeleton import save_skeleton
+from expertcast.data.skeleton import check_code, save_skeleton
 from expertcast.data.stand_in_file import read_stand_in, write_stand_in
-from expertcast.data.stand_in_plan import plan_stand_in
+from expertcast.data.stand_in_plan import kept_bytes, plan_stand_in
 from expertcast.data.stream import ActivationStream
 from expertcast.data.text import Document
 from expertcast.data.trace_file import read_info, write_info
@@ -66,6 +67,7 @@ def collect(
     """
     share = current_share()
     model, folder = model_of(model), Path(out)
+    check_code(model)
     experts = experts_of(model)
     view = experts.view
     means = MeanOutputs(view)
@@ -75,11 +77,14 @@ def collect(
     columns = layout.Columns(view.shape, layout.stored_logits_dtype(seen.logits_TLE.dtype), early is not None)
     windows = plan.windows_of(plan.documents)
     stream = ActivationStream(model, view, windows, batch_size=plan.options.batch_size)
+    kept, fitted_s = KeptOutputs(folder / layout.PROGRESS_FOLDER), 0.0
     if share.rank == 0:
         _claim(folder, _new_info(stream, plan, share, columns))
-        _check_disk(folder, plan, columns.row_bytes)
+        free = _check_disk(folder, plan, columns.row_bytes)
         if columns.early and not (folder / layout.STAND_IN_FILE).exists():
-            write_stand_in(folder, plan_stand_in(model, view, plan))
+            keeps, start = share.world == 1 and kept_bytes(model, view, plan) < free, time.perf_counter()
+            write_stand_in(folder, plan_stand_in(model, view, plan, kept if keeps else None))
+            fitted_s = time.perf_counter() - start
     wait_for_all(share)
     info = read_info(folder)
     if info is None:
@@ -91,17 +96,24 @@ def collect(
             stream = ActivationStream(
                 model, view, windows, batch_size=plan.options.batch_size, stand_in=stand_in, early=early
             )
-        seconds = _run(stream, plan, share, writer)
+        seconds = _run(stream, plan, share, writer, kept)
         wait_for_all(share)
         if share.rank == 0:
-            took = {} if seconds is None else {"collection_s": seconds}
+            took = {} if seconds is None else {"collection_s": fitted_s + seconds}
             _finish(folder, {**info, **took}, stream, plan, columns, share)
         wait_for_all(share)
     return TraceDataset.open(folder)
 
 
-def _run(stream: ActivationStream, plan: Plan, share: Share, writer: ShardWriter) -> float | None:
+def _run(stream: ActivationStream, plan: Plan, share: Share, writer: ShardWriter, kept: KeptOutputs) -> float | None:
     """Run the batches that are not committed yet.
+
+    Args:
+        stream: runs them.
+        plan: of the collection.
+        share: whose batches these are.
+        writer: writes them.
+        kept: what the experts put out in the first ones, when the stand-in was fitted.
 
     Returns:
         Seconds that all of this rank's tokens take at the pace of those that were run; None if none was.
@@ -110,12 +122,13 @@ def _run(stream: ActivationStream, plan: Plan, share: Share, writer: ShardWriter
     total = sum(document.tokens for document in own)
     label = "collecting" if share.world == 1 else f"collecting, rank {share.rank}"
     before, start = writer.done.rows, time.perf_counter()
-    batches = islice(_batches(plan, own, stream.batch_size), writer.done.batches, None)
+    batches = islice(enumerate(_batches(plan, own, stream.batch_size)), writer.done.batches, None)
     with tqdm(total=total, initial=writer.done.rows, unit="token", desc=label, unit_scale=True) as bar:
-        for split, windows in batches:
+        for number, (split, windows) in batches:
             batch = pad_windows(windows)
             stream.means = writer.means if split == "train" else None  # nothing a predictor knows is from held-out text
-            writer.add(stream.run(batch), batch.token_T)
+            with kept.reading(number, batch) as outputs:
+                writer.add(stream.run(batch, outputs), batch.token_T)
             bar.update(len(batch))
     writer.commit()
     ran = total - before
@@ -181,8 +194,12 @@ def _claim(folder: Path, new: Json) -> None:
             )
 
 
-def _check_disk(folder: Path, plan: Plan, row_bytes: int) -> None:
-    """Print the estimate; refuse what does not fit."""
+def _check_disk(folder: Path, plan: Plan, row_bytes: int) -> int:
+    """Print the estimate; refuse what does not fit.
+
+    Returns:
+        Bytes that are free beside it.
+    """
     total = plan.token_count() * row_bytes
     there = sum(path.stat().st_size for path in folder.glob("data-*"))
     free = shutil.disk_usage(folder).free
@@ -196,6 +213,7 @@ def _check_disk(folder: Path, plan: Plan, row_bytes: int) -> None:
             f"the traces need {size_text(total - there)} more in {folder} and {size_text(free)} are free: collect "
             "fewer tokens, choose another disk, or train online (expertcast train MODEL --data D), which stores nothing"
         )
+    return free - (total - there)
 
 
 def _finish(

@@ -11,6 +11,7 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.distributed import current_share
 from expertcast.data.early import EarlyAttention
 from expertcast.data.early_layers import told
+from expertcast.data.kept_outputs import NoExperts
 from expertcast.data.plan import Plan
 from expertcast.data.stream import ActivationStream
 from expertcast.data.window_batch import pad_windows
@@ -29,7 +30,8 @@ def try_early(model: PreTrainedModel, view: MoEView, plan: Plan) -> tuple[EarlyA
     stream = ActivationStream(model, view, [], stand_in=stand_in, early=early)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "forecasts do without early attention")  # said here
-        seen = stream.run(pad_windows(plan.windows_of(plan.documents)[:1]))
+        # what is tried is attention and routers: experts would be read from a disk for it
+        seen = stream.run(pad_windows(plan.windows_of(plan.documents)[:1]), NoExperts())
     if early is None:
         return None, seen
     if current_share().rank == 0:

@@ -12,11 +12,10 @@ from huggingface_hub import DatasetCard, DatasetCardData
 
 from expertcast.checkpoints.card_tables import markdown_table
 from expertcast.checkpoints.repositories import HubName
-from expertcast.checkpoints.uploads import CARD, push
+from expertcast.checkpoints.uploads import CARD, push, require_digests
 from expertcast.data import layout
-from expertcast.data.trace_file import REMEDY, TRACES
+from expertcast.data.trace_file import TRACES
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 
 _SHARDS = "data-*.arrow"
@@ -73,8 +72,7 @@ def push_traces(
     """
     traces = TraceDataset.open(folder)
     traces.verify()
-    if "files" not in traces.info:
-        raise ExpertcastError(f"{folder} names no digests that readers could check its files by: {REMEDY}")
+    require_digests(folder, "files" in traces.info, TRACES)
     content: dict[str, Path | bytes] = {
         path: traces.folder / path for path in (*traces.info["files"], layout.TRACE_FILE)
     }

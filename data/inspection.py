@@ -67,26 +67,31 @@ class ModelReport:
     """Why others cannot: a line for each reason, with its layers."""
 
 
-def inspect_model(model_id: str) -> ModelReport:
+def inspect_model(model_id: str, **options: object) -> ModelReport:
     """Report on a model from its configuration alone: no weight is read.
+
+    Args:
+        model_id: whose.
+        options: of `from_pretrained`, such as `revision`.
 
     Raises:
         ExpertcastError: there is no such model. An unsupported model is reported, not raised.
     """
-    source = ModelSource.of(model_id)
+    source = ModelSource.of(model_id, options)
     model = meta_model(source)
-    report = describe(model, model_id)
+    report = describe(model, model_id, source)
     nbytes, reason = _weights(source, model)
     if reason and report.supported:
         return ModelReport(model=model_id, architecture=report.architecture, supported=False, reason=reason)
     return replace(report, shipped_bytes=nbytes)
 
 
-def describe(model: PreTrainedModel, model_id: str) -> ModelReport:
-    """Report on a model that is at hand, on any device (meta included)."""
+def describe(model: PreTrainedModel, model_id: str, source: ModelSource | None = None) -> ModelReport:
+    """Report on a model that is at hand, on any device (meta included); `source`: where `model_id` lies, None for
+    there."""
     architecture = type(model).__name__
     try:
-        form = form_of(model.config, ModelSource.of(model_id))
+        form = form_of(model.config, source or ModelSource.of(model_id))
         view = find_moe_layers(model)
     except ExpertcastError as error:
         return ModelReport(model=model_id, architecture=architecture, supported=False, reason=str(error))

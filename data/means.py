@@ -35,9 +35,8 @@ class MeanOutputs:
         self.count_E: list[Tensor] = []
         self.shared_D: list[Tensor] = []
         for layer in view:
-            weight = layer.experts.get_parameter("down_proj")  # [E, D, I], or [E, I, D] when transposed
-            width = weight.shape[1 if layer.experts.is_transposed else 2]
-            self.inner_EI.append(weight.new_zeros(layer.num_experts, width, dtype=torch.float64))
+            weight = layer.experts.get_parameter("down_proj")
+            self.inner_EI.append(weight.new_zeros(layer.num_experts, inner_width(layer), dtype=torch.float64))
             self.count_E.append(weight.new_zeros(layer.num_experts, dtype=torch.int64))
             self.shared_D.append(weight.new_zeros(layer.hidden_size, dtype=torch.float64))
         self.token_count = 0
@@ -51,7 +50,10 @@ class MeanOutputs:
             expert_G: whose rows they are, group by group; each expert once.
             count_G: how many rows each of them has.
         """
-        sums_GI = torch.segment_reduce(inner_SI.float(), "sum", lengths=count_G, axis=0, unsafe=True)
+        self.add_sums(layer, sums_of(inner_SI, count_G), expert_G, count_G)
+
+    def add_sums(self, layer: int, sums_GI: Tensor, expert_G: Tensor, count_G: Tensor) -> None:
+        """The same where the rows have been summed, as :func:`sums_of` does."""
         self.inner_EI[layer].index_add_(0, expert_G, sums_GI.double())
         self.count_E[layer].index_add_(0, expert_G, count_G)
 
@@ -96,6 +98,17 @@ class MeanOutputs:
                 yield f"{name}.{layer}", tensor
 
 
+def sums_of(inner_SI: Tensor, count_G: Tensor) -> Tensor:
+    """[G, I] fp32: sums over groups of neighbouring rows, `count_G` of them in each."""
+    return torch.segment_reduce(inner_SI.float(), "sum", lengths=count_G, axis=0, unsafe=True)
+
+
+def inner_width(layer: MoELayer) -> int:
+    """I"""
+    weight = layer.experts.get_parameter("down_proj")  # [E, D, I], or [E, I, D] when transposed
+    return weight.shape[1 if layer.experts.is_transposed else 2]
+
+
 def adds_experts(layer: MoELayer) -> bool:
     """Whether an expert's mean output follows from its mean inner activations, and is a term of the residual stream."""
     return layer.adds is not None and not getattr(layer.experts, "has_post_expert_norm", False)
@@ -112,13 +125,22 @@ def _mean_outputs(experts: Experts, layer: MoELayer, inner_EI: Tensor, count_E: 
         return torch.zeros(layer.num_experts, layer.hidden_size)
     mean_EI = (inner_EI / count_E.clamp(min=1)[:, None]).float()
     rows_ED = mean_EI.new_zeros(layer.num_experts, layer.hidden_size)
-    weight_DI: Tensor | None = None
-    # one expert at a time, in the same memory: an fp32 copy of all weights may not fit, nor may the weights themselves
-    for row_D, mean_I, weights in zip(rows_ED, mean_EI, experts.weights(layer), strict=True):
-        if weight_DI is None:
-            weight_DI = torch.empty_like(weights["down_proj"], dtype=torch.float32, device=mean_I.device)
-        weight_DI.copy_(weights["down_proj"])
-        row_D.copy_(mean_I @ weight_DI if layer.experts.is_transposed else weight_DI @ mean_I)
-        if layer.experts.has_bias:
-            row_D += weights["down_proj_bias"].to(mean_I.device).float()
+    for row_D, mean_I, (weight_ID, bias_D) in zip(rows_ED, mean_EI, down_projections(experts, layer), strict=True):
+        row_D.copy_(mean_I @ weight_ID)
+        if bias_D is not None:
+            row_D += bias_D
     return (rows_ED * (count_E > 0)[:, None] * layer.adds.factor).cpu()
+
+
+def down_projections(experts: Experts, layer: MoELayer) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Each expert's down projection [I, D] and its bias [D], if it has one: fp32 on the layer's device, in memory that
+    the next one takes."""
+    device = layer.experts.get_parameter("down_proj").device
+    held: Tensor | None = None
+    # one expert at a time, in the same memory: an fp32 copy of all weights may not fit, nor may the weights themselves
+    for weights in experts.weights(layer):
+        if held is None:
+            held = torch.empty_like(weights["down_proj"], dtype=torch.float32, device=device)
+        held.copy_(weights["down_proj"])
+        bias = weights["down_proj_bias"].to(device).float() if layer.experts.has_bias else None
+        yield (held if layer.experts.is_transposed else held.T), bias

@@ -124,7 +124,9 @@ def load_tokenizer(model_id: str | Path, **options: object) -> PreTrainedTokeniz
         if "gguf_file" in given and any(map(source.file, ("tokenizer.json", "tokenizer_config.json"))):
             del given["gguf_file"]
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.path, **given)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a file that is not right fails in whatever way its family's classes fail
+        if isinstance(error, ExpertcastError):
+            raise
         raise ExpertcastError(f"no tokenizer for {source.name!r}: {first_line(error)}") from error
     return tokenizer
 
@@ -146,7 +148,7 @@ def load_config(model: str | Path | ModelSource) -> PretrainedConfig:
             complete_config(config, path)
     except Exception as error:  # a config that is not right fails in whatever way its family's classes fail
         untrusted = isinstance(error, ValueError) and "trust_remote_code" in str(error)
-        reason = "it holds code of its own: say trust_remote_code=True if you trust it"
+        reason = "it holds code of its own: say trust_remote_code=True (--trust-remote-code) if you trust it"
         raise ExpertcastError(
             f"cannot load model {source.name!r}: {reason if untrusted else first_line(error)}"
         ) from error

@@ -77,7 +77,7 @@ class OnlineTraces(TraceSource):
 
     @cached_property
     def stand_in(self) -> StandIn | None:  # type: ignore[override]
-        """What early attention runs on: two passes over a part of the train split, at the first use. None where it is
+        """What early attention runs on: a pass over a part of the train split, at the first use. None where it is
         left out, or no layer can be run early. Every rank fits the same one."""
         return None if self._early is None else plan_stand_in(self.model, self.view, self.plan)
 

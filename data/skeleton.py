@@ -19,6 +19,7 @@ from pydantic import ConfigDict, Field, with_config
 from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 from typing_extensions import TypedDict
 
 from expertcast.data.models import meta_model
@@ -58,6 +59,19 @@ class _Description(TypedDict):
     layers: Annotated[list[LayerPaths], Field(min_length=1, max_length=10_000)]
     files: NotRequired[dict[str, str]]
     digest: NotRequired[str]
+
+
+def check_code(model: PreTrainedModel) -> None:
+    """See that a skeleton of the model can be loaded again.
+
+    Raises:
+        ExpertcastError: the model's class is code of its own, which a skeleton does not keep.
+    """
+    if type(model).__module__.partition(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME:
+        raise ExpertcastError(
+            f"{type(model).__name__} is code that the model brings along, which traces do not keep: train online "
+            "(expertcast train MODEL --data D --trust-remote-code), which stores nothing"
+        )
 
 
 def save_skeleton(view: MoEView, model: PreTrainedModel, folder: Path) -> None:

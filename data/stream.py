@@ -14,6 +14,7 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.capture import Capture, EarlyRun, attached
 from expertcast.data.early import EarlyAttention
 from expertcast.data.experts import WINDOWS
+from expertcast.data.kept_outputs import Outputs
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import Window
 from expertcast.data.window_batch import WindowBatch, window_batches
@@ -71,8 +72,12 @@ class ActivationStream:
             yield self.run(batch)
 
     @torch.no_grad()
-    def run(self, batch: WindowBatch) -> TraceBatch:
+    def run(self, batch: WindowBatch, outputs: Outputs | None = None) -> TraceBatch:
         """One forward. Rows are the batch's real tokens in order, on the CPU.
+
+        Args:
+            batch: is run.
+            outputs: answers for routed experts where it can; None: they run.
 
         Raises:
             ExpertcastError: a router goes by more than the logits that are kept of it.
@@ -80,7 +85,7 @@ class ActivationStream:
         model = self.model
         capture = Capture(
             self.view, batch.mask_BS, means=self.means, check=self._check, residual_dtype=self.residual_dtype,
-            early=self._early,
+            early=self._early, outputs=outputs,
         )  # fmt: skip
         with attached(model, self.view, capture) as stack:
             if model.training:

@@ -4,7 +4,7 @@
 
 starts one server after another over the bundled model, in turn through --rounds rounds, and has 1, 4 and 16 of
 OpenAI's own clients ask each the same prompts, greedily and streamed: transformers' server with the model resident,
-with its experts offloaded on demand, and exact with forecasts by a linear predictor (trained here), one request at a time
+with its experts offloaded on demand, and exact with forecasts by a linear predictor (trained here), one at a time
 and with continuous batching; and, where PYTHON is that of an environment with vLLM and the plug-in, vLLM's, likewise. A
 quarter of the experts has slots, behind an emulated link. Each side's texts are compared with those of its resident
 side.

@@ -6,6 +6,7 @@ T tokens, K experts per token, L target layers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -118,8 +119,11 @@ def _found(
 
 
 def _tokenizer(source: TraceSource) -> tuple[PreTrainedTokenizerBase | None, str | None]:
-    """That of the source's model, or why there is none."""
+    """That of the source's model where it lies on this machine, or why there is none: a report waits for no hub."""
+    name = str(source.info["model"])
     try:
-        return load_tokenizer(str(source.info["model"])), None
+        return load_tokenizer(name, local_files_only=True, trust_remote_code=False), None
     except ExpertcastError as error:
-        return None, str(error)
+        if Path(name).exists():
+            return None, str(error)
+        return None, f"no tokenizer for {name!r} on this machine: load it once, with the model or alone"

@@ -12,6 +12,7 @@ import torch
 from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import load_config, meta_model
+from expertcast.data.source import ModelSource
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.runtime.advising.absent_advice import AbsentAdvice, Way
 from expertcast.runtime.advising.advice import milliseconds
@@ -38,14 +39,23 @@ class AbsentModel:
     """Without weights."""
 
     @classmethod
-    def of(cls, name: str, layers: int | None = None) -> AbsentModel:
+    def of(cls, name: str, layers: int | None = None, options: Mapping[str, object] | None = None) -> AbsentModel:
         """A name in `SHAPES`, a folder or a hub id, cut to its first `layers`.
+
+        Args:
+            name: which.
+            layers: how many MoE layers; None for all.
+            options: of `from_pretrained`, for a folder or a hub id.
 
         Raises:
             ExpertcastError: no config there, a family whose launches were not counted, layers without experts, or not
                 so many layers.
         """
-        shape = SHAPES[name] if name in SHAPES and not Path(name).exists() else Shape.of(load_config(name))
+        shape = (
+            SHAPES[name]
+            if name in SHAPES and not Path(name).exists()
+            else Shape.of(load_config(ModelSource.of(name, options)))
+        )
         step_costs(shape)  # which refuses a family
         most = shape.layers
         if layers is not None and not 1 <= layers <= most:

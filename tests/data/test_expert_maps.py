@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertcast.data.discovery import find_moe_layers
-from expertcast.data.expert_maps import PRIOR_TOKENS, fit_stand_in
+from expertcast.data.expert_maps import fit_stand_in
+from expertcast.data.expert_sums import PRIOR_TOKENS
 from expertcast.data.experts import ResidentExperts
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import Window

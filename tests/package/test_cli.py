@@ -21,10 +21,10 @@ from expertcast.runtime.storage.coded_file import FILE_NAME as CODED_FILE
 from tests.runtime.quantised import fp8, mxfp4
 from tests.sealed import edit_json
 
+_LOADED = {"--dtype", "--device", "--revision", "--trust-remote-code", "--attn-implementation"}
 _TARGET = {"--layers", "--slots", "--memory", "--bandwidth", "--copy-over-compute", "--latency", "--link",
-           "--predictor", "--persistence", "--skew", "--accuracy", "--replay", "--seed", "--dtype",
-           "--device"}  # fmt: skip
-_OFFLOADED = {"--slots", "--memory", "--store-folder", "--codec", "--dtype", "--device"}
+           "--predictor", "--persistence", "--skew", "--accuracy", "--replay", "--seed", *_LOADED}  # fmt: skip
+_OFFLOADED = {"--slots", "--memory", "--store-folder", "--codec", *_LOADED}
 COMMANDS = {
     "demo": {"--tokens", "--steps", "--minutes", "--out"},
     "collect": {"--data", "--tokens", "--out", "--window", "--batch-size", "--early-rank", *_OFFLOADED},
@@ -34,13 +34,12 @@ COMMANDS = {
              "--bandwidth", "--layer-time", "--expert-bytes", *_OFFLOADED},
     "generate": {"--prompt", "--predictor", "--mode", "--slots", "--memory", "--policies", "--next-token",
                  "--store-folder", "--codec", "--pools", "--bandwidth", "--new-tokens", "--config", "--forecasts",
-                 "--draft", "--draft-length", "--chat", "--system", "--temperature", "--top-p", "--seed", "--dtype",
-                 "--device"},
+                 "--draft", "--draft-length", "--chat", "--system", "--temperature", "--top-p", "--seed", *_LOADED},
     "serve": {"--predictor", "--mode", "--slots", "--memory", "--policies", "--next-token", "--store-folder", "--codec",
-              "--pools", "--bandwidth", "--config", "--forecasts", "--draft", "--dtype", "--device", "--host", "--port",
+              "--pools", "--bandwidth", "--config", "--forecasts", "--draft", *_LOADED, "--host", "--port",
               "--served-name", "--continuous-batching", "--kv-tokens", "--warm", "--hot-experts"},
-    "store": {"--store-folder", "--codec", "--picture", "--dtype", "--device"},
-    "inspect": {"--verify"},
+    "store": {"--store-folder", "--codec", "--picture", *_LOADED},
+    "inspect": {"--verify", "--revision", "--trust-remote-code"},
     "push": {"--private", "--revision", "--message", "--license"},
     "pull": {"--out", "--traces"},
     "bench": {*_TARGET, "--mode", "--cache", "--ahead", "--prompt-tokens", "--new-tokens", "--repetitions",
@@ -51,7 +50,7 @@ COMMANDS = {
     "simulate": {"--sweep", "--policy", "--prefetch", "--miss", "--routing", "--pre-eviction", "--scope", "--preset",
                  "--published", "--predictor", "--ahead", "--next-token", "--slots", "--capacity", "--bandwidth",
                  "--latency", "--write-back", "--layer-time", "--split", "--tokens", "--prefill", "--batch", "--model",
-                 "--data", "--no-quality", "--quality-tokens", "--processes", "--out", "--dtype", "--device",
+                 "--data", "--no-quality", "--quality-tokens", "--processes", "--out", *_LOADED,
                  "--memory", "--experts", "--expert-bytes", "--codec", "--stored", "--decode-rate", "--decoders",
                  "--pools", "--store-folder"},
 }  # fmt: skip

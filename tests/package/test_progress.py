@@ -48,7 +48,7 @@ def test_training_online(capsys: pytest.CaptureFixture[str], text: str, tmp_path
     assert main([*command, "--out", str(tmp_path / "out")]) == 0
     found = stages(capsys)
     for stage in (
-        "default vectors", "stand-in for early attention: directions", "stand-in for early attention: maps",
+        "default vectors", "stand-in for early attention: maps",
         "estimator: sums", "solving", "estimator: choosing strengths, 1 ahead", "estimator: choosing gates, 1 ahead",
         "calibrating", "scoring on split 'validation'", "scoring on split 'test'",
     ):  # fmt: skip

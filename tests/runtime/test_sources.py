@@ -19,7 +19,7 @@ from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.quantised import IDS, same_weights
 
-_CODE = """
+OWN_CODE = """
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
@@ -80,7 +80,7 @@ def test_code_beside_the_weights(tmp_path: Path) -> None:
     """Run when it is trusted, and only then."""
     path = tmp_path / "model"
     tiny_model("qwen3_moe").save_pretrained(path, save_original_format=False)
-    (path / "own.py").write_text(_CODE)
+    (path / "own.py").write_text(OWN_CODE)
     config = json.loads((path / "config.json").read_text())
     names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
     (path / "config.json").write_text(json.dumps({**config, "model_type": "own_moe", "auto_map": names}))
@@ -88,7 +88,8 @@ def test_code_beside_the_weights(tmp_path: Path) -> None:
         assert type(offloaded.model).__name__ == "OwnForCausalLM"
         same_weights(offloaded, tiny_model("qwen3_moe"))
     with pytest.raises(
-        ExpertcastError, match="it holds code of its own: say trust_remote_code=True if you trust it"
+        ExpertcastError,
+        match=r"it holds code of its own: say trust_remote_code=True .--trust-remote-code. if you trust it",
     ) as caught:
         load_offloaded(path, trust_remote_code=False)
     assert "\n" not in str(caught.value)

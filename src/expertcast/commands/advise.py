@@ -182,7 +182,7 @@ def run(options: Options) -> Outcome:
 def _run_absent(options: Options, bandwidth: float) -> Outcome:
     """The same in virtual time, from the configuration alone."""
     routing = replace(RoutingOptions(seed=options.seed), **options.process)  # type: ignore[arg-type]
-    model = AbsentModel.of(options.target, options.layers)
+    model = AbsentModel.of(options.target, options.layers, options.passed_on(options.target))
     if options.predictor is not None:
         routing = replace(routing, accuracy=known_recall(options.predictor, model))
     config = model.sized(options.offload, options.capacity)

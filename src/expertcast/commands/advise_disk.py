@@ -103,10 +103,11 @@ def _from_store(
 ) -> DiskFindings:
     """The model as it will run, its experts never whole in memory."""
     config = replace(options.offload, store="disk", store_folder=str(folder), codec=codec)
-    ids = bundled_ids(load_tokenizer(options.target), tokens[0], learned_documents([options.predictor]))
+    name, given = options.target, options.passed_on(options.target)
+    ids = bundled_ids(load_tokenizer(name, **given), tokens[0], learned_documents([options.predictor]))
 
     def run(observers: Sequence[Observer]) -> OffloadedModel:
-        return load_offloaded(options.target, config, device="cpu", dtype=options.dtype, observers=observers)
+        return load_offloaded(name, config, device="cpu", dtype=options.dtype, observers=observers, **given)
 
     return _found(options, folder, run, torch.tensor([ids]), tokens[1], replayed)
 

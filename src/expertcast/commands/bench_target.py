@@ -98,6 +98,8 @@ class TargetOptions(ModelOptions):
         if self.replay is not None and ("persistence" in self.process or "skew" in self.process):
             raise ExpertcastError("--replay takes its routing from traces: leave --persistence and --skew out")
         if self.random:
+            if given := [name for name, value in self.passed_on(self.target).items() if value]:
+                raise ExpertcastError(f"{given[0]} is of models that are loaded, {self.target} has random weights")
             check_shape(self.target, layers=self.layers, dtype=self.dtype)
 
     @property
@@ -157,13 +159,13 @@ class Target:
         Raises:
             ExpertcastError: neither, or no room for it.
         """
-        name, device = options.target, torch.device(options.device_name)
         if options.random:
-            say(f"building {name} with random weights")
-            model = build_shape(name, layers=options.layers, dtype=options.dtype, seed=options.seed)
+            say(f"building {options.target} with random weights")
+            model = build_shape(options.target, layers=options.layers, dtype=options.dtype, seed=options.seed)
         else:
-            model = _load_model(name, options.dtype)
+            model = _load_model(options)
         view = find_moe_layers(model)
+        device = torch.device(options.device_name)
         return cls(options, without_experts_to(model, device), view, LentStore(view, device))
 
     def prompt(self, tokens: int, *others: str | None) -> Tensor:
@@ -178,8 +180,8 @@ class Target:
             ids = torch.randint(self.model.config.vocab_size, (1, tokens), generator=generator)
             return ids.to(self.store.device)
         known = learned_documents([self.options.predictor, *others])
-        ids_T = bundled_ids(load_tokenizer(self.options.target), tokens, known)
-        return torch.tensor([ids_T], device=self.store.device)
+        tokenizer = load_tokenizer(self.options.target, **self.options.passed_on(self.options.target))
+        return torch.tensor([bundled_ids(tokenizer, tokens, known)], device=self.store.device)
 
     def routing_process(self, prompt: int, new_tokens: int) -> RoutingProcess | None:
         """The process that routes in place of the model, where weights are random or an option asks for one.
@@ -239,9 +241,10 @@ class Target:
         }
 
 
-def _load_model(name: str, dtype: str) -> PreTrainedModel:
+def _load_model(options: TargetOptions) -> PreTrainedModel:
+    name = options.target
     try:
-        return load_model(name, dtype=dtype)
+        return load_model(name, dtype=options.dtype, **options.passed_on(name))
     except ExpertcastError as error:
         if "/" in name or Path(name).exists():
             raise

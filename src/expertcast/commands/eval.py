@@ -19,6 +19,7 @@ from expertcast.commands.predictors import (
     is_checkpoint,
     quality_table,
 )
+from expertcast.commands.same_model import check_shape
 from expertcast.commands.scoring import scores, scores_ahead
 from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.traces import TraceDataset
@@ -66,6 +67,8 @@ def run(options: Options) -> Outcome:
     options.check_text()
     _check_link(options)
     traces, ahead = TraceDataset.open(options.traces), sorted(set(options.ahead))
+    if options.model:
+        check_shape(options, options.model, traces.view)
     fitted = evaluated(options.predictor, traces, ahead)
     predictors, tokens_ahead = split_by_looks(options, {name: made.predictor for name, made in fitted.items()})
     split = options.split or (ALL if all(map(is_checkpoint, options.predictor)) else "test")
@@ -88,7 +91,7 @@ def run(options: Options) -> Outcome:
     scored = f"scored on split {split!r}, {result['tokens']} tokens"
     tables.append("; ".join(filter(None, (scored, str(left_out)))))
     if options.model:
-        result["quality"] = forecast_quality(options, options.model, predictors, result)
+        result["quality"] = forecast_quality(options, options.model, predictors, result, traces.info)
         tables.append(quality_table(result["quality"]))
     if options.curve:
         result["learning_curve"] = learning_curve(traces, options.curve, ahead=ahead[0])

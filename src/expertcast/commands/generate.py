@@ -59,7 +59,8 @@ def run(options: Options) -> Outcome:
     """Load the model offloaded and continue the prompt, printing words as they come; what is returned to be printed is
     what the generation took."""
     config = options.configuration()
-    tokenizer = load_tokenizer(options.model)
+    given = options.passed_on(options.model)
+    tokenizer = load_tokenizer(options.model, **given)
     if options.chat:
         inputs = chat_inputs(tokenizer, options.prompt, options.system, options.model)
     else:
@@ -67,7 +68,8 @@ def run(options: Options) -> Outcome:
     if not inputs["input_ids"].shape[1]:
         raise ExpertcastError("--prompt holds no token: give some text")
     inputs = inputs.to(options.device_name)
-    with load_offloaded(options.model, config, device=options.device_name, dtype=options.dtype) as offloaded:
+    device, dtype = options.device_name, options.dtype
+    with load_offloaded(options.model, config, device=device, dtype=dtype, **given) as offloaded:
         if options.seed is not None:
             torch.manual_seed(options.seed)
         streamer = TimedStreamer(tokenizer, skip_prompt=options.chat)

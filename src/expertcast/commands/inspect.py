@@ -9,7 +9,7 @@ from typing import Annotated
 from expertcast.checkpoints import files
 from expertcast.checkpoints.kind import holds_predictor
 from expertcast.checkpoints.store import PredictorCheckpoint
-from expertcast.commands.options import Option
+from expertcast.commands.options import ModelOptions, Option
 from expertcast.commands.output import Outcome, describe_traces, table
 from expertcast.data.inspection import inspect_model
 from expertcast.data.layout import TRACE_FILE
@@ -28,6 +28,10 @@ class Options:
     """What to look at."""
     verify: bool = False
     """Read all files of traces, a checkpoint or a store folder, and compare them with their digests."""
+    revision: Annotated[str | None, Option(metavar="REV")] = None
+    """Branch, tag or commit of a model on the hub (default: main)."""
+    trust_remote_code: bool = False
+    """Run the code that a model brings along."""
 
 
 def run(options: Options) -> Outcome:
@@ -45,7 +49,13 @@ def run(options: Options) -> Outcome:
         shown = {key: value for key, value in checkpoint.config.items() if key != "tap_point"}
         text = table({**shown, "recall_at_k": recall})
         return checkpoint.config, f"{text}\n  reads {checkpoint.config['tap_point']}"
-    report = asdict(inspect_model(options.target))
+    if folder.is_dir() and not (folder / files.CONFIG).is_file():
+        raise ExpertcastError(
+            f"{folder} holds neither a model nor a checkpoint (config.json) nor traces (trace.json); a store is "
+            "compared with its digests by --verify"
+        )
+    given = ModelOptions(revision=options.revision, trust_remote_code=options.trust_remote_code)
+    report = asdict(inspect_model(options.target, **given.passed_on(options.target)))
     shown = {key: value for key, value in report.items() if value != "" and key != "not_early"}
     if report["supported"]:
         shown["early_attention"] = f"at {report['early_attention']} of {report['layers']} layers"

@@ -42,9 +42,11 @@ class StoredOptions(ModelOptions):
         if folder is None:
             return None
 
+        given = self.passed_on(name)
+
         def opened(config: OffloadConfig) -> OffloadedModel:
             stored = OffloadConfig.of(config, {"store": "disk", "store_folder": folder, "codec": packed_codec(folder)})
-            return load_offloaded(name, stored, device=self.device_name, dtype=self.dtype)
+            return load_offloaded(name, stored, device=self.device_name, dtype=self.dtype, **given)
 
         return opened
 
@@ -75,10 +77,12 @@ class OffloadedOptions(StoredOptions):
             store_folder=self.store_folder, codec=codec,
         )  # fmt: skip
 
-        def loaded() -> PreTrainedModel:
-            return load_offloaded(name, config, device=self.device_name, dtype=self.dtype).model
+        given = self.passed_on(name)
 
-        share, tokenizer = current_share(), load_tokenizer(name)
+        def loaded() -> PreTrainedModel:
+            return load_offloaded(name, config, device=self.device_name, dtype=self.dtype, **given).model
+
+        share, tokenizer = current_share(), load_tokenizer(name, **given)
         model = loaded() if share.rank == 0 else None  # the first process packs, the others find what it packed
         wait_for_all(share)
         return loaded() if model is None else model, tokenizer

@@ -5,23 +5,31 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
-import math
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Generic, NamedTuple, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from expertcast.commands.numbers import BANDWIDTHS as BANDWIDTHS
+from expertcast.commands.numbers import bandwidth as bandwidth
+from expertcast.commands.numbers import bandwidth_of as bandwidth_of
+from expertcast.commands.numbers import not_negative as not_negative
+from expertcast.commands.numbers import not_negative_whole as not_negative_whole
+from expertcast.commands.numbers import positive as positive
+from expertcast.commands.numbers import positive_number as positive_number
 from expertcast.data.models import load_model, load_tokenizer, torch_device
 from expertcast.data.plan import TextOptions
+from expertcast.checkpoints.bundled import resolve_model
+from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.fields import field_docs
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 C = TypeVar("C", bound="DataclassInstance")
-N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,39 +182,6 @@ def lowered(sentence: str) -> str:
     return sentence if named else sentence[:1].lower() + sentence[1:]
 
 
-def _reader(kind: Callable[[str], N], fits: Callable[[N], bool], expected: str) -> Callable[[str], N]:
-    """What makes a number of a word, or says that it is none that fits."""
-
-    def read(text: str) -> N:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not fits(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is no {expected}")
-        return value
-
-    return read
-
-
-BANDWIDTHS = {"pcie3": 12e9, "pcie4": 25e9, "pcie5": 50e9}
-"""Bytes per second of large page-locked copies over 16 lanes, some 80% of what the standards name."""
-positive = _reader(int, lambda value: value >= 1, "whole number of 1 or more")
-not_negative_whole = _reader(int, lambda value: value >= 0, "whole number of 0 or more")
-positive_number = _reader(float, lambda value: 0 < value < math.inf, "number above 0")
-not_negative = _reader(float, lambda value: 0 <= value < math.inf, "number of 0 or more")
-
-
-def bandwidth_of(names: Mapping[str, float]) -> Callable[[str], float]:
-    """Reads an option: bytes per second, or a name for them."""
-    return _reader(
-        lambda text: names[text] if text in names else float(text),
-        lambda value: value > 0,
-        f"bandwidth: give bytes per second such as 4e9, or {', '.join(names)}",
-    )
-
-
-bandwidth = bandwidth_of(BANDWIDTHS)
 BANDWIDTH = Option(metavar="BYTES/S", read=bandwidth, help="a number, or pcie3, pcie4, pcie5 (12, 25, 50 GB/s)")
 COUNT = Option(metavar="N", read=positive)
 EARLY = Option(metavar="R|none", read=lambda text: None if text == "none" else not_negative_whole(text))
@@ -231,6 +206,12 @@ class ModelOptions:
     """Dtype to load in."""
     device: str = "auto"
     """cpu, cuda, cuda:1 ... (default: cuda when there is one)."""
+    revision: Annotated[str | None, Option(metavar="REV")] = None
+    """Branch, tag or commit of a model on the hub (default: main)."""
+    trust_remote_code: bool = False
+    """Run the code that a model brings along."""
+    attn_implementation: Annotated[str | None, Option(metavar="NAME")] = None
+    """Attention as transformers names it, such as sdpa, eager or flash_attention_2 (default: its own choice)."""
 
     @property
     def device_name(self) -> str:
@@ -247,4 +228,17 @@ class ModelOptions:
         Raises:
             ExpertcastError: no such model, tokenizer or device.
         """
-        return load_model(name, dtype=self.dtype, device=self.device_name), load_tokenizer(name)
+        given = self.passed_on(name)
+        return load_model(name, dtype=self.dtype, device=self.device_name, **given), load_tokenizer(name, **given)
+
+    def passed_on(self, name: str) -> dict[str, Any]:
+        """What `from_pretrained` is told beside the model's `name`.
+
+        Raises:
+            ExpertcastError: a revision of what is no repository.
+        """
+        if self.revision is not None and Path(resolve_model(name)).exists():
+            raise ExpertcastError(f"--revision {self.revision} is of a hub id, and {name} is here: leave it out")
+        given = {"revision": self.revision, "attn_implementation": self.attn_implementation}
+        asked = {key: value for key, value in given.items() if value is not None}
+        return {**asked, "trust_remote_code": self.trust_remote_code}  # without it transformers would ask at a terminal

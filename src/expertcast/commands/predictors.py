@@ -14,6 +14,7 @@ from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.commands.offloaded_options import StoredOptions
 from expertcast.commands.options import Count, Data, Option
 from expertcast.commands.output import say
+from expertcast.commands.same_model import check_routers
 from expertcast.data.experts import experts_of
 from expertcast.data.models import REFERENCE, load_tokenizer
 from expertcast.data.text import Document, load_documents
@@ -124,7 +125,7 @@ def learned_documents(given: Iterable[str | None]) -> frozenset[str]:
 def is_checkpoint(given: str) -> bool:
     """Whether a word names a checkpoint: its folder, or what can be a repository of the hub."""
     if os.path.lexists(given):
-        return (Path(given) / files.CONFIG).is_file()
+        return any((Path(given) / name).is_file() for name in (files.CONFIG, files.METRICS))
     return HubName.of(given) is not None
 
 
@@ -160,7 +161,9 @@ class QualityOptions(StoredOptions):
         return load_documents(self.data or REFERENCE)
 
 
-def forecast_quality(options: QualityOptions, name: str, predictors: dict[str, Predictor], evaluation: Json) -> Json:
+def forecast_quality(
+    options: QualityOptions, name: str, predictors: dict[str, Predictor], evaluation: Json, traced: Json
+) -> Json:
     """What executing forecasts costs a model, per domain, as :func:`measure_quality` has it, on documents that no
     predictor learned from.
 
@@ -171,11 +174,16 @@ def forecast_quality(options: QualityOptions, name: str, predictors: dict[str, P
         name: the model's.
         predictors: that were evaluated, by name.
         evaluation: the result of that.
+        traced: what the traces say of themselves.
+
+    Raises:
+        ExpertcastError: they are of another model.
     """
     texts: dict[str, list[str]] = {}
     for document in sorted(unseen_text(options.documents(), predictors), key=lambda document: document.domain):
         texts.setdefault(document.domain or "text", []).append(document.text)
     model, tokenizer = options.load(name)
+    check_routers(view := experts_of(model).view, traced)
     count = max(1, options.quality_tokens // FORECAST_WINDOW // len(texts))
     windows = {
         domain: text_windows(tokenizer, its, length=FORECAST_WINDOW, count=count) for domain, its in texts.items()
@@ -185,7 +193,7 @@ def forecast_quality(options: QualityOptions, name: str, predictors: dict[str, P
     best = max(predictors, key=lambda name: evaluation["recall_at_k"][name]["mean"])
     layers = confident_layers(evaluation, best)
     runs[f"hybrid execution of {best}"] = QualityRun(predictor=predictors[best], layers=layers, ahead=ahead)
-    return measure_quality(model, experts_of(model).view, windows, runs)
+    return measure_quality(model, view, windows, runs)
 
 
 def confident_layers(evaluation: Json, name: str) -> list[int]:
@@ -218,7 +226,8 @@ def policy_quality(
     predictors = {given: made.predictor for given, made in (fitted or {}).items()}
     documents = unseen_text(options.documents(), predictors)
     opener = options.opener(name)
-    model, tokenizer = options.load(name) if opener is None else (opener, load_tokenizer(name))
+    given = options.passed_on(name)
+    model, tokenizer = options.load(name) if opener is None else (opener, load_tokenizer(name, **given))
     windows_NW = text_windows(
         tokenizer,
         (document.text for document in documents),

@@ -60,8 +60,9 @@ def run(options: Options) -> Outcome:
     cache = options.kv_tokens or (KV_TOKENS if options.device_name == "cpu" else None)
     with ExitStack() as stack:
         listening = stack.enter_context(listen(options.host, options.port))
-        tokenizer = load_tokenizer(options.model)
-        offloaded = load_offloaded(options.model, config, device=options.device_name, dtype=options.dtype)
+        given = options.passed_on(options.model)
+        tokenizer = load_tokenizer(options.model, **given)
+        offloaded = load_offloaded(options.model, config, device=options.device_name, dtype=options.dtype, **given)
         stack.callback(_close, offloaded)
         for line in stack.enter_context(options.warmed(offloaded, tokenizer, prompts)):
             say(line)

@@ -12,6 +12,7 @@ from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.options import COUNT, Count, Fields, Option, positive_number
 from expertcast.commands.output import Outcome, folder, say, write_json
 from expertcast.commands.predictors import QualityOptions, evaluated, loaded_next_token, policy_quality
+from expertcast.commands.same_model import check_shape
 from expertcast.commands.simulate_cases import Chosen, MachineOptions, PolicyOptions, cases_of, swept_evictions
 from expertcast.commands.simulate_routing import simulate_routing
 from expertcast.data.models import REFERENCE
@@ -91,6 +92,8 @@ def run(options: Options) -> Outcome:
     if options.next_token is not None and not any(each.policies.eviction.cls.reads_tokens for each in chosen):
         raise ExpertcastError("--next-token is followed by --policy forecast only, here: add that, or leave it out")
     traces = TraceDataset.open(options.traces)
+    if options.model:
+        check_shape(options, options.model, traces.view)
     shape = traces.view.shape
     block = BlockLayout.of(traces.view).block_bytes
     fitted = _fitted(options, traces, chosen)

@@ -44,7 +44,8 @@ def run(options: Options) -> Outcome:
     """Load the model offloaded, which packs it layer by layer, and say what the file takes."""
     # without a cache it has the fewest slots: nothing is run
     config = OffloadConfig(store="disk", store_folder=options.store_folder, codec=options.codec, cache=False)
-    with load_offloaded(options.model, config, device="cpu", dtype=options.dtype) as offloaded:
+    given = options.passed_on(options.model)
+    with load_offloaded(options.model, config, device="cpu", dtype=options.dtype, **given) as offloaded:
         store = offloaded.store
         stored, histogram = store.stored_nbytes, _histogram(store)
         bound = None if histogram is None else histogram.bound

@@ -1,0 +1,101 @@
+"""Commands on files that were cut, and on models that are not the traces': one line each, and nothing lost."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from expertcast.cli import main
+from expertcast.data.models import REFERENCE
+from expertcast.data.source import resolve_model
+from expertcast.data.traces import TraceDataset
+from tests.families.models import tiny_model
+from tests.package.test_cli import fails
+from tests.sealed import edit_json
+
+
+def kept(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in Path(resolve_model(REFERENCE)).iterdir():
+        if path.is_file():
+            shutil.copy(path, folder)
+    return folder
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "config.json", "model.safetensors"])
+def test_a_cut_model(file: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = (model / file).read_bytes()
+    (model / file).write_bytes(content[: len(content) // 2])
+    before, out = kept(model), tmp_path / "out"
+    for command in (
+        ["generate", str(model), "--prompt", "It", "--new-tokens", "1", "--slots", "100"],
+        ["collect", str(model), "--data", REFERENCE, "--tokens", "900", "--out", str(out)],
+    ):
+        assert main(command) == 2
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("expertcast: ")]
+        assert len(lines) == 1
+        assert str(model) in lines[0]
+        if file.startswith("tokenizer"):
+            assert "a file of it is damaged, which is no JSON" in lines[0]
+            assert lines[0].endswith("fetch it again")
+    assert kept(model) == before
+    assert not out.exists()
+
+
+def test_a_configuration_of_another_size(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit_json(model / "config.json", lambda config: config.update(moe_intermediate_size=64))
+    command = ["eval", "no/traces", "--predictor", "next_norm"]
+    assert main(["collect", str(model), "--data", REFERENCE, "--tokens", "900", "--out", str(model / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "its configuration and its weights disagree about their sizes" in error
+    assert not (model / "out").exists()
+    assert "no/traces" in fails(capsys, *command)
+
+
+def test_what_lacks_its_description(
+    reference_traces: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    traces = shutil.copytree(reference_traces.folder, tmp_path / "traces")
+    checkpoint = tmp_path / "checkpoint"
+    assert main(["train", str(traces), "--predictor", "frequency", "--out", str(checkpoint)]) == 0
+    capsys.readouterr()
+    (traces / "trace.json").unlink()
+    (checkpoint / "config.json").unlink()
+    assert "holds neither a model nor a checkpoint (config.json) nor traces" in fails(capsys, "inspect", str(traces))
+    whole = str(reference_traces.folder)
+    for command in (
+        ["inspect", str(checkpoint)], ["eval", whole, "--predictor", str(checkpoint)], ["push", str(checkpoint), "a/b"],
+    ):  # fmt: skip
+        line = fails(capsys, *command)
+        assert f"{checkpoint} is no whole predictor checkpoint, config.json missing" in line
+
+
+def test_a_model_that_is_not_the_traces(
+    reference_traces: TraceDataset, model: Path, tmp_path: Path, reference_tokenizer: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """One of another shape is refused before anything is scored, one with other weights when it is loaded."""
+    other, traces = tmp_path / "other", str(reference_traces.folder)
+    tiny_model("qwen3_moe").save_pretrained(other)
+    reference_tokenizer.save_pretrained(other)
+    quality = ["--data", REFERENCE, "--quality-tokens", "64"]
+    simulate = ["simulate", traces, "--miss", "drop", "--tokens", "40"]
+    for command in (["eval", traces, "--predictor", "next_norm"], simulate):
+        line = fails(capsys, *command, "--model", str(other), *quality)
+        assert f"'{other}' is not the model of these traces, " in line
+        assert line.endswith("give the model that they were collected from")
+    weights = load_file(model / "model.safetensors")
+    name = next(name for name in weights if name.endswith("mlp.gate.weight"))
+    save_file({**weights, name: -weights[name]}, model / "model.safetensors", metadata={"format": "pt"})
+    assert main(["eval", traces, "--predictor", "next_norm", "--model", str(model), *quality]) == 2
+    assert f"whose routers or norms are not those of '{model}'" in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""Options of `from_pretrained` on the command line: every command that loads a model passes them on, or refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertcast.cli import main
+from expertcast.commands.offloaded_options import OffloadedOptions
+from expertcast.commands.options import ModelOptions
+from expertcast.data.traces import TraceDataset
+from tests.families.models import tiny_model
+from tests.package.test_cli import fails
+from tests.runtime.test_sources import OWN_CODE
+
+
+@pytest.fixture(scope="module")
+def trusted(tmp_path_factory: pytest.TempPathFactory, reference_tokenizer: Any) -> str:
+    """A model that brings code of its own."""
+    folder = tmp_path_factory.mktemp("own") / "model"
+    tiny_model("qwen3_moe").save_pretrained(folder, save_original_format=False)
+    reference_tokenizer.save_pretrained(folder)
+    (folder / "own.py").write_text(OWN_CODE)
+    config = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own_moe", "auto_map": names}))
+    return str(folder)
+
+
+def commands(model: str, traces: str, tmp_path: Path) -> dict[str, list[str]]:
+    """Each command that loads a model, in little."""
+    text = ["--data", "reference", "--window", "32", "--batch-size", "4"]
+    quality = ["--model", model, "--data", "reference", "--quality-tokens", "64"]
+    short = ["--prompt-tokens", "8", "--new-tokens", "4"]
+    store = str(tmp_path / "store")
+    return {
+        "inspect": ["inspect", model],
+        "collect": ["collect", model, *text, "--tokens", "600", "--out", str(tmp_path / "collected")],
+        "train": ["train", model, *text, "--tokens", "600", "--predictor", "next_norm", "--out", str(tmp_path / "c")],
+        "eval": ["eval", traces, "--predictor", "next_norm", *quality],
+        "generate": ["generate", model, "--prompt", "It is", "--slots", "6", "--new-tokens", "2"],
+        "store": ["store", model, "--store-folder", store],
+        "bench": ["bench", model, *short, "--repetitions", "1", "--no-advice"],
+        "advise": ["advise", model, *short],
+        "advise on disk": ["advise", model, *short, "--store-folder", store],
+        "simulate": ["simulate", traces, "--miss", "drop", "--capacity", "0.25", "--tokens", "50", *quality],
+    }
+
+
+NAMES = ("inspect", "collect", "train", "eval", "generate", "store", "bench", "advise", "advise on disk", "simulate")
+TRACED = ("eval", "simulate")
+"""These take traces of the model beside it."""
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in TRACED])
+def test_code_of_a_models_own(name: str, trusted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run when it is trusted, and only then; traces do not keep it."""
+    status = main([*commands(trusted, "", tmp_path)[name], "--trust-remote-code"])
+    error = capsys.readouterr().err
+    if name == "collect":
+        assert status == 2
+        assert "OwnForCausalLM is code that the model brings along, which traces do not keep: train online" in error
+        assert not (tmp_path / "collected").exists()
+    else:
+        assert status == 0, error
+    status = main(commands(trusted, "", tmp_path / "again")[name])
+    error = capsys.readouterr().err
+    assert status == 2
+    assert "it holds code of its own: say trust_remote_code=True (--trust-remote-code) if you trust it" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_has_no_revision(
+    name: str, trusted: str, reference_traces: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = commands(trusted, str(reference_traces.folder), tmp_path)[name]
+    status = main([*command, "--revision", "v2"])
+    error = capsys.readouterr().err
+    assert status == 2
+    assert f"--revision v2 is of a hub id, and {trusted} is here: leave it out" in error
+
+
+def test_attention(trusted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for attention in ("eager", "sdpa"):
+        given: dict[str, Any] = {"attn_implementation": attention, "trust_remote_code": True, "device": "cpu"}
+        made = (
+            ModelOptions(**given), OffloadedOptions(slots=6, **given),
+            OffloadedOptions(memory="60kB", store_folder=str(tmp_path), **given),
+        )  # fmt: skip
+        for options in made:
+            model, _ = options.load(trusted)
+            assert model.config._attn_implementation == attention
+            assert type(model).__name__ == "OwnForCausalLM"
+    generate = ("generate", "reference", "--prompt", "x", "--new-tokens", "1", "--slots", "100")
+    assert "attn_implementation" in fails(capsys, *generate, "--attn-implementation", "divided")
+
+
+def test_random_weights_come_from_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in (["--attn-implementation", "eager"], ["--trust-remote-code"], ["--revision", "v2"]):
+        name = option[0].removeprefix("--").replace("-", "_")
+        line = fails(capsys, "bench", "olmoe-1b-7b", *option)
+        assert f"{name} is of models that are loaded, olmoe-1b-7b has random weights" in line
