@@ -21,7 +21,8 @@ from expertcast_vllm.config_check import check_config
 from expertcast_vllm.groups import groups
 from expertcast_vllm.parts import Parts, make_engine
 from expertcast_vllm.routing import follow_routing
-from expertcast_vllm.settings import Settings
+from expertcast_vllm.operators import NAME
+from expertcast_vllm.settings import KEY, Settings
 from expertcast_vllm.step import Step, running_step
 
 if TYPE_CHECKING:
@@ -67,6 +68,9 @@ class WorkerOffload:
         made = None if _latest is None else _latest()
         if made is None or made.config is not config:
             made = cls(config, settings)
+            config.compilation_config.static_forward_context[NAME] = made
+            if isinstance(config.additional_config, dict):  # vLLM's caches of compiled code go by it
+                config.additional_config[KEY] = settings.as_dict()
             _latest = weakref.ref(made)
         return made
 

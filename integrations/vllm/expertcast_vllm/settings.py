@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import Json
 from expertcast.runtime.config import OffloadConfig
 
 VARIABLE = "EXPERTCAST_VLLM"
@@ -85,6 +86,11 @@ class Settings:
         if not isinstance(settings.collect_tokens, int) or settings.collect_tokens < 1:
             raise ExpertcastError(f"collect_tokens={settings.collect_tokens!r}: give a number of tokens")
         return settings
+
+    def as_dict(self) -> Json:
+        """All options by name, as :meth:`from_dict` takes them."""
+        offload = {name: value for name, value in self.offload.as_dict().items() if name in _OFFLOAD}
+        return {**offload, "collect": self.collect, "collect_tokens": self.collect_tokens}
 
 
 def _environment() -> Mapping[str, Any] | None:
