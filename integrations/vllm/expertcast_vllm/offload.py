@@ -24,6 +24,7 @@ from expertcast_vllm.routing import follow_routing
 from expertcast_vllm.operators import NAME
 from expertcast_vllm.settings import KEY, Settings
 from expertcast_vllm.step import Step, running_step
+from expertcast_vllm.worker import offer
 
 if TYPE_CHECKING:
     from expertcast_vllm.layer import OffloadedExperts
@@ -69,6 +70,7 @@ class WorkerOffload:
         if made is None or made.config is not config:
             made = cls(config, settings)
             config.compilation_config.static_forward_context[NAME] = made
+            offer(made)
             if isinstance(config.additional_config, dict):  # vLLM's caches of compiled code go by it
                 config.additional_config[KEY] = settings.as_dict()
             _latest = weakref.ref(made)
@@ -89,6 +91,11 @@ class WorkerOffload:
             assert self.parts is not None, "no engine before the experts are loaded"
             self._engine = make_engine(self)
         return self._engine
+
+    @property
+    def has_run(self) -> bool:
+        """Whether there was a step over a request's tokens."""
+        return self._engine is not None
 
     def add(self, layer: OffloadedExperts) -> int:
         """A layer has been made; its index.
