@@ -19,12 +19,12 @@ from expertcast.predictors.view import ModelShape
 from expertcast.runtime.engine.host import HostEngine
 from expertcast_vllm.config_check import check_config
 from expertcast_vllm.groups import groups
+from expertcast_vllm.operators import NAME
 from expertcast_vllm.parts import Parts, make_engine
 from expertcast_vllm.routing import follow_routing
-from expertcast_vllm.operators import NAME
 from expertcast_vllm.settings import KEY, Settings
 from expertcast_vllm.step import Step, running_step
-from expertcast_vllm.worker import offer
+from expertcast_vllm.worker import Ending, offer
 
 if TYPE_CHECKING:
     from expertcast_vllm.layer import OffloadedExperts
@@ -58,6 +58,7 @@ class WorkerOffload:
         self.listeners: list[Listener] = []
         self.parts: Parts | None = None
         """Store, slots and link, once all layers are loaded."""
+        self.ending = Ending()
         self._prepared: set[int] = set()
         self._engine: HostEngine | None = None
         self._step: Step | None = None
@@ -90,12 +91,8 @@ class WorkerOffload:
         if self._engine is None:
             assert self.parts is not None, "no engine before the experts are loaded"
             self._engine = make_engine(self)
+            self.ending.stats = self._engine.stats
         return self._engine
-
-    @property
-    def has_run(self) -> bool:
-        """Whether there was a step over a request's tokens."""
-        return self._engine is not None
 
     def add(self, layer: OffloadedExperts) -> int:
         """A layer has been made; its index.
@@ -120,6 +117,7 @@ class WorkerOffload:
         self._prepared.add(layer.index)
         if len(self._prepared) == len(self.layers):
             self.parts = Parts.make(self)
+            self.ending.link = self.parts.link
             follow_routing(self)
 
     def routed(self, index: int, hidden_TD: Tensor, logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
@@ -142,7 +140,7 @@ class WorkerOffload:
             self.engine.on_router(call)
 
     def run(self, index: int, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """A layer's experts: the bits of vLLM's own kernel. Rows of padding get zeros, those of a trial run anything."""
+        """A layer's experts: the bits of vLLM's own kernel. Rows of padding get zeros, of a trial run anything."""
         step = self._step
         if step is None:
             assert self.parts is not None
@@ -159,11 +157,6 @@ class WorkerOffload:
         """What the engine has counted, and what there is."""
         assert self.parts is not None, "nothing is counted before the experts are loaded"
         return {**self.engine.stats.as_dict(), **self.parts.as_dict()}
-
-    def close(self) -> None:
-        """End the link's work."""
-        if self.parts is not None:
-            self.parts.link.close()
 
     def _start(self) -> None:
         self._step = step = running_step()

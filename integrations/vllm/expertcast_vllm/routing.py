@@ -26,8 +26,8 @@ def follow_routing(offload: WorkerOffload) -> None:
         experts = runner.routed_experts
         if experts not in offload.layers:
             raise ExpertcastError(
-                f"{runner.layer_name}: {type(experts).__name__} keeps experts in a way of its own: not supported, switch "
-                "expertcast off for this model"
+                f"{runner.layer_name}: {type(experts).__name__} keeps experts in a way of its own: not supported, "
+                "switch expertcast off for this model"
             )
         runner.router.select_experts = partial(_select, runner.router.select_experts, experts.index)
 

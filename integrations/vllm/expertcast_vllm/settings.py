@@ -114,5 +114,5 @@ def _options(given: object, where: str) -> Mapping[str, Any] | None:
     except ValueError:
         options = None
     if not isinstance(options, dict):
-        raise ExpertcastError(f"{where}: give 1, a JSON object of options such as {{\"slots\": 512}}, or a file of them")
+        raise ExpertcastError(f'{where}: give 1, a JSON object such as {{"slots": 512}}, or a file of such options')
     return options

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
-from weakref import ref
 
 from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import WorkerBase
 
 from expertcast.predictors.plain import Json
+from expertcast.runtime.links.base import Link
+from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast_vllm.operators import NAME
 
 if TYPE_CHECKING:
@@ -22,13 +24,13 @@ METHOD = "expertcast_statistics"
 
 
 def offer(offload: WorkerOffload) -> None:
-    """Add :data:`METHOD` to this process's worker, and close the offload when the process ends.
+    """Add :data:`METHOD` to this process's worker, and close the offload with the process, or when it is dropped.
 
     Both are for a worker's process only, where the offload is made.
     """
     setattr(WorkerBase, METHOD, _statistics)
     # atexit's functions are not run in processes that multiprocessing forked
-    Finalize(None, _end, args=(ref(offload),), exitpriority=100)
+    Finalize(offload, _end, args=(offload.ending,), exitpriority=100)
 
 
 def _statistics(worker: WorkerBase) -> Json:
@@ -36,16 +38,20 @@ def _statistics(worker: WorkerBase) -> Json:
     return offload.statistics()
 
 
-def _end(known: ref[WorkerOffload]) -> None:
-    offload = known()
-    if offload is None or offload.parts is None:
-        return
-    if offload.has_run:
-        counted = offload.statistics()
-        rate = counted["hit_rate"]
+@dataclass(slots=True)
+class Ending:
+    """What outlives an offload for a moment."""
+
+    link: Link | None = None
+    stats: RunStatistics | None = None
+
+
+def _end(ending: Ending) -> None:
+    if ending.stats is not None:
+        total, rate = ending.stats.total, ending.stats.hit_rate
         logger.info(
             "expertcast: %d experts needed, %s of them in slots, %.3g GB moved, %.3g s waited for them",
-            counted["requests"], "none" if rate is None else f"{rate:.1%}", counted["bytes_moved"] / 1e9,
-            counted["waited_s"],
+            total.requests, "none" if rate is None else f"{rate:.1%}", total.bytes_moved / 1e9, total.waited_s,
         )  # fmt: skip
-    offload.close()
+    if ending.link is not None:
+        ending.link.close()
