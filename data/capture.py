@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from expertcast.data.early import EarlyAttention
 from expertcast.data.experts import Experts, experts_of
 from expertcast.data.means import MeanOutputs, adds_block, adds_experts
-from expertcast.data.taps import RouterCall, RouterTaps
+from expertcast.data.router_call import RouterCall
+from expertcast.data.taps import RouterTaps
 from expertcast.predictors.rule_check import RuleCheck
 from expertcast.predictors.stand_in import StandIn
 from expertcast.predictors.view import MoELayer, MoEView

@@ -22,7 +22,8 @@ from expertcast.data.experts import Offload, experts_of, model_of
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import SPLITS, Plan, PlannedDocument, TextOptions, Window, make_plan
 from expertcast.data.skeleton import save_skeleton
-from expertcast.data.stand_in_file import plan_stand_in, read_stand_in, write_stand_in
+from expertcast.data.stand_in_file import read_stand_in, write_stand_in
+from expertcast.data.stand_in_plan import plan_stand_in
 from expertcast.data.stream import ActivationStream
 from expertcast.data.text import Document
 from expertcast.data.trace_file import read_info, write_info

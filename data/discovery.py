@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from expertcast.data.named_layers import LayerPaths, layers_by_name
 from expertcast.data.probe import BlockNames, Probed, experts_implementation, probe
+from expertcast.data.release import check_release
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoEView
 
@@ -26,8 +27,10 @@ def find_moe_layers(model: PreTrainedModel) -> MoEView:
     Works on meta-device models too. The model is left as it was.
 
     Raises:
-        ExpertcastError: the model has no MoE layers of the supported shape; the line says why.
+        ExpertcastError: the model has no MoE layers of the supported shape, or transformers is too old; the line says
+            why.
     """
+    check_release("reading the MoE layers of")
     blocks = _moe_blocks(model)
     seen = probe(model, blocks)
     names = [_paths(model, block, seen[block.block]) for block in blocks]

@@ -18,7 +18,7 @@ from transformers import Cache
 
 from expertcast.data.cache_reading import growing_layer
 from expertcast.data.early_block import Block, Call
-from expertcast.data.taps import capturing
+from expertcast.data.router_call import capturing
 from expertcast.data.tracing import Program, traced
 
 _CHECKED = 3

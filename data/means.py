@@ -15,13 +15,16 @@ The down projection is linear, so the mean output of expert e is W_down,e applie
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from expertcast.data.experts import Experts
 from expertcast.predictors.quasi_hidden import DefaultVectors
 from expertcast.predictors.view import Adds, MoELayer, MoEView
+
+if TYPE_CHECKING:
+    from expertcast.data.experts import Experts
 
 
 class MeanOutputs:

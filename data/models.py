@@ -1,4 +1,4 @@
-"""Loading models, and what may be said of dtypes and devices."""
+"""Loading models."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from expertcast.checkpoints.bundled import REFERENCE as REFERENCE
+from expertcast.checkpoints.bundled import resolve_model as resolve_model
+from expertcast.data.devices import torch_device as torch_device
+from expertcast.data.devices import torch_dtype as torch_dtype
 from expertcast.data.memory import available_memory
 from expertcast.data.quantisation import FP8, MXFP4, Quantised, forget_quantisation
-from expertcast.data.source import REFERENCE as REFERENCE
+from expertcast.data.release import check_release
 from expertcast.data.source import ModelSource
-from expertcast.data.source import resolve_model as resolve_model
 from expertcast.data.weights.gguf import check_package, complete_config
 from expertcast.data.weights.opening import form_of, model_of, open_weights
 from expertcast.predictors.errors import ExpertcastError
@@ -130,8 +133,9 @@ def load_config(model: str | Path | ModelSource) -> PretrainedConfig:
     """A model's configuration, from a local folder, the hub or a GGUF file; no weight is read.
 
     Raises:
-        ExpertcastError: no config there.
+        ExpertcastError: no config there, or transformers is too old.
     """
+    check_release("loading")
     source = model if isinstance(model, ModelSource) else ModelSource.of(model)
     path = source.gguf()
     if path is not None:
@@ -185,40 +189,3 @@ def auto_class(config: PretrainedConfig) -> Any:
     none, that of models that read images too."""
     choices = (AutoModelForCausalLM, AutoModelForImageTextToText)
     return next((cls for cls in choices if type(config) in cls._model_mapping), AutoModelForCausalLM)
-
-
-def torch_dtype(name: str) -> torch.dtype | None:
-    """`bf16`, `fp16` and `fp32` as torch names them; None for `auto`, which is the weights' own.
-
-    Raises:
-        ExpertcastError: another name.
-    """
-    names = {"auto": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    if name not in names:
-        raise ExpertcastError(f"unknown dtype {name!r}: choose from {', '.join(names)}")
-    return names[name]
-
-
-def torch_device(device: str | torch.device | None) -> torch.device:
-    """The device of that name, with its number; None is the current CUDA device where there is one, else the CPU.
-
-    Raises:
-        ExpertcastError: an unknown device, or one that is not there.
-    """
-    try:
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise ExpertcastError(f"unknown device {device!r}: write 'cpu', 'cuda' or 'cuda:0'") from None
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise ExpertcastError(f"device {str(chosen)!r} is not available here: use 'cpu'")
-    if chosen.type not in ("cpu", "cuda"):
-        raise ExpertcastError(f"device {str(chosen)!r} is not supported: use 'cpu' or 'cuda'")
-    return with_index(chosen)
-
-
-def with_index(device: str | torch.device) -> torch.device:
-    """`cuda` as the CUDA device that is current now, any other as it is: torch takes `cuda` and `cuda:0` for two."""
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -16,7 +16,7 @@ from expertcast.data.early_trial import try_early
 from expertcast.data.experts import Offload, experts_of, model_of
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import PlannedDocument, TextOptions, Window, first_tokens, make_plan
-from expertcast.data.stand_in_file import plan_stand_in
+from expertcast.data.stand_in_plan import plan_stand_in
 from expertcast.data.stream import ActivationStream
 from expertcast.data.text import Document
 from expertcast.data.traces import TraceSource

@@ -10,11 +10,10 @@ import hashlib
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from transformers import PreTrainedTokenizerBase
 
 from expertcast.checkpoints.fingerprints import fingerprints
 from expertcast.checkpoints.provenance import provenance
@@ -22,6 +21,9 @@ from expertcast.data.text import Document
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.predictors.view import MoEView
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SPLITS = ("train", "validation", "test")
 ALL = "all"

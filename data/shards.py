@@ -18,12 +18,11 @@ from torch import Tensor
 
 from expertcast.data import layout
 from expertcast.data.batch import TraceBatch
-from expertcast.data.models import first_line
 from expertcast.data.plan import PlannedDocument
 from expertcast.data.tensor_files import is_finite
 from expertcast.data.trace_file import REMEDY, TraceInfo
 from expertcast.predictors.artefacts import digest
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.errors import ExpertcastError, first_line
 
 _ARROW = {
     torch.bfloat16: pa.uint16(),

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers.utils.hub import cached_file
 
+from expertcast.checkpoints.bundled import resolve_model
 from expertcast.predictors.errors import ExpertcastError, first_line
 
-REFERENCE = "reference"
 _FILES = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies", "subfolder")
 """Options of `from_pretrained` that say where files are found."""
 _CONFIG = ("trust_remote_code", "code_revision", "gguf_file")
@@ -135,12 +135,3 @@ class ModelSource:
         if (path := self.file(str(name))) is None:
             raise ExpertcastError(f"cannot load model {self.name!r}: it has no file {name}")
         return path
-
-
-def resolve_model(model_id: str) -> str:
-    """`reference` becomes the path of the bundled model; anything else is returned unchanged."""
-    if model_id == REFERENCE and not Path(model_id).exists():
-        from expertcast import checkpoints
-
-        return str(Path(str(checkpoints.__file__)).resolve().parent / REFERENCE)
-    return model_id

@@ -9,37 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from expertcast.data.router_call import RouterCall as RouterCall
+from expertcast.data.router_call import RouterOutput as RouterOutput
+from expertcast.data.router_call import capturing as capturing
 from expertcast.data.unrecorded import recording, unrecorded
 from expertcast.predictors.view import MoELayer, MoEView
-
-RouterOutput: TypeAlias = tuple[Tensor, Tensor, Tensor]
-"""What a router returns: logits [T, E], weights [T, K] and ids [T, K]."""
-
-
-@dataclass(slots=True, kw_only=True)
-class RouterCall:
-    """One router has just run."""
-
-    layer: int
-    """MoE layer index."""
-    sequences: int
-    """B"""
-    tokens: int
-    """S, tokens per sequence: 1 in a decode step."""
-    residual_TD: Tensor
-    """What entered the layer's norm."""
-    router_input_TD: Tensor
-    """What the norm made of it."""
-    logits_TE: Tensor
-    weights_TK: Tensor
-    ids_TK: Tensor
 
 
 class RouterTaps:
@@ -135,8 +114,3 @@ class RouterTaps:
         finally:
             self._muted = False
         return None if replaced is None else (logits_TE, replaced[1], replaced[0])
-
-
-def capturing() -> bool:
-    """Whether this forward becomes a CUDA graph: always a decode step, and no value can be looked at."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -10,9 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from expertcast.data.models import first_line
 from expertcast.predictors.artefacts import digest
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.errors import ExpertcastError, first_line
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _INTEGERS = ("I64", "I32", "I16", "I8", "U8", "BOOL")

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from expertcast.data.models import REFERENCE, first_line, resolve_model
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.checkpoints.bundled import REFERENCE, resolve_model
+from expertcast.predictors.errors import ExpertcastError, first_line
 from expertcast.predictors.plain import Json
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from expertcast.data.layout import TRACE_FILE as TRACE_FILE
 from expertcast.data.plan import ALL as ALL
 from expertcast.data.plan import Documented, PlannedDocument
 from expertcast.data.shards import Rows, Shard, places
-from expertcast.data.skeleton import LAYERS, load_skeleton
 from expertcast.data.stand_in_file import read_stand_in
 from expertcast.data.tensor_files import read_tensors
 from expertcast.data.trace_file import (
@@ -186,6 +185,8 @@ class TraceDataset(TraceSource):
         Raises:
             ExpertcastError: a file of it is not right, or it is of another model than the traces.
         """
+        from expertcast.data.skeleton import LAYERS, load_skeleton  # of all traces, this alone needs transformers
+
         folder = self.folder / layout.SKELETON_FOLDER
         self._check(f"{layout.SKELETON_FOLDER}/{LAYERS}")
         view = load_skeleton(folder)

@@ -168,14 +168,17 @@ class MoEView:
     def experts_fingerprint(self) -> str | None:
         """SHA-256 over a sample of the experts' weights, eight places of every tensor of every expert, in bf16.
 
-        None where they are not at hand: on the meta device, in a skeleton of which nothing is known, in slots, or
-        rounded to fp16, which is not undone. So whoever compares it compares what is there.
+        None where they are not at hand: not given, on the meta device, in a skeleton of which nothing is known, in
+        slots, or rounded to fp16, which is not undone. So whoever compares it compares what is there.
         """
         if self.experts_known is not None:
             return self.experts_known
         places: set[int] = set()
         for layer in self.layers:
-            for tensor in layer.experts.parameters():
+            tensors = list(layer.experts.parameters())
+            if not tensors:
+                return None
+            for tensor in tensors:
                 if tensor.is_meta or len(tensor) != layer.num_experts or tensor.data_ptr() in places:
                     return None
                 places.add(tensor.data_ptr())  # layers in slots share one place

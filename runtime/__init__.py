@@ -1,17 +1,23 @@
 """Offloaded and speculative execution of `transformers` MoE models."""
 
-from expertcast.runtime.benchmarking.bench import benchmark
-from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.engine.speculate import speculate
-from expertcast.runtime.graph import GraphDecoder
-from expertcast.runtime.links.base import InstantLink, Link
-from expertcast.runtime.links.cuda import CudaLink
-from expertcast.runtime.links.emulated import EmulatedLink
-from expertcast.runtime.links.kernel import KernelLink
-from expertcast.runtime.loading import load_offloaded
-from expertcast.runtime.offloaded import OffloadedModel
-from expertcast.runtime.offloading import offload
-from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from expertcast.runtime.benchmarking.bench import benchmark
+    from expertcast.runtime.config import OffloadConfig
+    from expertcast.runtime.engine.speculate import speculate
+    from expertcast.runtime.graph import GraphDecoder
+    from expertcast.runtime.links.base import InstantLink, Link
+    from expertcast.runtime.links.cuda import CudaLink
+    from expertcast.runtime.links.emulated import EmulatedLink
+    from expertcast.runtime.links.kernel import KernelLink
+    from expertcast.runtime.loading import load_offloaded
+    from expertcast.runtime.offloaded import OffloadedModel
+    from expertcast.runtime.offloading import offload
+    from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
 
 __all__ = [
     "CudaLink",
@@ -30,3 +36,28 @@ __all__ = [
     "speculate",
     "text_windows",
 ]
+
+_LAZY = {
+    "CudaLink": "expertcast.runtime.links.cuda",
+    "EmulatedLink": "expertcast.runtime.links.emulated",
+    "GraphDecoder": "expertcast.runtime.graph",
+    "InstantLink": "expertcast.runtime.links.base",
+    "KernelLink": "expertcast.runtime.links.kernel",
+    "Link": "expertcast.runtime.links.base",
+    "OffloadConfig": "expertcast.runtime.config",
+    "OffloadedModel": "expertcast.runtime.offloaded",
+    "QualityRun": "expertcast.runtime.quality.forecasts",
+    "benchmark": "expertcast.runtime.benchmarking.bench",
+    "load_offloaded": "expertcast.runtime.loading",
+    "measure_quality": "expertcast.runtime.quality.forecasts",
+    "offload": "expertcast.runtime.offloading",
+    "speculate": "expertcast.runtime.engine.speculate",
+    "text_windows": "expertcast.runtime.quality.forecasts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """On first use: stores, links and policies need no `transformers`, which most of these do."""
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'expertcast.runtime' has no attribute {name!r}")

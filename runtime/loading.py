@@ -25,6 +25,7 @@ from expertcast.data.discovery import find_moe_layers
 from expertcast.data.memory import available_memory
 from expertcast.data.models import first_line, meta_model, torch_device, torch_dtype
 from expertcast.data.quantisation import FP8, MXFP4, Quantised, forget_quantisation
+from expertcast.data.release import check_release
 from expertcast.data.source import ModelSource
 from expertcast.data.weights.files import TensorFile, WeightFiles
 from expertcast.data.weights.opening import form_of, model_of, open_weights
@@ -75,6 +76,7 @@ def load_offloaded(
             form, a codec for another form, not enough memory, an unknown option, dtype, device or store, or what
             :func:`expertcast.offload` refuses.
     """
+    check_release("offloading")
     options, own = ModelSource.split(fields, [field.name for field in dataclasses.fields(OffloadConfig)])
     config = OffloadConfig.of(config, own)
     target, source = torch_device(device), ModelSource.of(model_id, options)

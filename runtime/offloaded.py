@@ -20,7 +20,8 @@ from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.next_token_tracker import NextTokenTracker
 from expertcast.runtime.drafts.drafting import Drafting, DraftOptions
 from expertcast.runtime.drafts.names import NONE
-from expertcast.runtime.engine.base import EXPERTS_NAME, Engine, EngineParts
+from expertcast.runtime.engine import seam
+from expertcast.runtime.engine.base import EngineParts
 from expertcast.runtime.engine.device import DeviceEngine
 from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.engine.guards import ForwardGuard, in_use, weights_guarded
@@ -108,19 +109,19 @@ class OffloadedModel(StandIn):
                 self.stats.reports.append(self.drafting.report)
             self._draft = parts.draft
             for layer in view:
-                undo.callback(Engine.detach, layer)
-                engine.attach(layer)
+                undo.callback(seam.detach, layer)
+                seam.attach(engine, layer)
             if speculator.refit is not None:
                 undo.callback(speculator.refit.restore)
             undo.enter_context(weights_guarded(model, view))
             speculator.prepare()
-            self._guard = ForwardGuard(model, view, EXPERTS_NAME)
+            self._guard = ForwardGuard(model, view, seam.EXPERTS_NAME)
             undo.callback(self._guard.close)
             undo.enter_context(speculator.following())
             taps = RouterTaps(model, view, engine.on_router, engine.on_start)
             undo.callback(taps.close)
             undo.enter_context(decode_kernel_followed(model, parts.kernel))
-            undo.enter_context(experts_implementation(model, EXPERTS_NAME))
+            undo.enter_context(experts_implementation(model, seam.EXPERTS_NAME))
             model.__dict__[OFFLOAD] = self  # a model whose offload nobody holds stays offloaded
             undo.callback(model.__dict__.pop, OFFLOAD)
             self._stack = undo.pop_all()

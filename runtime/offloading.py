@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.early import EarlyAttention
+from expertcast.data.release import check_release
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.arguments import (
     executed_layers,
@@ -21,13 +22,14 @@ from expertcast.runtime.arguments import (
 )
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.effects import remarks
-from expertcast.runtime.engine.base import EXPERTS_NAME, Engine
 from expertcast.runtime.engine.guards import refuse_shared
 from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
+from expertcast.runtime.engine.seam import EXPERTS_NAME, is_attached
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.offload_parts import OffloadParts
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.recording.observer import Observer
+from expertcast.runtime.storage.layout import device_of
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_link, make_store
 
@@ -49,13 +51,14 @@ def offload(
 
     Raises:
         ExpertcastError: too few slots, an unknown option, mode, link or predictor, a predictor of another model, a
-            model that is offloaded already, has no weights or is not supported.
+            model that is offloaded already, has no weights or is not supported; or transformers is too old.
     """
+    check_release("offloading")
     config = OffloadConfig.of(config, fields)
     _refuse_offloaded(model)
     refuse_shared(config.link, config.store, config.predictor)
     view = find_moe_layers(model)
-    device = config.store.device if isinstance(config.store, ExpertStore) else ExpertStore.device_of(view)
+    device = config.store.device if isinstance(config.store, ExpertStore) else device_of(view)
     policies = config.resolved_policies()
     bound, checkpoint = resolve_predictor(config.resolved_predictor(), view)
     if bound is not None:
@@ -96,7 +99,7 @@ def offload(
 
 
 def _refuse_offloaded(model: PreTrainedModel) -> None:
-    if Engine.is_attached(model):
+    if is_attached(model):
         raise ExpertcastError("this model is offloaded already: close the other offload first")
     if EXPERTS_NAME in model.get_experts_implementation().values():
         raise ExpertcastError(

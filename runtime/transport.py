@@ -22,6 +22,7 @@ from expertcast.runtime.storage.coded_store import CodedStore
 from expertcast.runtime.storage.direct_reader import can_read_directly
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.file_store import FileStore
+from expertcast.runtime.storage.layout import ExpertsForm
 from expertcast.runtime.storage.store import ExpertStore
 
 
@@ -92,13 +93,13 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
 
 
 def make_store(
-    config: OffloadConfig, view: MoEView, device: torch.device, fingerprint: str | None = None
+    config: OffloadConfig, view: MoEView | ExpertsForm, device: torch.device, fingerprint: str | None = None
 ) -> ExpertStore:
     """What `store` and `store_folder` stand for.
 
     Args:
         config: the options.
-        view: the model's MoE layers.
+        view: the model's MoE layers, or the form of its experts.
         device: where the model computes.
         fingerprint: of the checkpoint that the experts come from; see :class:`DiskStore`.
 

@@ -33,7 +33,7 @@ from expertcast.data.expert_maps import TOKENS
 from expertcast.data.means import MeanOutputs
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.plan import make_plan
-from expertcast.data.stand_in_file import plan_stand_in
+from expertcast.data.stand_in_plan import plan_stand_in
 from expertcast.data.stream import ActivationStream
 from expertcast.data.text import load_documents
 from expertcast.data.window_batch import WindowBatch, window_batches

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from expertcast.data.devices import with_index
 from expertcast.data.discovery import find_moe_layers
-from expertcast.data.models import with_index
 from expertcast.predictors import MoEView
 from expertcast.runtime.storage.store import ExpertStore
 

@@ -22,7 +22,7 @@ from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.drafts.calibration import Calibration, calibrated
 from expertcast.runtime.drafts.matrices import Coded, Groups, Matrices, WholeMatrices, coded_matrices
 from expertcast.runtime.drafts.rounding import group_of, rounded
-from expertcast.runtime.engine.kernels import combine
+from expertcast.runtime.engine.rows import combine
 from expertcast.runtime.storage.layout import expert_parameters
 
 CALIBRATED = "int4:calibrated"

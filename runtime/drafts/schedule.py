@@ -19,7 +19,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from expertcast.data.taps import RouterCall
+from expertcast.data.router_call import RouterCall
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.drafts.lookahead import LookaheadBuffer
 from expertcast.runtime.engine.residency import Residency

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from expertcast.data.taps import RouterCall
+from expertcast.data.router_call import RouterCall
 from expertcast.predictors.view import MoELayer
 from expertcast.runtime.drafts.quantised import QuantisedExperts
 from expertcast.runtime.drafts.schedule import Schedule

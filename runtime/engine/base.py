@@ -1,7 +1,8 @@
 """What every engine is: it stands between a model's routers, its experts' modules and the slots.
 
-Router hooks call :meth:`Engine.on_start` and :meth:`Engine.on_router`; the experts function that is registered here
-under :data:`EXPERTS_NAME` finds the engine of its module and calls :meth:`Engine.run`.
+Whatever runs the model calls :meth:`Engine.on_start` as a forward begins, :meth:`Engine.on_router` when a layer has
+been routed and :meth:`Engine.run` in the place of its experts: for `transformers` models :mod:`.seam` and
+:class:`expertcast.data.taps.RouterTaps` do. Nothing here, and nothing this stands on, knows what that is.
 
 T tokens, D hidden size, E routed experts per layer, K experts per token, P = T x K token-expert pairs.
 """
@@ -13,18 +14,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from expertcast.data.taps import RouterCall
+from expertcast.data.router_call import RouterCall
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer
 from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.flow import LayerFlow
-from expertcast.runtime.engine.kernels import SlotKernel, combine
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.engine.tokens_ahead import LIKELY, TokenForecasts
 from expertcast.runtime.links.base import Link
@@ -33,11 +31,39 @@ from expertcast.runtime.recording.observer import State, heard
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.slots import SlotPool
 
-EXPERTS_NAME = "expertcast"
-"""Name of our experts function in transformers' registry."""
 
-_RUNNING: WeakKeyDictionary[nn.Module, tuple[ref[Engine], int]] = WeakKeyDictionary()
-"""Experts modules that are offloaded now, with their layer. The engine, which holds the model, lives in its hooks."""
+class Kernel(Protocol):
+    """Computes experts from slots: whose parameters are the pool's views [S, ...]."""
+
+    def run(
+        self,
+        experts: nn.Module,
+        hidden_TD: Tensor,
+        slots_TK: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        slots: Sequence[int] | None = None,
+    ) -> Tensor:
+        """The experts' output [T, D].
+
+        Args:
+            experts: of the layer.
+            hidden_TD, weights_TK: what the experts are given.
+            slots_TK, ids_TK: where each token's experts lie, and which they are.
+            slots: `slots_TK` (flat) on the host, if it is known there.
+        """
+
+    def run_pairs(self, experts: nn.Module, hidden_TD: Tensor, top_k: int, pairs: Tensor, slots: Tensor) -> Tensor:
+        """Some pairs' own expert output [pairs, D], not weighted: a part of a step that is done in chunks.
+
+        Args:
+            experts, hidden_TD, top_k: of the whole step, whose P = T x K pairs are numbered token by token.
+            pairs: which of them, in :func:`expertcast.runtime.engine.rows.row_order`.
+            slots: where the pairs' experts lie.
+        """
+
+    def combine(self, output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
+        """All pairs' outputs, weighted and summed to [T, D]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +75,7 @@ class EngineParts:
     pool: SlotPool
     speculator: Speculator
     policies: PolicySet
-    kernel: SlotKernel
+    kernel: Kernel
     tokens_ahead: TokenForecasts | None = None
     """Forecasts the next tokens' routing."""
     drift: DriftMonitor | None = None
@@ -101,7 +127,9 @@ class Engine(ABC):
         self._speculator, self._kernel, self._pool = parts.speculator, parts.kernel, parts.pool
         self._told = heard(parts.link.observer, "enter")
         """Asked before it is called on the hot path: nine calls that nobody hears are 4% of the work on a layer."""
-        self._experts = parts.speculator.view.shape.experts
+        self.view = parts.speculator.view
+        """The model's MoE layers."""
+        self._experts = self.view.shape.experts
         self._pointers = {name: view.data_ptr() for name, view in self._pool.views.items()}
         self._halfway = False
         """A call began that moves experts and, as far as is known, did not end: books and slots may not agree."""
@@ -147,18 +175,6 @@ class Engine(ABC):
         """Put the slot views in the place of a layer's parameters."""
         for name, view in self._pool.views.items():
             layer.experts._parameters[name] = nn.Parameter(view, requires_grad=False)
-        _RUNNING[layer.experts] = (ref(self), layer.index)
-
-    @staticmethod
-    def detach(layer: MoELayer) -> None:
-        """The layer's experts run no longer from slots; whose parameters they get is for others to say."""
-        _RUNNING.pop(layer.experts, None)
-        layer.experts.__dict__["num_experts"] = layer.num_experts  # a kernel that was interrupted left that of slots
-
-    @staticmethod
-    def is_attached(model: nn.Module) -> bool:
-        """Whether any experts module of the model is offloaded."""
-        return any(module in _RUNNING for module in model.modules())
 
     @abstractmethod
     def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
@@ -181,7 +197,7 @@ class Engine(ABC):
 
         Args:
             layer: which is attached.
-            hidden_TD, ids_TK, weights_TK: what transformers gives an experts function.
+            hidden_TD, ids_TK, weights_TK: what its experts are given.
 
         Raises:
             ExpertcastError: the layer's parameters are not the slots any more.
@@ -202,7 +218,7 @@ class Engine(ABC):
         for pairs, slots in chunks:
             output_PD[pairs] = self._kernel.run_pairs(layer.experts, hidden_TD, top_k, pairs, slots)
             self._enter("policy", layer.index)
-        return combine(output_PD, weights_TK, hidden_TD.dtype)
+        return self._kernel.combine(output_PD, weights_TK, hidden_TD.dtype)
 
     def _check_untouched(self, layer: MoELayer) -> None:
         for name, pointer in self._pointers.items():
@@ -211,38 +227,3 @@ class Engine(ABC):
                     f"{layer.experts_name}.{name} was changed or moved while the model is offloaded: close the offload "
                     "first, then move or change the model"
                 )
-
-
-# traced, it would do its books once and for all: a compiled model is compiled around it
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _offloaded_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    found = _RUNNING.get(experts)
-    engine = None if found is None else found[0]()
-    if found is None or engine is None:
-        raise ExpertcastError(
-            f"experts implementation {EXPERTS_NAME!r} runs only inside expertcast.offload(model): set another one, "
-            "such as 'grouped_mm' (or does this model share its config with an offloaded one?)"
-        )
-    with torch.no_grad():
-        runs = engine if engine.stage is None else engine.stage
-        output_TD = runs.run(engine._speculator.view[found[1]], hidden_states, top_k_index, top_k_weights)
-    if torch.is_grad_enabled() and hidden_states.requires_grad:
-        refused: Tensor = _NoBackward.apply(hidden_states, output_TD)  # type: ignore[no-untyped-call]
-        return refused
-    return output_TD
-
-
-class _NoBackward(torch.autograd.Function):
-    """A backward would find other experts in the slots: refuse it."""
-
-    @staticmethod
-    def forward(ctx: object, hidden_TD: Tensor, output_TD: Tensor) -> Tensor:
-        del ctx, hidden_TD
-        return output_TD.view_as(output_TD)
-
-    @staticmethod
-    def backward(ctx: object, *gradients: object) -> None:
-        raise ExpertcastError("an offloaded model has no gradients: close the offload before training the model")
-
-
-ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _offloaded_experts)

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from expertcast.data.taps import RouterCall, capturing
+from expertcast.data.router_call import RouterCall, capturing
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import MoELayer
 from expertcast.runtime.engine.base import Engine, EngineParts
-from expertcast.runtime.engine.kernels import row_order
+from expertcast.runtime.engine.rows import row_order
 from expertcast.runtime.links.kernel import DeviceStatistics, KernelLink
 from expertcast.runtime.recording.observer import State
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 
-from expertcast.data.taps import RouterCall
+from expertcast.data.router_call import RouterCall
 from expertcast.predictors.plain import Json
 from expertcast.runtime.engine.fading import FadingMean
 from expertcast.runtime.links.exchange import Readback

@@ -13,7 +13,7 @@ from time import perf_counter
 
 from torch import Tensor
 
-from expertcast.data.taps import RouterCall
+from expertcast.data.router_call import RouterCall
 from expertcast.predictors.base import Forecast
 from expertcast.runtime.engine.beside import Beside
 from expertcast.runtime.engine.flow import LayerFlow

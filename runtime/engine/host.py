@@ -11,15 +11,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from expertcast.data.taps import RouterCall
+from expertcast.data.router_call import RouterCall
 from expertcast.predictors.view import MoELayer
 from expertcast.runtime.engine.base import Engine, EngineParts
 from expertcast.runtime.engine.flow import LayerFlow
 from expertcast.runtime.engine.foresight import Foresight
 from expertcast.runtime.engine.gate import ForecastGate
-from expertcast.runtime.engine.kernels import row_order
 from expertcast.runtime.engine.plan import Plan
 from expertcast.runtime.engine.residency import Residency
+from expertcast.runtime.engine.rows import row_order
 from expertcast.runtime.links.exchange import Readback, Sent
 from expertcast.runtime.policies.eviction.base import PROMPT_ROWS
 from expertcast.runtime.recording.statistics import RunStatistics

@@ -16,6 +16,7 @@ from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm
 
 from expertcast.runtime.engine.grouped import MANY_GROUPS, over_slots
 from expertcast.runtime.engine.grouped_host import HostGrouped
+from expertcast.runtime.engine.rows import combine, row_order
 
 ExpertsForward = Callable[..., Tensor]
 
@@ -23,8 +24,6 @@ _KERNELS: dict[str, ExpertsForward] = {
     "grouped_mm": grouped_mm_experts_forward, "batched_mm": batched_mm_experts_forward
 }  # fmt: skip
 
-_COMBINED = 1024
-"""Tokens whose experts' outputs are weighted at once."""
 _SWITCH = "_optimize_model_for_decode"
 """Method by which transformers' `generate` runs its decode steps with another kernel, on some devices."""
 
@@ -75,6 +74,10 @@ class SlotKernel:
         output = self._run(experts, rows, of_rows.unsqueeze(-1), ones, lambda: torch.arange(len(rows)))
         return output if self._grouped else output[pairs]
 
+    def combine(self, output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
+        """All pairs' outputs of :meth:`run_pairs`, weighted and summed."""
+        return combine(output_PD, weights_TK, dtype)
+
     def by_expert(self, slots_TK: Tensor) -> bool:
         """Whether the grouped kernel computes these rows in the order of their experts; else in that of their slots."""
         return slots_TK.device.type == "cpu" and (len(slots_TK) > 1 or self._slots > MANY_GROUPS)
@@ -105,21 +108,6 @@ class SlotKernel:
                 return self.forward(experts, hidden_TD, slots_TK, weights_TK)
         finally:
             own["num_experts"] = before
-
-
-def row_order(ids_TK: Tensor) -> Tensor:
-    """Order [P] in which the kernels compute token-expert pairs: by expert, ties as torch's sort leaves them."""
-    return torch.sort(ids_TK.reshape(-1)).indices
-
-
-def combine(output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weighted sum over K as the kernels take it: the same products, the same reduction; for some tokens at a time."""
-    tokens, top_k = weights_TK.shape
-    if tokens > _COMBINED:
-        parts = zip(torch.split(output_PD, _COMBINED * top_k), torch.split(weights_TK, _COMBINED), strict=True)
-        return torch.cat([combine(*part, dtype) for part in parts])
-    weighted_PD = output_PD * weights_TK.reshape(-1, 1)
-    return weighted_PD.view(tokens, top_k, -1).sum(dim=1).to(dtype)
 
 
 def kernel_name(model: PreTrainedModel) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-from expertcast.data.taps import RouterCall
+from expertcast.data.router_call import RouterCall
 from expertcast.predictors.base import Predictor, RouterState
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
-from expertcast.data.taps import RouterOutput
+from expertcast.data.router_call import RouterOutput
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import MoELayer
 

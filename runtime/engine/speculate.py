@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertcast.data.early import EarlyAttention
-from expertcast.data.taps import RouterCall, RouterTaps
+from expertcast.data.router_call import RouterCall
+from expertcast.data.taps import RouterTaps
 from expertcast.predictors.base import Predictor
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.engine.speculation import Speculator

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from expertcast.data.early import EarlyAttention
-from expertcast.data.taps import RouterCall, capturing
+from expertcast.data.router_call import RouterCall, capturing
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.routing_rule import weights_over
@@ -23,6 +23,9 @@ from expertcast.runtime.engine.refit import OnlineRefit
 from expertcast.runtime.engine.router_free import routers_left_out
 from expertcast.runtime.engine.token_memory import TokenMemory
 from expertcast.runtime.engine.traced import TracedForecasts
+
+if TYPE_CHECKING:
+    from expertcast.data.early import EarlyAttention
 
 Quick = Callable[[int, Tensor], object]
 """Gets a layer and the ids [T, K] that its router gives for the stand-in, heaviest first."""

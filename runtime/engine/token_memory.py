@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from expertcast.data.taps import RouterCall
+from expertcast.data.router_call import RouterCall
 
 
 class TokenMemory:

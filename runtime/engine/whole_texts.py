@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from expertcast.data.experts import WINDOWS, Answer, Inner, inner_activations
-from expertcast.data.taps import RouterCall
+from expertcast.data.router_call import RouterCall
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, experts_digest
 from expertcast.runtime.engine.base import Engine, EngineParts

@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-from expertcast.data.models import with_index
+from expertcast.data.devices import with_index
 from expertcast.predictors.errors import ExpertcastError
 
 _MEMORY_TYPE, _HOST = 2, 1

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.data.taps import RouterCall, RouterTaps
+from expertcast.data.router_call import RouterCall
+from expertcast.data.taps import RouterTaps
 from expertcast.predictors import MoEView, Predictor
 from expertcast.runtime.engine.speculate import speculate
 from expertcast.runtime.quality.forecasts import previous_logits

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from expertcast.data.discovery import experts_implementation
-from expertcast.data.taps import RouterCall, RouterTaps
+from expertcast.data.router_call import RouterCall
+from expertcast.data.taps import RouterTaps
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.drafts.quantised import QuantisedExperts

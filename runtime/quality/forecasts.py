@@ -17,7 +17,8 @@ from torchmetrics import MetricCollection
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.experts import experts_of
-from expertcast.data.taps import RouterCall, RouterTaps
+from expertcast.data.router_call import RouterCall
+from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.plain import Json
 from expertcast.predictors.progress import Progress

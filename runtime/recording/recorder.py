@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from expertcast.data.models import with_index
+from expertcast.data.devices import with_index
 from expertcast.runtime.recording.observer import Observer, State
 
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,10 +24,13 @@ from expertcast.runtime.storage.coded_read import CodedRead
 from expertcast.runtime.storage.coded_reader import CodedReader
 from expertcast.runtime.storage.file_store import FileStore
 from expertcast.runtime.storage.host_memory import HostMemory, give_back_freed
+from expertcast.runtime.storage.layout import ExpertsForm
 from expertcast.runtime.storage.part_memory import NOTHING, Kinds, PartPlaces
-from expertcast.runtime.storage.shipped_experts import Shipped
 from expertcast.runtime.storage.store import Write
 from expertcast.runtime.storage.store_header import StaleFileError
+
+if TYPE_CHECKING:
+    from expertcast.runtime.storage.shipped_experts import Shipped
 
 
 class CodedStore(FileStore):
@@ -36,7 +39,7 @@ class CodedStore(FileStore):
     Nothing of them is held in memory. What a layer's `views` gives is read and decoded when it is asked for.
 
     Args:
-        view: the model's MoE layers.
+        view: the model's MoE layers, or the form of its experts.
         folder, device, fingerprint: as for :class:`FileStore`.
         codec: as :func:`expertcast.runtime.storage.codecs.make_codec` takes it; one that loses nothing.
 
@@ -48,8 +51,8 @@ class CodedStore(FileStore):
     addressable = False
 
     def __init__(
-        self, view: MoEView, folder: str | Path | None = None, *, codec: str, device: torch.device | None = None,
-        fingerprint: str | None = None,
+        self, view: MoEView | ExpertsForm, folder: str | Path | None = None, *, codec: str,
+        device: torch.device | None = None, fingerprint: str | None = None,
     ) -> None:  # fmt: skip
         self._asked = codec
         self.shipped: Callable[[int, int], Shipped] | None = None

@@ -12,8 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.storage.arrival import Arrival, Reader
+from expertcast.runtime.storage.layout import ExpertsForm
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.store_header import StaleFileError, StoreFormat, layout_text
 
@@ -22,7 +24,7 @@ class FileStore(ExpertStore):
     """Experts in one file.
 
     Args:
-        view: the model's MoE layers.
+        view: the model's MoE layers, or the form of its experts.
         folder: where the file lies; made if need be, one folder per model. None: a temporary one, removed by `close`.
         fingerprint: of what the blocks are made from. A file in `folder` with the same is used as it is, another is
             made again. None: it is made again in any case.
@@ -37,7 +39,7 @@ class FileStore(ExpertStore):
 
     def __init__(
         self,
-        view: MoEView,
+        view: MoEView | ExpertsForm,
         folder: str | Path | None = None,
         *,
         device: torch.device | None = None,
@@ -61,6 +63,13 @@ class FileStore(ExpertStore):
                     self._open()
             except StaleFileError as reason:
                 warnings.warn(f"{str(self.path)!r} is made again: {reason}", stacklevel=3)
+
+    def open(self, layer: int) -> dict[str, Tensor]:
+        """
+        Raises:
+            ExpertcastError: always: a file's layers are closed, with their digests, one after another.
+        """
+        raise ExpertcastError("a store on disk is written first layer to last, each by fill: open is for memory")
 
     @abstractmethod
     def _begin(self) -> None:

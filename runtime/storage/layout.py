@@ -7,13 +7,14 @@ S blocks [ block 0 | block 1 | ... ]          so that one copy moves one expert
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.view import MoEView
+from expertcast.predictors.view import ModelShape, MoEView
 
 ALIGNMENT = 256
 """Bytes. The kernels of CUDA and of the CPU read weights at 16 and 64; 256 is what CUDA's own allocator keeps."""
@@ -61,13 +62,20 @@ class BlockLayout:
 
     @classmethod
     def _of_module(cls, experts: nn.Module, num_experts: int) -> BlockLayout:
+        parameters = expert_parameters(experts, num_experts)
+        if not parameters:
+            raise ExpertcastError(f"{type(experts).__name__} holds no [experts, ...] parameter: not supported")
+        with torch.no_grad():
+            return cls.of_tensors({name: parameter[0] for name, parameter in parameters.items()})
+
+    @classmethod
+    def of_tensors(cls, expert: Mapping[str, Tensor]) -> BlockLayout:
+        """The layout of an expert that consists of these tensors, by name: shapes and dtypes count, weights do not."""
         fields, offset = [], 0
-        for name, parameter in expert_parameters(experts, num_experts).items():
-            field = Field(name=name, shape=tuple(parameter.shape[1:]), dtype=parameter.dtype, offset=offset)
+        for name, tensor in expert.items():
+            field = Field(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, offset=offset)
             fields.append(field)
             offset = aligned_bytes(offset + field.nbytes)
-        if not fields:
-            raise ExpertcastError(f"{type(experts).__name__} holds no [experts, ...] parameter: not supported")
         return cls(fields=tuple(fields), block_bytes=offset)
 
     def views(self, blocks: Tensor) -> dict[str, Tensor]:
@@ -79,9 +87,43 @@ class BlockLayout:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsForm:
+    """What a store of experts is made for: how many there are, and how each of them lies in memory."""
+
+    shape: ModelShape
+    layout: BlockLayout
+    model_id: str = ""
+    """Where they come from; a store on disk writes it down."""
+
+    @classmethod
+    def of(cls, view: MoEView) -> ExpertsForm:
+        """That of a model.
+
+        Raises:
+            ExpertcastError: as :meth:`BlockLayout.of` says.
+        """
+        return cls(shape=view.shape, layout=BlockLayout.of(view), model_id=view.model_id)
+
+
 def aligned_bytes(count: int) -> int:
     """The next multiple of 256."""
     return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def device_of(view: MoEView) -> torch.device:
+    """The one device that all experts lie on.
+
+    Raises:
+        ExpertcastError: the model has no weights, or is spread over devices.
+    """
+    devices = {parameter.device for layer in view for parameter in layer.experts.parameters()}
+    if any(device.type == "meta" for device in devices):
+        raise ExpertcastError("the model has no weights (meta device): load it before offloading")
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ExpertcastError(f"the experts lie on several devices ({names}): load the model onto one")
+    return devices.pop()
 
 
 def expert_parameters(experts: nn.Module, num_experts: int) -> dict[str, nn.Parameter]:

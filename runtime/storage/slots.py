@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from expertcast.data.models import with_index
+from expertcast.data.devices import with_index
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.storage.host_memory import HostMemory
 from expertcast.runtime.storage.layout import BlockLayout

@@ -12,12 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from expertcast.data.models import with_index
+from expertcast.data.devices import with_index
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.progress import Progress
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.storage.host_memory import HostMemory, PageLock, give_back_freed
-from expertcast.runtime.storage.layout import BlockLayout, expert_parameters
+from expertcast.runtime.storage.layout import BlockLayout, ExpertsForm, device_of, expert_parameters
 from expertcast.runtime.storage.packed import PackedExperts, PackedLayout
 from expertcast.runtime.storage.precision import FULL
 
@@ -39,14 +39,15 @@ class _Origin:
 class ExpertStore:
     """Host copies of all experts; page-locked when the model computes on CUDA.
 
-    Filled layer by layer, either by `pack` from a model that holds its experts, or by `fill` with whatever a
-    checkpoint is read with. `pack` takes the weights out of the model as it goes (no second copy of the whole model
-    exists at any time) and `unpack` puts them back into the very same `nn.Parameter` objects, bit for bit.
+    Filled layer by layer, by `pack` from a model that holds its experts, by `fill` with whatever a checkpoint is read
+    with, or by whoever was given a layer's blocks by `open`. `pack` takes the weights out of the model as it goes (no
+    second copy of the whole model exists at any time) and `unpack` puts them back into the very same `nn.Parameter`
+    objects, bit for bit.
     The blocks of one layer lie one after another.
 
     Args:
-        view: the model's MoE layers.
-        device: where the model computes. None: where the experts lie.
+        view: the model's MoE layers, or the form of its experts.
+        device: where the model computes. None: where the experts of a view lie.
         pinned: page-lock the memory, as far as there is a budget for it.
         lock: page-locks it, in place of the default one.
 
@@ -59,12 +60,20 @@ class ExpertStore:
     """Whether blocks lie in memory, and stay where they are."""
 
     def __init__(
-        self, view: MoEView, *, device: torch.device | None = None, pinned: bool = False, lock: PageLock | None = None
+        self,
+        view: MoEView | ExpertsForm,
+        *,
+        device: torch.device | None = None,
+        pinned: bool = False,
+        lock: PageLock | None = None,
     ) -> None:
-        self.layers = len(view)
-        self.experts, self.top_k = view.shape.experts, view.shape.top_k
-        self.layout = BlockLayout.of(view)
-        self.device = self.device_of(view) if device is None else with_index(device)
+        form = view if isinstance(view, ExpertsForm) else ExpertsForm.of(view)
+        self.layers, self.experts, self.top_k = form.shape.layers, form.shape.experts, form.shape.top_k
+        self.layout = form.layout
+        if device is None:
+            assert isinstance(view, MoEView), "a form lies on no device: say where the model computes"
+            device = device_of(view)
+        self.device = with_index(device)
         self._lock = PageLock() if lock is None and pinned else lock
         self._memory: list[HostMemory | None] = [None] * self.layers
         self._layer_bytes: list[Tensor | None] = [None] * self.layers
@@ -114,12 +123,17 @@ class ExpertStore:
     def read_ahead(self, keys: Iterable[int]) -> None:
         """These experts will be copied soon. Nothing to do for a store in memory."""
 
-    def fill(self, layer: int, write: Write) -> None:
-        """Make one layer's blocks and let `write` fill them. Layers come first to last."""
+    def open(self, layer: int) -> dict[str, Tensor]:
+        """Make one layer's blocks, and give its parameters [E, ...] by name to be written, expert by expert and at any
+        time before the layer is used; layers in any order."""
         memory = HostMemory(self.layer_nbytes, self._lock)
         self._memory[layer] = memory
         self._hold(layer, memory.bytes)
-        write(self.views(layer))
+        return self.views(layer)
+
+    def fill(self, layer: int, write: Write) -> None:
+        """Make one layer's blocks and let `write` fill them. Layers come first to last."""
+        write(self.open(layer))
 
     def finish(self) -> None:
         """Called once, when all layers are filled."""
@@ -227,21 +241,6 @@ class ExpertStore:
         memory, self._memory[layer] = self._memory[layer], None
         if memory is not None:
             memory.release()
-
-    @staticmethod
-    def device_of(view: MoEView) -> torch.device:
-        """The one device that all experts lie on.
-
-        Raises:
-            ExpertcastError: the model has no weights, or is spread over devices.
-        """
-        devices = {parameter.device for layer in view for parameter in layer.experts.parameters()}
-        if any(device.type == "meta" for device in devices):
-            raise ExpertcastError("the model has no weights (meta device): load it before offloading")
-        if len(devices) > 1:
-            names = ", ".join(sorted(map(str, devices)))
-            raise ExpertcastError(f"the experts lie on several devices ({names}): load the model onto one")
-        return devices.pop()
 
 
 def _copy_parameters(parameters: dict[str, nn.Parameter], views: dict[str, Tensor]) -> None:

@@ -25,7 +25,7 @@ from expertcast.runtime.drafts.cycle import Choice, Cycle
 from expertcast.runtime.drafts.drafting import Drafting, DraftOptions
 from expertcast.runtime.drafts.drafts import Draft
 from expertcast.runtime.drafts.quantised import ModelWeights, QuantisedExperts
-from expertcast.runtime.engine.base import EXPERTS_NAME
+from expertcast.runtime.engine.seam import EXPERTS_NAME
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.quality.exact_sets import drafting
 

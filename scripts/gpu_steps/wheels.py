@@ -32,6 +32,8 @@ except ImportError:  # a bare machine: pip brings its own
 from gpu_steps.day import ROOT
 
 OF_THE_MACHINE = "torch"
+FOR_MODELS = "transformers>=5.23"
+"""The package takes older ones, for what knows no model of theirs; `expertcast.data.release` says so, too."""
 FOR_TESTS = ("pytest", "hypothesis", "accelerate")
 """Of the extra `dev`: the tests', and the peer."""
 MAY_LACK = ("datasets", "accelerate")
@@ -53,7 +55,7 @@ class Packages:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Name to what is asked for, such as `transformers<6,>=5.23`."""
+        """Name to what is asked for, such as `transformers<6,>=5.16`."""
         return {name: f"{name}{versions}" for name, versions in self.asked.items() if name not in self.found}
 
     @property
@@ -66,7 +68,10 @@ def needed() -> list[Requirement]:
     """What the project file asks for."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     dev = [Requirement(line) for line in project["optional-dependencies"]["dev"]]
-    return [*map(Requirement, project["dependencies"]), *(need for need in dev if need.name in FOR_TESTS)]
+    return [
+        *map(Requirement, [*project["dependencies"], FOR_MODELS]),
+        *(need for need in dev if need.name in FOR_TESTS),
+    ]
 
 
 def look(folder: Path | None = None) -> Packages:

@@ -13,6 +13,8 @@ from types import ModuleType
 
 import pytest
 
+from expertcast.data.release import OLDEST
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -31,12 +33,16 @@ def test_missing_packages_are_refused_in_one_line(tmp_path: Path) -> None:
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 2
     (line,) = run.stderr.splitlines()
-    assert "missing: transformers<6,>=5.23" in line
+    assert "missing: transformers<6,>=5.16,>=5.23" in line
     assert "pip download --no-deps" in line
     assert line.endswith(" transformers==5.23.0")
     assert f"--python-version {sys.version_info.major}.{sys.version_info.minor} " in line
     assert "--platform manylinux_2_28_x86_64" in line
     assert not (tmp_path / "out").exists()
+
+
+def test_the_day_needs_what_models_need(wheels: ModuleType) -> None:
+    assert f"transformers>={'.'.join(map(str, OLDEST))}" == wheels.FOR_MODELS
 
 
 def test_the_whole_list_says_versions_and_leaves_out_torch(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers.integrations.mxfp4 import FP4_VALUES
 
 from expertcast.runtime.storage.codecs.scaled import Form, Scaled
 from expertcast.runtime.storage.layout import Field
@@ -25,7 +24,8 @@ _FP16_BITS = ~0x71FF
 _MOST_SCALE = 240
 """Times 2**14 it is still a float32. 241 to 254 would make weights of 2**113 and more, 255 is no number."""
 _SCALES = torch.exp2(torch.arange(256, dtype=torch.float64) - _BIAS + _SHIFT).float()
-_MAGNITUDES = torch.tensor(FP4_VALUES[:8])
+_MAGNITUDES = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+"""Of the codes 0 to 7: two bits of exponent, one of mantissa."""
 _TOP_EXPONENT = 2
 """Of the largest magnitude, 6 = 1.5 * 2**2."""
 _CHUNK = 1 << 16

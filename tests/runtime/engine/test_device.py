@@ -16,7 +16,7 @@ from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.previous_token import PreviousToken
 from expertcast.runtime import offload
-from expertcast.runtime.engine.device import DeviceEngine
+from expertcast.runtime.engine.seam import is_attached
 from expertcast.runtime.graph import GraphDecoder
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.recording.recorder import Recorder
@@ -243,7 +243,7 @@ def test_recorder_sees_states_and_copies(reference_fp32: PreTrainedModel, one: d
 def test_used_as_a_plain_link(reference_fp32: PreTrainedModel) -> None:
     with offload(reference_fp32, link="kernel", slots=8) as offloaded:
         link, pool = offloaded.link, offloaded.pool
-        assert DeviceEngine.is_attached(reference_fp32)
+        assert is_attached(reference_fp32)
         copy = link.submit(70, 3, urgent=True)
         link.wait(copy)
         link.synchronize()  # type: ignore[attr-defined]

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from expertcast.data.devices import torch_device, with_index
 from expertcast.data.discovery import find_moe_layers
-from expertcast.data.models import torch_device, with_index
 from expertcast.runtime.benchmarking.lent_store import without_experts_to
 from expertcast.runtime.links import driver
 from expertcast.runtime.links.driver import CudaDevice

@@ -1,0 +1,90 @@
+"""The core that other engines' fronts stand on, and that it imports without transformers and the training libraries.
+
+    python scripts/core_imports.py [--installed]
+
+With `--installed` it is imported as it would be in an environment: the releases found there are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+CORE = (
+    "expertcast.predictors",
+    "expertcast.checkpoints",
+    "expertcast.data.batch",
+    "expertcast.data.devices",
+    "expertcast.data.router_call",
+    "expertcast.data.shards",
+    "expertcast.data.trace_file",
+    "expertcast.data.traces",
+    "expertcast.data.writer",
+    "expertcast.runtime.storage.codecs",
+    "expertcast.runtime.storage.coded_store",
+    "expertcast.runtime.storage.disk_store",
+    "expertcast.runtime.storage.host_memory",
+    "expertcast.runtime.storage.layout",
+    "expertcast.runtime.storage.slots",
+    "expertcast.runtime.storage.store",
+    "expertcast.runtime.pools",
+    "expertcast.runtime.recording",
+    "expertcast.runtime.links",
+    "expertcast.runtime.policies",
+    "expertcast.runtime.engine.base",
+    "expertcast.runtime.engine.device",
+    "expertcast.runtime.engine.drift",
+    "expertcast.runtime.engine.flow",
+    "expertcast.runtime.engine.host",
+    "expertcast.runtime.engine.residency",
+    "expertcast.runtime.engine.rows",
+    "expertcast.runtime.engine.speculation",
+    "expertcast.runtime.config",
+    "expertcast.runtime.transport",
+)
+"""Modules, and packages with all that is in them."""
+SEAM = ("accelerate", "datasets", "lightning", "matplotlib", "tensorboard", "torchmetrics", "transformers")
+"""What none of them imports: a front may bring another release of it, or none."""
+ON_CUDA = "triton_kernels"
+"""Last part of the names of modules that are imported where CUDA is."""
+
+
+def modules() -> list[str]:
+    """The core's modules by name."""
+    found = []
+    for name in CORE:
+        found.append(name)
+        module = importlib.import_module(name)
+        if hasattr(module, "__path__"):
+            found += [each.name for each in pkgutil.walk_packages(module.__path__, f"{name}.")]
+    return [name for name in found if not name.endswith(f".{ON_CUDA}")]
+
+
+def main() -> int:
+    """Import all of it; an import that fails says which."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--installed", action="store_true", help="with what is installed, in place of without")
+    arguments = parser.parse_args()
+    if not arguments.installed:
+        sys.modules.update(dict.fromkeys(SEAM))  # None: importing it raises ModuleNotFoundError
+    names = modules()
+    for name in names:
+        importlib.import_module(name)
+    if arguments.installed:
+        print("torch", version("torch"), *(f"{name} {_version(name)}" for name in SEAM))
+    print(f"{len(names)} modules")
+    return 0
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "-"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What other engines' fronts stand on needs no transformers; what works on its models says which release it takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedModel
+
+import expertcast
+from expertcast.cli import main
+from expertcast.data.collector import collect
+from expertcast.data.models import load_model, load_tokenizer
+from expertcast.data.release import check_release
+from expertcast.data.text import load_documents
+from expertcast.predictors import ExpertcastError
+from tests.families.models import tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_the_core_imports_without_transformers() -> None:
+    found = run("scripts/core_imports.py")
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout.split()[0]) > 100
+
+
+def test_what_is_blocked_is_really_blocked() -> None:
+    """The seam is not of the core: the same block stops it."""
+    code = (
+        "import sys; sys.path.insert(0, 'scripts'); import core_imports; "
+        "sys.modules.update(dict.fromkeys(core_imports.SEAM)); import expertcast.runtime.engine.seam"
+    )
+    found = run("-c", code)
+    assert found.returncode != 0
+    assert "ModuleNotFoundError: No module named 'transformers" in found.stderr
+
+
+def test_the_package_itself_imports_neither() -> None:
+    code = (
+        "import sys, expertcast, expertcast.runtime; "
+        "assert not {'torch', 'transformers'} & set(sys.modules); expertcast.runtime.Link; "
+        "assert 'torch' in sys.modules and 'transformers' not in sys.modules"
+    )
+    assert run("-c", code).stderr == ""
+
+
+@pytest.fixture
+def old_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "5.19.0")
+
+
+LINE = " a transformers model needs transformers 5.23 or newer, here is 5.19.0: pip install -U transformers"
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_model("qwen3_moe")
+
+
+@pytest.mark.usefixtures("old_release")
+def test_an_old_release_is_refused_in_one_line(
+    model: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is read or made."""
+    before = dict(model.named_parameters())
+    with pytest.raises(ExpertcastError, match=f"^offloading{LINE}$"):
+        expertcast.offload(model)
+    assert dict(model.named_parameters()) == before
+    with pytest.raises(ExpertcastError, match=f"^offloading{LINE}$"):
+        expertcast.load_offloaded("no/such-model")
+    with pytest.raises(ExpertcastError, match=f"^loading{LINE}$"):
+        load_model("reference")
+    documents = list(load_documents("reference"))[:2]
+    with pytest.raises(ExpertcastError, match=f"^reading the MoE layers of{LINE}$"):
+        collect(model, load_tokenizer("reference"), documents, tmp_path / "traces", tokens=64)
+    assert not (tmp_path / "traces").exists()
+    assert main(["inspect", "reference"]) == 2
+    assert capsys.readouterr().err.strip().endswith(LINE.strip())
+
+
+@pytest.mark.parametrize("version", ["5.23.0", "5.23.0.dev0", "5.24.1", "6.0.0"])
+def test_newer_releases_pass(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", version)
+    check_release("offloading")
