@@ -17,10 +17,10 @@ from vllm.logger import init_logger
 
 from expertcast.data.live import LiveTraces
 from expertcast.data.live_document import LiveDocument, prompt_hash
-from expertcast.data.taps import RouterCall
+from expertcast.data.router_call import RouterCall
 from expertcast.predictors.errors import first_line
 from expertcast.predictors.view import ModelShape
-from expertcast_vllm.steps import Part, Step, prompt_of
+from expertcast_vllm.requests import Part, Requests, prompt_of
 
 logger = init_logger(__name__)
 
@@ -69,25 +69,25 @@ class TrafficCollector:
         self._thread = threading.Thread(target=self._write, name="expertcast-traces", daemon=True)
         self._thread.start()
 
-    def start(self, step: Step, running: Mapping[str, Any]) -> None:
-        """A forward is about to run; `running` are all requests."""
+    def start(self, running: Requests, known: Mapping[str, Any]) -> None:
+        """A forward is about to run, with these requests of all that are `known`."""
         self._rows, self._residuals, self._logits = [], [], []
         wanted = []
-        if step.token_T is not None and self._left > 0 and not self._failed:
-            for part in step.parts:
-                rows = self._wanted(part, running)
+        if running.token_T is not None and self._left > 0 and not self._failed:
+            for part in running.parts:
+                rows = self._wanted(part, known)
                 if rows is not None:
                     wanted.append(torch.arange(rows.start, rows.stop))
                     self._rows.append((part.request, rows))
         self._keep_R = torch.cat(wanted) if wanted else None
 
-    def _wanted(self, part: Part, running: Mapping[str, Any]) -> slice | None:
+    def _wanted(self, part: Part, known: Mapping[str, Any]) -> slice | None:
         """Which of a request's rows are kept."""
         if part.request in self._ended:
             return None
         own = self._open.get(part.request)
         if own is None:
-            prompt = prompt_of(running, part.request)
+            prompt = prompt_of(known, part.request)
             if prompt is None or self._held >= self._most:
                 self._ended.add(part.request)
                 return None
@@ -104,13 +104,13 @@ class TrafficCollector:
         self._residuals.append(call.residual_TD[keep_R].to(torch.bfloat16))
         self._logits.append(call.logits_TE[keep_R])
 
-    def finish(self, step: Step) -> None:
+    def finish(self, running: Requests) -> None:
         """The forward has run."""
-        if self._keep_R is None or len(self._residuals) != self._shape.layers or step.token_T is None:
+        if self._keep_R is None or len(self._residuals) != self._shape.layers or running.token_T is None:
             return
         residual_RLD = torch.stack(self._residuals, dim=1).cpu()
         logits_RLE = torch.stack(self._logits, dim=1).cpu()
-        token_T, first = step.token_T.cpu(), 0
+        token_T, first = running.token_T.cpu(), 0
         self._residuals, self._logits = [], []
         for request, rows in self._rows:
             own, count = self._open[request], rows.stop - rows.start
@@ -123,11 +123,11 @@ class TrafficCollector:
             if own.tokens >= self._live.options.window or self._held >= self._most:
                 self._end(request)
 
-    def requests(self, running: Mapping[str, Any]) -> None:
-        """Requests that are not `running` any more have ended."""
-        for request in [request for request in self._open if request not in running]:
+    def ended(self, known: Mapping[str, Any]) -> None:
+        """Requests that are not `known` any more have ended."""
+        for request in [request for request in self._open if request not in known]:
             self._end(request)
-        self._ended.intersection_update(running)
+        self._ended.intersection_update(known)
 
     def close(self) -> None:
         """Write what is held."""

@@ -19,6 +19,8 @@ from vllm.model_executor.model_loader import base_loader
 
 from expertcast.predictors.errors import ExpertcastError
 
+_TOKENS = 2
+
 Kept = Mapping[nn.Module, Mapping[str, Tensor]]
 """Modules' own parameters by name, as they were loaded."""
 
@@ -39,9 +41,9 @@ class WiredLayer:
     """What holds the block."""
 
 
-@contextmanager
-def keeping_gates() -> Iterator[dict[nn.Module, dict[str, Tensor]]]:
-    """Inside, a model is loaded; gives the parameters of all that may be a gate.
+def keep_gates() -> Kept:
+    """Keep the parameters of all that may be a gate in the model that is loaded next: they are filled in when its
+    weights have come.
 
     On CPUs vLLM packs linear layers' weights for its kernels after loading, and leaves none in the module.
     """
@@ -49,6 +51,7 @@ def keeping_gates() -> Iterator[dict[nn.Module, dict[str, Tensor]]]:
     process = base_loader.process_weights_after_loading
 
     def keep(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        base_loader.process_weights_after_loading = process
         experts = {runner.moe_config.num_logical_experts for runner in runners_of(model)}
         for module in model.modules():
             weight = module._parameters.get("weight")
@@ -57,10 +60,7 @@ def keeping_gates() -> Iterator[dict[nn.Module, dict[str, Tensor]]]:
         process(model, *args, **kwargs)
 
     base_loader.process_weights_after_loading = keep
-    try:
-        yield kept
-    finally:
-        base_loader.process_weights_after_loading = process
+    return kept
 
 
 def runners_of(model: nn.Module) -> list[MoERunner]:
@@ -68,34 +68,46 @@ def runners_of(model: nn.Module) -> list[MoERunner]:
     return [module for module in model.modules() if isinstance(module, MoERunner)]
 
 
-def wire(model: nn.Module, run: Callable[[], object]) -> list[WiredLayer]:
-    """The MoE layers of a model, first to last.
+def wire(model_runner: Any) -> list[WiredLayer]:
+    """The MoE layers of a model, first to last; costs a dry run over two tokens.
 
     Args:
-        model: as vLLM made it.
-        run: runs it once over some tokens.
+        model_runner: vLLM's, whose model is loaded.
 
     Raises:
         ExpertcastError: it has none, or one that does not run, or whose logits no module gives.
     """
+    model = model_runner.get_model()
     runners = runners_of(model)
-    if not runners:
-        raise ExpertcastError(f"{type(model).__name__} has no MoE layers: there is nothing to forecast")
     watch = _Watch()
     with ExitStack() as stack:
         stack.callback(register_module_forward_pre_hook(watch.enter).remove)
         stack.callback(register_module_forward_hook(watch.leave).remove)
+        stack.enter_context(_uncompiled(model))
         for runner in runners:
             stack.enter_context(routing_told(runner, partial(watch.routed, runner)))
-        run()
+        model_runner._dummy_run(_TOKENS)
     names = {module: name for name, module in model.named_modules()}
     missing = [names[runner] for runner in runners if runner not in watch.found]
     if missing:
         raise ExpertcastError(
             f"{type(model).__name__}: {missing[0]} routes by logits that no module of it gives, or does not run: its "
-            "experts cannot be forecast"
+            "experts cannot be forecast, leave predictor and collect out"
         )
     return [WiredLayer(name=names[runner], runner=runner, **watch.found[runner]) for runner in runners]
+
+
+@contextmanager
+def _uncompiled(model: nn.Module) -> Iterator[None]:
+    """Inside, what vLLM compiles of a model runs as it is written, under hooks."""
+    compiled = [module for module in model.modules() if getattr(module, "do_not_compile", True) is False]
+    for module in compiled:
+        module.do_not_compile = True
+    try:
+        yield
+    finally:
+        for module in compiled:
+            module.do_not_compile = False
 
 
 @contextmanager
@@ -114,7 +126,7 @@ def routing_told(runner: MoERunner, told: Callable[[Tensor, Tensor, Tensor, Tens
     try:
         yield
     finally:
-        del router.select_experts
+        router.select_experts = select
 
 
 class _Watch:

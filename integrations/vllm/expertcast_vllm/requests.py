@@ -1,11 +1,11 @@
-"""The real forwards of a vLLM model, and whose tokens they are: dummy and profiling runs are none."""
+"""Whose tokens a vLLM model's forwards are over. T tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -14,51 +14,41 @@ from expertcast.predictors.errors import ExpertcastError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The tokens of one request in a step."""
+    """The tokens of one request in a forward."""
 
     request: str
     """vLLM's name of it."""
     rows: slice
-    """Of the step's tokens."""
+    """Of the forward's tokens."""
     start: int
     """Position of the first of them in the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One forward. T tokens."""
+class Requests:
+    """Of one forward."""
 
     parts: tuple[Part, ...]
     token_T: Tensor | None
-    """Their ids; None where the model is given embeddings."""
-
-    @property
-    def tokens(self) -> int:
-        """T"""
-        return self.parts[-1].rows.stop if self.parts else 0
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether every request has one token, with others of it before."""
-        return all(part.rows.stop - part.rows.start == 1 and part.start for part in self.parts)
+    """The tokens' ids; None where the model is given embeddings."""
 
 
-class StepListener:
-    """What is told of forwards; does nothing."""
+class Told(Protocol):
+    """Who is told of forwards."""
 
-    def start(self, step: Step) -> None:
-        """A forward is about to run."""
+    def start(self, running: Requests) -> None:
+        """A forward over these requests' tokens is about to run."""
 
-    def finish(self, step: Step) -> None:
+    def finish(self, running: Requests) -> None:
         """It has run to its end."""
 
-    def requests(self, running: Any) -> None:
-        """Requests may have ended: those in `running` (by name) have not."""
+    def ended(self) -> None:
+        """Requests may have ended."""
 
 
 @contextmanager
-def steps_told(model_runner: Any, listener: StepListener) -> Iterator[None]:
-    """Inside, the listener is told of a model runner's forwards.
+def requests_told(model_runner: Any, told: Told) -> Iterator[None]:
+    """Inside, `told` hears of a model runner's forwards over requests' tokens; trial runs are none.
 
     Raises:
         ExpertcastError: this kind of model runner does not say when its forwards start.
@@ -67,19 +57,18 @@ def steps_told(model_runner: Any, listener: StepListener) -> Iterator[None]:
         raise ExpertcastError(
             f"forecasts and collecting do not know {type(model_runner).__module__}: set VLLM_USE_V2_MODEL_RUNNER=0"
         )
-    forward: Callable[..., Any] = model_runner._model_forward
-    execute: Callable[..., Any] = model_runner.execute_model
+    forward, execute = model_runner._model_forward, model_runner.execute_model
 
     def told_forward(input_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        step = _step(model_runner, input_ids)
-        listener.start(step)
+        running = _running(model_runner, input_ids)
+        told.start(running)
         output = forward(input_ids, *args, **kwargs)
-        listener.finish(step)
+        told.finish(running)
         return output
 
     def told_execute(*args: Any, **kwargs: Any) -> Any:
         output = execute(*args, **kwargs)
-        listener.requests(model_runner.requests)
+        told.ended()
         return output
 
     model_runner._model_forward, model_runner.execute_model = told_forward, told_execute
@@ -95,7 +84,7 @@ def prompt_of(running: Any, request: str) -> list[int] | None:
     return ids
 
 
-def _step(model_runner: Any, input_ids: Tensor | None) -> Step:
+def _running(model_runner: Any, input_ids: Tensor | None) -> Requests:
     batch, count = model_runner.input_batch, model_runner.input_batch.num_reqs
     bounds = model_runner.query_start_loc.np[: count + 1].tolist()
     starts = batch.num_computed_tokens_cpu[:count].tolist()
@@ -103,4 +92,4 @@ def _step(model_runner: Any, input_ids: Tensor | None) -> Step:
         Part(request=request, rows=slice(begin, end), start=start)
         for request, begin, end, start in zip(batch.req_ids[:count], bounds[:-1], bounds[1:], starts, strict=True)
     )
-    return Step(parts=parts, token_T=None if input_ids is None else input_ids[: bounds[-1]])
+    return Requests(parts=parts, token_T=None if input_ids is None else input_ids[: bounds[-1]])
