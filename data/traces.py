@@ -23,7 +23,16 @@ from expertcast.data.plan import Documented, PlannedDocument
 from expertcast.data.shards import Rows, Shard, places
 from expertcast.data.stand_in_file import read_stand_in
 from expertcast.data.tensor_files import read_tensors
-from expertcast.data.trace_file import REMEDY, TRACES, TraceInfo, documents_in, read_info, shape_in, shard_names
+from expertcast.data.trace_file import (
+    REMEDY,
+    TRACES,
+    TraceInfo,
+    documents_in,
+    is_live,
+    read_info,
+    shape_in,
+    shard_names,
+)
 from expertcast.predictors.artefacts import SEAL, check_file
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
@@ -111,9 +120,10 @@ class TraceDataset(TraceSource):
         self._shape = shape_in(info)
         self._files = info.get("files")
         for name in (layout.DATASET_STATE_FILE, layout.DATASET_INFO_FILE):
-            self._check(name)
+            if not is_live(info):  # written after trace.json there: they may be older
+                self._check(name)
         shards, begin = [], 0
-        for name in shard_names(folder):
+        for name in shard_names(folder, info):
             self._digest_of(name)
             shards.append((begin, Shard(folder / name, info, partial(places, self.documents, begin))))
             begin += len(shards[-1][1])
@@ -164,7 +174,9 @@ class TraceDataset(TraceSource):
             if not name.endswith(".arrow"):
                 self._check(name)
         self._shards.check()
-        _ = self.view, self.defaults, self.stand_in
+        _ = self.view, self.stand_in
+        if not is_live(self.info):
+            _ = self.defaults
 
     @cached_property
     def view(self) -> MoEView:  # type: ignore[override]
@@ -189,8 +201,14 @@ class TraceDataset(TraceSource):
         """Default vectors over the documents of the train split.
 
         Raises:
-            ExpertcastError: their file is not right.
+            ExpertcastError: their file is not right, or there is none.
         """
+        if layout.DEFAULTS_FILE not in (self._files or ()) and is_live(self.info):
+            raise ExpertcastError(
+                f"{self.folder} is of a server's traffic and holds no default vectors: train linear with "
+                "--set reads=router_input, or a predictor that learns none (router_input, next_norm, frequency, "
+                "previous_token)"
+            )
         path = self.folder / layout.DEFAULTS_FILE
         self._check(layout.DEFAULTS_FILE)
         tensors, _ = read_tensors(path, DefaultVectors.of_shape(self._shape).as_tensors(), REMEDY)

@@ -6,7 +6,7 @@ T tokens, D hidden size, E routed experts per layer, K experts per token, L MoE 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,13 +17,17 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.engine.host import HostEngine
+from expertcast.runtime.option_values import named_checkpoint
 from expertcast_vllm.config_check import check_config
+from expertcast_vllm.foresight import Foresight
 from expertcast_vllm.groups import groups
+from expertcast_vllm.loading import follow_worker
 from expertcast_vllm.operators import NAME
 from expertcast_vllm.parts import Parts, make_engine
 from expertcast_vllm.routing import follow_routing
 from expertcast_vllm.settings import KEY, Settings
 from expertcast_vllm.step import Step, running_step
+from expertcast_vllm.watching import Watching
 from expertcast_vllm.worker import Ending, offer
 
 if TYPE_CHECKING:
@@ -59,9 +63,16 @@ class WorkerOffload:
         self.parts: Parts | None = None
         """Store, slots and link, once all layers are loaded."""
         self.ending = Ending()
+        self.watching: Watching | None = None
+        """Shows what forecasts and traces are made of, where any are asked for."""
+        self.foresight: Foresight | None = None
+        """What forecasts, once the model is loaded."""
         self._prepared: set[int] = set()
         self._engine: HostEngine | None = None
         self._step: Step | None = None
+        if settings.offload.resolved_predictor() is not None:
+            named_checkpoint(settings.offload.resolved_predictor())  # a bad name ends it before the weights are read
+        self._kept = follow_worker()
 
     @classmethod
     def of(cls, config: VllmConfig, settings: Settings) -> WorkerOffload:
@@ -120,6 +131,20 @@ class WorkerOffload:
             self.ending.link = self.parts.link
             follow_routing(self)
 
+    def loaded(self, model_runner: Any) -> None:
+        """The model is loaded: what forecasts and collecting need of it is looked for.
+
+        Raises:
+            ExpertcastError: a predictor or a folder that cannot be, or a model that cannot be watched.
+        """
+        wanted = self.settings
+        if wanted.collect is not None or wanted.offload.resolved_predictor() is not None:
+            self.watching = Watching(model_runner, self._kept)
+            self.listeners.append(self.watching)
+        self.foresight = Foresight.make(self, self.watching)
+        if self.watching is not None:
+            self.watching.collect(wanted)
+
     def routed(self, index: int, hidden_TD: Tensor, logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
         """A layer's router has run."""
         if index == 0:
@@ -157,6 +182,13 @@ class WorkerOffload:
         """What the engine has counted, and what there is."""
         assert self.parts is not None, "nothing is counted before the experts are loaded"
         return {**self.engine.stats.as_dict(), **self.parts.as_dict()}
+
+    def close(self) -> None:
+        """Write what was collected, and end the link's work."""
+        if self.watching is not None:
+            self.watching.close()
+        if self.parts is not None:
+            self.parts.link.close()
 
     def _start(self) -> None:
         self._step = step = running_step()

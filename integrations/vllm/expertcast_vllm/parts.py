@@ -22,7 +22,7 @@ from expertcast.runtime.storage.layout import ExpertsForm
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_link, make_store
-from expertcast_vllm.foresight import make_speculator
+from expertcast_vllm.foresight import Foresight
 from expertcast_vllm.kernel import VllmKernel
 from expertcast_vllm.store import LoadedStore
 
@@ -93,12 +93,13 @@ def make_engine(offload: WorkerOffload) -> HostEngine:
     parts, config, shape = offload.parts, offload.settings.offload, offload.shape
     assert parts is not None
     cache = CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=parts.pool.count)
-    speculator, drift = make_speculator(offload)
+    foresight = offload.foresight or Foresight.make(offload, None)
+    drift = foresight.drift
     engine = HostEngine(
         EngineParts(
-            link=parts.link, pool=parts.pool, speculator=speculator, policies=config.resolved_policies().make(cache),
-            kernel=parts.kernel, drift=drift, keep=config.cache, likely=config.likely,
-            gated=config.forecasts == "worth",
+            link=parts.link, pool=parts.pool, speculator=foresight.speculator,
+            policies=config.resolved_policies().make(cache), kernel=parts.kernel, drift=drift, keep=config.cache,
+            likely=config.likely, gated=config.forecasts == "worth",
         )
     )  # fmt: skip
     if drift is not None:

@@ -47,6 +47,8 @@ class Settings:
     """Folder of a trace dataset that live traffic is recorded into."""
     collect_tokens: int = 1_000_000
     """Tokens after which collecting ends."""
+    collect_window: int = 1024
+    """Tokens of one request at most, its first ones."""
 
     @classmethod
     def of(cls, additional_config: object) -> Self | None:
@@ -83,8 +85,10 @@ class Settings:
         settings = cls(offload=config, **{name: options[name] for name in own if name in options})
         if settings.collect is not None and not isinstance(settings.collect, str):
             raise ExpertcastError(f"collect={settings.collect!r}: give the folder that traces are written to")
-        if not isinstance(settings.collect_tokens, int) or settings.collect_tokens < 1:
-            raise ExpertcastError(f"collect_tokens={settings.collect_tokens!r}: give a number of tokens")
+        for name in ("collect_tokens", "collect_window"):
+            count = getattr(settings, name)
+            if not isinstance(count, int) or count < 1:
+                raise ExpertcastError(f"{name}={count!r}: give a number of tokens")
         return settings
 
     def as_dict(self) -> Json:
