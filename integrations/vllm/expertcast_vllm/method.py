@@ -33,9 +33,10 @@ class OffloadedMethod(UnquantizedFusedMoEMethod):
     layout: BlockLayout
     """Of the blocks there."""
     lock: PageLock | None = None
+    is_prepared = False
 
     @classmethod
-    def in_place_of(cls, method: FusedMoEMethodBase, prefix: str) -> OffloadedMethod:
+    def in_place_of(cls, method: FusedMoEMethodBase, prefix: str, lock: PageLock | None) -> OffloadedMethod:
         """Ours for vLLM's.
 
         Raises:
@@ -51,7 +52,9 @@ class OffloadedMethod(UnquantizedFusedMoEMethod):
                 f"{prefix}: backend {method.unquantized_backend.value} routes inside its kernel, where slots cannot "
                 "stand for experts: start vLLM with --moe-backend triton"
             )
-        return cls(method.moe)
+        made = cls(method.moe)
+        made.lock = lock
+        return made
 
     def create_weights(self, layer: RoutedExperts, num_experts: int, *args: Any, **kwargs: Any) -> None:
         with torch.device("meta"):
@@ -61,9 +64,15 @@ class OffloadedMethod(UnquantizedFusedMoEMethod):
         _replace(layer, self.layout.views(self.memory.bytes))
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Bring the experts into the kernel's form, a few at a time, and leave none with the layer."""
+        """All weights of the model have come."""
+        if not self.is_prepared:
+            self.prepare(layer)
+
+    def prepare(self, layer: RoutedExperts) -> None:
+        """Bring the experts into the kernel's form, a few at a time, and hand them over to the store."""
         memory, device = self.memory, self.moe.device
-        assert memory is not None, "a layer's experts are prepared once"
+        assert memory is not None
+        self.is_prepared = True
         loaded = self.layout.views(memory.bytes)
         count = layer.local_num_experts
         with torch.inference_mode(False), torch.no_grad():

@@ -18,6 +18,8 @@ from expertcast.predictors.plain import Json
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.engine.host import HostEngine
 from expertcast.runtime.option_values import named_checkpoint
+from expertcast.runtime.storage.host_memory import PageLock
+from expertcast.runtime.storage.store import ExpertStore
 from expertcast_vllm.config_check import check_config
 from expertcast_vllm.foresight import Foresight
 from expertcast_vllm.groups import groups
@@ -27,6 +29,7 @@ from expertcast_vllm.parts import Parts, make_engine
 from expertcast_vllm.routing import follow_routing
 from expertcast_vllm.settings import KEY, Settings
 from expertcast_vllm.step import Step, running_step
+from expertcast_vllm.store import keep
 from expertcast_vllm.watching import Watching
 from expertcast_vllm.worker import Ending, offer
 
@@ -60,6 +63,10 @@ class WorkerOffload:
         self.layers: list[OffloadedExperts] = []
         self.device = torch.device(config.device_config.device)
         self.listeners: list[Listener] = []
+        self.lock = PageLock() if self.device.type == "cuda" and settings.offload.store == "memory" else None
+        """Of the memory that experts are loaded to."""
+        self.store: ExpertStore | None = None
+        """Once a layer is loaded."""
         self.parts: Parts | None = None
         """Store, slots and link, once all layers are loaded."""
         self.ending = Ending()
@@ -111,7 +118,7 @@ class WorkerOffload:
         Raises:
             ExpertcastError: the others run already.
         """
-        if self.parts is not None:
+        if self.store is not None:
             raise ExpertcastError(
                 f"{layer.layer_name} is made after the model was loaded, as drafting models with experts are: start "
                 "vLLM without that"
@@ -123,8 +130,9 @@ class WorkerOffload:
         """A layer's experts lie ready in host memory.
 
         Raises:
-            ExpertcastError: layers differ, or slots or link cannot be had.
+            ExpertcastError: layers differ, or a file, slots or link cannot be had.
         """
+        self.store = keep(self, layer)
         self._prepared.add(layer.index)
         if len(self._prepared) == len(self.layers):
             self.parts = Parts.make(self)
