@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+from vllm import __version__ as vllm_version
 from vllm.logger import init_logger
 
 from expertcast.predictors.errors import ExpertcastError
@@ -18,6 +19,7 @@ from expertcast.runtime.engine.host import HostEngine
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.speed import fastest_link
 from expertcast.runtime.policies.registry import CacheShape
+from expertcast.runtime.serving.metrics import Source
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_link
@@ -63,6 +65,26 @@ class Parts:
             slots, shape.layers * shape.experts, pool.nbytes / 1e9, device, store.nbytes / 1e9, store.name, link.name,
         )  # fmt: skip
         return cls(store=store, pool=pool, link=link, kernel=VllmKernel(pool.views))
+
+    def source(self, offload: WorkerOffload) -> Source:
+        """What a page for Prometheus reads."""
+        engine, options = offload.engine, offload.settings.offload
+        foresight = offload.foresight
+        predictor = None if foresight is None else foresight.speculator.predictor
+        policy = options.resolved_policies().as_dict()
+        return Source(
+            stats=engine.stats, link=self.link, pool=self.pool, store=self.store,
+            drift=None if foresight is None else foresight.drift,
+            info={
+                "model": offload.config.model_config.model,
+                "predictor": "none" if predictor is None else predictor.name,
+                "mode": "exact",
+                "policy": ",".join(f"{kind}={text}" for kind, text in policy.items()),
+                "link": self.link.name,
+                "store": self.store.name,
+                "vllm": vllm_version,
+            },
+        )  # fmt: skip
 
     def as_dict(self) -> Json:
         """What there is, as plain values."""
