@@ -222,7 +222,8 @@ class WorkerOffload:
         return ids_TK.numel() <= limit or len(ids_TK.unique()) <= limit
 
     def _run(self, index: int, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        layer = self.engine.view[index]
+        assert self.parts is not None
+        layer, self.parts.kernel.tokens = self.engine.view[index], len(hidden_TD)
         if self._fits(index, ids_TK):
             return self.engine.run(layer, hidden_TD, ids_TK, weights_TK)
         residency = self.engine.flow.residency

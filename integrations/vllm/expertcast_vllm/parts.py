@@ -24,7 +24,7 @@ from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_link
 from expertcast_vllm.foresight import Foresight
-from expertcast_vllm.kernel import VllmKernel
+from expertcast_vllm.kernel import GatheringKernel, MappingKernel, VllmKernel
 
 if TYPE_CHECKING:
     from expertcast_vllm.offload import WorkerOffload
@@ -64,7 +64,8 @@ class Parts:
             "expertcast: %d of %d experts have a slot (%.3g GB on %s), all of them %.3g GB in store %r, link %r",
             slots, shape.layers * shape.experts, pool.nbytes / 1e9, device, store.nbytes / 1e9, store.name, link.name,
         )  # fmt: skip
-        return cls(store=store, pool=pool, link=link, kernel=VllmKernel(pool.views))
+        kernel = GatheringKernel if device.type == "cpu" else MappingKernel
+        return cls(store=store, pool=pool, link=link, kernel=kernel(pool.views))
 
     def source(self, offload: WorkerOffload) -> Source:
         """What a page for Prometheus reads."""
