@@ -87,7 +87,9 @@ def _check(predictor: Predictor, watching: Watching) -> None:
         ExpertcastError: the predictor reads what is not there.
     """
     if predictor.looks == "tokens":
-        raise ExpertcastError(f"{predictor.name} looks tokens ahead, which nothing under vLLM uses: give another predictor")
+        raise ExpertcastError(
+            f"{predictor.name} looks tokens ahead, which nothing under vLLM uses: give another predictor"
+        )
     if predictor.uses_early:
         raise ExpertcastError(
             f"{predictor.name} reads early attention, which vLLM cannot run: train it with --set "

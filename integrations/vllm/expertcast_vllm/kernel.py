@@ -40,7 +40,8 @@ class VllmKernel:
             ids_TK: these experts.
             slots: `slots_TK` on the host, as far as it is known there.
         """
-        assert isinstance(experts, RoutedExperts) and isinstance(experts.quant_method, OffloadedMethod)
+        assert isinstance(experts, RoutedExperts)
+        assert isinstance(experts.quant_method, OffloadedMethod)
         weights = self._weights
         if not self._in_place:
             used, slots_TK = torch.unique(slots_TK, return_inverse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -43,4 +44,4 @@ class OffloadedExperts(RoutedExperts):
         shared_experts_input: Tensor | None = None,
     ) -> Tensor | UnfinalizedMoEOutput:  # fmt: skip
         del shared_experts, shared_experts_input  # run by vLLM's runner, before or beside: no kernel here overlaps them
-        return self.offload.run(self.index, x, topk_ids, topk_weights)
+        return torch.ops.vllm.expertcast_run(x, topk_weights, topk_ids, self.index)

@@ -43,8 +43,8 @@ class OffloadedMethod(UnquantizedFusedMoEMethod):
         """
         if type(method) is not UnquantizedFusedMoEMethod:
             raise ExpertcastError(
-                f"{prefix}: {type(method).__name__} holds quantised experts, which are not offloaded under vLLM: give a "
-                "bf16, fp16 or fp32 checkpoint, or switch expertcast off"
+                f"{prefix}: {type(method).__name__} holds quantised experts, which are not offloaded under vLLM: give "
+                "a bf16, fp16 or fp32 checkpoint, or switch expertcast off"
             )
         if method.is_monolithic:
             raise ExpertcastError(

@@ -22,11 +22,13 @@ from expertcast_vllm.config_check import check_config
 from expertcast_vllm.foresight import Foresight
 from expertcast_vllm.groups import groups
 from expertcast_vllm.loading import follow_worker
+from expertcast_vllm.operators import NAME
 from expertcast_vllm.parts import Parts, make_engine
 from expertcast_vllm.routing import follow_routing
-from expertcast_vllm.settings import Settings
+from expertcast_vllm.settings import KEY, Settings
 from expertcast_vllm.step import Step, running_step
 from expertcast_vllm.watching import Watching
+from expertcast_vllm.worker import Ending, offer
 
 if TYPE_CHECKING:
     from expertcast_vllm.layer import OffloadedExperts
@@ -64,6 +66,7 @@ class WorkerOffload:
         """Shows what forecasts and traces are made of, where any are asked for."""
         self.foresight: Foresight | None = None
         """What forecasts, once the model is loaded."""
+        self.ending = Ending()
         self._prepared: set[int] = set()
         self._engine: HostEngine | None = None
         self._step: Step | None = None
@@ -78,6 +81,10 @@ class WorkerOffload:
         made = None if _latest is None else _latest()
         if made is None or made.config is not config:
             made = cls(config, settings)
+            config.compilation_config.static_forward_context[NAME] = made
+            offer(made)
+            if isinstance(config.additional_config, dict):  # vLLM's caches of compiled code go by it
+                config.additional_config[KEY] = settings.as_dict()
             _latest = weakref.ref(made)
         return made
 
@@ -95,6 +102,7 @@ class WorkerOffload:
         if self._engine is None:
             assert self.parts is not None, "no engine before the experts are loaded"
             self._engine = make_engine(self)
+            self.ending.stats = self._engine.stats
         return self._engine
 
     def add(self, layer: OffloadedExperts) -> int:
@@ -120,6 +128,7 @@ class WorkerOffload:
         self._prepared.add(layer.index)
         if len(self._prepared) == len(self.layers):
             self.parts = Parts.make(self)
+            self.ending.link = self.parts.link
             follow_routing(self)
 
     def loaded(self, model_runner: Any) -> None:
@@ -134,7 +143,7 @@ class WorkerOffload:
             self.listeners.append(self.watching)
         self.foresight = Foresight.make(self, self.watching)
         if self.watching is not None:
-            self.watching.collect(wanted)
+            self.ending.collector = self.watching.collect(wanted)
 
     def routed(self, index: int, hidden_TD: Tensor, logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
         """A layer's router has run."""
@@ -156,7 +165,7 @@ class WorkerOffload:
             self.engine.on_router(call)
 
     def run(self, index: int, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """A layer's experts: the bits of vLLM's own kernel. Rows of padding get zeros, those of a trial run anything."""
+        """A layer's experts: the bits of vLLM's own kernel. Rows of padding get zeros, of a trial run anything."""
         step = self._step
         if step is None:
             assert self.parts is not None
@@ -173,13 +182,6 @@ class WorkerOffload:
         """What the engine has counted, and what there is."""
         assert self.parts is not None, "nothing is counted before the experts are loaded"
         return {**self.engine.stats.as_dict(), **self.parts.as_dict()}
-
-    def close(self) -> None:
-        """Write what was collected, and end the link's work."""
-        if self.watching is not None:
-            self.watching.close()
-        if self.parts is not None:
-            self.parts.link.close()
 
     def _start(self) -> None:
         self._step = step = running_step()

@@ -54,8 +54,8 @@ class Parts:
         for layer, layout, count in zip(offload.layers, layouts, experts, strict=True):
             if (layout, count) != (layouts[0], experts[0]):
                 raise ExpertcastError(
-                    f"{layer.layer_name} has experts of another shape, dtype or number than the first MoE layer: one pool "
-                    "of slots needs them alike; not supported"
+                    f"{layer.layer_name} has experts of another shape, dtype or number than the first MoE layer: one "
+                    "pool of slots needs them alike; not supported"
                 )
         form = ExpertsForm(shape=shape, layout=layouts[0])
         slots = slots_for(config, shape, form.layout.block_bytes)

@@ -21,26 +21,20 @@ def follow_routing(offload: WorkerOffload) -> None:
     Raises:
         ExpertcastError: a layer of the model holds its experts in a class of its own.
     """
-    index_of = {layer: layer.index for layer in offload.layers}
     modules = offload.config.compilation_config.static_forward_context.values()
     for runner in (module for module in modules if isinstance(module, MoERunner)):
         experts = runner.routed_experts
-        if experts not in index_of:
+        if experts not in offload.layers:
             raise ExpertcastError(
-                f"{runner.layer_name}: {type(experts).__name__} keeps experts in a way of its own: not supported, switch "
-                "expertcast off for this model"
+                f"{runner.layer_name}: {type(experts).__name__} keeps experts in a way of its own: not supported, "
+                "switch expertcast off for this model"
             )
-        index = index_of[experts]
-        runner.router.select_experts = partial(_select, runner.router.select_experts, offload, index)
-        # vLLM compiles what its operators hold on the CPU only: whole, for a step over any experts
-        alone = runner.shared_experts is None
-        runner._forward_entry = torch.ops.vllm.moe_forward if alone else torch.ops.vllm.moe_forward_shared
+        runner.router.select_experts = partial(_select, runner.router.select_experts, experts.index)
 
 
 def _select(
-    select: Any, offload: WorkerOffload, index: int, hidden_states: Tensor, router_logits: Tensor, *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    select: Any, layer: int, hidden_states: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
     weights_TK, ids_TK = select(hidden_states, router_logits, *args, **kwargs)
-    offload.routed(index, hidden_states, router_logits, weights_TK, ids_TK)
+    ids_TK = torch.ops.vllm.expertcast_routed(hidden_states, router_logits, weights_TK, ids_TK, layer)
     return weights_TK, ids_TK

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import Json
 from expertcast.runtime.config import OffloadConfig
 
 VARIABLE = "EXPERTCAST_VLLM"
@@ -90,6 +91,11 @@ class Settings:
                 raise ExpertcastError(f"{name}={count!r}: give a number of tokens")
         return settings
 
+    def as_dict(self) -> Json:
+        """All options by name, as :meth:`from_dict` takes them."""
+        offload = {name: value for name, value in self.offload.as_dict().items() if name in _OFFLOAD}
+        return {**offload, "collect": self.collect, "collect_tokens": self.collect_tokens}
+
 
 def _environment() -> Mapping[str, Any] | None:
     value = os.environ.get(VARIABLE, "").strip()
@@ -112,5 +118,5 @@ def _options(given: object, where: str) -> Mapping[str, Any] | None:
     except ValueError:
         options = None
     if not isinstance(options, dict):
-        raise ExpertcastError(f"{where}: give 1, a JSON object of options such as {{\"slots\": 512}}, or a file of them")
+        raise ExpertcastError(f'{where}: give 1, a JSON object such as {{"slots": 512}}, or a file of such options')
     return options
