@@ -97,8 +97,9 @@ def make_engine(offload: WorkerOffload) -> HostEngine:
     drift = foresight.drift
     engine = HostEngine(
         EngineParts(
-            link=parts.link, pool=parts.pool, speculator=foresight.speculator, policies=config.resolved_policies().make(cache),
-            kernel=parts.kernel, drift=drift, keep=config.cache, likely=config.likely,
+            link=parts.link, pool=parts.pool, speculator=foresight.speculator,
+            policies=config.resolved_policies().make(cache), kernel=parts.kernel, drift=drift, keep=config.cache,
+            likely=config.likely,
             gated=config.forecasts == "worth",
         )
     )  # fmt: skip
