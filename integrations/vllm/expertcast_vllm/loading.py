@@ -44,8 +44,8 @@ def _ending(shutdown: Any) -> Any:
     @wraps(shutdown)
     def told(self: Worker) -> None:
         offload = _offload_of(self)
-        if offload is not None:
-            offload.close()
+        if offload is not None and offload.ending.collector is not None:
+            offload.ending.collector.close()
         shutdown(self)
 
     return told
