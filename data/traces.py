@@ -18,6 +18,7 @@ from expertcast.data import layout
 from expertcast.data.batch import TraceBatch
 from expertcast.data.distributed import Share, documents_of, smallest_share
 from expertcast.data.layout import TRACE_FILE as TRACE_FILE
+from expertcast.data.live_skeleton import LAYERS
 from expertcast.data.plan import ALL as ALL
 from expertcast.data.plan import Documented, PlannedDocument
 from expertcast.data.shards import Rows, Shard, places
@@ -185,7 +186,7 @@ class TraceDataset(TraceSource):
         Raises:
             ExpertcastError: a file of it is not right, or it is of another model than the traces.
         """
-        from expertcast.data.skeleton import LAYERS, load_skeleton  # of all traces, this alone needs transformers
+        from expertcast.data.skeleton import load_skeleton  # of all traces, this alone needs transformers
 
         folder = self.folder / layout.SKELETON_FOLDER
         self._check(f"{layout.SKELETON_FOLDER}/{LAYERS}")
