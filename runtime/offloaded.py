@@ -89,18 +89,19 @@ class OffloadedModel(StandIn):
             dropped = weakref.finalize(model, link.close)  # whose thread would keep the store of a dropped model
             dropped.atexit = False
             undo.callback(dropped.detach)
-            self._drift = None if link.decides_on_device else parts.drift
+            self.drift = None if link.decides_on_device else parts.drift
+            """Follows the forecasts' recall; None where nothing forecasts, or the link decides on the device."""
             made = DeviceEngine if link.decides_on_device else HostEngine
             engine_parts = EngineParts(
                 link=link, pool=self.pool, speculator=speculator, policies=policies, kernel=parts.kernel,
                 tokens_ahead=None if parts.next_token is None else NextTokenTracker(parts.next_token),
-                drift=self._drift, keep=parts.cache, likely=parts.likely, gated=parts.gated,
+                drift=self.drift, keep=parts.cache, likely=parts.likely, gated=parts.gated,
             )  # fmt: skip
             self._engine = engine = made(engine_parts)
             self.stats = engine.stats
             self.experts = SlotExperts(engine, engine_parts, store)
             """What collecting and measuring run whole texts through."""
-            self.stats.reports = [each.as_dict for each in (self._drift, speculator.refit) if each is not None]
+            self.stats.reports = [each.as_dict for each in (self.drift, speculator.refit) if each is not None]
             self.drafting: Drafting | None = None
             """Drafts of this model and what was learnt of them; None where the link decides on the device."""
             if isinstance(engine, HostEngine):
@@ -195,10 +196,11 @@ class OffloadedModel(StandIn):
 
     def reset_stats(self) -> None:
         """Set the counters of the run and of the link to zero."""
-        self.stats.reset()
-        if self._drift is not None:
-            self._drift.reset()
-        self.link.reset()
+        with self.stats.resetting():
+            self.stats.reset()
+            self.link.reset()
+        if self.drift is not None:
+            self.drift.reset()
 
     def close(self) -> None:
         """Put weights, experts implementation and hooks back; a second call does nothing.

@@ -35,6 +35,7 @@ from expertcast.runtime.drafts.proposals import Assistant, PromptLookup
 from expertcast.runtime.drafts.quantised import CALIBRATED, QuantisedExperts
 from expertcast.runtime.drafts.schedule import Schedule
 from expertcast.runtime.drafts.stages import PolicyStage, QuantisedStage
+from expertcast.runtime.drafts.tally import Tally
 from expertcast.runtime.engine.base import EngineParts
 from expertcast.runtime.engine.host import HostEngine
 from expertcast.runtime.policies import Policies
@@ -76,12 +77,14 @@ class Drafting:
         """Those that were made, by name."""
         self.governors: dict[int, Governor] = {}
         """What was learnt, by number of sequences; a benchmark puts in what each of its runs has learnt."""
+        self.tally = Tally()
+        """What became of the tokens they wrote."""
         self._fit = False
 
     @property
     def memory(self) -> dict[str, int]:
         """Bytes of the device's memory that drafts hold beside the slots, by name."""
-        return {name: draft.nbytes for name, draft in self.drafts.items()}
+        return {name: draft.nbytes for name, draft in list(self.drafts.items())}
 
     def generate(
         self, options: DraftOptions, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -133,11 +136,12 @@ class Drafting:
         if governor is None:
             governor = self.governors[batch] = Governor(len(self._parts.speculator.view), link.copy_s)
         governor.copy_s = link.copy_s
+        observe = self.tally.beside(governor.observe)
         if length is None:
             return Guide(
                 choose=lambda most: governor.choose(candidates, most),
                 goes_on=lambda: governor.goes_on(self.schedule.buffer, self.schedule.held()),
-                observe=governor.observe,
+                observe=observe,
                 optional=options.draft == names.AUTO,
             )
         name = candidates[0]
@@ -148,7 +152,7 @@ class Drafting:
                 draft=name if n else None, length=n, longest=n, reason=f"{name}, {n} ahead: as asked", rate=0.0
             )
 
-        return Guide(choose=fixed, goes_on=lambda: True, observe=governor.observe)
+        return Guide(choose=fixed, goes_on=lambda: True, observe=observe)
 
     def _candidates(self, options: DraftOptions, kwargs: dict[str, Any]) -> list[str]:
         """Names of the drafts that may be used, all of them made."""

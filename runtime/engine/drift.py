@@ -144,9 +144,14 @@ class DriftMonitor:
         """Mean over layers of the checkpoint's recall less the running one; None before there is any, or to compare."""
         return self._drift.mean if self._drift.count else None
 
+    @property
+    def recall(self) -> dict[int, float]:
+        """The running recall by target layer, of those that were looked at."""
+        return {layer: running.mean for layer, running in enumerate(self._recall) if running is not None}
+
     def as_dict(self) -> Json:
         """`drift`, and `forecast_recall`: what it comes from, by target layer."""
-        recall = {layer: running.mean for layer, running in enumerate(self._recall) if running is not None}
+        recall = self.recall
         return {
             "drift": self.drift,
             "forecast_recall": {

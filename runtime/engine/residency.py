@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from expertcast.runtime.engine.books import Books, Union
+from expertcast.runtime.engine.books import Union
+from expertcast.runtime.engine.filling import Filling
 from expertcast.runtime.storage.precision import FULL, is_better
 from expertcast.runtime.storage.slots import SlotState
 
 
-class Residency(Books):
+class Residency(Filling):
     """The rules; keys are layer * E + expert."""
 
     def victim(self, layer: int) -> int | None:

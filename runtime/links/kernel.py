@@ -211,6 +211,8 @@ class DeviceStatistics(RunStatistics):
     `prefetched_in_time`, `evicted` and `collisions` stay 0.
     """
 
+    uncounted = frozenset({*LayerStatistics.__slots__} - {*COUNTS, "bytes_moved"})
+
     def __init__(self, link: KernelLink, block_bytes: int) -> None:
         self._counts = link.residency.counts
         self._block_bytes = block_bytes
@@ -225,4 +227,5 @@ class DeviceStatistics(RunStatistics):
         return layers
 
     def reset(self) -> None:
-        self._counts.zero_()
+        with self.resetting():
+            self._counts.zero_()

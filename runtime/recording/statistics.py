@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 
 from expertcast.predictors.plain import Json
@@ -55,6 +56,10 @@ class RunStatistics(Observer):
 
     reports: Sequence[Callable[[], Json]] = ()
     """Further entries for :meth:`as_dict`, from those who keep them."""
+    uncounted: frozenset[str] = frozenset()
+    """Fields of a layer's statistics that stay 0, for nobody sees what they count."""
+    keepers: Sequence[Callable[[], AbstractContextManager[None]]] = ()
+    """Entered around whatever is set to zero, for those who count on; see :meth:`resetting`."""
 
     def __init__(self, layers: int) -> None:
         self.layers = [LayerStatistics() for _ in range(layers)]
@@ -87,9 +92,18 @@ class RunStatistics(Observer):
         count.steps += 1
         count.chunks += chunks
 
+    @contextmanager
+    def resetting(self) -> Iterator[None]:
+        """Inside, counters of the run are set to zero: `keepers` have seen what they were."""
+        with ExitStack() as told:
+            for keeper in self.keepers:
+                told.enter_context(keeper())
+            yield
+
     def reset(self) -> None:
         """Set everything to zero."""
-        self.layers[:] = [LayerStatistics() for _ in self.layers]
+        with self.resetting():
+            self.layers[:] = [LayerStatistics() for _ in self.layers]
 
     @property
     def total(self) -> LayerStatistics:

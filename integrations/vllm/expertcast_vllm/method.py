@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
@@ -18,6 +19,8 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.storage.host_memory import HostMemory, PageLock
 from expertcast.runtime.storage.layout import BlockLayout
 
+_BACKENDS = (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON)
+"""Whose kernels take experts that do not lie one after another, or can be given those that do."""
 _AT_ONCE = 8
 """Experts that are brought into the kernel's form at a time."""
 
@@ -33,25 +36,28 @@ class OffloadedMethod(UnquantizedFusedMoEMethod):
     layout: BlockLayout
     """Of the blocks there."""
     lock: PageLock | None = None
+    is_prepared = False
 
     @classmethod
-    def in_place_of(cls, method: FusedMoEMethodBase, prefix: str) -> OffloadedMethod:
+    def in_place_of(cls, method: FusedMoEMethodBase, prefix: str, lock: PageLock | None) -> OffloadedMethod:
         """Ours for vLLM's.
 
         Raises:
-            ExpertcastError: quantised experts, or a kernel that routes by itself.
+            ExpertcastError: quantised experts, or a kernel that cannot read slots.
         """
         if type(method) is not UnquantizedFusedMoEMethod:
             raise ExpertcastError(
                 f"{prefix}: {type(method).__name__} holds quantised experts, which are not offloaded under vLLM: give "
                 "a bf16, fp16 or fp32 checkpoint, or switch expertcast off"
             )
-        if method.is_monolithic:
+        if method.unquantized_backend not in _BACKENDS:
             raise ExpertcastError(
-                f"{prefix}: backend {method.unquantized_backend.value} routes inside its kernel, where slots cannot "
-                "stand for experts: start vLLM with --moe-backend triton"
+                f"{prefix}: kernels of backend {method.unquantized_backend.value} cannot read slots: start vLLM with "
+                "--moe-backend triton"
             )
-        return cls(method.moe)
+        made = cls(method.moe)
+        made.lock = lock
+        return made
 
     def create_weights(self, layer: RoutedExperts, num_experts: int, *args: Any, **kwargs: Any) -> None:
         with torch.device("meta"):
@@ -61,9 +67,15 @@ class OffloadedMethod(UnquantizedFusedMoEMethod):
         _replace(layer, self.layout.views(self.memory.bytes))
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Bring the experts into the kernel's form, a few at a time, and leave none with the layer."""
+        """All weights of the model have come."""
+        if not self.is_prepared:
+            self.prepare(layer)
+
+    def prepare(self, layer: RoutedExperts) -> None:
+        """Bring the experts into the kernel's form, a few at a time, and hand them over to the store."""
         memory, device = self.memory, self.moe.device
-        assert memory is not None, "a layer's experts are prepared once"
+        assert memory is not None
+        self.is_prepared = True
         loaded = self.layout.views(memory.bytes)
         count = layer.local_num_experts
         with torch.inference_mode(False), torch.no_grad():
@@ -94,15 +106,16 @@ class OffloadedMethod(UnquantizedFusedMoEMethod):
 
     def run_slots(
         self, layer: RoutedExperts, hidden_TD: Tensor, weights: tuple[Tensor, Tensor], slots_TK: Tensor,
-        weights_TK: Tensor,
+        weights_TK: Tensor, table_E: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """vLLM's kernel over weights (w13, w2) of some slots."""
+        """vLLM's kernel over weights (w13, w2) of some slots; with a table it is given experts in place of slots, and
+        the table says where they lie."""
         w13, w2 = weights
         assert self.moe_kernel is not None
         return self.moe_kernel.apply(
             hidden_states=hidden_TD, w1=w13, w2=w2, topk_weights=weights_TK, topk_ids=slots_TK,
             activation=layer.activation, apply_router_weight_on_input=layer.apply_router_weight_on_input,
-            global_num_experts=len(w13), expert_map=None,
+            global_num_experts=len(w13) if table_E is None else len(table_E), expert_map=table_E,
         )  # fmt: skip
 
 

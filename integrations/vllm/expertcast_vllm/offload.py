@@ -9,6 +9,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from prometheus_client import CollectorRegistry, generate_latest
 from torch import Tensor
 from vllm.config import VllmConfig
 
@@ -18,15 +19,19 @@ from expertcast.predictors.plain import Json
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.engine.host import HostEngine
 from expertcast.runtime.option_values import named_checkpoint
+from expertcast.runtime.serving.metrics import ExpertMetrics
+from expertcast.runtime.storage.host_memory import PageLock
+from expertcast.runtime.storage.store import ExpertStore
 from expertcast_vllm.config_check import check_config
 from expertcast_vllm.foresight import Foresight
 from expertcast_vllm.groups import groups
 from expertcast_vllm.loading import follow_worker
-from expertcast_vllm.operators import NAME
+from expertcast_vllm.names import OFFLOAD
 from expertcast_vllm.parts import Parts, make_engine
 from expertcast_vllm.routing import follow_routing
 from expertcast_vllm.settings import KEY, Settings
 from expertcast_vllm.step import Step, running_step
+from expertcast_vllm.store import keep
 from expertcast_vllm.watching import Watching
 from expertcast_vllm.worker import Ending, offer
 
@@ -60,6 +65,10 @@ class WorkerOffload:
         self.layers: list[OffloadedExperts] = []
         self.device = torch.device(config.device_config.device)
         self.listeners: list[Listener] = []
+        self.lock = PageLock() if self.device.type == "cuda" and settings.offload.store == "memory" else None
+        """Of the memory that experts are loaded to."""
+        self.store: ExpertStore | None = None
+        """Once a layer is loaded."""
         self.parts: Parts | None = None
         """Store, slots and link, once all layers are loaded."""
         self.watching: Watching | None = None
@@ -70,6 +79,7 @@ class WorkerOffload:
         self._prepared: set[int] = set()
         self._engine: HostEngine | None = None
         self._step: Step | None = None
+        self._metrics: CollectorRegistry | None = None
         if settings.offload.resolved_predictor() is not None:
             named_checkpoint(settings.offload.resolved_predictor())  # a bad name ends it before the weights are read
         self._kept = follow_worker()
@@ -81,7 +91,7 @@ class WorkerOffload:
         made = None if _latest is None else _latest()
         if made is None or made.config is not config:
             made = cls(config, settings)
-            config.compilation_config.static_forward_context[NAME] = made
+            config.compilation_config.static_forward_context[OFFLOAD] = made
             offer(made)
             if isinstance(config.additional_config, dict):  # vLLM's caches of compiled code go by it
                 config.additional_config[KEY] = settings.as_dict()
@@ -111,7 +121,7 @@ class WorkerOffload:
         Raises:
             ExpertcastError: the others run already.
         """
-        if self.parts is not None:
+        if self.store is not None:
             raise ExpertcastError(
                 f"{layer.layer_name} is made after the model was loaded, as drafting models with experts are: start "
                 "vLLM without that"
@@ -123,8 +133,9 @@ class WorkerOffload:
         """A layer's experts lie ready in host memory.
 
         Raises:
-            ExpertcastError: layers differ, or slots or link cannot be had.
+            ExpertcastError: layers differ, or a file, slots or link cannot be had.
         """
+        self.store = keep(self, layer)
         self._prepared.add(layer.index)
         if len(self._prepared) == len(self.layers):
             self.parts = Parts.make(self)
@@ -185,6 +196,14 @@ class WorkerOffload:
         assert self.parts is not None, "nothing is counted before the experts are loaded"
         return {**self.engine.stats.as_dict(), **self.parts.as_dict()}
 
+    def metrics(self) -> str:
+        """The same as a page for Prometheus."""
+        if self._metrics is None:
+            assert self.parts is not None
+            self._metrics = CollectorRegistry(auto_describe=False)
+            self._metrics.register(ExpertMetrics(self.parts.source(self)))
+        return generate_latest(self._metrics).decode()
+
     def _start(self) -> None:
         self._step = step = running_step()
         if step is None:
@@ -198,7 +217,8 @@ class WorkerOffload:
         return ids_TK.numel() <= limit or len(ids_TK.unique()) <= limit
 
     def _run(self, index: int, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        layer = self.engine.view[index]
+        assert self.parts is not None
+        layer, self.parts.kernel.tokens = self.engine.view[index], len(hidden_TD)
         if self._fits(index, ids_TK):
             return self.engine.run(layer, hidden_TD, ids_TK, weights_TK)
         residency = self.engine.flow.residency

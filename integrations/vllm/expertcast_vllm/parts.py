@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+from vllm import __version__ as vllm_version
 from vllm.logger import init_logger
 
 from expertcast.predictors.errors import ExpertcastError
@@ -18,13 +19,12 @@ from expertcast.runtime.engine.host import HostEngine
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.speed import fastest_link
 from expertcast.runtime.policies.registry import CacheShape
-from expertcast.runtime.storage.layout import ExpertsForm
+from expertcast.runtime.serving.metrics import Source
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.transport import make_link, make_store
+from expertcast.runtime.transport import make_link
 from expertcast_vllm.foresight import Foresight
-from expertcast_vllm.kernel import VllmKernel
-from expertcast_vllm.store import LoadedStore
+from expertcast_vllm.kernel import GatheringKernel, MappingKernel, VllmKernel
 
 if TYPE_CHECKING:
     from expertcast_vllm.offload import WorkerOffload
@@ -43,24 +43,17 @@ class Parts:
 
     @classmethod
     def make(cls, offload: WorkerOffload) -> Self:
-        """Move the layers' experts into a store, and give the layers slots.
+        """Close the store, and give the layers slots.
 
         Raises:
-            ExpertcastError: layers differ, too few slots, or a link that this device has not.
+            ExpertcastError: too few slots, or a link that this device has not.
         """
         config, shape, device = offload.settings.offload, offload.shape, offload.device
-        layouts = [layer.quant_method.layout for layer in offload.layers]
-        experts = [layer.local_num_experts for layer in offload.layers]
-        for layer, layout, count in zip(offload.layers, layouts, experts, strict=True):
-            if (layout, count) != (layouts[0], experts[0]):
-                raise ExpertcastError(
-                    f"{layer.layer_name} has experts of another shape, dtype or number than the first MoE layer: one "
-                    "pool of slots needs them alike; not supported"
-                )
-        form = ExpertsForm(shape=shape, layout=layouts[0])
-        slots = slots_for(config, shape, form.layout.block_bytes)
-        store = _store(offload, form)
-        pool = SlotPool(form.layout, slots, device)
+        store = offload.store
+        assert store is not None, "no slots before the experts are loaded"
+        store.finish()
+        slots = slots_for(config, shape, store.layout.block_bytes)
+        pool = SlotPool(store.layout, slots, device)
         link = make_link(config, device.type) or fastest_link(store, pool)
         if link.decides_on_device:
             raise ExpertcastError("link 'kernel' is not supported under vLLM: take link='cuda'")
@@ -71,7 +64,28 @@ class Parts:
             "expertcast: %d of %d experts have a slot (%.3g GB on %s), all of them %.3g GB in store %r, link %r",
             slots, shape.layers * shape.experts, pool.nbytes / 1e9, device, store.nbytes / 1e9, store.name, link.name,
         )  # fmt: skip
-        return cls(store=store, pool=pool, link=link, kernel=VllmKernel(pool.views))
+        kernel = GatheringKernel if device.type == "cpu" else MappingKernel
+        return cls(store=store, pool=pool, link=link, kernel=kernel(pool.views))
+
+    def source(self, offload: WorkerOffload) -> Source:
+        """What a page for Prometheus reads."""
+        engine, options = offload.engine, offload.settings.offload
+        foresight = offload.foresight
+        predictor = None if foresight is None else foresight.speculator.predictor
+        policy = options.resolved_policies().as_dict()
+        return Source(
+            stats=engine.stats, link=self.link, pool=self.pool, store=self.store,
+            drift=None if foresight is None else foresight.drift,
+            info={
+                "model": offload.config.model_config.model,
+                "predictor": "none" if predictor is None else predictor.name,
+                "mode": "exact",
+                "policy": ",".join(f"{kind}={text}" for kind, text in policy.items()),
+                "link": self.link.name,
+                "store": self.store.name,
+                "vllm": vllm_version,
+            },
+        )  # fmt: skip
 
     def as_dict(self) -> Json:
         """What there is, as plain values."""
@@ -99,28 +113,9 @@ def make_engine(offload: WorkerOffload) -> HostEngine:
         EngineParts(
             link=parts.link, pool=parts.pool, speculator=foresight.speculator,
             policies=config.resolved_policies().make(cache), kernel=parts.kernel, drift=drift, keep=config.cache,
-            likely=config.likely,
-            gated=config.forecasts == "worth",
+            likely=config.likely, gated=config.forecasts == "worth",
         )
     )  # fmt: skip
     if drift is not None:
         engine.stats.reports = [drift.as_dict]
     return engine
-
-
-def _store(offload: WorkerOffload, form: ExpertsForm) -> ExpertStore:
-    methods = [layer.quant_method for layer in offload.layers]
-    if offload.settings.offload.store == "memory":
-        store = LoadedStore(form, offload.device)
-        for index, method in enumerate(methods):
-            store.adopt(index, method.memory)
-            method.memory = None
-        return store
-    stored = make_store(offload.settings.offload, form, offload.device)
-    for index, method in enumerate(methods):
-        views = method.layout.views(method.memory.bytes)
-        stored.fill(index, lambda target, views=views: [target[name].copy_(view) for name, view in views.items()])
-        method.memory.release()
-        method.memory = None
-    stored.finish()
-    return stored

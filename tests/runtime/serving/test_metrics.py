@@ -1,0 +1,252 @@
+"""The page for Prometheus: every number is that of the run's own statistics, and counters only grow."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from transformers import PreTrainedModel
+
+from expertcast.runtime import OffloadedModel, load_offloaded, offload
+from expertcast.runtime.recording.statistics import LayerStatistics
+from expertcast.runtime.serving import families as named
+from expertcast.runtime.serving.metrics import ExpertMetrics, Source, metrics_app
+from tests.families.models import tiny_model
+from tests.runtime.faults import INPUTS
+from tests.runtime.serving.test_request_metrics import COUNTED
+
+Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+class Scraped:
+    """A run with its page."""
+
+    def __init__(self, offloaded: OffloadedModel) -> None:
+        self.offloaded = offloaded
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(ExpertMetrics(Source.of(offloaded, "tiny")))
+
+    @property
+    def text(self) -> str:
+        return generate_latest(self.registry).decode()
+
+    def page(self) -> Page:
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(self.text)
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        }
+
+    def generate(self, tokens: int = 12, **kwargs: Any) -> None:
+        self.offloaded.generate(**INPUTS, max_new_tokens=tokens, do_sample=False, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("qwen3_moe")
+
+
+@pytest.fixture
+def scraped(model: PreTrainedModel) -> Iterator[Scraped]:
+    with offload(model, slots=10, predictor="next_norm", link="emulated", bandwidth=2e7) as offloaded:
+        yield Scraped(offloaded)
+
+
+def _of(page: Page, described: named.Described, **labels: str) -> float:
+    return page[described.shown, tuple(sorted(labels.items()))]
+
+
+def assert_is_the_runs(page: Page, offloaded: OffloadedModel) -> None:
+    """Every layer's counters, and whatever is known of link, slots and store."""
+    assert {field.name for field in fields(LayerStatistics)} == set(named.LAYER)
+    counted = offloaded.stats.as_dict()
+    for layer, counts in enumerate(counted["per_layer"]):
+        for name, described in named.LAYER.items():
+            place = described.shown, (("layer", str(layer)),)
+            if name in offloaded.stats.uncounted:
+                assert place not in page
+            else:
+                assert page[place] == counts[name], (name, layer)
+    assert _of(page, named.COPIES) == offloaded.link.copies > 0
+    assert _of(page, named.BUSY) == pytest.approx(offloaded.link.busy_s)
+    assert _of(page, named.SLOTS) == offloaded.pool.count
+    assert _of(page, named.SLOT_BYTES) == offloaded.pool.nbytes
+    assert _of(page, named.EXPERTS) == len(offloaded.view) * offloaded.view.shape.experts
+    assert _of(page, named.STORE_BYTES, store=offloaded.store.name) == offloaded.store.stored_nbytes
+
+
+def test_all_numbers_after_a_generation(scraped: Scraped) -> None:
+    scraped.generate(80)
+    page, offloaded = scraped.page(), scraped.offloaded
+    assert_is_the_runs(page, offloaded)
+    assert offloaded.stats.total.prefetched_used > 0
+    assert offloaded.stats.waited_s > 0
+    assert _of(page, named.HELD) == len(offloaded.residency.pool.slots)
+    recall = offloaded.stats.as_dict()["forecast_recall"]["per_layer"]
+    assert recall
+    assert recall == {
+        int(dict(labels)["layer"]): value for (name, labels), value in page.items() if name == named.RECALL.shown
+    }
+    ((_, info),) = [place for place in page if place[0] == named.INFO.shown]
+    said = dict(info)
+    assert said["model"] == "tiny"
+    assert (said["predictor"], said["mode"], said["link"]) == ("next_norm", "exact", "emulated")
+    assert "eviction=lru" in said["policy"]
+    assert re.match(r"\d+\.\d+", said["torch"])
+
+
+def test_recall_against_the_checkpoints(scraped: Scraped) -> None:
+    monitor = scraped.offloaded.drift
+    assert monitor is not None
+    assert named.EXPECTED.shown not in scraped.text
+    monitor.expected = {1: 0.75, 2: 0.5}
+    scraped.generate(80)
+    page = scraped.page()
+    assert _of(page, named.EXPECTED, layer="2") == 0.5
+    assert _of(page, named.DRIFT) == monitor.drift
+
+
+def test_counters_only_grow_when_statistics_are_set_to_zero(scraped: Scraped) -> None:
+    scraped.generate()
+    first, total = scraped.page(), scraped.offloaded.stats.total
+    scraped.offloaded.reset_stats()
+    assert scraped.offloaded.stats.total.requests == 0
+    assert scraped.offloaded.link.copies == 0
+    again = scraped.page()
+    scraped.generate(4)
+    scraped.offloaded.stats.reset()  # no page in between, and the link's counters go on
+    scraped.generate(3)
+    last = scraped.page()
+    counters = [place for place in first if place[0].endswith("_total")]
+    assert len(counters) > 20
+    for place in counters:
+        assert first[place] == again[place] <= last[place], place
+    now = scraped.offloaded.stats.total
+    assert _of(last, named.COPIES) == _of(first, named.COPIES) + scraped.offloaded.link.copies
+
+    def requests(page: Page) -> float:
+        return sum(value for (name, _), value in page.items() if name == named.LAYER["requests"].shown)
+
+    assert requests(first) == total.requests
+    assert requests(last) > total.requests + now.requests
+
+
+def test_counters_only_grow_while_it_runs(scraped: Scraped) -> None:
+    """Copies that are taken back, and statistics that are set to zero, included."""
+    seen: list[Page] = [scraped.page()]
+    over = threading.Event()
+
+    def scrape() -> None:
+        while not over.is_set():
+            seen.append(scraped.page())
+
+    thread = threading.Thread(target=scrape)
+    thread.start()
+    try:
+        for _ in range(4):
+            scraped.generate(20)
+            scraped.offloaded.reset_stats()
+    finally:
+        over.set()
+        thread.join()
+    seen.append(scraped.page())
+    for before, after in pairwise(seen):
+        for place, value in before.items():
+            if place[0].endswith("_total"):
+                assert after[place] >= value, place
+    assert seen[-1] != seen[0]
+
+
+def test_what_drafts_had_accepted(model: PreTrainedModel) -> None:
+    with offload(model, slots=10) as offloaded:
+        scraped = Scraped(offloaded)
+        assert named.CYCLES.shown not in scraped.text
+        scraped.generate(24, draft="int4", draft_length=3)
+        page = scraped.page()
+        assert offloaded.drafting is not None
+        (governor,) = offloaded.drafting.governors.values()
+        lengths = governor.report()["lengths"]
+        cycles = {name: count for name, count in lengths.items() if name.startswith("int4")}
+        assert _of(page, named.CYCLES, draft="int4") == sum(cycles.values()) > 0
+        drafted, accepted = _of(page, named.DRAFTED, draft="int4"), _of(page, named.ACCEPTED, draft="int4")
+        rows = len(INPUTS["input_ids"])
+        assert drafted <= rows * sum(int(name.split()[-1]) * count for name, count in cycles.items())
+        assert 0 <= accepted <= drafted
+        assert drafted > 0
+        assert _of(page, named.DRAFT_BYTES, draft="int4") == offloaded.drafting.memory["int4"] > 0
+
+
+def test_where_the_device_keeps_the_books(model: PreTrainedModel) -> None:
+    with offload(model, slots=10, predictor="next_norm", link="kernel") as offloaded:
+        scraped = Scraped(offloaded)
+        scraped.generate()
+        page = scraped.page()
+        assert_is_the_runs(page, offloaded)
+        assert offloaded.stats.uncounted >= {"waited_s", "evicted"}
+        assert _of(page, named.HELD) == 10
+        assert named.RECALL.shown not in scraped.text
+        before = offloaded.stats.total.requests
+        offloaded.reset_stats()
+        assert sum(v for (n, _), v in scraped.page().items() if n == named.LAYER["requests"].shown) == before > 0
+
+
+def test_reads_of_a_disk(tmp_path: Path) -> None:
+    with load_offloaded("reference", slots=96, store="disk", store_folder=tmp_path, link="disk") as offloaded:
+        scraped = Scraped(offloaded)
+        offloaded.generate(**INPUTS, max_new_tokens=4, do_sample=False)
+        page = scraped.page()
+        assert_is_the_runs(page, offloaded)
+        assert _of(page, named.READS) == offloaded.link.copies > 0
+        assert _of(page, named.READ_SECONDS) > 0
+
+
+def test_the_page_says_name_type_and_help_of_each_once(scraped: Scraped) -> None:
+    scraped.generate(80)
+    lines = scraped.text.splitlines()
+    described = {what.shown: what for what in named.FAMILIES}
+    types = {"counter": "counter", "gauge": "gauge", "info": "gauge"}
+    found = [line.split(" ", 3)[2:] for line in lines if line.startswith("# TYPE ")]
+    helps = {line.split(" ", 3)[2]: line.split(" ", 3)[3] for line in lines if line.startswith("# HELP ")}
+    assert len(found) == len({name for name, _ in found}) > 20
+    for name, kind in found:
+        assert types[described[name].kind] == kind
+        assert helps[name] == described[name].help
+
+
+def test_the_page_is_served(scraped: Scraped) -> None:
+    """As Prometheus asks for it, compressed and in its own format."""
+    scraped.generate(4)
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "GET", "path": "/metrics", "query_string": b"",
+        "headers": [(b"accept", b"text/plain;version=0.0.4"), (b"accept-encoding", b"gzip")],
+    }  # fmt: skip
+    asyncio.run(metrics_app(scraped.offloaded, COUNTED, "served")(scope, receive, send))
+    assert sent[0]["status"] == 200
+    headers = dict(sent[0]["headers"])
+    assert headers[b"Content-Type"].startswith(b"text/plain; version=0.0.4")
+    text = gzip.decompress(b"".join(message.get("body", b"") for message in sent[1:])).decode()
+    assert 'model="served"' in text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert {described.family for described in named.FAMILIES if "http" in described.name} <= families.keys()
+    for line in scraped.text.splitlines():
+        if line.startswith("expertcast_expert_requests_total"):
+            assert line in text
