@@ -149,6 +149,8 @@ class WorkerOffload:
             ExpertcastError: a predictor or a folder that cannot be, or a model that cannot be watched.
         """
         wanted = self.settings
+        if self.foresight is not None:
+            return
         if wanted.collect is not None or wanted.offload.resolved_predictor() is not None:
             self.watching = Watching(model_runner, self._kept)
             self.listeners.append(self.watching)

@@ -43,17 +43,17 @@ def _run(arguments: list[str], given: str = "") -> str:
 
 
 def do(asked: dict[str, Any]) -> Any:
-    """The fingerprint of a model or of the model of traces, or the recall of a predictor's forecasts on traces."""
+    """The fingerprints of models, or of those of traces, or the recall of a predictor's forecasts on traces."""
     from expertcast.data.discovery import find_moe_layers
     from expertcast.data.models import load_model
     from expertcast.data.traces import TraceDataset
 
-    if "model" in asked:
-        return find_moe_layers(load_model(asked["model"])).fingerprint()
+    if "models" in asked:
+        return [find_moe_layers(load_model(model)).fingerprint() for model in asked["models"]]
+    if "folders" in asked:
+        return [TraceDataset.open(folder).view.fingerprint() for folder in asked["folders"]]
     traces = TraceDataset.open(asked["traces"])
     traces.verify()
-    if "predictor" not in asked:
-        return traces.view.fingerprint()
     return _recall(traces, asked["predictor"], asked["prompts"])
 
 

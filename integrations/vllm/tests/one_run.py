@@ -34,7 +34,11 @@ def main() -> None:
     given = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
     if asked["counted"]:
         given["workers"] = engine.collective_rpc("expertcast_statistics")
-    layers = {type(module).__name__ for module in _modules(engine)}
+    layers = (
+        set()
+        if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+        else {type(module).__name__ for module in _modules(engine)}
+    )
     print("\n" + RESULT + json.dumps({**given, "layers": sorted(layers)}))
 
 

@@ -91,3 +91,12 @@ def test_a_checkpoint_of_another_model_is_refused(checkpoint: Path, folder: Path
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(RuntimeError, match="and its routers' or norms' weights are not those of"):
         run({"slots": 96, "predictor": str(checkpoint)}, model=str(other))
+
+
+def test_one_of_two_workers_collects_and_both_forecast(folder: Path) -> None:
+    options = {"slots": 96, "predictor": "router_input", "collect": str(folder / "two")}
+    engine = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    ran = run(options, engine=engine, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    assert [counted["prefetched_used"] > 0 for counted in ran.workers] == [True, True]
+    info = json.loads((folder / "two" / "trace.json").read_text())
+    assert info["tokens"] == sum(prompts().values()) + sum(len(tokens) - 1 for tokens in ran.tokens)
