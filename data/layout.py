@@ -10,6 +10,10 @@
         skeleton/                     norms and routers of the model
         progress/                     while collecting only: per rank, sums and shards that are done
 
+Traces of a server's traffic (:mod:`expertcast.data.live`) may be read while they grow: trace.json names their shards
+and is written last. They hold no default vectors, and their skeleton leaves it to its reader where in the model its
+layers are.
+
 Columns: `residual` (L x D, bf16 stored as its 16 bits, Arrow has no bf16), `router_logits` (L x E), `document`,
 `position` (in the document), `token` (id), and with early attention `early` (L - 1 x D, stored as `residual` is).
 """
@@ -38,6 +42,8 @@ DATASET_STATE_FILE = "state.json"
 DATASET_INFO_FILE = "dataset_info.json"
 PARTIAL = ".partial"
 FORMAT = "expertcast-traces-1"
+LIVE_FORMAT = "expertcast-traces-2"
+"""Of a server's traffic."""
 
 SHARD_PATTERN = r"^data-[0-9]{5,}-[0-9]{5,}\.arrow$"
 """Of the names that :func:`shard_file` gives."""

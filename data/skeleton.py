@@ -5,6 +5,9 @@ A skeleton is a folder that lets traces be scored and predictors be trained wher
     skeleton/config.json          the model's configuration
     skeleton/model.safetensors    weights of the norms before the routers, and of the routers
     skeleton/layers.json          module paths per MoE layer, K, model id, digests of the other two
+
+One of a server (:func:`expertcast.data.live_skeleton.save_live_skeleton`) says no paths: its weights are named by
+layer, and the layers are found in the model when it is read.
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NotRequired
+from typing import Annotated, Literal, NotRequired
 
 from pydantic import ConfigDict, Field, with_config
 from safetensors.torch import save
@@ -22,6 +26,8 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 from typing_extensions import TypedDict
 
+from expertcast.data.discovery import find_moe_layers
+from expertcast.data.live_skeleton import CONFIG, FOUND, LAYERS, LIVE_REMEDY, WEIGHTS, kept
 from expertcast.data.models import meta_model
 from expertcast.data.named_layers import LayerPaths, layers_by_name, paths_of
 from expertcast.data.tensor_files import read_tensors
@@ -38,7 +44,6 @@ from expertcast.predictors.artefacts import (
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoEView, OwnTensor
 
-CONFIG, WEIGHTS, LAYERS = "config.json", "model.safetensors", "layers.json"
 REMEDY = "collect the traces again"
 
 
@@ -56,7 +61,8 @@ class _Description(TypedDict):
 
     model_id: str
     top_k: Annotated[int, Field(ge=1, le=65_536)]
-    layers: Annotated[list[LayerPaths], Field(min_length=1, max_length=10_000)]
+    layers: Annotated[list[LayerPaths], Field(min_length=1, max_length=10_000)] | Literal["found"]
+    """`found` in a server's, whose reader finds them."""
     files: NotRequired[dict[str, str]]
     digest: NotRequired[str]
 
@@ -102,15 +108,17 @@ def load_skeleton(folder: Path) -> MoEView:
     _check_files(path, description)
     try:
         model = meta_model(str(folder))
-        view = layers_by_name(model, description["layers"], description["top_k"], description["model_id"])
+        view = _layers(model, description)
     except ExpertcastError as error:
         raise ExpertcastError(f"{folder} holds no router skeleton: {error}; {REMEDY}") from error
     if view.shape.top_k > view.shape.experts:
         raise ExpertcastError(
             f"{path}: top_k is {view.shape.top_k}, a layer has {view.shape.experts} experts; {REMEDY}"
         )
-    tensors, _ = read_tensors(folder / WEIGHTS, _tensors(view), REMEDY)
-    for name, module in _kept(view):
+    own_names = description["layers"] == FOUND
+    remedy = LIVE_REMEDY if own_names else REMEDY
+    tensors, _ = read_tensors(folder / WEIGHTS, _tensors(view, own_names), remedy)
+    for name, module in kept(view, own_names):
         own = {key: tensors[f"{name}.{key}"] for key in module.state_dict()}
         module.load_state_dict(own, assign=True)
         module.requires_grad_(False)
@@ -121,6 +129,13 @@ def load_skeleton(folder: Path) -> MoEView:
         else:
             given.owner._buffers[given.name] = tensors[given.path]
     return view
+
+
+def _layers(model: PreTrainedModel, description: _Description) -> MoEView:
+    """The view of the model's layers; K and the model's name are the description's."""
+    if not isinstance(description["layers"], str):
+        return layers_by_name(model, description["layers"], description["top_k"], description["model_id"])
+    return replace(find_moe_layers(model), model_id=description["model_id"])
 
 
 def _check_files(path: Path, description: _Description) -> None:
@@ -136,9 +151,11 @@ def _check_files(path: Path, description: _Description) -> None:
         check_file(path.with_name(name), expected, REMEDY)
 
 
-def _tensors(view: MoEView) -> dict[str, Tensor]:
-    """All that a skeleton holds, by name in the model."""
-    own = {f"{name}.{key}": tensor for name, module in _kept(view) for key, tensor in module.state_dict().items()}
+def _tensors(view: MoEView, own_names: bool = False) -> dict[str, Tensor]:
+    """All that a skeleton holds, by name in the model, or by layer."""
+    own = {
+        f"{name}.{key}": tensor for name, module in kept(view, own_names) for key, tensor in module.state_dict().items()
+    }
     return own | {given.path: given.tensor.detach() for given in _given(view)}
 
 
@@ -146,11 +163,3 @@ def _given(view: MoEView) -> Iterator[OwnTensor]:
     """What blocks give their routers beside the input."""
     for layer in view:
         yield from (value for _, value in layer.router_arguments if isinstance(value, OwnTensor))
-
-
-def _kept(view: MoEView) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a skeleton holds, with their paths in the model."""
-    for layer in view:
-        if layer.norm_name:
-            yield layer.norm_name, layer.norm
-        yield layer.router_name, layer.router

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, NotRequired
 
@@ -12,7 +14,7 @@ from typing_extensions import TypedDict
 from expertcast.checkpoints.repositories import Kind
 from expertcast.data import layout
 from expertcast.data.plan import SPLITS, PlannedDocument
-from expertcast.data.writer import write_atomically
+from expertcast.data.shard_file import write_atomically
 from expertcast.predictors.artefacts import CLOSED, SEAL, read_json, seal, warn_unsealed
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
@@ -108,7 +110,7 @@ class _Vectors(TypedDict):
 class TraceInfo(TypedDict):
     """trace.json"""
 
-    format: Literal["expertcast-traces-1"]
+    format: Literal["expertcast-traces-1", "expertcast-traces-2"]
     id: str
     complete: bool
     settings: _Settings
@@ -132,7 +134,7 @@ class TraceInfo(TypedDict):
     """Seconds of running the model over the text, as measured by the first rank; not in what was written before there
     was this."""
     default_vectors: NotRequired[_Vectors]
-    """Of a complete collection, as `files`."""
+    """Of a complete collection, as `files`; not of a server's traffic."""
     files: NotRequired[dict[str, str]]
     """Path in the folder to digest, of every other file."""
     digest: NotRequired[str]
@@ -191,12 +193,19 @@ def shape_in(info: TraceInfo) -> ModelShape:
     return ModelShape(layers=shape["L"], experts=shape["E"], top_k=shape["K"], hidden=shape["D"])
 
 
-def shard_names(folder: Path) -> list[str]:
-    """The shards of a complete collection, in order, from state.json.
+def is_live(info: Mapping[str, object]) -> bool:
+    """Whether the traces are of a server's traffic."""
+    return info["format"] == layout.LIVE_FORMAT
+
+
+def shard_names(folder: Path, info: TraceInfo) -> list[str]:
+    """The shards of a complete collection, in order: from state.json, or from trace.json where it is written last.
 
     Raises:
         ExpertcastError: state.json is not right.
     """
+    if is_live(info):
+        return [name for name in info.get("files", {}) if re.match(layout.SHARD_PATTERN, name)]
     path = folder / layout.DATASET_STATE_FILE
     names = [file["filename"] for file in read_json(path, _State, REMEDY)["_data_files"]]
     if len(set(names)) < len(names):
@@ -233,7 +242,7 @@ def _contradiction(info: TraceInfo) -> str | None:
     if sum(counted.values()) != info["tokens"] or counted != info["splits"]:
         return f"documents have {counted} tokens, tokens and splits say {info['tokens']} and {info['splits']}"
     vectors = info.get("default_vectors")
-    if info["complete"] and vectors is None:
+    if info["complete"] and vectors is None and not is_live(info):
         return "default_vectors is missing"
     if vectors is not None and vectors["tokens"] != counted["train"]:
         return f"default_vectors.tokens is {vectors['tokens']}, the train split has {counted['train']}"

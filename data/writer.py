@@ -8,17 +8,11 @@ is the commit: on resumption, shards it does not name are deleted and the batche
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, BinaryIO, NotRequired
+from typing import Annotated, NotRequired
 
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
-import torch
 from pydantic import Field, with_config
 from safetensors.torch import save
 from torch import Tensor
@@ -27,11 +21,12 @@ from typing_extensions import TypedDict
 from expertcast.data import layout
 from expertcast.data.batch import TraceBatch
 from expertcast.data.means import MeanOutputs
-from expertcast.data.tensor_files import is_finite, read_tensors, tensors_digest
+from expertcast.data.shard_file import write_atomically as write_atomically
+from expertcast.data.shard_file import write_shard
+from expertcast.data.tensor_files import read_tensors, tensors_digest
 from expertcast.predictors.artefacts import (
     CLOSED,
     SEAL,
-    DigestingFile,
     check_file,
     file_digest,
     parse_json,
@@ -42,7 +37,6 @@ from expertcast.predictors.errors import ExpertcastError
 
 SHARD_BYTES = 128 * 2**20
 REMEDY = "delete the folder and collect again"
-_ODD_REMEDY = "load it in another dtype (--dtype), or collect other text"
 _ShardName = Annotated[str, Field(pattern=layout.SHARD_PATTERN)]
 
 
@@ -98,7 +92,6 @@ class ShardWriter:
         self.means = means
         self._folder, self._rank, self._columns = folder, rank, columns
         self._shard_rows = max(1, shard_bytes // columns.row_bytes)
-        self._features = columns.features()
         self._batches: list[tuple[TraceBatch, Tensor]] = []
         self.done = _load_progress(folder, rank, means)
         for path in folder.glob(f"data-{rank:05d}-*"):
@@ -121,38 +114,13 @@ class ShardWriter:
         """
         if not self._batches:
             return
-        from datasets.arrow_writer import ArrowWriter  # slow to import, and only collection needs it
-
         name = layout.shard_file(self._rank, len(self.done.shards))
-        rows = self._table()
-        with _replacing(self._folder / name) as file:
-            sink = DigestingFile(file)
-            # in one piece, so that the reader can look at a whole column as one tensor
-            with ArrowWriter(features=self._features, stream=sink, writer_batch_size=rows.num_rows) as writer:
-                writer.write_table(rows)
-                writer.finalize(close_stream=False)
-        self.done.shards[name] = sink.digest
+        digest, rows = write_shard(self._folder / name, self._columns, self._batches)
+        self.done.shards[name] = digest
         self.done.batches += len(self._batches)
-        self.done.rows += rows.num_rows
+        self.done.rows += rows
         self._batches = []
         self._save_progress()
-
-    def _table(self) -> pa.Table:
-        """What is buffered. Built by hand: ArrowWriter.write_batch, given the same arrays, takes 2.7 times as long
-        (38,300 against 103,200 tokens/s), for it builds every list anew."""
-        batch = TraceBatch.cat([batch for batch, _ in self._batches])
-        early = [] if batch.early_TLD is None else [("early residuals", batch.early_TLD)]
-        for what, tensor in (("residuals", batch.residual_TLD), ("router logits", batch.logits_TLE), *early):
-            if not is_finite(tensor):
-                raise ExpertcastError(f"the model gives NaN or infinity among its {what}: {_ODD_REMEDY}")
-        token_T = torch.cat([token_T for _, token_T in self._batches])
-        columns = [
-            _lists(_bits(batch.residual_TLD)),
-            _lists(batch.logits_TLE.to(self._columns.logits).contiguous().numpy()),
-            *(pa.array(x.to(torch.int32).numpy()) for x in (batch.document_T, batch.position_T, token_T)),
-            *([] if batch.early_TLD is None else [_lists(_bits(batch.early_TLD))]),
-        ]
-        return pa.Table.from_arrays(columns, schema=self._features.arrow_schema)
 
     def _save_progress(self) -> None:
         sums = self.means.as_tensors()
@@ -170,21 +138,6 @@ class ShardWriter:
         write_atomically(path, save(sums, metadata={"progress": json.dumps(note)}))
 
 
-def _bits(values: Tensor) -> npt.NDArray[np.uint16]:
-    return values.contiguous().view(torch.int16).numpy().view(np.uint16)
-
-
-def _lists(values: npt.NDArray[np.generic]) -> pa.FixedSizeListArray:
-    """A row of the array as a list."""
-    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values[0].size)
-
-
-def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """The file is the old one or the new one, never a part."""
-    with _replacing(path) as file:
-        file.write(content)
-
-
 def write_where_told(path: Path, content: bytes) -> None:
     """:func:`write_atomically` at a path that a user gave.
 
@@ -195,17 +148,6 @@ def write_where_told(path: Path, content: bytes) -> None:
         write_atomically(path, content)
     except OSError as error:
         raise ExpertcastError(f"cannot write {path}: {error.strerror}; give a path in a folder that exists") from error
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of another once it is on disk as a whole."""
-    partial = path.with_name(path.name + layout.PARTIAL)
-    with partial.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 def merged_progress(folder: Path, means: Sequence[MeanOutputs]) -> Progress:

@@ -120,6 +120,8 @@ class Predictor(nn.Module, ABC):
     """Whether `RouterState.previous_logits_TLE` must be filled for it."""
     uses_early: bool = False
     """Whether `RouterState.early_TD` must be filled for it."""
+    reads_residual: bool = True
+    """Whether a forecast reads `RouterState.residual_TD`: False lets it be made where only router inputs are known."""
     traceable: bool = False
     """True promises that a forecast is the same sequence of tensor operations in every decode step (no state kept in
     Python, no branch on values): the runtime may then run a trace of it, which is faster."""

@@ -19,7 +19,7 @@ from expertcast.predictors.early_attention import EarlyConfig, LooksEarly
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.estimator_network import EstimatorNetwork
 from expertcast.predictors.fields import check_between
-from expertcast.predictors.linear import LinearConfig
+from expertcast.predictors.linear import RidgeConfig
 from expertcast.predictors.quasi_hidden import QuasiInput
 from expertcast.predictors.stand_in import HeldStandIn
 from expertcast.predictors.view import ModelShape
@@ -30,7 +30,7 @@ INPUTS = (*HIDDEN_INPUTS, "routing", "previous")
 
 
 @dataclass(kw_only=True)
-class EstimatorConfig(LinearConfig, EarlyConfig):
+class EstimatorConfig(RidgeConfig, EarlyConfig):
     """How large an estimator is, what it reads, and how it is trained."""
 
     added: ClassVar[tuple[str, ...]] = ("stand_in_rank",)
@@ -60,7 +60,7 @@ class EstimatorConfig(LinearConfig, EarlyConfig):
     """Validation rounds without gain before training stops; there are twelve in a full run."""
 
     def __post_init__(self) -> None:
-        LinearConfig.__post_init__(self)
+        RidgeConfig.__post_init__(self)
         EarlyConfig.__post_init__(self)
         self.inputs = ["quasi_hidden"] if self.form == "paper" else list(self.inputs)
         self.temperatures = [float(value) for value in self.temperatures]

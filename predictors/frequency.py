@@ -22,6 +22,7 @@ class Frequency(Predictor):
     """
 
     name: ClassVar[str] = "frequency"
+    reads_residual = False
     traceable = True
     count_LE: Tensor
     weight_sum_LE: Tensor

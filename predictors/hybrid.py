@@ -123,6 +123,7 @@ class Hybrid(Predictor):
         self.members = nn.ModuleDict({name: _member(name, config, shape) for name in names})
         self.uses_previous_token = any(self.member(name).uses_previous_token for name in names)
         self.uses_early = any(self.member(name).uses_early for name in names)
+        self.reads_residual = any(self.member(name).reads_residual for name in names)
         self.traceable = all(self.member(name).traceable for name in names)
 
     def member(self, name: str) -> Predictor:

@@ -1,4 +1,4 @@
-"""Ridge regression from q_l to the target router's logits, one map per layer.
+"""Ridge regression from q_l, or s_l, to the target router's logits, one map per layer.
 
 T tokens, D hidden size, E routed experts per layer, P = L - ahead pairs of layers (source l, target l + ahead).
 The fit is closed form (:mod:`expertcast.training.fit_linear`); this module only applies it.
@@ -18,10 +18,12 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.quasi_hidden import QuasiInput
 from expertcast.predictors.view import ModelShape
 
+READS = ("quasi_hidden", "router_input")
+
 
 @dataclass(kw_only=True)
-class LinearConfig(PredictorConfig):
-    """How strongly the ridge regression is held back."""
+class RidgeConfig(PredictorConfig):
+    """How strongly a ridge regression is held back."""
 
     strengths: Sequence[float] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
     """Ridge strengths to choose from on validation, each relative to the variance of each input."""
@@ -33,14 +35,34 @@ class LinearConfig(PredictorConfig):
             raise ExpertcastError(f"strengths={self.strengths}: give at least one ridge strength above 0, such as 1e-3")
 
 
+@dataclass(kw_only=True)
+class LinearConfig(RidgeConfig):
+    """What it reads besides."""
+
+    added: ClassVar[tuple[str, ...]] = ("reads",)
+    reads: str = "quasi_hidden"
+    """What logits are forecast from: quasi_hidden, or router_input, which needs no default vectors."""
+
+    def __post_init__(self) -> None:
+        RidgeConfig.__post_init__(self)
+        if self.reads not in READS:
+            raise ExpertcastError(f"reads={self.reads!r}: choose from {', '.join(READS)}")
+
+
 class Linear(QuasiInput):
-    """logits_{l+ahead} = q_l W + b, in fp32."""
+    """logits_{l+ahead} = x W + b with x = q_l, or s_l where its config says so; in fp32."""
 
     name: ClassVar[str] = "linear"
     config_class: ClassVar[type[PredictorConfig]] = LinearConfig
 
+    config: LinearConfig
+
     def __init__(self, config: PredictorConfig, shape: ModelShape) -> None:
+        assert isinstance(config, LinearConfig)
         super().__init__(config, shape)
+        if config.reads == "router_input":
+            self.reads_residual = False
+            del self.expert_LED, self.shared_LD
         for ahead in config.ahead:
             pairs = max(shape.layers - ahead, 0)
             self.register_buffer(f"weight_PDE_{ahead}", torch.zeros(pairs, shape.hidden, shape.experts))
@@ -53,8 +75,14 @@ class Linear(QuasiInput):
         for name, value in (("weight_PDE", weight_PDE), ("bias_PE", bias_PE), ("strength_P", strength_P)):
             self.get_buffer(f"{name}_{ahead}").copy_(value)
 
+    def input_vector(self, state: RouterState, ahead: int) -> Tensor:
+        """x [T, D]"""
+        if self.config.reads == "router_input":
+            return state.router_input_TD
+        return super().input_vector(state, ahead)
+
     def logits(self, state: RouterState, ahead: int) -> Tensor:
-        """q_l W + b [T, E] in fp32."""
+        """x W + b [T, E] in fp32."""
         weight_DE = self.get_buffer(f"weight_PDE_{ahead}")[state.layer]
         bias_E = self.get_buffer(f"bias_PE_{ahead}")[state.layer]
         return torch.addmm(bias_E, self.input_vector(state, ahead).float(), weight_DE)

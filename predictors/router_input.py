@@ -15,6 +15,7 @@ class RouterInput(ThroughRouter):
     A19 and B4."""
 
     name: ClassVar[str] = "router_input"
+    reads_residual = False
 
     def input_vector(self, state: RouterState, ahead: int) -> Tensor:
         """s_l [T, D], as the router of layer l read it."""

@@ -9,7 +9,7 @@ import torch
 
 from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor, predictor_class
-from expertcast.predictors.view import overfetched
+from expertcast.predictors.view import ModelShape, overfetched
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.drafts.names import QUANTISED
 from expertcast.runtime.drafts.quantised import expected_bytes
@@ -126,11 +126,26 @@ def slot_count(config: OffloadConfig, view: MoEView) -> int:
     Raises:
         ExpertcastError: too few for one token.
     """
-    shape, slots = view.shape, config.slots
-    everything = shape.layers * shape.experts
+    if config.memory is None:
+        return slots_for(config, view.shape, 0)
+    drafts = expected_bytes(view, config.draft) if config.draft in QUANTISED else 0
+    return slots_for(config, view.shape, BlockLayout.of(view).block_bytes, drafts)
+
+
+def slots_for(config: OffloadConfig, shape: ModelShape, block_bytes: int, drafts: int = 0) -> int:
+    """The same for a model of this shape.
+
+    Args:
+        config: the options.
+        shape: of the model.
+        block_bytes: bytes of one expert; read where `memory` is given.
+        drafts: bytes that drafts take of `memory`.
+
+    Raises:
+        ExpertcastError: too few for one token.
+    """
+    slots, everything = config.slots, shape.layers * shape.experts
     if config.memory is not None:
-        block_bytes = BlockLayout.of(view).block_bytes
-        drafts = expected_bytes(view, config.draft) if config.draft in QUANTISED else 0
         slots = (size_bytes(config.memory) - drafts - sum(pool_bytes(config.pools).values())) // block_bytes
         if slots < shape.top_k:
             beside = f" beside pools={config.pools!r}" if config.pools else ""

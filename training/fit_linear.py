@@ -31,7 +31,8 @@ def fit_linear(source: TraceSource, config: PredictorConfig, options: FitOptions
     """The ridge map of every layer and distance; the strength of each by recall on validation."""
     assert isinstance(config, LinearConfig)
     predictor = Linear(config, source.view.shape)
-    predictor.set_defaults(source.defaults)
+    if config.reads == "quasi_hidden":
+        predictor.set_defaults(source.defaults)
     predictor.to(device_of(source.view)).bind(source.view)
     report: Json = {"strengths": {}, "validation_recall": {}}
     for ahead, statistics in gather(source, predictor.input_vector, config.ahead, options, Linear.name).items():

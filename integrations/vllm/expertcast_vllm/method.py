@@ -1,0 +1,128 @@
+"""How vLLM makes, loads and prepares the weights of offloaded experts: never all of them on the device.
+
+E experts of a layer on this worker, S slots, T tokens, D hidden size, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.storage.host_memory import HostMemory, PageLock
+from expertcast.runtime.storage.layout import BlockLayout
+
+_BACKENDS = (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON)
+"""Whose kernels take experts that do not lie one after another, or can be given those that do."""
+_AT_ONCE = 8
+"""Experts that are brought into the kernel's form at a time."""
+
+
+class OffloadedMethod(UnquantizedFusedMoEMethod):
+    """vLLM's method for unquantised experts over host memory while they load, over slots from then on."""
+
+    requires_device_loading = False
+    """Else all experts of a layer would visit the device."""
+
+    memory: HostMemory | None = None
+    """The layer's blocks, until the store has them."""
+    layout: BlockLayout
+    """Of the blocks there."""
+    lock: PageLock | None = None
+    is_prepared = False
+
+    @classmethod
+    def in_place_of(cls, method: FusedMoEMethodBase, prefix: str, lock: PageLock | None) -> OffloadedMethod:
+        """Ours for vLLM's.
+
+        Raises:
+            ExpertcastError: quantised experts, or a kernel that cannot read slots.
+        """
+        if type(method) is not UnquantizedFusedMoEMethod:
+            raise ExpertcastError(
+                f"{prefix}: {type(method).__name__} holds quantised experts, which are not offloaded under vLLM: give "
+                "a bf16, fp16 or fp32 checkpoint, or switch expertcast off"
+            )
+        if method.unquantized_backend not in _BACKENDS:
+            raise ExpertcastError(
+                f"{prefix}: kernels of backend {method.unquantized_backend.value} cannot read slots: start vLLM with "
+                "--moe-backend triton"
+            )
+        made = cls(method.moe)
+        made.lock = lock
+        return made
+
+    def create_weights(self, layer: RoutedExperts, num_experts: int, *args: Any, **kwargs: Any) -> None:
+        with torch.device("meta"):
+            super().create_weights(layer, num_experts, *args, **kwargs)
+        self.layout = BlockLayout.of_tensors({name: each[0] for name, each in layer.named_parameters(recurse=False)})
+        self.memory = HostMemory(num_experts * self.layout.block_bytes, self.lock)
+        _replace(layer, self.layout.views(self.memory.bytes))
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """All weights of the model have come."""
+        if not self.is_prepared:
+            self.prepare(layer)
+
+    def prepare(self, layer: RoutedExperts) -> None:
+        """Bring the experts into the kernel's form, a few at a time, and hand them over to the store."""
+        memory, device = self.memory, self.moe.device
+        assert memory is not None
+        self.is_prepared = True
+        loaded = self.layout.views(memory.bytes)
+        count = layer.local_num_experts
+        with torch.inference_mode(False), torch.no_grad():
+            for start in range(0, count, _AT_ONCE):
+                rows = slice(start, min(start + _AT_ONCE, count))
+                _replace(layer, {name: view[rows].to(device).contiguous() for name, view in loaded.items()})
+                self.moe_kernel = None
+                super().process_weights_after_loading(layer)
+                ready = {name: each.data for name, each in layer.named_parameters(recurse=False)}
+                if start == 0:
+                    layout = BlockLayout.of_tensors({name: each[0] for name, each in ready.items()})
+                    kept = memory if layout == self.layout else HostMemory(count * layout.block_bytes, self.lock)
+                    views = layout.views(kept.bytes)
+                for name, view in views.items():
+                    view[rows].copy_(ready[name])
+        if kept is not memory:
+            memory.release()
+        self.memory, self.layout = kept, layout
+        _replace(layer, {name: each[:0] for name, each in ready.items()})
+        layer.offload.prepared(layer)
+
+    def use_slots(self, layer: RoutedExperts, views: Mapping[str, Tensor]) -> None:
+        """From now on the layer's parameters are slots, [S, ...] each by name."""
+        _replace(layer, views)
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)  # it holds on to biases
+        assert self.moe_kernel is not None
+        self.moe_kernel.fused_experts.quant_config = self.moe_quant_config
+
+    def run_slots(
+        self, layer: RoutedExperts, hidden_TD: Tensor, weights: tuple[Tensor, Tensor], slots_TK: Tensor,
+        weights_TK: Tensor, table_E: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """vLLM's kernel over weights (w13, w2) of some slots; with a table it is given experts in place of slots, and
+        the table says where they lie."""
+        w13, w2 = weights
+        assert self.moe_kernel is not None
+        return self.moe_kernel.apply(
+            hidden_states=hidden_TD, w1=w13, w2=w2, topk_weights=weights_TK, topk_ids=slots_TK,
+            activation=layer.activation, apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            global_num_experts=len(w13) if table_E is None else len(table_E), expert_map=table_E,
+        )  # fmt: skip
+
+
+def _replace(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give a layer's parameters other tensors, with all that vLLM wrote on them."""
+    for name, tensor in tensors.items():
+        before = layer._parameters[name]
+        parameter = nn.Parameter(tensor, requires_grad=False)
+        parameter.__dict__.update(before.__dict__)
+        layer._parameters[name] = parameter

@@ -1,0 +1,40 @@
+"""How an offload hears what the model's routers choose."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast_vllm.operators import ROUTED
+
+if TYPE_CHECKING:
+    from expertcast_vllm.offload import WorkerOffload
+
+
+def follow_routing(offload: WorkerOffload) -> None:
+    """Tell the offload of every routing from now on.
+
+    Raises:
+        ExpertcastError: a layer of the model holds its experts in a class of its own.
+    """
+    modules = offload.config.compilation_config.static_forward_context.values()
+    for runner in (module for module in modules if isinstance(module, MoERunner)):
+        experts = runner.routed_experts
+        if experts not in offload.layers:
+            raise ExpertcastError(
+                f"{runner.layer_name}: {type(experts).__name__} keeps experts in a way of its own: not supported, "
+                "switch expertcast off for this model"
+            )
+        runner.router.select_experts = partial(_select, runner.router.select_experts, experts.index)
+
+
+def _select(
+    select: Any, layer: int, hidden_states: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    weights_TK, ids_TK = select(hidden_states, router_logits, *args, **kwargs)
+    ids_TK = ROUTED(hidden_states, router_logits, weights_TK, ids_TK, layer)
+    return weights_TK, ids_TK

@@ -1,0 +1,122 @@
+"""What a user asks for: options of an :class:`OffloadConfig`, by vLLM's own ways.
+
+    vllm serve MODEL --additional-config '{"expertcast": {"memory": "8GB", "predictor": "checkpoint"}}'
+    EXPERTCAST_VLLM='{"slots": 512}' vllm serve MODEL
+    EXPERTCAST_VLLM=1 vllm serve MODEL                   # every option's default
+    EXPERTCAST_VLLM=offload.json vllm serve MODEL        # what OffloadConfig.save wrote
+
+Options in --additional-config win over the environment's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.plain import Json
+from expertcast.runtime.config import OffloadConfig
+
+VARIABLE = "EXPERTCAST_VLLM"
+KEY = "expertcast"
+"""In --additional-config."""
+OFF = ("", "0", "false")
+ON = ("1", "true")
+
+_OFFLOAD = (
+    "predictor", "slots", "memory", "cache", "bandwidth", "latency", "link", "policies", "overfetch", "forecasts",
+    "ahead", "reach", "drift", "store", "store_folder",
+)  # fmt: skip
+"""Fields of an OffloadConfig that mean something under vLLM."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is asked for.
+
+    Raises:
+        ExpertcastError: an option that does not exist or does not work under vLLM.
+    """
+
+    offload: OffloadConfig
+    collect: str | None = None
+    """Folder of a trace dataset that live traffic is recorded into."""
+    collect_tokens: int = 1_000_000
+    """Tokens after which collecting ends."""
+    collect_window: int = 1024
+    """Tokens of one request at most, its first ones."""
+
+    @classmethod
+    def of(cls, additional_config: object) -> Self | None:
+        """What vLLM's additional config and the environment ask for; None: nothing."""
+        given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+        options = _options(given, f"--additional-config {KEY}") if given is not None else _environment()
+        return None if options is None else cls.from_dict(options)
+
+    @classmethod
+    def from_environment(cls) -> Self | None:
+        """What the environment asks for; None: nothing."""
+        options = _environment()
+        return None if options is None else cls.from_dict(options)
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> Self:
+        """From options by name.
+
+        Raises:
+            ExpertcastError: as the class.
+        """
+        own = [field.name for field in fields(cls) if field.name != "offload"]
+        defaults = OffloadConfig().as_dict()
+        offload = {name: value for name, value in options.items() if name not in own}
+        for name, value in list(offload.items()):
+            if name in defaults and name not in _OFFLOAD:
+                if value != defaults[name]:  # a whole file of options names them all
+                    known = ", ".join((*_OFFLOAD, *own))
+                    raise ExpertcastError(f"option {name!r} does nothing under vLLM: leave it out, choose from {known}")
+                del offload[name]
+        config = OffloadConfig.from_dict(offload)
+        if config.resolved_policies().lossy:
+            raise ExpertcastError("lossy policies change what is computed, and under vLLM nothing may: choose others")
+        settings = cls(offload=config, **{name: options[name] for name in own if name in options})
+        if settings.collect is not None and not isinstance(settings.collect, str):
+            raise ExpertcastError(f"collect={settings.collect!r}: give the folder that traces are written to")
+        for name in ("collect_tokens", "collect_window"):
+            count = getattr(settings, name)
+            if not isinstance(count, int) or count < 1:
+                raise ExpertcastError(f"{name}={count!r}: give a number of tokens")
+        return settings
+
+    def as_dict(self) -> Json:
+        """All options by name, as :meth:`from_dict` takes them."""
+        offload = {name: value for name, value in self.offload.as_dict().items() if name in _OFFLOAD}
+        return {**offload, "collect": self.collect, "collect_tokens": self.collect_tokens}
+
+
+def _environment() -> Mapping[str, Any] | None:
+    value = os.environ.get(VARIABLE, "").strip()
+    if value.lower() in OFF:
+        return None
+    return _options(True if value.lower() in ON else value, VARIABLE)
+
+
+def _options(given: object, where: str) -> Mapping[str, Any] | None:
+    if given is None or given is False:
+        return None
+    if given is True:
+        return {}
+    if isinstance(given, Mapping):
+        return given
+    if isinstance(given, str) and not given.startswith("{"):
+        return OffloadConfig.load(Path(given)).as_dict()
+    try:
+        options = json.loads(given) if isinstance(given, str) else None
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise ExpertcastError(f'{where}: give 1, a JSON object such as {{"slots": 512}}, or a file of such options')
+    return options

@@ -1,0 +1,165 @@
+"""Where in a vLLM model its MoE layers get their router inputs from: found in one dry run, without code per model.
+
+A layer's gate is the module that gave the logits its router was called with, its norm the module that gave what the
+gate read. vLLM's norms return a pair, what they made and the residual stream that they made it from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.model_loader import base_loader
+
+from expertcast.predictors.errors import ExpertcastError
+
+_TOKENS = 2
+
+Kept = Mapping[nn.Module, Mapping[str, Tensor]]
+"""Modules' own parameters by name, as they were loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WiredLayer:
+    """One MoE layer."""
+
+    name: str
+    """Of its runner in the model."""
+    runner: MoERunner
+    gate: nn.Module
+    norm: nn.Module | None
+    """None: no norm's output is what the gate reads."""
+    block: nn.Module
+    """What holds the runner."""
+    decoder: nn.Module
+    """What holds the block."""
+
+
+def keep_gates() -> Kept:
+    """Keep the parameters of all that may be a gate in the model that is loaded next: they are filled in when its
+    weights have come.
+
+    On CPUs vLLM packs linear layers' weights for its kernels after loading, and leaves none in the module.
+    """
+    kept: dict[nn.Module, dict[str, Tensor]] = {}
+    process = base_loader.process_weights_after_loading
+
+    def keep(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        base_loader.process_weights_after_loading = process
+        experts = {runner.moe_config.num_logical_experts for runner in runners_of(model)}
+        for module in model.modules():
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.dim() == 2 and weight.shape[0] in experts:
+                kept[module] = {name: each for name, each in module._parameters.items() if each is not None}
+        process(model, *args, **kwargs)
+
+    base_loader.process_weights_after_loading = keep
+    return kept
+
+
+def runners_of(model: nn.Module) -> list[MoERunner]:
+    """The MoE layers' runners, first to last."""
+    return [module for module in model.modules() if isinstance(module, MoERunner)]
+
+
+def wire(model_runner: Any) -> list[WiredLayer]:
+    """The MoE layers of a model, first to last; costs a dry run over two tokens.
+
+    Args:
+        model_runner: vLLM's, whose model is loaded.
+
+    Raises:
+        ExpertcastError: it has none, or one that does not run, or whose logits no module gives.
+    """
+    model = model_runner.get_model()
+    runners = runners_of(model)
+    watch = _Watch()
+    with ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(watch.enter).remove)
+        stack.callback(register_module_forward_hook(watch.leave).remove)
+        stack.enter_context(_uncompiled(model))
+        for runner in runners:
+            stack.enter_context(routing_told(runner, partial(watch.routed, runner)))
+        model_runner._dummy_run(_TOKENS)
+    names = {module: name for name, module in model.named_modules()}
+    missing = [names[runner] for runner in runners if runner not in watch.found]
+    if missing:
+        raise ExpertcastError(
+            f"{type(model).__name__}: {missing[0]} routes by logits that no module of it gives, or does not run: its "
+            "experts cannot be forecast, leave predictor and collect out"
+        )
+    return [WiredLayer(name=names[runner], runner=runner, **watch.found[runner]) for runner in runners]
+
+
+@contextmanager
+def _uncompiled(model: nn.Module) -> Iterator[None]:
+    """Inside, what vLLM compiles of a model runs as it is written, under hooks."""
+    compiled = [module for module in model.modules() if getattr(module, "do_not_compile", True) is False]
+    for module in compiled:
+        module.do_not_compile = True
+    try:
+        yield
+    finally:
+        for module in compiled:
+            module.do_not_compile = False
+
+
+@contextmanager
+def routing_told(runner: MoERunner, told: Callable[[Tensor, Tensor, Tensor, Tensor], object]) -> Iterator[None]:
+    """Inside, `told` gets what a layer's router reads and makes of it: router input [T, D], logits [T, E], combine
+    weights and ids [T, K]."""
+    router = runner.router
+    select = router.select_experts
+
+    def selected(hidden_states: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        weights_TK, ids_TK = select(hidden_states, router_logits, *args, **kwargs)
+        told(hidden_states, router_logits, weights_TK, ids_TK)
+        return weights_TK, ids_TK
+
+    router.select_experts = selected
+    try:
+        yield
+    finally:
+        router.select_experts = select
+
+
+class _Watch:
+    """What modules are given and give, in one forward."""
+
+    def __init__(self) -> None:
+        self.found: dict[MoERunner, dict[str, Any]] = {}
+        self._running: list[nn.Module] = []
+        self._ran: list[tuple[nn.Module, Tensor | None, Tensor]] = []
+        """Modules that have run since the last MoE layer, with what they read and gave: held, so that no two lie in one
+        place."""
+
+    def enter(self, module: nn.Module, _args: tuple[object, ...]) -> None:
+        self._running.append(module)
+
+    def leave(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        self._running.pop()
+        given = args[0] if args and isinstance(args[0], Tensor) else None
+        made = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(made, Tensor):
+            self._ran.append((module, given, made))
+
+    def routed(self, runner: MoERunner, hidden_TD: Tensor, logits_TE: Tensor, *_: Tensor) -> None:
+        gate, read_TD = self._maker(logits_TE)
+        if gate is not None:
+            norm, _unused = self._maker(hidden_TD if read_TD is None else read_TD)
+            block, decoder = [module for module in self._running if module is not runner][:-3:-1]
+            self.found[runner] = {"gate": gate, "norm": norm, "block": block, "decoder": decoder}
+        self._ran.clear()
+
+    def _maker(self, tensor: Tensor) -> tuple[nn.Module | None, Tensor | None]:
+        """The last module that gave a tensor, and what it read."""
+        for module, given, made in reversed(self._ran):
+            if made.data_ptr() == tensor.data_ptr() and made.numel() == tensor.numel():
+                return module, given
+        return None, None

@@ -1,0 +1,51 @@
+"""One engine of vLLM in a process of its own: options on standard input, what it generated on standard output."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+ENGINE = {
+    "enforce_eager": True, "dtype": "bfloat16", "max_model_len": 512, "max_num_batched_tokens": 2048,
+    "enable_prefix_caching": False,
+}  # fmt: skip
+
+
+RESULT = "result: "
+"""What the line begins with that a test reads."""
+
+
+def main() -> None:
+    """Generate greedily, and tell counters where there are any."""
+    asked = json.load(sys.stdin)
+    os.environ.update({**QUIET, **asked["environment"]})
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(asked["model"], **{**ENGINE, **asked["engine"]})
+    outputs = engine.generate(asked["prompts"], SamplingParams(temperature=0, max_tokens=asked["tokens"]))
+    given = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
+    if asked["counted"]:
+        given["workers"] = engine.collective_rpc("expertcast_statistics")
+    layers = (
+        set()
+        if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+        else {type(module).__name__ for module in _modules(engine)}
+    )
+    print("\n" + RESULT + json.dumps({**given, "layers": sorted(layers)}))
+
+
+def _modules(engine: object) -> list[object]:
+    worker = getattr(engine, "llm_engine").model_executor.driver_worker  # noqa: B009
+    return list(worker.worker.model_runner.model.modules())
+
+
+if __name__ == "__main__":
+    main()
