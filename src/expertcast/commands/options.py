@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from expertcast.checkpoints.bundled import resolve_model
 from expertcast.commands.numbers import BANDWIDTHS as BANDWIDTHS
 from expertcast.commands.numbers import bandwidth as bandwidth
 from expertcast.commands.numbers import bandwidth_of as bandwidth_of
@@ -22,7 +23,6 @@ from expertcast.commands.numbers import positive as positive
 from expertcast.commands.numbers import positive_number as positive_number
 from expertcast.data.models import load_model, load_tokenizer, torch_device
 from expertcast.data.plan import TextOptions
-from expertcast.checkpoints.bundled import resolve_model
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.fields import field_docs
 
