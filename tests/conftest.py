@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from expertcast.data.collector import collect
@@ -24,6 +25,7 @@ from expertcast.predictors.view import MoEView
 from expertcast.training.fit import fit_many
 from expertcast.training.options import Fitted
 
+tqdm.monitor_interval = 0  # no thread of its own: tests count threads
 REFERENCE_TOKENS = 12_000
 LONGEST = (
     "scripts/test_kill_commands.py", "scripts/test_bench_disk.py", "package/test_readme.py", "training/test_resume.py",

@@ -22,6 +22,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime import EmulatedLink, OffloadedModel, offload
 from expertcast.runtime import offloaded as offloaded_module
 from expertcast.runtime import offloading as offloading_module
+from expertcast.runtime.engine.base import Engine
 from expertcast.runtime.links.base import Copy
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -241,7 +242,7 @@ def test_offload_fails_on_the_way(
         (Tensor, "new_empty", 4),
         (SlotPool, "__init__", 1),
         (EmulatedLink, "attach", 1),
-        (offloaded_module.Engine, "attach", 2),
+        (Engine, "attach", 2),
         (RouterTaps, "_attach", 2),
         (type(model), "set_experts_implementation", 3),
     ][step]
