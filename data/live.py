@@ -34,6 +34,8 @@ SHARD_BYTES = 32 << 20
 COMMIT_S = 60.0
 """Rows that are older are committed with the next ones."""
 _MOST_SHARDS = 2
+_MUCH = 50
+"""A fiftieth of what is committed: so that there are not as many shards as lulls."""
 _REMEDY = "name another folder"
 _KEPT = ("fingerprint", "dtype", "window")
 
@@ -113,6 +115,13 @@ class LiveTraces:
         held += rows * self._columns.row_bytes
         old = time.monotonic() - self._since >= self.options.commit_s
         if held >= self.options.shard_bytes or old or not self.left:
+            self.commit()
+
+    def lull(self) -> None:
+        """Nothing has come for a moment: commit what is buffered if it is old, or much beside what is committed."""
+        held = sum(len(each.token_T) for each in self._held)
+        old = time.monotonic() - self._since >= self.options.commit_s
+        if held and (old or held * _MUCH >= self.tokens - held):
             self.commit()
 
     def commit(self) -> bool:

@@ -123,6 +123,21 @@ def _read(folder: Path) -> list[list[int]]:
     return found
 
 
+def test_in_a_lull_what_is_much_is_committed(tmp_path: Path) -> None:
+    made = writer(tmp_path / "traces", shard_bytes=10**6)
+    for number in range(3):
+        made.add(request(number))
+    made.lull()
+    assert len(_numbers(tmp_path / "traces")) == 3 + 4 + 5
+    for number in range(3, 30):
+        made.add(request(number))
+    made.lull()
+    committed = len(_numbers(tmp_path / "traces"))
+    made.add(request(0))
+    made.lull()
+    assert len(_numbers(tmp_path / "traces")) == committed == made.tokens - 3
+
+
 def test_a_prompt_stays_in_its_split_and_requests_are_cut(tmp_path: Path) -> None:
     made = writer(tmp_path / "traces")
     for number in [*range(30), *range(30)]:

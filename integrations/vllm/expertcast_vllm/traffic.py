@@ -27,6 +27,8 @@ logger = init_logger(__name__)
 MOST_BYTES = 256 << 20
 """Of rows of running requests, and of such that wait to be written."""
 
+_LULL_S = 1.0
+
 
 @dataclass(slots=True)
 class _Open:
@@ -156,9 +158,9 @@ class TrafficCollector:
         try:
             while True:
                 try:
-                    document = self._queue.get(timeout=self._live.options.commit_s)
+                    document = self._queue.get(timeout=_LULL_S)
                 except queue.Empty:
-                    self._live.commit()
+                    self._live.lull()
                     continue
                 if document is None:
                     break

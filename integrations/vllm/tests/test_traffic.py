@@ -75,13 +75,23 @@ def test_running_recall_is_what_an_evaluation_of_the_traces_finds(collected: Ran
     assert recall(collected) == pytest.approx({int(layer): value for layer, value in found.items()}, abs=0.01)
 
 
-def test_a_predictor_trained_from_the_traffic_forecasts_it(resident: Ran, checkpoint: Path) -> None:
+def test_a_predictor_trained_from_the_traffic_forecasts_it(resident: Ran, checkpoint: Path, folder: Path) -> None:
     ran = run({"slots": 96, "predictor": str(checkpoint)}, tokens=TOKENS)
     assert ran.tokens == resident.tokens
     (counted,) = ran.workers
     assert counted["prefetched_used"] > 0
     assert counted["drift"] is not None
-    assert min(recall(ran).values()) > 0.3, "chance is 0.0625"
+    found = elsewhere(traces=str(folder / "traces"), predictor=str(checkpoint), prompts=prompts())
+    assert recall(ran) == pytest.approx({int(layer): value for layer, value in found.items()}, abs=0.01)
+    assert min(found.values()) > 0.3, "chance is 0.0625"
+
+
+def test_the_previous_token_of_each_request_is_known(collected: Ran, folder: Path) -> None:
+    train(folder / "traces", "previous_token", folder / "previous")
+    ran = run({"slots": 96, "predictor": str(folder / "previous")}, tokens=TOKENS)
+    assert ran.tokens == collected.tokens
+    found = elsewhere(traces=str(folder / "traces"), predictor=str(folder / "previous"), prompts=prompts())
+    assert recall(ran) == pytest.approx({int(layer): value for layer, value in found.items()}, abs=0.01)
 
 
 def test_a_checkpoint_of_another_model_is_refused(checkpoint: Path, folder: Path) -> None:

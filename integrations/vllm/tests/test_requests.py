@@ -1,0 +1,122 @@
+"""Whose tokens they are: the previous token's routing, and rows of traces, while requests come, go and move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from expertcast_vllm.previous import PreviousTokens
+from expertcast_vllm.requests import Part, Requests
+from expertcast_vllm.traffic import TrafficCollector
+
+from expertcast.data.batch import TraceBatch
+from expertcast.data.live import LiveOptions, LiveTraces
+from expertcast.data.router_call import RouterCall
+from expertcast.data.trace_file import read_info
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors.plain_view import LinearRouter, RoutingRule, plain_view
+from expertcast.predictors.view import ModelShape
+
+SHAPE = ModelShape(layers=2, experts=4, top_k=1, hidden=4)
+Run = tuple[str, int, int]
+"""A request, the position of the first of its tokens in a forward, and how many they are."""
+
+
+def running(*runs: Run) -> Requests:
+    """A forward in which each token's id is 1000 x the request's number + its position."""
+    parts, ids, rows = [], list[int](), 0
+    for request, start, count in runs:
+        parts.append(Part(request=request, rows=slice(rows, rows + count), start=start))
+        ids += [1000 * int(request) + start + place for place in range(count)]
+        rows += count
+    return Requests(parts=tuple(parts), token_T=torch.tensor(ids))
+
+
+def call(step: Requests, layer: int) -> RouterCall:
+    """What tells whose it is: token ids are the residual's and the logits' values."""
+    assert step.token_T is not None
+    value_T1 = step.token_T[:, None].float()
+    count = len(value_T1)
+    logits_TE = value_T1.expand(-1, SHAPE.experts) + layer / 2
+    return RouterCall(
+        layer=layer, sequences=count, tokens=1, residual_TD=value_T1.expand(-1, SHAPE.hidden),
+        router_input_TD=value_T1.expand(-1, SHAPE.hidden), logits_TE=logits_TE, weights_TK=torch.ones(count, 1),
+        ids_TK=torch.zeros(count, 1, dtype=torch.long),
+    )  # fmt: skip
+
+
+def test_the_previous_token_is_that_of_the_same_request() -> None:
+    previous = PreviousTokens(SHAPE)
+    seen: list[list[float]] = []
+    for runs in (
+        [("1", 0, 5), ("2", 0, 3)],
+        [("2", 3, 1), ("1", 5, 1)],  # in another order
+        [("1", 6, 1), ("3", 7, 1)],  # one paused, one new
+        [("1", 7, 1), ("2", 4, 1), ("3", 8, 1)],  # it goes on
+    ):
+        step = running(*runs)
+        previous.start(step)
+        for layer in range(SHAPE.layers):
+            previous.see(call(step, layer))
+        seen.append(previous.of(call(step, 0))[:, 1, 0].nan_to_num(-1).tolist())
+    assert seen[1:] == [[2002.5, 1004.5], [1005.5, -1], [1006.5, -1, 3007.5]]
+
+
+def collected(
+    folder: Path, steps: Sequence[Sequence[Run]], ended: Sequence[str] = (), **options: Any
+) -> list[list[int]]:
+    """Token ids of the documents that a collector writes of these forwards; the `ended` end before the last one."""
+    made = LiveOptions(tokens=10_000, **options)
+    routers = [LinearRouter(torch.eye(4), RoutingRule(top_k=1)) for _ in range(SHAPE.layers)]
+    view = plain_view(SHAPE, routers, norms=[torch.nn.RMSNorm(4) for _ in routers], model_id="made")
+    live = LiveTraces(folder, view, made, config={}, logits=torch.float32, dtype="float32")
+    collector = TrafficCollector(live, SHAPE)
+    names = {request for runs in steps for request, _, _ in runs}
+    known = {name: SimpleNamespace(prompt_token_ids=[int(name)]) for name in names}
+    for number, runs in enumerate(steps):
+        if number == len(steps) - 1:
+            known = {name: each for name, each in known.items() if name not in ended}
+            collector.ended(known)
+        step = running(*runs)
+        collector.start(step, known)
+        for layer in range(SHAPE.layers):
+            collector.see(call(step, layer))
+        collector.finish(step)
+    collector.close()
+    info = read_info(folder)
+    assert info is not None
+    traces = TraceDataset(folder, info)
+    rows = TraceBatch.cat(list(traces.batches("all", 1000)))
+    assert rows.token_T is not None
+    values = rows.token_T.float().bfloat16()[:, None, None]
+    assert torch.equal(rows.residual_TLD, values.expand_as(rows.residual_TLD))
+    assert torch.equal(rows.logits_TLE[:, 1, 0], rows.token_T + 0.5)
+    return sorted(rows.token_T[rows.document_T == document.index].tolist() for document in traces.documents)
+
+
+def ids(request: int, *places: int) -> list[int]:
+    return [1000 * request + place for place in places]
+
+
+def test_a_prompt_in_pieces_and_what_is_generated_make_one_document(tmp_path: Path) -> None:
+    steps = [[("1", 0, 2), ("2", 0, 3)], [("1", 2, 2), ("2", 3, 1), ("3", 0, 2)], [("2", 4, 1), ("1", 4, 1)]]
+    assert collected(tmp_path / "t", steps) == [ids(1, 0, 1, 2, 3, 4), ids(2, 0, 1, 2, 3, 4), ids(3, 0, 1)]
+
+
+def test_tokens_that_run_again_are_kept_once(tmp_path: Path) -> None:
+    steps = [[("1", 0, 3), ("2", 0, 1), ("3", 0, 1)], [("1", 3, 1)], [("1", 0, 6)], [("1", 6, 1)]]
+    assert collected(tmp_path / "t", steps) == [ids(1, *range(7)), ids(2, 0), ids(3, 0)]
+
+
+def test_what_was_in_the_prefix_cache_is_not_there(tmp_path: Path) -> None:
+    steps = [[("1", 16, 2), ("2", 0, 2), ("3", 0, 1)], [("1", 18, 1)]]
+    assert collected(tmp_path / "t", steps)[0] == ids(1, 16, 17, 18)
+
+
+def test_requests_are_cut_and_one_that_ended_is_a_document(tmp_path: Path) -> None:
+    steps = [[("1", 0, 3), ("2", 0, 6), ("3", 0, 1)], [("2", 6, 1), ("3", 1, 1)], [("1", 3, 1), ("2", 7, 1)]]
+    found = collected(tmp_path / "t", steps, ended=["3"], window=4)
+    assert found == [ids(1, *range(4)), ids(2, *range(4)), ids(3, 0, 1)]
