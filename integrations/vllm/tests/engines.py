@@ -28,7 +28,7 @@ class Ran:
 
     tokens: list[list[int]]
     layers: list[str]
-    """Names of the classes of the model's modules."""
+    """Names of the classes of the model's modules; empty where they are in another process."""
     workers: list[dict[str, Any]]
     log: str
 
@@ -62,4 +62,4 @@ def run(
         raise RuntimeError(log)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
     given = json.loads(line.removeprefix(RESULT))
-    return Ran(given["tokens"], given["layers"], given.get("workers", []), log)
+    return Ran(given["tokens"], given.get("layers", []), given.get("workers", []), log)

@@ -15,7 +15,7 @@ QUIET = {
 }
 ENGINE = {
     "enforce_eager": True, "dtype": "bfloat16", "max_model_len": 512, "max_num_batched_tokens": 2048,
-    "enable_prefix_caching": False,
+    "enable_prefix_caching": False, "tensor_parallel_size": 1,
 }  # fmt: skip
 
 
@@ -29,13 +29,15 @@ def main() -> None:
     os.environ.update({**QUIET, **asked["environment"]})
     from vllm import LLM, SamplingParams
 
-    engine = LLM(asked["model"], **{**ENGINE, **asked["engine"]})
+    engine_options = {**ENGINE, **asked["engine"]}
+    engine = LLM(asked["model"], **engine_options)
     outputs = engine.generate(asked["prompts"], SamplingParams(temperature=0, max_tokens=asked["tokens"]))
     given = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
     if asked["counted"]:
         given["workers"] = engine.collective_rpc("expertcast_statistics")
-    layers = {type(module).__name__ for module in _modules(engine)}
-    print("\n" + RESULT + json.dumps({**given, "layers": sorted(layers)}))
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and engine_options["tensor_parallel_size"] == 1:
+        given["layers"] = sorted({type(module).__name__ for module in _modules(engine)})
+    print("\n" + RESULT + json.dumps(given))
 
 
 def _modules(engine: object) -> list[object]:
