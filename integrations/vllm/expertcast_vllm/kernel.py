@@ -1,20 +1,22 @@
 """vLLM's own kernels over slots in place of experts.
 
-T tokens, D hidden size, K experts per token, S slots, P token-expert pairs.
+T tokens, D hidden size, E routed experts per layer, K experts per token, S slots, P token-expert pairs.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe import override_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from expertcast_vllm.method import OffloadedMethod
 
 
-class VllmKernel:
+class VllmKernel(ABC):
     """What an engine calls when a layer's experts have come.
 
     Args:
@@ -23,10 +25,10 @@ class VllmKernel:
 
     def __init__(self, views: Mapping[str, Tensor]) -> None:
         self._weights = views["w13_weight"], views["w2_weight"]
-        self._in_place = views["w13_weight"].device.type != "cpu"
-        """Kernels on the CPU go from one expert to the next by its size: slots, where both matrices of an expert lie
-        side by side, are brought together for them."""
+        self.tokens = 0
+        """Of the whole step, whose groups may be run one by one."""
 
+    @abstractmethod
     def run(
         self, experts: nn.Module, hidden_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, ids_TK: Tensor,
         slots: Sequence[int] | None = None,
@@ -40,13 +42,6 @@ class VllmKernel:
             ids_TK: these experts.
             slots: `slots_TK` on the host, as far as it is known there.
         """
-        assert isinstance(experts, RoutedExperts)
-        assert isinstance(experts.quant_method, OffloadedMethod)
-        weights = self._weights
-        if not self._in_place:
-            used, slots_TK = torch.unique(slots_TK, return_inverse=True)
-            weights = weights[0][used], weights[1][used]
-        return experts.quant_method.run_slots(experts, hidden_TD, weights, slots_TK.to(ids_TK.dtype), weights_TK)
 
     def run_pairs(self, experts: nn.Module, hidden_TD: Tensor, top_k: int, pairs: Tensor, slots: Tensor) -> Tensor:
         """Never called: a step that does not fit the slots is run in groups of tokens."""
@@ -55,3 +50,45 @@ class VllmKernel:
     def combine(self, output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
         """As :meth:`run_pairs`."""
         raise AssertionError("a token's experts are computed together")
+
+
+class GatheringKernel(VllmKernel):
+    """On the CPU, whose kernels go from one expert to the next by its size: slots, where both matrices of an expert lie
+    side by side, are brought together for them."""
+
+    def run(
+        self, experts: nn.Module, hidden_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, ids_TK: Tensor,
+        slots: Sequence[int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        used, places_TK = torch.unique(slots_TK, return_inverse=True)
+        w13, w2 = (each[used] for each in self._weights)
+        return _method(experts).run_slots(experts, hidden_TD, (w13, w2), places_TK.to(ids_TK.dtype), weights_TK)
+
+
+class MappingKernel(VllmKernel):
+    """On CUDA, where Triton's kernel takes experts at any distance from each other, by a table of where they lie."""
+
+    def run(
+        self, experts: nn.Module, hidden_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, ids_TK: Tensor,
+        slots: Sequence[int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config  # has Triton's kernels
+
+        method = _method(experts)
+        count = experts.global_num_experts
+        table_E = torch.full((count,), -1, dtype=torch.int32, device=ids_TK.device)
+        table_E.scatter_(0, ids_TK.reshape(-1).long(), slots_TK.reshape(-1).int())
+        w13, w2 = self._weights
+        # the tiles of a resident layer and a whole step: others would sum in another order
+        config = try_get_optimal_moe_config(
+            (count, *w13.shape[1:]), (count, *w2.shape[1:]), ids_TK.shape[1],
+            method.moe_quant_config.config_name(hidden_TD.dtype), self.tokens or len(hidden_TD),
+        )  # fmt: skip
+        with override_config(config):
+            return method.run_slots(experts, hidden_TD, self._weights, ids_TK, weights_TK, table_E)
+
+
+def _method(experts: nn.Module) -> OffloadedMethod:
+    assert isinstance(experts, RoutedExperts)
+    assert isinstance(experts.quant_method, OffloadedMethod)
+    return experts.quant_method

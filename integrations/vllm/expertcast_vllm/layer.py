@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -15,6 +14,7 @@ from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExp
 from expertcast.predictors.errors import ExpertcastError
 from expertcast_vllm.method import OffloadedMethod
 from expertcast_vllm.offload import WorkerOffload
+from expertcast_vllm.operators import RUN
 from expertcast_vllm.settings import Settings
 
 
@@ -69,7 +69,7 @@ class OffloadedExperts(RoutedExperts):
         shared_experts_input: Tensor | None = None,
     ) -> Tensor | UnfinalizedMoEOutput:  # fmt: skip
         del shared_experts, shared_experts_input  # run by vLLM's runner, before or beside: no kernel here overlaps them
-        return torch.ops.vllm.expertcast_run(x, topk_weights, topk_ids, self.index)
+        return RUN(x, topk_weights, topk_ids, self.index)
 
 
 OffloadedExperts.weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]

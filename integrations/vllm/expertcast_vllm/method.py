@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
@@ -18,6 +19,8 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.storage.host_memory import HostMemory, PageLock
 from expertcast.runtime.storage.layout import BlockLayout
 
+_BACKENDS = (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON)
+"""Whose kernels take experts that do not lie one after another, or can be given those that do."""
 _AT_ONCE = 8
 """Experts that are brought into the kernel's form at a time."""
 
@@ -40,17 +43,17 @@ class OffloadedMethod(UnquantizedFusedMoEMethod):
         """Ours for vLLM's.
 
         Raises:
-            ExpertcastError: quantised experts, or a kernel that routes by itself.
+            ExpertcastError: quantised experts, or a kernel that cannot read slots.
         """
         if type(method) is not UnquantizedFusedMoEMethod:
             raise ExpertcastError(
                 f"{prefix}: {type(method).__name__} holds quantised experts, which are not offloaded under vLLM: give "
                 "a bf16, fp16 or fp32 checkpoint, or switch expertcast off"
             )
-        if method.is_monolithic:
+        if method.unquantized_backend not in _BACKENDS:
             raise ExpertcastError(
-                f"{prefix}: backend {method.unquantized_backend.value} routes inside its kernel, where slots cannot "
-                "stand for experts: start vLLM with --moe-backend triton"
+                f"{prefix}: kernels of backend {method.unquantized_backend.value} cannot read slots: start vLLM with "
+                "--moe-backend triton"
             )
         made = cls(method.moe)
         made.lock = lock
@@ -103,15 +106,16 @@ class OffloadedMethod(UnquantizedFusedMoEMethod):
 
     def run_slots(
         self, layer: RoutedExperts, hidden_TD: Tensor, weights: tuple[Tensor, Tensor], slots_TK: Tensor,
-        weights_TK: Tensor,
+        weights_TK: Tensor, table_E: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """vLLM's kernel over weights (w13, w2) of some slots."""
+        """vLLM's kernel over weights (w13, w2) of some slots; with a table it is given experts in place of slots, and
+        the table says where they lie."""
         w13, w2 = weights
         assert self.moe_kernel is not None
         return self.moe_kernel.apply(
             hidden_states=hidden_TD, w1=w13, w2=w2, topk_weights=weights_TK, topk_ids=slots_TK,
             activation=layer.activation, apply_router_weight_on_input=layer.apply_router_weight_on_input,
-            global_num_experts=len(w13), expert_map=None,
+            global_num_experts=len(w13) if table_E is None else len(table_E), expert_map=table_E,
         )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from prometheus_client import CollectorRegistry, generate_latest
 from torch import Tensor
 from vllm.config import VllmConfig
 
@@ -18,13 +19,14 @@ from expertcast.predictors.plain import Json
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.engine.host import HostEngine
 from expertcast.runtime.option_values import named_checkpoint
+from expertcast.runtime.serving.metrics import ExpertMetrics
 from expertcast.runtime.storage.host_memory import PageLock
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast_vllm.config_check import check_config
 from expertcast_vllm.foresight import Foresight
 from expertcast_vllm.groups import groups
 from expertcast_vllm.loading import follow_worker
-from expertcast_vllm.operators import NAME
+from expertcast_vllm.names import OFFLOAD
 from expertcast_vllm.parts import Parts, make_engine
 from expertcast_vllm.routing import follow_routing
 from expertcast_vllm.settings import KEY, Settings
@@ -77,6 +79,7 @@ class WorkerOffload:
         self._prepared: set[int] = set()
         self._engine: HostEngine | None = None
         self._step: Step | None = None
+        self._metrics: CollectorRegistry | None = None
         if settings.offload.resolved_predictor() is not None:
             named_checkpoint(settings.offload.resolved_predictor())  # a bad name ends it before the weights are read
         self._kept = follow_worker()
@@ -88,7 +91,7 @@ class WorkerOffload:
         made = None if _latest is None else _latest()
         if made is None or made.config is not config:
             made = cls(config, settings)
-            config.compilation_config.static_forward_context[NAME] = made
+            config.compilation_config.static_forward_context[OFFLOAD] = made
             offer(made)
             if isinstance(config.additional_config, dict):  # vLLM's caches of compiled code go by it
                 config.additional_config[KEY] = settings.as_dict()
@@ -191,6 +194,14 @@ class WorkerOffload:
         assert self.parts is not None, "nothing is counted before the experts are loaded"
         return {**self.engine.stats.as_dict(), **self.parts.as_dict()}
 
+    def metrics(self) -> str:
+        """The same as a page for Prometheus."""
+        if self._metrics is None:
+            assert self.parts is not None
+            self._metrics = CollectorRegistry(auto_describe=False)
+            self._metrics.register(ExpertMetrics(self.parts.source(self)))
+        return generate_latest(self._metrics).decode()
+
     def close(self) -> None:
         """Write what was collected, and end the link's work."""
         if self.watching is not None:
@@ -211,7 +222,8 @@ class WorkerOffload:
         return ids_TK.numel() <= limit or len(ids_TK.unique()) <= limit
 
     def _run(self, index: int, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        layer = self.engine.view[index]
+        assert self.parts is not None
+        layer, self.parts.kernel.tokens = self.engine.view[index], len(hidden_TD)
         if self._fits(index, ids_TK):
             return self.engine.run(layer, hidden_TD, ids_TK, weights_TK)
         residency = self.engine.flow.residency

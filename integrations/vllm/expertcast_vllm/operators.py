@@ -13,16 +13,15 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from expertcast_vllm.names import OFFLOAD
+
 if TYPE_CHECKING:
     from expertcast_vllm.offload import WorkerOffload
-
-NAME = "expertcast"
-"""Of an offload, among what vLLM hands to a model's operators."""
 
 
 def _running() -> WorkerOffload:
     """Of the model that runs. Compiled code outlives its process: it holds the numbers of layers only."""
-    offload: WorkerOffload = get_forward_context().no_compile_layers[NAME]
+    offload: WorkerOffload = get_forward_context().no_compile_layers[OFFLOAD]
     return offload
 
 
@@ -49,3 +48,8 @@ def _like_hidden(hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, 
 
 direct_register_custom_op(op_name="expertcast_routed", op_func=routed, fake_impl=_like_ids)
 direct_register_custom_op(op_name="expertcast_run", op_func=run, fake_impl=_like_hidden)
+
+ROUTED = torch.ops.vllm.expertcast_routed
+"""The operator of :func:`routed`."""
+RUN = torch.ops.vllm.expertcast_run
+"""The operator of :func:`run`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+from vllm import __version__ as vllm_version
 from vllm.logger import init_logger
 
 from expertcast.predictors.errors import ExpertcastError
@@ -18,11 +19,12 @@ from expertcast.runtime.engine.host import HostEngine
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.speed import fastest_link
 from expertcast.runtime.policies.registry import CacheShape
+from expertcast.runtime.serving.metrics import Source
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_link
 from expertcast_vllm.foresight import Foresight
-from expertcast_vllm.kernel import VllmKernel
+from expertcast_vllm.kernel import GatheringKernel, MappingKernel, VllmKernel
 
 if TYPE_CHECKING:
     from expertcast_vllm.offload import WorkerOffload
@@ -62,7 +64,28 @@ class Parts:
             "expertcast: %d of %d experts have a slot (%.3g GB on %s), all of them %.3g GB in store %r, link %r",
             slots, shape.layers * shape.experts, pool.nbytes / 1e9, device, store.nbytes / 1e9, store.name, link.name,
         )  # fmt: skip
-        return cls(store=store, pool=pool, link=link, kernel=VllmKernel(pool.views))
+        kernel = GatheringKernel if device.type == "cpu" else MappingKernel
+        return cls(store=store, pool=pool, link=link, kernel=kernel(pool.views))
+
+    def source(self, offload: WorkerOffload) -> Source:
+        """What a page for Prometheus reads."""
+        engine, options = offload.engine, offload.settings.offload
+        foresight = offload.foresight
+        predictor = None if foresight is None else foresight.speculator.predictor
+        policy = options.resolved_policies().as_dict()
+        return Source(
+            stats=engine.stats, link=self.link, pool=self.pool, store=self.store,
+            drift=None if foresight is None else foresight.drift,
+            info={
+                "model": offload.config.model_config.model,
+                "predictor": "none" if predictor is None else predictor.name,
+                "mode": "exact",
+                "policy": ",".join(f"{kind}={text}" for kind, text in policy.items()),
+                "link": self.link.name,
+                "store": self.store.name,
+                "vllm": vllm_version,
+            },
+        )  # fmt: skip
 
     def as_dict(self) -> Json:
         """What there is, as plain values."""

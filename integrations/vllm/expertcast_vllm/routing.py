@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast_vllm.operators import ROUTED
 
 if TYPE_CHECKING:
     from expertcast_vllm.offload import WorkerOffload
@@ -36,5 +36,5 @@ def _select(
     select: Any, layer: int, hidden_states: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     weights_TK, ids_TK = select(hidden_states, router_logits, *args, **kwargs)
-    ids_TK = torch.ops.vllm.expertcast_routed(hidden_states, router_logits, weights_TK, ids_TK, layer)
+    ids_TK = ROUTED(hidden_states, router_logits, weights_TK, ids_TK, layer)
     return weights_TK, ids_TK

@@ -12,30 +12,36 @@ from vllm.v1.worker.worker_base import WorkerBase
 from expertcast.predictors.plain import Json
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.recording.statistics import RunStatistics
-from expertcast_vllm.operators import NAME
+from expertcast_vllm.names import METRICS, OFFLOAD, STATISTICS
 
 if TYPE_CHECKING:
     from expertcast_vllm.offload import WorkerOffload
 
 logger = init_logger("vllm.expertcast")
 
-METHOD = "expertcast_statistics"
-"""`llm.collective_rpc(METHOD)` gives each worker's counters."""
-
 
 def offer(offload: WorkerOffload) -> None:
-    """Add :data:`METHOD` to this process's worker, and close the offload with the process, or when it is dropped.
+    """Add methods to this process's worker by which it is asked; close the offload when it is dropped, or at the end.
 
     Both are for a worker's process only, where the offload is made.
     """
-    setattr(WorkerBase, METHOD, _statistics)
+    setattr(WorkerBase, STATISTICS, _statistics)
+    setattr(WorkerBase, METRICS, _metrics)
     # atexit's functions are not run in processes that multiprocessing forked
     Finalize(offload, _end, args=(offload.ending,), exitpriority=100)
 
 
 def _statistics(worker: WorkerBase) -> Json:
-    offload: WorkerOffload = worker.vllm_config.compilation_config.static_forward_context[NAME]
-    return offload.statistics()
+    return _of(worker).statistics()
+
+
+def _metrics(worker: WorkerBase) -> str:
+    return _of(worker).metrics()
+
+
+def _of(worker: WorkerBase) -> WorkerOffload:
+    offload: WorkerOffload = worker.vllm_config.compilation_config.static_forward_context[OFFLOAD]
+    return offload
 
 
 @dataclass(slots=True)
