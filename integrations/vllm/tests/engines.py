@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,3 +64,10 @@ def run(
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
     given = json.loads(line.removeprefix(RESULT))
     return Ran(given["tokens"], given.get("layers", []), given.get("workers", []), log)
+
+
+def both(options: Mapping[str, object], **kwargs: Any) -> tuple[Ran, Ran]:
+    """What :func:`run` gives without expertcast and with it, side by side in time."""
+    with ThreadPoolExecutor(2) as pool:
+        resident, offloaded = pool.submit(run, **kwargs), pool.submit(run, options, **kwargs)
+        return resident.result(), offloaded.result()
