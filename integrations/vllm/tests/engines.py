@@ -31,6 +31,8 @@ class Ran:
     layers: list[str]
     """Names of the classes of the model's modules; empty where they are in another process."""
     workers: list[dict[str, Any]]
+    memory: dict[str, int]
+    """Bytes of the process that are no file's: before the model, the most while it was loaded, and at the end."""
     log: str
 
 
@@ -63,7 +65,7 @@ def run(
         raise RuntimeError(log)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
     given = json.loads(line.removeprefix(RESULT))
-    return Ran(given["tokens"], given.get("layers", []), given.get("workers", []), log)
+    return Ran(given["tokens"], given.get("layers", []), given.get("workers", []), given["memory"], log)
 
 
 def both(options: Mapping[str, object], **kwargs: Any) -> tuple[Ran, Ran]:
