@@ -200,7 +200,7 @@ class LiveTraces:
                 )
         self.documents = sorted(documents_in(found), key=lambda document: document.index)
         files, names = found.get("files", {}), shard_names(self.folder, found)
-        ends = [found["splits"][split] for split in SPLITS]
+        ends = [sum(each.tokens for each in self.documents if each.split == split) for split in SPLITS]
         for path in self.folder.glob("data-*"):
             if path.name not in names:
                 path.unlink()

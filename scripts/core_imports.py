@@ -18,6 +18,7 @@ CORE = (
     "expertcast.checkpoints",
     "expertcast.data.batch",
     "expertcast.data.devices",
+    "expertcast.data.live",
     "expertcast.data.router_call",
     "expertcast.data.shards",
     "expertcast.data.trace_file",

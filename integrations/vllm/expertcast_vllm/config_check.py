@@ -11,7 +11,7 @@ SPLIT_AT = ("vllm::moe_forward", "vllm::moe_forward_shared")
 
 
 def check_config(config: VllmConfig) -> None:
-    """Refuse what offloaded layers cannot do.
+    """Refuse what offloaded layers cannot do, and take them out of CUDA graphs.
 
     Raises:
         ExpertcastError: one line about the first such option.
@@ -28,18 +28,17 @@ def check_config(config: VllmConfig) -> None:
         if given:
             raise ExpertcastError(f"expertcast keeps experts in slots, which {option} does not go with: leave it out")
     if config.device_config.device.type == "cuda":
-        _check_graphs(config)
+        _leave_out_of_graphs(config)
 
 
-def _check_graphs(config: VllmConfig) -> None:
-    """A captured graph would run the host's part of a step once and for all."""
+def _leave_out_of_graphs(config: VllmConfig) -> None:
+    """A captured graph would run the host's part of a step once and for all: graphs end before the MoE layers."""
     compilation = config.compilation_config
     if compilation.cudagraph_mode == CUDAGraphMode.NONE:
         return
-    split = set(SPLIT_AT) <= set(compilation.splitting_ops or ())
-    if compilation.cudagraph_mode != CUDAGraphMode.PIECEWISE or not split:
+    if compilation.cudagraph_mode != CUDAGraphMode.PIECEWISE or not compilation.splitting_ops:
         raise ExpertcastError(
             "expertcast decides on the host which experts are copied, outside CUDA graphs: start vLLM with "
-            "--enforce-eager, or with cudagraph_mode PIECEWISE and splitting_ops that name "
-            f"{' and '.join(SPLIT_AT)} beside the attention's"
+            '--enforce-eager, or with --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
         )
+    compilation.splitting_ops.extend(name for name in SPLIT_AT if name not in compilation.splitting_ops)

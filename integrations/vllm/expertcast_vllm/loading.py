@@ -22,19 +22,21 @@ def follow_worker() -> Kept:
     Returns:
         What may be its model's gates: filled in when the model's weights have come.
     """
-    if not hasattr(Worker.initialize_from_config, _TELLS):
-        Worker.initialize_from_config = _loaded(Worker.initialize_from_config)
+    if not hasattr(Worker.get_kv_cache_spec, _TELLS):
+        Worker.get_kv_cache_spec = _loaded(Worker.get_kv_cache_spec)
         Worker.shutdown = _ending(Worker.shutdown)
     return keep_gates()
 
 
-def _loaded(initialize: Any) -> Any:
-    @wraps(initialize)
+def _loaded(specify: Any) -> Any:
+    """vLLM asks for this next: nothing is compiled or measured yet."""
+
+    @wraps(specify)
     def told(self: Worker, *args: Any, **kwargs: Any) -> Any:
         offload = _offload_of(self)
         if offload is not None:
             offload.loaded(self.model_runner)
-        return initialize(self, *args, **kwargs)
+        return specify(self, *args, **kwargs)
 
     setattr(told, _TELLS, True)
     return told
@@ -44,8 +46,8 @@ def _ending(shutdown: Any) -> Any:
     @wraps(shutdown)
     def told(self: Worker) -> None:
         offload = _offload_of(self)
-        if offload is not None:
-            offload.close()
+        if offload is not None and offload.ending.collector is not None:
+            offload.ending.collector.close()
         shutdown(self)
 
     return told

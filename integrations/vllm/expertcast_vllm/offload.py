@@ -71,11 +71,11 @@ class WorkerOffload:
         """Once a layer is loaded."""
         self.parts: Parts | None = None
         """Store, slots and link, once all layers are loaded."""
-        self.ending = Ending()
         self.watching: Watching | None = None
         """Shows what forecasts and traces are made of, where any are asked for."""
         self.foresight: Foresight | None = None
         """What forecasts, once the model is loaded."""
+        self.ending = Ending()
         self._prepared: set[int] = set()
         self._engine: HostEngine | None = None
         self._step: Step | None = None
@@ -149,12 +149,14 @@ class WorkerOffload:
             ExpertcastError: a predictor or a folder that cannot be, or a model that cannot be watched.
         """
         wanted = self.settings
+        if self.foresight is not None:
+            return
         if wanted.collect is not None or wanted.offload.resolved_predictor() is not None:
             self.watching = Watching(model_runner, self._kept)
             self.listeners.append(self.watching)
         self.foresight = Foresight.make(self, self.watching)
         if self.watching is not None:
-            self.watching.collect(wanted)
+            self.ending.collector = self.watching.collect(wanted)
 
     def routed(self, index: int, hidden_TD: Tensor, logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
         """A layer's router has run."""
@@ -201,13 +203,6 @@ class WorkerOffload:
             self._metrics = CollectorRegistry(auto_describe=False)
             self._metrics.register(ExpertMetrics(self.parts.source(self)))
         return generate_latest(self._metrics).decode()
-
-    def close(self) -> None:
-        """Write what was collected, and end the link's work."""
-        if self.watching is not None:
-            self.watching.close()
-        if self.parts is not None:
-            self.parts.link.close()
 
     def _start(self) -> None:
         self._step = step = running_step()

@@ -14,8 +14,8 @@ from expertcast_vllm.requests import Requests
 
 
 class PreviousTokens:
-    """Router logits of the last token of each request in the last step, all layers. A request that pauses is unknown when
-    it goes on."""
+    """Router logits of the last token of each request in the last step, all layers: a request that pauses is unknown
+    when it goes on."""
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape = shape

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,9 +44,8 @@ class Told(Protocol):
         """Requests may have ended."""
 
 
-@contextmanager
-def requests_told(model_runner: Any, told: Told) -> Iterator[None]:
-    """Inside, `told` hears of a model runner's forwards over requests' tokens; trial runs are none.
+def tell_requests(model_runner: Any, told: Told) -> None:
+    """From now on `told` hears of a model runner's forwards over requests' tokens; trial runs are none.
 
     Raises:
         ExpertcastError: this kind of model runner does not say when its forwards start.
@@ -72,10 +69,6 @@ def requests_told(model_runner: Any, told: Told) -> Iterator[None]:
         return output
 
     model_runner._model_forward, model_runner.execute_model = told_forward, told_execute
-    try:
-        yield
-    finally:
-        del model_runner._model_forward, model_runner.execute_model
 
 
 def prompt_of(running: Any, request: str) -> list[int] | None:

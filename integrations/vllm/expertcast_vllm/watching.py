@@ -18,7 +18,7 @@ from expertcast.data.live import LiveOptions, LiveTraces
 from expertcast.data.router_call import RouterCall
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoEView
-from expertcast_vllm.requests import Requests, requests_told
+from expertcast_vllm.requests import Requests, tell_requests
 from expertcast_vllm.settings import Settings
 from expertcast_vllm.traffic import TrafficCollector
 from expertcast_vllm.view import ForecastRouter, view_of
@@ -53,36 +53,39 @@ class Watching:
         self.running: Requests | None = None
         """Whose tokens the present forward is over."""
         self.collector: TrafficCollector | None = None
-        with ExitStack() as stack:
-            if self.sees_residuals:
-                for wired in layers:
-                    if wired.norm is not None:
-                        stack.callback(wired.norm.register_forward_hook(self._normed).remove)
-            stack.enter_context(requests_told(model_runner, self))
-            self._stack = stack.pop_all()
+        if self.sees_residuals:
+            for wired in layers:
+                if wired.norm is not None:
+                    wired.norm.register_forward_hook(self._normed)
+        tell_requests(model_runner, self)
+        self._folder = ExitStack()
 
-    def collect(self, settings: Settings) -> None:
-        """Keep the traffic from now on as traces; of workers that share every layer the first one does.
+    def collect(self, settings: Settings) -> TrafficCollector | None:
+        """Keep the traffic from now on as traces, if that is asked for; of workers that share every layer the first one
+        does.
+
+        Returns:
+            What is to be closed when no more comes.
 
         Raises:
             ExpertcastError: no folder for it, another process writes there, or residuals are not seen.
         """
         if settings.collect is None:
-            return
+            return None
         if not self.sees_residuals:
             raise ExpertcastError("collect looks at layers while they run, which compiled ones do not show: start vLLM "
                                   "with --enforce-eager")  # fmt: skip
         if get_tensor_model_parallel_rank():
-            return
+            return None
         config, folder = self._runner.vllm_config.model_config, Path(settings.collect)
-        self._stack.enter_context(exclusive(folder))
+        self._folder.enter_context(exclusive(folder))
         live = LiveTraces(
             folder, self.view, LiveOptions(tokens=settings.collect_tokens, window=settings.collect_window),
             config=json.loads(config.hf_config.to_json_string(use_diff=False)), logits=torch.float32,
             dtype=str(config.dtype).removeprefix("torch."),
         )  # fmt: skip
         self.collector = TrafficCollector(live, self.view.shape)
-        self._stack.callback(self.collector.close)
+        return self.collector
 
     def seen(self, call: RouterCall) -> RouterCall:
         """The call as transformers' router would have given it: with the residual stream, where it is seen, and ids and
@@ -124,10 +127,6 @@ class Watching:
         """Requests may have ended."""
         if self.collector is not None:
             self.collector.ended(self._runner.requests)
-
-    def close(self) -> None:
-        """Take the hooks away, and write what was collected."""
-        self._stack.close()
 
     def _normed(self, _module: nn.Module, args: tuple[Tensor, ...], output: Tensor | tuple[Tensor, Tensor]) -> None:
         self._residual = output[1] if isinstance(output, tuple) else args[0]

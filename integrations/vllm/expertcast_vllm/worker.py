@@ -13,6 +13,7 @@ from expertcast.predictors.plain import Json
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast_vllm.names import METRICS, OFFLOAD, STATISTICS
+from expertcast_vllm.traffic import TrafficCollector
 
 if TYPE_CHECKING:
     from expertcast_vllm.offload import WorkerOffload
@@ -50,6 +51,7 @@ class Ending:
 
     link: Link | None = None
     stats: RunStatistics | None = None
+    collector: TrafficCollector | None = None
 
 
 def _end(ending: Ending) -> None:
@@ -59,5 +61,7 @@ def _end(ending: Ending) -> None:
             "expertcast: %d experts needed, %s of them in slots, %.3g GB moved, %.3g s waited for them",
             total.requests, "none" if rate is None else f"{rate:.1%}", total.bytes_moved / 1e9, total.waited_s,
         )  # fmt: skip
+    if ending.collector is not None:
+        ending.collector.close()
     if ending.link is not None:
         ending.link.close()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from engines import both
-from tiny_models import FAMILIES, LAYERS, make_model, top_k
+from family_models import FAMILIES, LAYERS, make_model, top_k
 
 
 @pytest.mark.parametrize("family", FAMILIES)

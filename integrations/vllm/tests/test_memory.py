@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from engines import run
-from tiny_models import make_model
+from family_models import make_model
 
 LAYERS, EXPERTS, HIDDEN, INNER, SLOTS = 8, 64, 256, 512, 60
 BLOCK = 3 * HIDDEN * INNER * 2

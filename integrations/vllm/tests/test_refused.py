@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from engines import run
-from tiny_models import make_model
+from family_models import make_model
 
 CASES: list[tuple[Mapping[str, object], Mapping[str, object], str]] = [
     ({"slot": 5}, {}, "unknown option 'slot'"),

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from engines import both
-from tiny_models import HIDDEN, LAYERS, make_model
+from family_models import HIDDEN, LAYERS, make_model
 
 EXPERTS, INNER, SLOTS = 8, 128, 11
 

@@ -1,53 +1,63 @@
-"""Small models with random weights, of families that both transformers and vLLM know, as a checkpoint's folder."""
+"""Models of a few thousand weights, one for each family."""
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from engines import REFERENCE
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    MixtralConfig,
+    OlmoeConfig,
+    PretrainedConfig,
+)
 
-LAYERS, HIDDEN = 3, 128
-"""Of each model: layers, the first of which may be dense, and what they read and write."""
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-_COMMON = {
-    "vocab_size": 4096, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 1024, "initializer_range": 0.15, "bos_token_id": 0, "eos_token_id": 0,
-    "pad_token_id": 0, "tie_word_embeddings": False,
+REFERENCE = Path(__file__).parents[3] / "checkpoints" / "reference"
+FAMILIES = ("mixtral", "olmoe", "deepseek_v2", "deepseek_v3")
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 256,
 }  # fmt: skip
-FAMILIES: Mapping[str, Mapping[str, object]] = {
-    # 3-D tensors of all experts in the checkpoint
-    "granitemoe": {"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "mixtral": {"intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2},
-    # an expert that all tokens share, behind a gate of its own; the first layer is dense
-    "qwen2_moe": {
-        "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
-        "num_experts": 16, "num_experts_per_tok": 4, "mlp_only_layers": [0],
-    },
-    "olmoe": {"intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4},
-    # shared experts without a gate, latent attention, weights scaled; the first layer is dense
-    "deepseek_v2": {
-        "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 16, "num_experts_per_tok": 4,
-        "n_shared_experts": 2, "first_k_dense_replace": 1, "num_key_value_heads": 4, "kv_lora_rank": 512,
-        "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32,
-        "routed_scaling_factor": 2.0, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
-    },
+_LATENT: dict[str, Any] = {
+    "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32,
 }  # fmt: skip
+_AS_CHECKPOINTS = {"deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}}
+"""What their config.json says and transformers does not: vLLM goes by it."""
 
 
-def make_model(folder: Path, family: str, **changes: object) -> str:
-    """A model of a family, and the tokenizer of the bundled one, in `folder`; the folder's name."""
-    config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES[family], **changes})
+def make(family: str, folder: Path) -> str:
+    """A model of the family, with the reference model's tokenizer; its folder."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    for name in _TOKENIZER:
-        shutil.copyfile(Path(REFERENCE) / name, folder / name)
+    model = AutoModelForCausalLM.from_config(_config(family)).float()
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("gate.weight"):
+                tensor.normal_(std=0.3)
+            elif "norm" in name:
+                tensor.normal_(mean=1, std=0.1)
+            elif name.endswith("e_score_correction_bias"):
+                tensor.normal_(std=0.02)
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | _AS_CHECKPOINTS.get(family, {})))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(REFERENCE / name, folder / name)
     return str(folder)
 
 
-def top_k(family: str) -> int:
-    """Experts that a token of a family's model takes."""
-    return int(str(FAMILIES[family]["num_experts_per_tok"]))
+def _config(family: str) -> PretrainedConfig:
+    if family == "mixtral":
+        return MixtralConfig(**_SIZES, num_local_experts=8, num_experts_per_tok=2)
+    if family == "olmoe":
+        return OlmoeConfig(**_SIZES, num_experts=8, num_experts_per_tok=2)
+    if family == "deepseek_v2":
+        groups = {"n_group": 1, "topk_group": 1, "topk_method": "greedy"}
+        return DeepseekV2Config(**_SIZES, **_LATENT, **groups, q_lora_rank=None, head_dim=16)
+    return DeepseekV3Config(**_SIZES, **_LATENT, n_group=2, topk_group=1, q_lora_rank=32)

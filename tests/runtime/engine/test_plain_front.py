@@ -47,8 +47,7 @@ def test_the_bits_of_the_resident_model(
     assert (total.chunks > total.steps) == (slots == 3)
 
 
-def test_recall_is_that_of_the_forecasts(model: PlainModel) -> None:
-    """What the monitor saw is what forecasts by hand give on the same tokens."""
+def test_the_monitor_follows_the_forecasts(model: PlainModel) -> None:
     front = Front(model, slots=12, predictor="router_input")
     model.texts(front.engine, steps=96)
     front.close()

@@ -1,0 +1,61 @@
+"""Forecasts under vLLM: with compiled layers, on every family's routing, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from elsewhere import elsewhere
+from engines import run
+from tiny_models import FAMILIES, make
+
+
+def test_compiled_layers_are_forecast_from_router_inputs() -> None:
+    resident = run(engine={"enforce_eager": False}, tokens=40)
+    ran = run({"slots": 96, "predictor": "router_input"}, engine={"enforce_eager": False}, tokens=40)
+    assert ran.tokens == resident.tokens
+    (counted,) = ran.workers
+    assert counted["prefetched_used"] > 0.5 * counted["prefetched"] > 0
+    assert counted["forecast_recall"]["mean"] > 0.7
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("predictor", "reads the residual stream, which compiled layers do not show: start vLLM with --enforce-eager"),
+        ("collect", "which compiled ones do not show: start vLLM with --enforce-eager"),
+    ],
+)
+def test_what_compiled_layers_do_not_show_is_said(option: str, said: str, tmp_path: Path) -> None:
+    value = "next_norm" if option == "predictor" else str(tmp_path / "traces")
+    with pytest.raises(RuntimeError, match=said):
+        run({"slots": 96, option: value}, engine={"enforce_eager": False})
+
+
+def test_an_unknown_predictor_ends_it_before_anything_is_loaded() -> None:
+    with pytest.raises(RuntimeError, match="predictor 'nonsense' is neither a folder nor one of") as caught:
+        run({"slots": 96, "predictor": "nonsense"})
+    assert "Loading safetensors" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_forecast_and_collected(family: str, folder: Path) -> None:
+    options = {"slots": 8, "predictor": "next_norm", "collect": str(folder / f"{family}-traces")}
+    engine = {"dtype": "float32", "max_model_len": 256}
+    model = make(family, folder / family)
+    ran = run(options, engine=engine, environment={"VLLM_MLA_DISABLE": "1"}, model=model, tokens=40)
+    (counted,) = ran.workers
+    assert counted["prefetched_used"] > 0
+    assert counted["forecast_recall"]["mean"] > 0.25, "chance"
+
+
+def test_families_have_the_fingerprints_that_transformers_gives_them(folder: Path) -> None:
+    made = [family for family in FAMILIES if (folder / f"{family}-traces").exists()]
+    found = elsewhere(folders=[str(folder / f"{family}-traces") for family in made])
+    assert found == elsewhere(models=[str(folder / family) for family in made])
+    assert len(set(found)) == len(made)

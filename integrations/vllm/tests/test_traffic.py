@@ -1,0 +1,102 @@
+"""From live traffic to forecasts for it: collect under vLLM, train elsewhere, forecast under vLLM."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from elsewhere import elsewhere, train
+from engines import PROMPTS, REFERENCE, Ran, run
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from expertcast.data.live_document import prompt_hash
+
+TOKENS = 96
+"""Of each request: three blocks of forwards that a monitor sums."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traffic")
+
+
+@pytest.fixture(scope="module")
+def resident() -> Ran:
+    return run(tokens=TOKENS)
+
+
+@pytest.fixture(scope="module")
+def collected(folder: Path) -> Ran:
+    """Forecast by what needs no training, and collected."""
+    return run({"slots": 96, "predictor": "router_input", "collect": str(folder / "traces")}, tokens=TOKENS)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(collected: Ran, folder: Path) -> Path:
+    """Trained from what was collected."""
+    train(folder / "traces", "linear", folder / "checkpoint", "reads=router_input")
+    return folder / "checkpoint"
+
+
+def prompts() -> dict[str, int]:
+    """Tokens of the prompts by their hashes."""
+    tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
+    ids = [tokenizer(text)["input_ids"] for text in PROMPTS]
+    return {prompt_hash(each): len(each) for each in ids}
+
+
+def recall(ran: Ran) -> dict[int, float]:
+    """By target layer, of the forecasts that were made."""
+    (counted,) = ran.workers
+    return {int(layer): value for layer, value in counted["forecast_recall"]["per_layer"].items()}
+
+
+def test_forecasts_load_experts_and_change_no_token(resident: Ran, collected: Ran) -> None:
+    assert collected.tokens == resident.tokens
+    (counted,) = collected.workers
+    assert counted["prefetched_used"] > 0.5 * counted["prefetched"] > 0
+    assert len(recall(collected)) == 11
+
+
+def test_documents_are_the_requests(collected: Ran, folder: Path) -> None:
+    info = json.loads((folder / "traces" / "trace.json").read_text())
+    lengths = {each["hash"]: each["tokens"] for each in info["documents"]}
+    # what was generated last was never run
+    expected = [count + len(tokens) - 1 for count, tokens in zip(prompts().values(), collected.tokens, strict=True)]
+    assert lengths == dict(zip(prompts(), expected, strict=True))
+
+
+def test_running_recall_is_what_an_evaluation_of_the_traces_finds(collected: Ran, folder: Path) -> None:
+    found = elsewhere(traces=str(folder / "traces"), predictor="router_input", prompts=prompts())
+    # norms are rounded in another order there: a few experts of a thousand change places
+    assert recall(collected) == pytest.approx({int(layer): value for layer, value in found.items()}, abs=0.01)
+
+
+def test_a_predictor_trained_from_the_traffic_forecasts_it(resident: Ran, checkpoint: Path) -> None:
+    ran = run({"slots": 96, "predictor": str(checkpoint)}, tokens=TOKENS)
+    assert ran.tokens == resident.tokens
+    (counted,) = ran.workers
+    assert counted["prefetched_used"] > 0
+    assert counted["drift"] is not None
+    assert min(recall(ran).values()) > 0.3, "chance is 0.0625"
+
+
+def test_a_checkpoint_of_another_model_is_refused(checkpoint: Path, folder: Path) -> None:
+    other = Path(shutil.copytree(REFERENCE, folder / "other"))
+    weights = load_file(other / "model.safetensors")
+    weights["model.layers.3.mlp.gate.weight"] += 1
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RuntimeError, match="and its routers' or norms' weights are not those of"):
+        run({"slots": 96, "predictor": str(checkpoint)}, model=str(other))
+
+
+def test_one_of_two_workers_collects_and_both_forecast(folder: Path) -> None:
+    options = {"slots": 96, "predictor": "router_input", "collect": str(folder / "two")}
+    engine = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    ran = run(options, engine=engine, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    assert [counted["prefetched_used"] > 0 for counted in ran.workers] == [True, True]
+    info = json.loads((folder / "two" / "trace.json").read_text())
+    assert info["tokens"] == sum(prompts().values()) + sum(len(tokens) - 1 for tokens in ran.tokens)
