@@ -9,7 +9,7 @@ VLLM := integrations/vllm
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check -q -c $(VLLM)/constraints.txt
 VLLM_TORCH := $(shell sed -n 's/^torch==//p' integrations/vllm/constraints.txt)+cpu
 
-.PHONY: demo test test-slow test-gpu test-vllm test-vllm-smoke types-vllm coverage lint types check clean
+.PHONY: demo test test-slow test-gpu test-vllm test-vllm-smoke coverage lint types check clean
 
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
@@ -43,6 +43,7 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file $(VLLM)/pyproject.toml
 
 check: test test-slow lint types
 

@@ -14,9 +14,9 @@ LAYERS, HIDDEN = 3, 128
 """Of each model: layers, the first of which may be dense, and what they read and write."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _COMMON = {
-    "vocab_size": 4096, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 1024, "initializer_range": 0.15, "bos_token_id": 0, "eos_token_id": 0,
-    "pad_token_id": 0, "tie_word_embeddings": False,
+    "vocab_size": 4096, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.15, "bos_token_id": 0,
+    "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
 FAMILIES: Mapping[str, Mapping[str, object]] = {
     # 3-D tensors of all experts in the checkpoint

@@ -8,7 +8,7 @@ from engines import PROMPTS
 from servers import NAME, Server, serve
 
 VLLMS_OWN = "vllm_dist_"
-"""Memory that its workers reduce in on the CPU, which it leaves behind when one is killed, with expertcast or without."""
+"""Memory that vLLM's workers reduce in on the CPU: it leaves that behind itself when one of them is killed."""
 TWO = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
 
 

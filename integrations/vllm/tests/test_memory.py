@@ -26,6 +26,6 @@ def test_memory_while_loading_and_after(tmp_path: Path) -> None:
         (counted,) = offloaded.workers
         assert (counted["store_bytes"], counted["slots_bytes"]) == (all_experts, slots)
     for when in ("loading", "after"):
-        # in a store in memory all experts lie once, and beside them the slots; steps bring slots together for the kernel
+        # a store in memory has all experts once, beside the slots; steps bring slots together for the kernel
         assert memory.memory[when] < resident.memory[when] + 2 * slots + SPARE
         assert disk.memory[when] < resident.memory[when] - all_experts + 2 * slots + SPARE

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 from engines import both
 from family_models import HIDDEN, LAYERS, make_model
 
 EXPERTS, INNER, SLOTS = 8, 128, 11
 
 
+@pytest.mark.smoke
 def test_two_processes(tmp_path: Path) -> None:
     resident, offloaded = both(
         {"slots": SLOTS, "predictor": "router_input"},
