@@ -24,8 +24,8 @@ test-slow: $(STAMP)
 	$(PYTEST) -m slow
 
 # the plug-in, under vLLM's CPU engine in an environment of its own: 3.5 GB, made on the first run
-test-vllm: $(VLLM_STAMP)
-	cd $(VLLM) && $(abspath $(VLLM_VENV))/bin/python -m pytest
+test-vllm: $(STAMP) $(VLLM_STAMP)
+	cd $(VLLM) && EXPERTCAST_PYTHON=$(abspath $(BIN))/python $(abspath $(VLLM_VENV))/bin/python -m pytest
 
 test-vllm-smoke: $(VLLM_STAMP)
 	cd $(VLLM) && $(abspath $(VLLM_VENV))/bin/python -m pytest -m smoke
