@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ class MappingKernel(VllmKernel):
         from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config  # has Triton's kernels
 
         method = _method(experts)
-        count = experts.global_num_experts
+        count: Any = experts.global_num_experts
         table_E = torch.full((count,), -1, dtype=torch.int32, device=ids_TK.device)
         table_E.scatter_(0, ids_TK.reshape(-1).long(), slots_TK.reshape(-1).int())
         w13, w2 = self._weights

@@ -6,6 +6,7 @@ T tokens, D hidden size, E routed experts per layer, K experts per token, L MoE 
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -80,8 +81,9 @@ class WorkerOffload:
         self._engine: HostEngine | None = None
         self._step: Step | None = None
         self._metrics: CollectorRegistry | None = None
-        if settings.offload.resolved_predictor() is not None:
-            named_checkpoint(settings.offload.resolved_predictor())  # a bad name ends it before the weights are read
+        predictor = settings.offload.resolved_predictor()
+        if isinstance(predictor, str | Path):
+            named_checkpoint(predictor)  # a bad name ends it before the weights are read
         self._kept = follow_worker()
 
     @classmethod

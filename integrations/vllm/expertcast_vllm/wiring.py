@@ -100,7 +100,7 @@ def wire(model_runner: Any) -> list[WiredLayer]:
 @contextmanager
 def _uncompiled(model: nn.Module) -> Iterator[None]:
     """Inside, what vLLM compiles of a model runs as it is written, under hooks."""
-    compiled = [module for module in model.modules() if getattr(module, "do_not_compile", True) is False]
+    compiled: list[Any] = [module for module in model.modules() if getattr(module, "do_not_compile", True) is False]
     for module in compiled:
         module.do_not_compile = True
     try:

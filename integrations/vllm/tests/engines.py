@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,10 @@ class Ran:
 
     tokens: list[list[int]]
     layers: list[str]
-    """Names of the classes of the model's modules."""
+    """Names of the classes of the model's modules; empty where they are in another process."""
     workers: list[dict[str, Any]]
+    memory: dict[str, int]
+    """Bytes of the process that are no file's: before the model, the most while it was loaded, and at the end."""
     log: str
 
 
@@ -62,4 +65,11 @@ def run(
         raise RuntimeError(log)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
     given = json.loads(line.removeprefix(RESULT))
-    return Ran(given["tokens"], given["layers"], given.get("workers", []), log)
+    return Ran(given["tokens"], given.get("layers", []), given.get("workers", []), given["memory"], log)
+
+
+def both(options: Mapping[str, object], **kwargs: Any) -> tuple[Ran, Ran]:
+    """What :func:`run` gives without expertcast and with it, side by side in time."""
+    with ThreadPoolExecutor(2) as pool:
+        resident, offloaded = pool.submit(run, **kwargs), pool.submit(run, options, **kwargs)
+        return resident.result(), offloaded.result()

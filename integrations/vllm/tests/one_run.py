@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+import threading
+import time
+from pathlib import Path
 
 QUIET = {
     "OMP_NUM_THREADS": "1",
@@ -15,7 +19,7 @@ QUIET = {
 }
 ENGINE = {
     "enforce_eager": True, "dtype": "bfloat16", "max_model_len": 512, "max_num_batched_tokens": 2048,
-    "enable_prefix_caching": False,
+    "enable_prefix_caching": False, "tensor_parallel_size": 1,
 }  # fmt: skip
 
 
@@ -29,17 +33,38 @@ def main() -> None:
     os.environ.update({**QUIET, **asked["environment"]})
     from vllm import LLM, SamplingParams
 
-    engine = LLM(asked["model"], **{**ENGINE, **asked["engine"]})
+    memory = Memory()
+    memory.start()
+    engine_options = {**ENGINE, **asked["engine"]}
+    engine = LLM(asked["model"], **engine_options)
+    loaded = memory.peak
     outputs = engine.generate(asked["prompts"], SamplingParams(temperature=0, max_tokens=asked["tokens"]))
     given = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
+    given["memory"] = {"before": memory.before, "loading": loaded, "after": memory_of_its_own()}
     if asked["counted"]:
         given["workers"] = engine.collective_rpc("expertcast_statistics")
-    layers = (
-        set()
-        if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
-        else {type(module).__name__ for module in _modules(engine)}
-    )
-    print("\n" + RESULT + json.dumps({**given, "layers": sorted(layers)}))
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and engine_options["tensor_parallel_size"] == 1:
+        given["layers"] = sorted({type(module).__name__ for module in _modules(engine)})
+    print("\n" + RESULT + json.dumps(given))
+
+
+def memory_of_its_own() -> int:
+    """Bytes of this process that are no file's."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * sum(int(kib) for kib in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB$", status, re.MULTILINE))
+
+
+class Memory(threading.Thread):
+    """Looks every few milliseconds at what this process holds."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.before = self.peak = memory_of_its_own()
+
+    def run(self) -> None:
+        while True:
+            self.peak = max(self.peak, memory_of_its_own())
+            time.sleep(0.01)
 
 
 def _modules(engine: object) -> list[object]:

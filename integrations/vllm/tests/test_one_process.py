@@ -11,11 +11,13 @@ def resident() -> Ran:
     return run()
 
 
+@pytest.mark.smoke
 def test_off_unless_asked_for(resident: Ran) -> None:
     assert "RoutedExperts" in resident.layers
     assert "OffloadedExperts" not in resident.layers
 
 
+@pytest.mark.smoke
 def test_same_tokens_from_few_slots(resident: Ran) -> None:
     ran = run({"slots": 200})
     assert ran.tokens == resident.tokens

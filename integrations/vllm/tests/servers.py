@@ -1,0 +1,128 @@
+"""vLLM's server as a process of its own, and all that it starts.
+
+Its module stands for the command `vllm serve`, which vLLM's distribution for the CPU does not start: it asks for the
+version of a distribution called vllm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import psutil
+from engines import REFERENCE
+from expertcast_vllm.settings import VARIABLE
+from one_run import QUIET
+
+NAME = "served"
+SECONDS = 150
+"""For a start, and for an end."""
+_SHARED = re.compile(r"\s(/dev/shm/\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that answers."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log_file: Path
+    seen: list[psutil.Process] = field(default_factory=list)
+    """All that was found running."""
+    shared: set[str] = field(default_factory=set)
+    """Files in shared memory that it had mapped."""
+
+    def processes(self) -> list[psutil.Process]:
+        """The server and what it started."""
+        main = psutil.Process(self.process.pid)
+        found = [main, *main.children(recursive=True)]
+        self.seen.extend(each for each in found if each not in self.seen)
+        return found
+
+    def named(self, name: str) -> list[psutil.Process]:
+        """Processes with this in their title."""
+        return [each for each in self.processes() if name in " ".join(each.cmdline())]
+
+    def shared_files(self) -> set[str]:
+        """Files in shared memory that the processes have mapped."""
+        maps = (Path(f"/proc/{each.pid}/maps").read_text() for each in self.processes())
+        self.shared.update(found for text in maps for found in _SHARED.findall(text))
+        return self.shared
+
+    def ended(self) -> bool:
+        """Whether nothing of it runs after at most :data:`SECONDS`."""
+        _, alive = psutil.wait_procs(self.seen, timeout=SECONDS)
+        return not alive
+
+    def stop(self) -> None:
+        """Ask it to end, and wait."""
+        self.processes()
+        self.process.send_signal(signal.SIGTERM)
+        assert self.ended(), self.log()
+
+    def log(self) -> str:
+        """What it wrote."""
+        return self.log_file.read_text()
+
+
+@contextmanager
+def serve(folder: Path, options: Mapping[str, object] | None = None, *arguments: str) -> Iterator[Server]:
+    """A server that listens on the loopback; `options` of expertcast, None without it.
+
+    Args:
+        folder: where its log is written.
+        arguments: more of vLLM's own.
+    """
+    with closing(socket.socket()) as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        port = chosen.getsockname()[1]
+    environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
+    environment |= {**QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", REFERENCE, "--enforce-eager",
+        "--max-model-len", "512",
+        "--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME,
+        "--no-enable-prefix-caching", *arguments,
+    ]  # fmt: skip
+    if options is not None:
+        command += ["--additional-config", json.dumps({"expertcast": options})]
+    log = folder / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+        server = Server(process, f"http://127.0.0.1:{port}", log)
+        try:
+            _wait(server)
+            yield server
+        finally:
+            if process.poll() is None:
+                server.processes()
+                process.kill()
+            process.wait()
+            for each in server.seen:
+                if each.is_running():
+                    each.kill()
+            for name in server.shared:
+                Path(name).unlink(missing_ok=True)
+
+
+def _wait(server: Server) -> None:
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end and server.process.poll() is None:
+        try:
+            urlopen(server.url + "/health").close()
+            return
+        except URLError:
+            time.sleep(0.3)
+    raise AssertionError(server.log())
