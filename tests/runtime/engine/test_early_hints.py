@@ -18,6 +18,7 @@ from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
 from expertcast.predictors.hybrid import Choice, Hybrid, HybridConfig
 from expertcast.predictors.quasi_hidden import QuasiHidden
 from expertcast.runtime import offload
+from expertcast.runtime.engine import quick as quick_module
 from expertcast.runtime.engine.quick import FIRST_SEEN, LOOK, QuickForecasts
 from expertcast.training.fit import fit
 from tests.runtime.conftest import assert_same, greedy
@@ -237,8 +238,9 @@ def test_no_rank_is_trusted() -> None:
 
 
 def test_sure_experts_go_out_before_early_attention(
-    reference_model: PreTrainedModel, early: Predictor, one: dict[str, Tensor]
+    reference_model: PreTrainedModel, early: Predictor, one: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(quick_module, "SURE", 0.75)  # so little text makes few ranks surer than that
     expected = greedy(reference_model, one, 48)
     with offload(reference_model, predictor=early, slots=96, bandwidth=SLOW) as offloaded:
         engine, order = offloaded._engine, []
