@@ -12,6 +12,10 @@ from openai import AsyncOpenAI
 WAIT_S = 300.0
 
 
+class _CutOffError(Exception):
+    """A stream ended without its text, or before it said how long it is."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """What one request got."""
@@ -63,7 +67,7 @@ async def _load(address: str, model: str, prompts: list[str], clients: int, requ
             for place in places:
                 try:
                     answers.append(await _one(asking, model, prompts, place % len(prompts), tokens))
-                except openai.OpenAIError:
+                except (openai.OpenAIError, _CutOffError):
                     lost += 1
 
     start = time.perf_counter()
@@ -84,4 +88,6 @@ async def _one(client: AsyncOpenAI, model: str, prompts: list[str], prompt: int,
             last = time.perf_counter() - start
             first = first or last
             parts.append(part.choices[0].text)
+    if not parts or not counted:
+        raise _CutOffError
     return Answer(prompt, "".join(parts), counted, first, last)

@@ -241,9 +241,9 @@ def test_sure_experts_go_out_before_early_attention(
     reference_model: PreTrainedModel, early: Predictor, one: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quick_module, "SURE", 0.75)  # so little text makes few ranks surer than that
-    monkeypatch.setattr(quick_module, "BROUGHT", 0.0)  # and whether they are there already is the clock's matter
+    monkeypatch.setattr(quick_module, "BROUGHT", 0.0)  # whatever is there already
     expected = greedy(reference_model, one, 48)
-    with offload(reference_model, predictor=early, slots=96, bandwidth=SLOW) as offloaded:
+    with offload(reference_model, predictor=early, slots=96, link="instant") as offloaded:
         engine, order = offloaded._engine, []
         attend, prefetch = engine._speculator.early.attend, engine._residency.prefetch
         engine._speculator.early.attend = lambda *given: (order.append("attend"), attend(*given))[1]
