@@ -74,6 +74,7 @@ def measured(args: argparse.Namespace, folder: Path) -> Json:
     prompts = _prompts()
     loads: dict[tuple[str, int], list[Load]] = {(side.name, n): [] for side in chosen for n in args.clients}
     memory: dict[str, list[tuple[int, int]]] = {side.name: [] for side in chosen}
+    hits: dict[str, float | None] = {}
     for turn in range(args.rounds):
         for side in chosen if turn % 2 == 0 else chosen[::-1]:
             say(f"round {turn + 1} of {args.rounds}: {side.name}")
@@ -87,7 +88,11 @@ def measured(args: argparse.Namespace, folder: Path) -> Json:
                     )  # fmt: skip
                     loads[side.name, clients].append(load)
                 memory[side.name].append((before, server.resident_bytes()))
-    rows = [_row(side, n, loads, memory[side.name]) for side in chosen for n in args.clients]
+                hits[side.name] = server.hit_rate(side)
+    rows = [
+        {**_row(side, n, loads, memory[side.name]), "hit_rate": hits[side.name]}
+        for side in chosen for n in args.clients
+    ]  # fmt: skip
     command = " ".join(["bench_serving.py", *_shown(args)])
     return {**provenance(), "command": command, "hardware": hardware(), "rows": rows,
             "settings": {"slots": args.slots, "bandwidth": args.bandwidth, "threads": args.threads,
@@ -101,14 +106,16 @@ def table(result: Json) -> str:
         f"    python scripts/{result['command']}", "",
         f"Bundled model in fp32, {settings['threads']} threads, {settings['slots']} slots for 768 experts, emulated",
         f"link of {settings['bandwidth'] / 1e6:.0f} MB/s; {settings['requests']} requests of {settings['new_tokens']}",
-        f"tokens under each load, {settings['rounds']} rounds, medians. *Same texts*: as the server's resident side.",
+        f"tokens under each load, {settings['rounds']} rounds, medians. *Hits*: of the experts asked for, those",
+        "that had a slot, over the last round. *Same texts*: as the server's resident side.",
         "",
-        "| server | clients | requests/s | ms to first token | p95 | ms per token | p95 | same texts | lost |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| server | clients | requests/s | ms to first token | p95 | ms per token | p95 | hits | same texts | lost |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for row in result["rows"]:
         figures = [f"{row[name] * 1e3:.0f}" for name in ("first_s", "first_s_p95", "per_token_s", "per_token_s_p95")]
-        cells = [row["side"], str(row["clients"]), f"{row['requests_per_s']:.2f}", *figures]
+        hits = "" if row["hit_rate"] is None else f"{row['hit_rate']:.2f}"
+        cells = [row["side"], str(row["clients"]), f"{row['requests_per_s']:.2f}", *figures, hits]
         lines.append("| " + " | ".join([*cells, f"{row['same']} of {row['answers']}", str(row["lost"])]) + " |")
     return "\n".join(lines)
 

@@ -23,6 +23,8 @@ from expertcast.predictors.plain import Json
 
 STARTS_S, ENDS_S = 180.0, 30.0
 """Within which a server answers, and is gone when it is told to end."""
+_PLUGIN = "/expertcast/metrics"
+_HITS, _MISSES = "expertcast_expert_hits_total", "expertcast_expert_misses_total"
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Side:
     """The resident side whose texts it must give."""
     command: Sequence[str]
     environment: Json = field(default_factory=dict)
+    metrics: str | None = None
+    """Route of its page that says what its experts did; None: they are resident."""
 
 
 def sides(setting: Setting) -> list[Side]:
@@ -64,9 +68,10 @@ def sides(setting: Setting) -> list[Side]:
         resident = f"transformers, {mode}: resident"
         found += [
             Side(resident, resident, [*theirs, *their_options]),
-            Side(f"transformers, {mode}: on demand", resident, [*own, *own_options]),
-            Side(f"transformers, {mode}: exact", resident, [*own, *own_options, "--predictor", setting.predictor]),
-        ]
+            Side(f"transformers, {mode}: on demand", resident, [*own, *own_options], metrics="/metrics"),
+            Side(f"transformers, {mode}: exact", resident, [*own, *own_options, "--predictor", setting.predictor],
+                 metrics="/metrics"),
+        ]  # fmt: skip
     if setting.vllm is None:
         return found
     served = [setting.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "float32"]
@@ -74,12 +79,13 @@ def sides(setting: Setting) -> list[Side]:
     cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
            "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
     resident, options = "vLLM: resident", {"slots": setting.slots, "bandwidth": setting.bandwidth}
+    plugin = {**cpu, "VLLM_PLUGINS": "expertcast"}
     exact = {**options, "predictor": setting.predictor}
     return [
         *found,
         Side(resident, resident, served, {**cpu, "EXPERTCAST_VLLM": "0"}),
-        Side("vLLM: on demand", resident, served, {**cpu, "EXPERTCAST_VLLM": json.dumps(options)}),
-        Side("vLLM: exact", resident, served, {**cpu, "EXPERTCAST_VLLM": json.dumps(exact)}),
+        Side("vLLM: on demand", resident, served, {**plugin, "EXPERTCAST_VLLM": json.dumps(options)}, _PLUGIN),
+        Side("vLLM: exact", resident, served, {**plugin, "EXPERTCAST_VLLM": json.dumps(exact)}, _PLUGIN),
     ]
 
 
@@ -89,6 +95,26 @@ class Running:
 
     address: str
     process: psutil.Process
+
+    def hit_rate(self, side: Side) -> float | None:
+        """Share of the requests of experts that found a slot; None where all are resident.
+
+        Raises:
+            ExpertcastError: the side is to be offloaded, and its page says nothing of experts: it is not.
+        """
+        if side.metrics is None:
+            return None
+        try:
+            with urllib.request.urlopen(self.address + side.metrics, timeout=30) as page:
+                lines = page.read().decode().splitlines()
+        except urllib.error.URLError as error:
+            raise ExpertcastError(f"{side.name}: no {side.metrics}, so nothing is offloaded: {error}") from error
+        hits, misses = (
+            sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)) for name in (_HITS, _MISSES)
+        )
+        if not hits + misses:
+            raise ExpertcastError(f"{side.name}: its page counts no experts, so nothing is offloaded")
+        return hits / (hits + misses)
 
     def resident_bytes(self) -> int:
         """Memory of its processes that is its own."""
