@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 import expertcast
 from expertcast.cli import main
+from expertcast.data import release
 from expertcast.data.collector import collect
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.release import check_release
@@ -53,7 +54,7 @@ def test_the_package_itself_imports_neither() -> None:
 
 @pytest.fixture
 def old_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.__version__", "5.19.0")
+    monkeypatch.setattr(release.transformers, "__version__", "5.19.0")
 
 
 LINE = " a transformers model needs transformers 5.23 or newer, here is 5.19.0: pip install -U transformers"
@@ -87,5 +88,5 @@ def test_an_old_release_is_refused_in_one_line(
 
 @pytest.mark.parametrize("version", ["5.23.0", "5.23.0.dev0", "5.24.1", "6.0.0"])
 def test_newer_releases_pass(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.__version__", version)
+    monkeypatch.setattr(release.transformers, "__version__", version)
     check_release("offloading")

@@ -114,7 +114,7 @@ def test_unknown_options_name_the_known_ones(capsys: pytest.CaptureFixture[str])
     said = line(capsys, [*train, "linear", "--set", "strength=1"])
     assert said == (
         "expertcast: --set: predictor 'linear' has no option 'strength=1': its options are strengths, "
-        "written name=value"
+        "reads, written name=value"
     )
     assert "it has none" in line(capsys, [*train, "frequency", "--set", "a=1"])
     assert "no option 'strengths'" in line(capsys, [*train, "linear", "--set", "strengths"])
