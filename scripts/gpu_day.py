@@ -11,6 +11,7 @@
     5 rest       8 min    longer prompts, a cache, speculation, the other link, accelerate, training an estimator
     6 disk       4 min    experts in a file, mapped, read directly, coded, and by GPUDirect where kvikio is installed
     7 drafts     4 min    the bundled model with drafts: the same tokens, time per token over links of several speeds
+    8 vllm       7 min    where vLLM is: the same tokens from slots, eager, compiled and as whole CUDA graphs
 
 Each step is a process with a time limit and keeps what it finds in a file of its own from the start
 (`gpu_steps/day.py` draws the folder). A call begins no step that its `--minutes` do not cover; the next call goes on
@@ -49,6 +50,7 @@ STEPS = (
     Step(number=5, name="rest", module="gpu_steps.rest", seconds=480),
     Step(number=6, name="disk", module="gpu_steps.disk", seconds=240),
     Step(number=7, name="drafts", module="gpu_steps.drafts", seconds=240),
+    Step(number=8, name="vllm", module="gpu_steps.vllm_engines", seconds=420),
 )
 GRACE_S = 5
 """A step ends itself at its limit; after so many seconds more it is killed."""

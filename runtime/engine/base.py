@@ -149,6 +149,14 @@ class Engine(ABC):
         """
         raise ExpertcastError("the books of this offload are on the device: it has no flow and no residency")
 
+    @abstractmethod
+    def limit(self, layer: int) -> int:
+        """Distinct experts of a layer that a step may name at most to be run in one piece."""
+
+    @abstractmethod
+    def held(self, layer: int) -> list[int]:
+        """A layer's experts (0..E-1) that are in slots or on their way there."""
+
     @contextmanager
     def drafting(self, stage: Stage | None) -> Iterator[None]:
         """Inside, forwards draft: they run in a stage where one is given, and may end before the last layer."""

@@ -1,8 +1,8 @@
 """One offloaded forward without the host: tables, copies and kernels follow each other on the device.
 
-For :class:`expertcast.runtime.links.kernel.KernelLink`. A decode step whose T x K ids fit the slots asks the device for
-no value, so that it can be captured in a CUDA graph. A step that names more experts than there are slots runs in
-chunks, which the host counts out.
+For :class:`expertcast.runtime.links.kernel.KernelLink`. A step whose T x K ids fit the slots, whatever they are, asks
+the device for no value, so that it can be captured in a CUDA graph. Of others the host counts the experts, and runs in
+chunks what names more of them than there are slots.
 
 T tokens, D hidden size, E routed experts per layer, K experts per token, P token-expert pairs.
 """
@@ -42,6 +42,13 @@ class DeviceEngine(Engine):
     def _enter(self, state: State, layer: int) -> None:
         if not capturing():  # nothing runs while a graph is captured
             super()._enter(state, layer)
+
+    def limit(self, layer: int) -> int:
+        return self._pool.count
+
+    def held(self, layer: int) -> list[int]:
+        slots_E = self._tables.slots_for(layer, torch.arange(self._experts, device=self._pool.device))
+        return (slots_E >= 0).nonzero().reshape(-1).tolist()
 
     def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
         self._link.follow()
@@ -85,7 +92,9 @@ class DeviceEngine(Engine):
         return output_TD
 
     def _fits(self, ids_TK: Tensor) -> bool:
-        return self._tables.width(ids_TK) <= self._pool.count
+        if self._tables.width(ids_TK) <= self._pool.count:
+            return True
+        return not capturing() and len(torch.unique(ids_TK)) <= self._pool.count
 
     def _prepare(self, layer: int, ids_TK: Tensor) -> None:
         """Start the copies of what a layer misses; steps that need chunks start theirs chunk by chunk."""

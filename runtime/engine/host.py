@@ -64,6 +64,12 @@ class HostEngine(Engine):
     def flow(self) -> LayerFlow:
         return self._flow
 
+    def limit(self, layer: int) -> int:
+        return self._residency.limit(layer)
+
+    def held(self, layer: int) -> list[int]:
+        return list(self._residency.held(layer))
+
     def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
         if self.stage is not None:
             self.stage.on_start(fresh, token_BS)

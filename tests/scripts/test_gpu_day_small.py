@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("1-machine", "2-tests", "3-bits", "4-first-rows", "5-rest", "6-disk", "7-drafts")
+FILES = ("1-machine", "2-tests", "3-bits", "4-first-rows", "5-rest", "6-disk", "7-drafts", "8-vllm")
 
 
 def read(folder: Path, name: str) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def test_small_form(tmp_path: Path) -> None:
         assert record["date"]
         assert "errors" not in record["result"]
         assert record["command"].startswith("gpu_day.py --small")
-    machine, tests, bits, first, rest, disk, drafts = (record["result"] for record in records.values())
+    machine, tests, bits, first, rest, disk, drafts, vllm = (record["result"] for record in records.values())
     assert machine["host"]["kernel_launch_us"] > 0
     assert machine["link"]["h2d_block_bytes_per_s"] > 1e6
     assert set(machine["behind_copies"]["upload_us"]) == {"0", "2", "8"}
@@ -71,6 +71,9 @@ def test_small_form(tmp_path: Path) -> None:
     assert disk["ways"]["direct"]["block_bytes_per_s"] > 1e6
     assert set(drafts["runs"]) == {"fp32 1000000000.0", "bf16 1000000000.0"}
     assert all(draft["identical"] for draft in drafts["runs"]["fp32 1000000000.0"].values())
+    if "left_out" not in vllm:  # where the plug-in's environment was made
+        assert vllm["sides"]["device eager"]["identical"]
+        assert vllm["sides"]["device eager"]["counters"]["link"] == "kernel"
     assert list(tmp_path.glob("tmp*")) == []
 
 

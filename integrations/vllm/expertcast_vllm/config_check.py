@@ -5,12 +5,14 @@ from __future__ import annotations
 from vllm.config import CUDAGraphMode, VllmConfig
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.view import ModelShape
+from expertcast_vllm.settings import Settings
 
 SPLIT_AT = ("vllm::moe_forward", "vllm::moe_forward_shared")
 """Operators that hold vLLM's MoE layers: what CUDA graphs must leave out."""
 
 
-def check_config(config: VllmConfig) -> None:
+def check_config(config: VllmConfig, settings: Settings) -> None:
     """Refuse what offloaded layers cannot do, and take them out of CUDA graphs.
 
     Raises:
@@ -28,17 +30,56 @@ def check_config(config: VllmConfig) -> None:
         if given:
             raise ExpertcastError(f"expertcast keeps experts in slots, which {option} does not go with: leave it out")
     if config.device_config.device.type == "cuda":
-        _leave_out_of_graphs(config)
+        _check_graphs(config, settings)
 
 
-def _leave_out_of_graphs(config: VllmConfig) -> None:
-    """A captured graph would run the host's part of a step once and for all: graphs end before the MoE layers."""
+def _check_graphs(config: VllmConfig, settings: Settings) -> None:
+    """A captured graph would run the host's part of a step once and for all: graphs end before the MoE layers, or the
+    device decides what is copied."""
     compilation = config.compilation_config
-    if compilation.cudagraph_mode == CUDAGraphMode.NONE:
+    mode = compilation.cudagraph_mode
+    if mode is None or mode == CUDAGraphMode.NONE:
         return
-    if compilation.cudagraph_mode != CUDAGraphMode.PIECEWISE or not compilation.splitting_ops:
+    if mode.has_full_cudagraphs() and settings.offload.link != "kernel":
         raise ExpertcastError(
             "expertcast decides on the host which experts are copied, outside CUDA graphs: start vLLM with "
-            '--enforce-eager, or with --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
+            '--enforce-eager, with --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or give expertcast the '
+            'option "link": "kernel", which decides on the device'
+        )
+    if mode.has_full_cudagraphs() and settings.collect is not None:
+        raise ExpertcastError(
+            "collect reads every step on the host, which whole CUDA graphs leave out: start vLLM with --enforce-eager"
+        )
+    if not mode.has_piecewise_cudagraphs():
+        return
+    if not compilation.splitting_ops:
+        raise ExpertcastError(
+            f"cudagraph_mode {mode.name} without splitting_ops would capture the MoE layers of prompts: leave "
+            "splitting_ops out of --compilation-config, or start vLLM with --enforce-eager"
         )
     compilation.splitting_ops.extend(name for name in SPLIT_AT if name not in compilation.splitting_ops)
+
+
+def check_slots(config: VllmConfig, shape: ModelShape, slots: int) -> None:
+    """Refuse fewer slots than the largest step needs that becomes a whole graph: nobody could run it in groups.
+
+    Args:
+        config: vLLM's.
+        shape: of the model.
+        slots: of the worker.
+
+    Raises:
+        ExpertcastError: one line with what would do.
+    """
+    compilation = config.compilation_config
+    mode, largest = compilation.cudagraph_mode, compilation.max_cudagraph_capture_size or 0
+    on_device = config.device_config.device.type == "cuda"
+    if not on_device or mode is None or not mode.has_full_cudagraphs():
+        return
+    needed = min(largest * shape.top_k, shape.experts)
+    if slots < needed:
+        fit = slots // shape.top_k
+        raise ExpertcastError(
+            f"slots={slots} is fewer than the {needed} experts that a layer may need in a CUDA graph of {largest} "
+            f"tokens: give {needed} slots, or start vLLM with --max-cudagraph-capture-size {fit}"
+        )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
+from vllm.config import VllmConfig
 
 from expertcast.data.router_call import RouterCall
 from expertcast.predictors import Predictor
@@ -49,7 +50,7 @@ class Foresight:
         predictor, checkpoint = resolve_predictor(config.resolved_predictor(), view)
         if predictor is None:
             return cls(speculator=Speculator(view, None), drift=None)
-        _check(predictor, watching)
+        _check(predictor, watching, config=offload.config)
         predictor.to(next(view[0].router.parameters()).device)
         speculator = WatchedSpeculator(watching, predictor, ahead=config.ahead, reach=config.reach)
         return cls(speculator=speculator, drift=make_monitor(config, view, predictor, checkpoint))
@@ -81,7 +82,7 @@ class WatchedSpeculator(Speculator):
         return None if self._previous_tokens is None or call.tokens > 1 else self._previous_tokens.of(call)
 
 
-def _check(predictor: Predictor, watching: Watching) -> None:
+def _check(predictor: Predictor, watching: Watching, config: VllmConfig) -> None:
     """
     Raises:
         ExpertcastError: the predictor reads what is not there.
@@ -94,6 +95,12 @@ def _check(predictor: Predictor, watching: Watching) -> None:
         raise ExpertcastError(
             f"{predictor.name} reads early attention, which vLLM cannot run: train it with --set "
             "inputs=quasi_hidden/router_input/routing/previous, or give linear"
+        )
+    graphs = config.compilation_config.cudagraph_mode
+    if predictor.uses_previous_token and config.device_config.device.type == "cuda" and graphs.has_full_cudagraphs():
+        raise ExpertcastError(
+            f"{predictor.name} keeps the last token's routing on the host, which whole CUDA graphs leave out: give "
+            'another predictor, or start vLLM with --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''
         )
     if predictor.reads_residual and not watching.sees_residuals:
         raise ExpertcastError(

@@ -28,6 +28,8 @@ class VllmKernel(ABC):
         self._weights = views["w13_weight"], views["w2_weight"]
         self.tokens = 0
         """Of the whole step, whose groups may be run one by one."""
+        self.ids_dtype = torch.int32
+        """Of the ids that vLLM gives its kernel."""
 
     @abstractmethod
     def run(
@@ -40,7 +42,7 @@ class VllmKernel(ABC):
             experts: whose layer it is.
             hidden_TD, weights_TK: what vLLM gives the kernel.
             slots_TK: where the experts lie that it names.
-            ids_TK: these experts.
+            ids_TK: these experts, as int64.
             slots: `slots_TK` on the host, as far as it is known there.
         """
 
@@ -63,7 +65,7 @@ class GatheringKernel(VllmKernel):
     ) -> Tensor:  # fmt: skip
         used, places_TK = torch.unique(slots_TK, return_inverse=True)
         w13, w2 = (each[used] for each in self._weights)
-        return _method(experts).run_slots(experts, hidden_TD, (w13, w2), places_TK.to(ids_TK.dtype), weights_TK)
+        return _method(experts).run_slots(experts, hidden_TD, (w13, w2), places_TK.to(self.ids_dtype), weights_TK)
 
 
 class MappingKernel(VllmKernel):
@@ -79,6 +81,7 @@ class MappingKernel(VllmKernel):
         count: Any = experts.global_num_experts
         table_E = torch.full((count,), -1, dtype=torch.int32, device=ids_TK.device)
         table_E.scatter_(0, ids_TK.reshape(-1).long(), slots_TK.reshape(-1).int())
+        given_TK = ids_TK.to(self.ids_dtype)
         w13, w2 = self._weights
         # the tiles of a resident layer and a whole step: others would sum in another order
         config = try_get_optimal_moe_config(
@@ -86,7 +89,7 @@ class MappingKernel(VllmKernel):
             method.moe_quant_config.config_name(hidden_TD.dtype), self.tokens or len(hidden_TD),
         )  # fmt: skip
         with override_config(config):
-            return method.run_slots(experts, hidden_TD, self._weights, ids_TK, weights_TK, table_E)
+            return method.run_slots(experts, hidden_TD, self._weights, given_TK, weights_TK, table_E)
 
 
 def _method(experts: nn.Module) -> OffloadedMethod:

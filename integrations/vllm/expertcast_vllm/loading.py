@@ -1,4 +1,5 @@
-"""Where a worker stands while it starts and ends: told once its model is loaded, and when it shuts down."""
+"""Where a worker stands while it starts and ends: told once its model is loaded, when it is warm, and when it shuts
+down."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ def follow_worker() -> Kept:
     """
     if not hasattr(Worker.get_kv_cache_spec, _TELLS):
         Worker.get_kv_cache_spec = _loaded(Worker.get_kv_cache_spec)
+        Worker.compile_or_warm_up_model = _warmed(Worker.compile_or_warm_up_model)
         Worker.shutdown = _ending(Worker.shutdown)
     return keep_gates()
 
@@ -39,6 +41,18 @@ def _loaded(specify: Any) -> Any:
         return specify(self, *args, **kwargs)
 
     setattr(told, _TELLS, True)
+    return told
+
+
+def _warmed(warm_up: Any) -> Any:
+    @wraps(warm_up)
+    def told(self: Worker) -> Any:
+        times = warm_up(self)
+        offload = _offload_of(self)
+        if offload is not None:
+            offload.warmed_up()
+        return times
+
     return told
 
 

@@ -14,11 +14,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from torch import Tensor
 from vllm.config import VllmConfig
 
-from expertcast.data.router_call import RouterCall
+from expertcast.data.router_call import RouterCall, capturing
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.engine.host import HostEngine
+from expertcast.runtime.engine.base import Engine
 from expertcast.runtime.option_values import named_checkpoint
 from expertcast.runtime.serving.metrics import ExpertMetrics
 from expertcast.runtime.storage.host_memory import PageLock
@@ -31,7 +31,7 @@ from expertcast_vllm.names import OFFLOAD
 from expertcast_vllm.parts import Parts, make_engine
 from expertcast_vllm.routing import follow_routing
 from expertcast_vllm.settings import KEY, Settings
-from expertcast_vllm.step import Step, running_step
+from expertcast_vllm.step import Step, running_step, without_padding
 from expertcast_vllm.store import keep
 from expertcast_vllm.watching import Watching
 from expertcast_vllm.worker import Ending, offer
@@ -61,7 +61,7 @@ class WorkerOffload:
     """
 
     def __init__(self, config: VllmConfig, settings: Settings) -> None:
-        check_config(config)
+        check_config(config, settings)
         self.config, self.settings = config, settings
         self.layers: list[OffloadedExperts] = []
         self.device = torch.device(config.device_config.device)
@@ -78,8 +78,10 @@ class WorkerOffload:
         """What forecasts, once the model is loaded."""
         self.ending = Ending()
         self._prepared: set[int] = set()
-        self._engine: HostEngine | None = None
+        self._engine: Engine | None = None
         self._step: Step | None = None
+        self._call: RouterCall | None = None
+        """Of the router that ran last."""
         self._metrics: CollectorRegistry | None = None
         predictor = settings.offload.resolved_predictor()
         if isinstance(predictor, str | Path):
@@ -109,7 +111,7 @@ class WorkerOffload:
         )
 
     @property
-    def engine(self) -> HostEngine:
+    def engine(self) -> Engine:
         """Made when it is first asked for, after loading."""
         if self._engine is None:
             assert self.parts is not None, "no engine before the experts are loaded"
@@ -159,33 +161,44 @@ class WorkerOffload:
         self.foresight = Foresight.make(self, self.watching)
         if self.watching is not None:
             self.ending.collector = self.watching.collect(wanted)
+        if self.parts is not None and self.parts.link.decides_on_device:
+            self.engine  # noqa: B018  # what it holds is no graph's
 
-    def routed(self, index: int, hidden_TD: Tensor, logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> None:
-        """A layer's router has run."""
+    def warmed_up(self) -> None:
+        """What comes now are requests."""
+        if self._engine is not None:
+            self._engine.stats.reset()
+
+    def routed(self, index: int, hidden_TD: Tensor, logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        """A layer's router has run; the ids [T, K] that its experts are to be called with."""
         if index == 0:
             self._start()
         step = self._step
         if step is None:
-            return
+            return ids_TK
+        if capturing():
+            hidden_TD, logits_TE, weights_TK, ids_TK = map(without_padding, (hidden_TD, logits_TE, weights_TK, ids_TK))
         rows = slice(0, step.tokens)
         sequences = step.requests if step.decodes else 1
-        call = RouterCall(
+        self._call = call = RouterCall(
             layer=index, sequences=sequences, tokens=step.tokens // sequences, residual_TD=hidden_TD[rows],
             router_input_TD=hidden_TD[rows], logits_TE=logits_TE[rows], weights_TK=weights_TK[rows],
-            ids_TK=ids_TK[rows],
+            ids_TK=ids_TK[rows].long(),
         )  # fmt: skip
         for listener in self.listeners:
             listener.on_router(step, call)
         if self._fits(index, call.ids_TK):
             self.engine.on_router(call)
+        return ids_TK
 
     def run(self, index: int, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """A layer's experts: the bits of vLLM's own kernel. Rows of padding get zeros, of a trial run anything."""
-        step = self._step
+        assert self.parts is not None
+        step, kernel = self._step, self.parts.kernel
+        kernel.tokens, kernel.ids_dtype = len(hidden_TD), ids_TK.dtype
         if step is None:
-            assert self.parts is not None
             slots_TK = ids_TK % self.parts.pool.count
-            return self.parts.kernel.run(self.layers[index], hidden_TD, slots_TK, weights_TK, ids_TK)
+            return kernel.run(self.layers[index], hidden_TD, slots_TK, weights_TK, ids_TK)
         if step.tokens < len(hidden_TD):
             output_TD = torch.zeros_like(hidden_TD)
             rows = slice(0, step.tokens)
@@ -215,17 +228,17 @@ class WorkerOffload:
         self.engine.on_start(fresh=not step.decodes)
 
     def _fits(self, index: int, ids_TK: Tensor) -> bool:
-        limit = self.engine.flow.residency.limit(index)
-        return ids_TK.numel() <= limit or len(ids_TK.unique()) <= limit
+        limit = self.engine.limit(index)
+        return min(ids_TK.numel(), self.shape.experts) <= limit or len(ids_TK.unique()) <= limit
 
     def _run(self, index: int, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        assert self.parts is not None
-        layer, self.parts.kernel.tokens = self.engine.view[index], len(hidden_TD)
+        layer = self.engine.view[index]
+        if self._call is not None and self._call.layer == index:
+            ids_TK = self._call.ids_TK  # the very tensor that was announced: nobody has to compare
         if self._fits(index, ids_TK):
             return self.engine.run(layer, hidden_TD, ids_TK, weights_TK)
-        residency = self.engine.flow.residency
         output_TD = torch.empty_like(hidden_TD)
-        parts = groups(ids_TK.cpu(), layer.num_experts, residency.limit(index), residency.held(index))
+        parts = groups(ids_TK.cpu(), layer.num_experts, self.engine.limit(index), self.engine.held(index))
         for rows in (rows.to(hidden_TD.device) for rows in parts):
             output_TD[rows] = self.engine.run(layer, hidden_TD[rows], ids_TK[rows], weights_TK[rows])
         return output_TD

@@ -27,8 +27,8 @@ def _running() -> WorkerOffload:
 
 def routed(hidden_states: Tensor, router_logits: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer: int) -> Tensor:
     """A layer's router has run; gives its choice [T, K] back, which the layer's experts are to be called with."""
-    _running().routed(layer, hidden_states, router_logits, topk_weights, topk_ids)
-    return topk_ids.clone()
+    ids = _running().routed(layer, hidden_states, router_logits, topk_weights, topk_ids)
+    return ids.clone() if ids is topk_ids else ids
 
 
 def run(hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer: int) -> Tensor:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Self
 from vllm import __version__ as vllm_version
 from vllm.logger import init_logger
 
-from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.runtime.arguments import slots_for
-from expertcast.runtime.engine.base import EngineParts
+from expertcast.runtime.engine.base import Engine, EngineParts
+from expertcast.runtime.engine.device import DeviceEngine
 from expertcast.runtime.engine.host import HostEngine
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.speed import fastest_link
@@ -23,6 +23,7 @@ from expertcast.runtime.serving.metrics import Source
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_link
+from expertcast_vllm.config_check import check_slots
 from expertcast_vllm.foresight import Foresight
 from expertcast_vllm.kernel import GatheringKernel, MappingKernel, VllmKernel
 
@@ -53,10 +54,9 @@ class Parts:
         assert store is not None, "no slots before the experts are loaded"
         store.finish()
         slots = slots_for(config, shape, store.layout.block_bytes)
+        check_slots(offload.config, shape, slots)
         pool = SlotPool(store.layout, slots, device)
         link = make_link(config, device.type) or fastest_link(store, pool)
-        if link.decides_on_device:
-            raise ExpertcastError("link 'kernel' is not supported under vLLM: take link='cuda'")
         link.attach(store, pool)
         for layer in offload.layers:
             layer.quant_method.use_slots(layer, pool.views)
@@ -75,7 +75,7 @@ class Parts:
         policy = options.resolved_policies().as_dict()
         return Source(
             stats=engine.stats, link=self.link, pool=self.pool, store=self.store,
-            drift=None if foresight is None else foresight.drift,
+            drift=None if foresight is None or self.link.decides_on_device else foresight.drift,
             info={
                 "model": offload.config.model_config.model,
                 "predictor": "none" if predictor is None else predictor.name,
@@ -98,7 +98,7 @@ class Parts:
         }
 
 
-def make_engine(offload: WorkerOffload) -> HostEngine:
+def make_engine(offload: WorkerOffload) -> Engine:
     """The engine of a worker whose experts are loaded.
 
     Raises:
@@ -108,8 +108,9 @@ def make_engine(offload: WorkerOffload) -> HostEngine:
     assert parts is not None
     cache = CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=parts.pool.count)
     foresight = offload.foresight or Foresight.make(offload, None)
-    drift = foresight.drift
-    engine = HostEngine(
+    made = DeviceEngine if parts.link.decides_on_device else HostEngine
+    drift = None if parts.link.decides_on_device else foresight.drift
+    engine = made(
         EngineParts(
             link=parts.link, pool=parts.pool, speculator=foresight.speculator,
             policies=config.resolved_policies().make(cache), kernel=parts.kernel, drift=drift, keep=config.cache,

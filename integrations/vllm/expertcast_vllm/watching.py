@@ -15,11 +15,12 @@ from vllm.distributed import get_tensor_model_parallel_rank
 
 from expertcast.data.exclusive import exclusive
 from expertcast.data.live import LiveOptions, LiveTraces
-from expertcast.data.router_call import RouterCall
+from expertcast.data.router_call import RouterCall, capturing
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoEView
 from expertcast_vllm.requests import Requests, tell_requests
 from expertcast_vllm.settings import Settings
+from expertcast_vllm.step import without_padding
 from expertcast_vllm.traffic import TrafficCollector
 from expertcast_vllm.view import ForecastRouter, view_of
 from expertcast_vllm.wiring import Kept, wire
@@ -92,6 +93,8 @@ class Watching:
         weights of its kind."""
         if self._seen is None or self._seen[0] is not call:
             residual = self._residual if self.sees_residuals else None
+            if residual is not None and capturing():
+                residual = without_padding(residual)
             rows = len(call.ids_TK)
             own = replace(
                 call,

@@ -57,9 +57,10 @@ class Ending:
 def _end(ending: Ending) -> None:
     if ending.stats is not None:
         total, rate = ending.stats.total, ending.stats.hit_rate
+        waited = "" if "waited_s" in ending.stats.uncounted else f", {total.waited_s:.3g} s waited for them"
         logger.info(
-            "expertcast: %d experts needed, %s of them in slots, %.3g GB moved, %.3g s waited for them",
-            total.requests, "none" if rate is None else f"{rate:.1%}", total.bytes_moved / 1e9, total.waited_s,
+            "expertcast: %d experts needed, %s of them in slots, %.3g GB moved%s",
+            total.requests, "none" if rate is None else f"{rate:.1%}", total.bytes_moved / 1e9, waited,
         )  # fmt: skip
     if ending.collector is not None:
         ending.collector.close()
