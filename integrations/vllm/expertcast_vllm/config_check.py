@@ -26,6 +26,16 @@ def check_config(config: VllmConfig, settings: Settings) -> None:
         "--enable-lora": config.lora_config is not None,
         "--enable-sleep-mode": model.enable_sleep_mode,
     }
+    gathered = {
+        "--data-parallel-size": parallel.data_parallel_size > 1,
+        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
+    }
+    for option, given in gathered.items():
+        if given:
+            raise ExpertcastError(
+                f"with {option} vLLM's MoE layers run tokens of all processes together, which is not supported: start "
+                "one server for each device in place of it"
+            )
     for option, given in refused.items():
         if given:
             raise ExpertcastError(f"expertcast keeps experts in slots, which {option} does not go with: leave it out")

@@ -69,7 +69,6 @@ def keep(offload: WorkerOffload, layer: OffloadedExperts) -> ExpertStore:
 
 def _of_rank(options: OffloadConfig, parallel: ParallelConfig) -> OffloadConfig:
     """Workers hold different parts of the experts, each in a folder of its own."""
-    if options.store_folder is None or parallel.world_size_across_dp == 1:
+    if options.store_folder is None or parallel.world_size == 1:
         return options
-    rank = parallel.data_parallel_rank * parallel.world_size + parallel.rank
-    return replace(options, store_folder=Path(options.store_folder) / f"{rank}-of-{parallel.world_size_across_dp}")
+    return replace(options, store_folder=Path(options.store_folder) / f"{parallel.rank}-of-{parallel.world_size}")

@@ -143,7 +143,6 @@ def _check(config: Any) -> None:
     parallel = config.parallel_config
     refused = {
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
-        "--data-parallel-size": parallel.data_parallel_size > 1,
         "--speculative-config": config.speculative_config is not None,
     }
     for option, given in refused.items():

@@ -46,7 +46,7 @@ def main() -> None:
     given["memory"] = {"before": memory.before, "loading": loaded, "after": memory_of_its_own()}
     if asked["counted"]:
         given["workers"] = engine.collective_rpc("expertcast_statistics")
-    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and engine_options["tensor_parallel_size"] == 1:
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and "distributed_executor_backend" not in engine_options:
         given["layers"] = sorted({type(module).__name__ for module in _modules(engine)})
     print("\n" + RESULT + json.dumps(given))
 

@@ -32,6 +32,7 @@ def config(device: str = "cpu", mode: CUDAGraphMode = CUDAGraphMode.NONE, **othe
     [
         (lambda each: setattr(each.parallel_config, "enable_expert_parallel", True), "--enable-expert-parallel"),
         (lambda each: setattr(each.parallel_config, "enable_eplb", True), "--enable-eplb"),
+        (lambda each: setattr(each.parallel_config, "data_parallel_size", 2), "--data-parallel-size.*one server for"),
         (lambda each: setattr(each, "lora_config", object()), "--enable-lora"),
         (lambda each: setattr(each.model_config, "enable_sleep_mode", True), "--enable-sleep-mode"),
     ],
