@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import signal
 import statistics
 import subprocess
@@ -33,6 +32,7 @@ from disk_sides.runs import LLAMA, TORCH, abilities, run
 from disk_sides.sides import ACCELERATE, DISK, OWN, PROCESS, SIDES, Side
 from disk_sides.sides import LLAMA as LLAMA_SIDE
 from disk_sides.thirty import measure_thirty
+from earlier_result import earlier_result
 
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.output import say, write_json
@@ -70,11 +70,7 @@ class Bench:
         self._args, self._folder = args, folder
         self._prepared = Prepared(folder, args)
         self.result: Json = {"settings": {name: getattr(args, name) for name in SETTINGS}, "runs": []}
-        if args.out.is_file():
-            earlier: Json = json.loads(args.out.read_text())
-            if earlier["settings"] != self.result["settings"]:
-                raise ExpertcastError(f"{args.out} is of other settings: remove it, or give another --out")
-            self.result = earlier
+        self.result = earlier_result(args.out, self.result["settings"]) or self.result
         commands: list[str] = self.result.setdefault("commands", [])
         if args.page:
             return

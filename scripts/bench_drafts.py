@@ -11,7 +11,6 @@ every run; given again, the command goes on where it stopped. --report puts the 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ from draft_sides.replay import Hindsight
 from draft_sides.runs import Assistant, Learnt, Runner, assistant
 from draft_sides.sides import ASSISTANT, AUTO, INT4, REFERENCE, Setting, Side, grouped, settings
 from draft_sides.sides import sides as sides_of
+from earlier_result import earlier_result
 
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.output import say, write_json
@@ -80,11 +80,7 @@ class Bench:
         self._learnt: dict[tuple[str, str], Learnt] = {}
         self.result: Json = {"settings": {name: getattr(args, name) for name in SETTINGS}}
         self.result |= {"models": {}, "results": [], "runs": [], "left_out": []}
-        if args.out.is_file():
-            earlier: Json = json.loads(args.out.read_text())
-            if earlier["settings"] != self.result["settings"]:
-                raise ExpertcastError(f"{args.out} is of other settings: remove it, or give another --out")
-            self.result = earlier
+        self.result = earlier_result(args.out, self.result["settings"]) or self.result
         self._known = {(own["setting"], own["side"], own["prompt"], own["round"]) for own in self.result["runs"]}
         self.result |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), **provenance(), "hardware": hardware()}
         self._models = Models(args, self.result["models"])

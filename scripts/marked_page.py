@@ -20,8 +20,18 @@ def replace_between(page: Path, begin: str, end: str, text: str, what: str) -> N
     Raises:
         ExpertcastError: no such page, or no marks in it.
     """
+    before, _, after = parts(page, begin, end, what)
+    write_where_told(page, f"{before}{begin}\n\n{text}\n\n{end}{after}".encode())
+
+
+def parts(page: Path, begin: str, end: str, what: str) -> tuple[str, str, str]:
+    """What stands before, between and behind a page's marks: :func:`replace_between` will find them.
+
+    Raises:
+        ExpertcastError: no such page, or no marks in it.
+    """
     before, first, rest = (page.read_text() if page.is_file() else "").partition(begin)
-    _, last, after = rest.partition(end)
+    between, last, after = rest.partition(end)
     if not (first and last):
         raise ExpertcastError(f"{page}: no line {begin} with a line {end} behind it: write them where {what} to be")
-    write_where_told(page, f"{before}{begin}\n\n{text}\n\n{end}{after}".encode())
+    return before, between, after

@@ -1,1 +1,1 @@
-"""What `bench_serving.py` is made of: servers to compare, clients that ask them, and the table."""
+"""What `bench_serving.py` is made of: servers to compare, clients that ask them, figures, and the tables."""

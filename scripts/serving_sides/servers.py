@@ -1,107 +1,46 @@
-"""Servers as processes: the same model behind transformers' server and vLLM's, resident and offloaded."""
+"""Servers as processes: started, asked what their experts did and what they hold, and gone."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.plain import Json
+from serving_sides.sides import Setting, Side
 
 STARTS_S, ENDS_S = 180.0, 30.0
 """Within which a server answers, and is gone when it is told to end."""
-_PLUGIN = "/expertcast/metrics"
 _HITS, _MISSES = "expertcast_expert_hits_total", "expertcast_expert_misses_total"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What all servers have in common."""
-
-    model: Path
-    predictor: str
-    slots: int
-    bandwidth: float
-    threads: int
-    vllm: str | None = None
-    """Python of an environment with vLLM and the plug-in."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """One server: its command without the port, and its environment beside this process's."""
-
-    name: str
-    like: str
-    """The resident side whose texts it must give."""
-    command: Sequence[str]
-    environment: Json = field(default_factory=dict)
-    metrics: str | None = None
-    """Route of its page that says what its experts did; None: they are resident."""
-
-
-def sides(setting: Setting) -> list[Side]:
-    """All that can run here, resident ones first."""
-    found, model = list[Side](), str(setting.model)
-    offload = ["--slots", str(setting.slots), "--bandwidth", str(setting.bandwidth)]
-    own = [sys.executable, "-m", "expertcast.cli", "serve", model, "--dtype", "fp32", *offload]
-    theirs = [sys.executable, "-m", "transformers.cli.transformers", "serve", model, "--device", "cpu"]
-    theirs += ["--dtype", "float32"]
-    for mode, own_options, their_options in (
-        ("one by one", [], []),
-        ("batched", ["--continuous-batching", "--kv-tokens", "16384"],
-         ["--continuous-batching", "--cb-num-blocks", "64", "--cb-max-batch-tokens", "1024"]),
-    ):  # fmt: skip
-        resident = f"transformers, {mode}: resident"
-        found += [
-            Side(resident, resident, [*theirs, *their_options]),
-            Side(f"transformers, {mode}: on demand", resident, [*own, *own_options], metrics="/metrics"),
-            Side(f"transformers, {mode}: exact", resident, [*own, *own_options, "--predictor", setting.predictor],
-                 metrics="/metrics"),
-        ]  # fmt: skip
-    if setting.vllm is None:
-        return found
-    served = [setting.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "float32"]
-    served += ["--max-model-len", "1024", "--enforce-eager"]
-    cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
-           "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
-    resident, options = "vLLM: resident", {"slots": setting.slots, "bandwidth": setting.bandwidth}
-    plugin = {**cpu, "VLLM_PLUGINS": "expertcast"}
-    exact = {**options, "predictor": setting.predictor}
-    return [
-        *found,
-        Side(resident, resident, served, {**cpu, "EXPERTCAST_VLLM": "0"}),
-        Side("vLLM: on demand", resident, served, {**plugin, "EXPERTCAST_VLLM": json.dumps(options)}, _PLUGIN),
-        Side("vLLM: exact", resident, served, {**plugin, "EXPERTCAST_VLLM": json.dumps(exact)}, _PLUGIN),
-    ]
+_LAST_LINES = 3
 
 
 @dataclass(frozen=True)
 class Running:
     """A server that answers."""
 
+    side: Side
     address: str
-    process: psutil.Process
+    process: subprocess.Popen[bytes]
+    log: Path
 
-    def hit_rate(self, side: Side) -> float | None:
-        """Share of the requests of experts that found a slot; None where all are resident.
+    def counts(self) -> tuple[float, float] | None:
+        """Requests of experts that found a slot, and those that did not, since it began; None where all are resident.
 
         Raises:
             ExpertcastError: the side is to be offloaded, and its page says nothing of experts: it is not.
         """
+        side = self.side
         if side.metrics is None:
             return None
         try:
@@ -114,12 +53,17 @@ class Running:
         )
         if not hits + misses:
             raise ExpertcastError(f"{side.name}: its page counts no experts, so nothing is offloaded")
-        return hits / (hits + misses)
+        return hits, misses
 
     def resident_bytes(self) -> int:
         """Memory of its processes that is its own."""
-        every = [self.process, *self.process.children(recursive=True)]
+        own = psutil.Process(self.process.pid)
+        every = [own, *own.children(recursive=True)]
         return sum(each.memory_full_info().uss for each in every if each.is_running())
+
+    def last_lines(self) -> str:
+        """What it wrote last."""
+        return " / ".join(self.log.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:])
 
 
 @contextmanager
@@ -138,27 +82,52 @@ def running(side: Side, setting: Setting, log: Path) -> Iterator[Running]:
         process = subprocess.Popen(
             [*side.command, "--port", str(port)], env=environment, stdout=lines, stderr=lines, start_new_session=True
         )
+        server = Running(side, f"http://127.0.0.1:{port}", process, log)
         try:
-            address = f"http://127.0.0.1:{port}"
-            _answering(address, process, side, log)
-            yield Running(address, psutil.Process(process.pid))
+            _wait_for(server)
+            yield server
         finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(ENDS_S)
-            except subprocess.TimeoutExpired:
+            end(process)
+
+
+def end(process: subprocess.Popen[bytes], seconds: float = ENDS_S) -> bool:
+    """Tell a server to end, and wait until its processes are gone.
+
+    Args:
+        process: it, at the head of a session of its own.
+        seconds: after which they are killed.
+
+    Returns:
+        whether they went by themselves.
+    """
+    until, children = time.monotonic() + seconds, list[psutil.Process]()
+    if process.poll() is None:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+    while process.poll() is None or not all(map(_gone, children)):
+        if time.monotonic() > until:
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
+            return False
+        time.sleep(0.01)
+    return True
 
 
-def _answering(address: str, process: subprocess.Popen[bytes], side: Side, log: Path) -> None:
+def _gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE  # if nobody asks how it ended
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _wait_for(server: Running) -> None:
     until = time.monotonic() + STARTS_S
     while True:
         try:
-            with urllib.request.urlopen(f"{address}/health", timeout=5):
+            with urllib.request.urlopen(f"{server.address}/health", timeout=5):
                 return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
-            if process.poll() is not None or time.monotonic() > until:
-                last = log.read_text(errors="replace").strip().splitlines()[-3:]
-                raise ExpertcastError(f"{side.name} does not answer: {' / '.join(last)}") from None
+            if server.process.poll() is not None or time.monotonic() > until:
+                raise ExpertcastError(f"{server.side.name} does not answer: {server.last_lines()}") from None
             time.sleep(0.1)
