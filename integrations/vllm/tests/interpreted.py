@@ -61,8 +61,8 @@ def _align(
 ) -> None:  # fmt: skip
     """Pairs by expert, each expert's filled up to whole blocks by a number that is no pair's; whose each block is.
 
-    With a map, its entries are the experts of blocks, and pairs whose entry is -1 are left out. What lies behind the
-    last block is left undefined, and is filled here with what a kernel that read it would trip over.
+    Pairs of expert -1 are left out. With a map, its entries are the experts of blocks, and -1 there leaves out too.
+    What lies behind the last block is undefined, and is filled here with what a kernel that read it would trip over.
     """
     assert scatter_idx is None
     flat = topk_ids.reshape(-1).long()
@@ -86,7 +86,8 @@ def _align(
 def _sum(input: Tensor, output: Tensor, topk_ids: Tensor | None, expert_map: Tensor | None) -> None:
     """A token's experts in their order; with a map, those that are in it."""
     if expert_map is not None and topk_ids is not None:
-        input = input.masked_fill((expert_map[topk_ids.long()] < 0)[..., None], 0)
+        absent_TK = (topk_ids < 0) | (expert_map[topk_ids.long().clamp(min=0)] < 0)
+        input = input.masked_fill(absent_TK[..., None], 0)
     output.copy_(input.float().sum(dim=1))
 
 
@@ -124,7 +125,7 @@ class _Slots:
         """The slots [T, K] of these experts, at random places."""
         for view in self.pool.views.values():
             view.fill_(torch.nan)
-        used = ids_TK.unique()
+        used = ids_TK[ids_TK >= 0].unique()
         slot_of = torch.full((experts,), -1)
         slot_of[used.long()] = torch.randperm(self.count, generator=self.generator)[: len(used)]
         size = self.pool.layout.block_bytes
@@ -150,6 +151,8 @@ def compare(asked: dict[str, Any]) -> dict[str, Any]:
     hidden_TD = torch.randn(tokens, _HIDDEN, generator=generator).to(dtype)
     ids_TK = torch.rand(tokens, asked["among"], generator=generator).topk(top_k).indices.to(id_dtype)
     weights_TK = torch.rand(tokens, top_k, generator=generator)
+    whole = tokens - asked["padding"]
+    ids_TK[whole:], weights_TK[whole:] = -1, 0  # as vLLM's routers mark rows that are no token's
     launched = _watch_launches()
     expected_TD = resident.quant_method.forward_cuda(resident, hidden_TD, weights_TK, ids_TK, None, None)
     tiles = launched.copy()
@@ -157,11 +160,14 @@ def compare(asked: dict[str, Any]) -> dict[str, Any]:
     kernel = MappingKernel(slots.pool.views)
     kernel.tokens = tokens
     got_TD, parts = torch.full_like(hidden_TD, torch.nan), 0
-    for rows in groups(ids_TK, experts, asked["slots"]):
+    together = [torch.arange(tokens)] if asked["padding"] else groups(ids_TK, experts, asked["slots"])
+    for rows in together:
         slots_TK = slots.bring(ids_TK[rows], experts)
         got_TD[rows] = kernel.run(offloaded, hidden_TD[rows], slots_TK, weights_TK[rows], ids_TK[rows])
         parts += 1
-    reference_TD = _plainly(hidden_TD.float(), plain, ids_TK.long(), weights_TK)
+    assert not got_TD[whole:].any()
+    got_TD, expected_TD = got_TD[:whole], expected_TD[:whole]
+    reference_TD = _plainly(hidden_TD[:whole].float(), plain, ids_TK[:whole].long(), weights_TK)
     return {
         "same": torch.equal(got_TD, expected_TD), "parts": parts, "launches": len(launched),
         "tiles": all(each == tiles[0] for each in launched + tiles),
@@ -200,7 +206,7 @@ def _layer(asked: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 def _plainly(hidden_TD: Tensor, plain: dict[str, Tensor], ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """In float32, one pair after the other."""
     output_TD = torch.zeros_like(hidden_TD)
-    for token, (ids_K, weights_K) in enumerate(zip(ids_TK.tolist(), weights_TK, strict=True)):
+    for token, (ids_K, weights_K) in enumerate(zip(ids_TK.tolist(), weights_TK[: len(ids_TK)], strict=True)):
         for expert, weight in zip(ids_K, weights_K, strict=True):
             both = plain["w13_weight"][expert] @ hidden_TD[token]
             both = both + plain["w13_bias"][expert] if "w13_bias" in plain else both

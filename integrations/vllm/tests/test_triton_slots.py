@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 DEFAULTS = {
     "seed": 0, "experts": 11, "top_k": 3, "tokens": 7, "slots": 20, "among": 11, "dtype": "float32", "ids": "int32",
-    "biased": False,
+    "biased": False, "padding": 0,
 }  # fmt: skip
 CASES = {
     "one token": {"tokens": 1, "experts": 8, "slots": 3, "top_k": 2, "among": 8},
@@ -25,6 +25,8 @@ CASES = {
     "few experts asked for, many absent": {"experts": 29, "among": 4, "tokens": 9, "slots": 4},
     "more tokens of an expert than a tile": {"tokens": 40, "experts": 5, "among": 5, "top_k": 2},
     "tiles of a larger step": {"tokens": 70, "experts": 6, "among": 6, "top_k": 2, "slots": 6},
+    "rows of padding": {"padding": 3, "tokens": 8},
+    "one token, rows of padding": {"padding": 1, "tokens": 2, "experts": 37, "slots": 5, "among": 37, "ids": "int64"},
     "biases": {"biased": True},
     "float16 with biases": {"dtype": "float16", "biased": True, "ids": "int64"},
     "float16": {"dtype": "float16"},
