@@ -79,8 +79,9 @@ class MappingKernel(VllmKernel):
 
         method = _method(experts)
         count: Any = experts.global_num_experts
-        table_E = torch.full((count,), -1, dtype=torch.int32, device=ids_TK.device)
-        table_E.scatter_(0, ids_TK.reshape(-1).long(), slots_TK.reshape(-1).int())
+        table = torch.full((count + 1,), -1, dtype=torch.int32, device=ids_TK.device)
+        # rows of padding ask for expert -1: the entry behind the last takes what is said of it
+        table.scatter_(0, ids_TK.reshape(-1).long().remainder(count + 1), slots_TK.reshape(-1).int())
         given_TK = ids_TK.to(self.ids_dtype)
         w13, w2 = self._weights
         # the tiles of a resident layer and a whole step: others would sum in another order
@@ -89,7 +90,7 @@ class MappingKernel(VllmKernel):
             method.moe_quant_config.config_name(hidden_TD.dtype), self.tokens or len(hidden_TD),
         )  # fmt: skip
         with override_config(config):
-            return method.run_slots(experts, hidden_TD, self._weights, given_TK, weights_TK, table_E)
+            return method.run_slots(experts, hidden_TD, self._weights, given_TK, weights_TK, table[:count])
 
 
 def _method(experts: nn.Module) -> OffloadedMethod:
