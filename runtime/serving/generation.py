@@ -16,6 +16,7 @@ from fastapi import HTTPException
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -25,6 +26,7 @@ from transformers.cli.serving.utils import _GenerationCancelled
 from expertcast.predictors.errors import first_line
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.serving.requests import Request, Requests
+from expertcast.runtime.serving.writing import Penalties
 
 log = logging.getLogger("expertcast.serving")
 PATIENCE_S = 1.0
@@ -179,5 +181,8 @@ class Guarded:
 
     def generate(self, **kwargs: Any) -> Tensor:
         """The model's own; see :meth:`Generating.run`."""
-        criteria = StoppingCriteriaList([_Counted(self.request)])
-        return self._generating.run(self.request, lambda: self._model.generate(**kwargs, stopping_criteria=criteria))
+        request = self.request
+        kwargs["stopping_criteria"] = StoppingCriteriaList([_Counted(request)])
+        if any(request.penalties):
+            kwargs["logits_processor"] = LogitsProcessorList([Penalties(*request.penalties, request.prompt_tokens)])
+        return self._generating.run(request, lambda: self._model.generate(**kwargs))
