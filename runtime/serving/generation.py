@@ -59,23 +59,25 @@ class Generating:
         config = offloaded.model.config.get_text_config()
         self._longest: int | None = getattr(config, "max_position_embeddings", None)
 
-    def admit(self, key: str, tokens: int, config: GenerationConfig) -> Request:
+    def admit(self, key: str, tokens: int, config: GenerationConfig, room: int | None = None) -> Request:
         """The request of that id, with as many new tokens as the model has places for.
 
         Args:
             key: of the request.
             tokens: of its prompt.
             config: its own; changed in place.
+            room: tokens that a cache has places for; None: it grows.
 
         Raises:
             HTTPException: no token, too many, or none to generate.
         """
         if not tokens:
             raise HTTPException(400, "the prompt holds no token: give some text")
-        if self._longest is not None:
-            if tokens >= self._longest:
-                raise HTTPException(400, f"the prompt has {tokens} tokens, the model reads {self._longest - 1} at most")
-            config.max_new_tokens = min(config.max_new_tokens, self._longest - tokens)
+        for most, said in ((self._longest, "the model reads"), (room, "by its --kv-tokens this server takes")):
+            if most is not None:
+                if tokens >= most:
+                    raise HTTPException(400, f"the prompt has {tokens} tokens, {said} {most - 1} at most")
+                config.max_new_tokens = min(config.max_new_tokens, most - tokens)
         request = self.requests.find(key)
         request.prompt_tokens = tokens
         return request

@@ -90,7 +90,9 @@ class Batched(CBGenerateManager):  # type: ignore[misc]
     """
 
     def __init__(self, generating: Generating, kv_tokens: int | None) -> None:
-        blocks = None if kv_tokens is None else -(-kv_tokens // ContinuousBatchingConfig().page_size)
+        page = ContinuousBatchingConfig().page_size
+        blocks = None if kv_tokens is None else -(-kv_tokens // page)
+        self._room = None if blocks is None else blocks * page
         config = ContinuousBatchingConfig(
             num_blocks=blocks, max_batch_tokens=kv_tokens and MOST_AT_ONCE,
             use_cuda_graph=False,  # the host decides what is copied, and which request is sampled
@@ -164,7 +166,7 @@ class Batched(CBGenerateManager):  # type: ignore[misc]
         return text, tokens, ids
 
     def _admit(self, model: PreTrainedModel, inputs: Mapping[str, Any], config: GenerationConfig, key: str) -> Request:
-        request = self._generating.admit(key, len(inputs["input_ids"]), config)
+        request = self._generating.admit(key, len(inputs["input_ids"]), config, self._room)
         sampler = Sampler(model, config, request.seed)
         request.sampler = sampler if sampler.changes else None
         return request
