@@ -16,6 +16,7 @@ from fastapi import HTTPException
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -25,6 +26,7 @@ from transformers.cli.serving.utils import _GenerationCancelled
 from expertcast.predictors.errors import first_line
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.serving.requests import Request, Requests
+from expertcast.runtime.serving.writing import Penalties
 
 log = logging.getLogger("expertcast.serving")
 PATIENCE_S = 1.0
@@ -57,23 +59,25 @@ class Generating:
         config = offloaded.model.config.get_text_config()
         self._longest: int | None = getattr(config, "max_position_embeddings", None)
 
-    def admit(self, key: str, tokens: int, config: GenerationConfig) -> Request:
+    def admit(self, key: str, tokens: int, config: GenerationConfig, room: int | None = None) -> Request:
         """The request of that id, with as many new tokens as the model has places for.
 
         Args:
             key: of the request.
             tokens: of its prompt.
             config: its own; changed in place.
+            room: tokens that a cache has places for; None: it grows.
 
         Raises:
             HTTPException: no token, too many, or none to generate.
         """
         if not tokens:
             raise HTTPException(400, "the prompt holds no token: give some text")
-        if self._longest is not None:
-            if tokens >= self._longest:
-                raise HTTPException(400, f"the prompt has {tokens} tokens, the model reads {self._longest - 1} at most")
-            config.max_new_tokens = min(config.max_new_tokens, self._longest - tokens)
+        for most, said in ((self._longest, "the model reads"), (room, "by its --kv-tokens this server takes")):
+            if most is not None:
+                if tokens >= most:
+                    raise HTTPException(400, f"the prompt has {tokens} tokens, {said} {most - 1} at most")
+                config.max_new_tokens = min(config.max_new_tokens, most - tokens)
         request = self.requests.find(key)
         request.prompt_tokens = tokens
         return request
@@ -179,5 +183,8 @@ class Guarded:
 
     def generate(self, **kwargs: Any) -> Tensor:
         """The model's own; see :meth:`Generating.run`."""
-        criteria = StoppingCriteriaList([_Counted(self.request)])
-        return self._generating.run(self.request, lambda: self._model.generate(**kwargs, stopping_criteria=criteria))
+        request = self.request
+        kwargs["stopping_criteria"] = StoppingCriteriaList([_Counted(request)])
+        if any(request.penalties):
+            kwargs["logits_processor"] = LogitsProcessorList([Penalties(*request.penalties, request.prompt_tokens)])
+        return self._generating.run(request, lambda: self._model.generate(**kwargs))

@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from fastapi import HTTPException, Response
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler
 
 from expertcast.predictors.errors import first_line
+from expertcast.runtime.serving.generation import FailedError
+from expertcast.runtime.serving.parameters import COLDEST, biases, checked
 from expertcast.runtime.serving.requests import Requests
+from expertcast.runtime.serving.writing import cut
 
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-_FITS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(
-        ("max_tokens", "max_completion_tokens", "max_output_tokens"),
-        (lambda value: _whole(value) and value >= 1, "a whole number of 1 or more"),
-    ),
-    "temperature": (lambda value: _number(value) and value >= 0, "a number of 0 or more"),
-    "top_p": (lambda value: _number(value) and 0 < value <= 1, "a number above 0 and up to 1"),
-    "seed": (_whole, "a whole number"),
-    "n": (lambda value: value == 1, "1: a request gets one answer"),
-    "stop": (
-        lambda value: isinstance(value, str) or (isinstance(value, list) and all(isinstance(v, str) for v in value)),
-        "a text or a list of texts",
-    ),
-}  # fmt: skip
+NEW_TOKENS = 1024
+"""At most, of a request that does not say how many; transformers' number."""
+_OWN = ("temperature", "seed", "stop", "logit_bias", "presence_penalty", "frequency_penalty")
+"""What is done here, not by transformers' handlers."""
 
 
 class Checked(BaseHandler):  # type: ignore[misc]
@@ -47,28 +30,73 @@ class Checked(BaseHandler):  # type: ignore[misc]
     requests: Requests
     chats: PreTrainedTokenizerBase | None = None
     """The tokenizer whose chat template the route needs; None: it needs none."""
+    _unheeded: frozenset[str] = frozenset()
+    """Of what OpenAI's clients may send, what would have to be heeded and is not."""
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Response:
         """As transformers does.
 
         Raises:
             HTTPException: the model cannot chat, or a request that cannot be answered.
+            FailedError: an answer whose tool calls cannot be read.
         """
-        for name, (fits, expected) in _FITS.items():
-            if body.get(name) is not None and not fits(body[name]):
-                raise HTTPException(400, f"{name}={body[name]!r}: give {expected}")
         if self.chats is not None and self.chats.chat_template is None:
             raise HTTPException(
                 400, f"{self.model_manager.force_model!r} has no chat template: ask /v1/completions with a prompt"
             )
-        self.requests.find(request_id).seed = body.pop("seed", None)  # set when the generation begins
+        body = checked(body, self._valid_params_class.__mutable_keys__ - self._unheeded)
+        request = self.requests.find(request_id)
+        request.seed = body.get("seed")  # set when the generation begins
+        request.penalties = (body.get("presence_penalty", 0), body.get("frequency_penalty", 0))
+        request.stops = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop", [])
         body.setdefault("stream", False)
         try:
             answer: Response = await super().handle_request(body, request_id)
-        except (KeyError, TypeError, ValueError, TemplateError) as error:
+        except (LookupError, TypeError, ValueError, TemplateError) as error:
+            if request.generated_tokens:
+                raise FailedError(f"what was written cannot be parsed: {first_line(error)}") from error
             missing = f"{error} is missing" if isinstance(error, KeyError) else first_line(error)
             raise HTTPException(400, f"this request cannot be read: {missing}") from error
+        except HTTPException as error:
+            raise HTTPException(400 if error.status_code == 422 else error.status_code, error.detail) from error
         return answer
+
+    def _build_generation_config(
+        self, body: dict[str, Any], model_generation_config: GenerationConfig, use_cb: bool = False
+    ) -> GenerationConfig:
+        """As transformers does, with sampling, biases and stops as OpenAI has them; penalties are no part of it."""
+        theirs = {name: value for name, value in body.items() if name not in _OWN}
+        config: GenerationConfig = super()._build_generation_config(theirs, model_generation_config, use_cb=use_cb)
+        config.max_new_tokens = NEW_TOKENS if config.max_new_tokens is None else config.max_new_tokens
+        config.stop_strings = body.get("stop") or config.stop_strings
+        if "logit_bias" in body:
+            config.sequence_bias = biases(body["logit_bias"], self.model_manager.vocabulary)
+        _sample(config, body)
+        if use_cb:
+            _refuse_in_batches(config, body)
+        return config
+
+
+def _sample(config: GenerationConfig, body: dict[str, Any]) -> None:
+    """Sample where a request says how: its temperature is above 0, or it gives none and a `top_p`."""
+    temperature = body.get("temperature")
+    if temperature is None and "top_p" not in body:
+        return
+    config.do_sample = temperature is None or temperature >= COLDEST
+    config.temperature = None
+    if config.do_sample:
+        config.temperature = 1.0 if temperature is None else float(temperature)
+        config.top_k = config.top_k or 0  # which is none; transformers' own default would be 50
+
+
+def _refuse_in_batches(config: GenerationConfig, body: dict[str, Any]) -> None:
+    asked = [name for name in ("presence_penalty", "frequency_penalty") if body.get(name)]
+    asked += ["stop"] if config.stop_strings else []
+    if asked:
+        raise HTTPException(
+            400, f"continuous batching knows no {', '.join(asked)}: leave it out, or serve without "
+            "--continuous-batching"
+        )  # fmt: skip
 
 
 class Completions(Checked, CompletionHandler):  # type: ignore[misc]
@@ -78,6 +106,14 @@ class Completions(Checked, CompletionHandler):  # type: ignore[misc]
 class Chats(Checked, ChatCompletionHandler):  # type: ignore[misc]
     """/v1/chat/completions."""
 
+    def _build_completion(self, request_id: str, content: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As transformers does, without the stop and what follows it: a response template reads the tokens again."""
+        content = cut(content, self.requests.find(request_id).stops)
+        made: dict[str, Any] = super()._build_completion(request_id, content, *args, **kwargs)
+        return made
+
 
 class Responses(Checked, ResponseHandler):  # type: ignore[misc]
     """/v1/responses."""
+
+    _unheeded = frozenset({"prompt"})

@@ -27,6 +27,11 @@ class OffloadedModelManager(ModelManager):  # type: ignore[misc]
         self._offloaded, self._tokenizer = offloaded, tokenizer
         self._since = int(time.time())
 
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model has logits of."""
+        return int(self._offloaded.model.config.get_text_config().vocab_size)
+
     @staticmethod
     def process_model_name(model_id: str) -> str:
         """Clients get the name back that they gave."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,14 +20,14 @@ from transformers.cli.serving.utils import (
     GenerationState,
     _StreamError,
 )
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from expertcast.predictors.errors import first_line
 from expertcast.runtime.serving.generation import CLOSING, FailedError, Generating, Guarded
+from expertcast.runtime.serving.requests import Request
+from expertcast.runtime.serving.sampling import BatchSampling, Sampler
+from expertcast.runtime.serving.writing import CutStream, cut
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
-"""What makes no difference to the likeliest token."""
-ALIKE = ("do_sample", *SAMPLING, "repetition_penalty")
-"""What continuous batching takes from the first request for all of them."""
 MOST_AT_ONCE = 1024
 """Tokens of a batch at most, where the cache has a bound: activations take memory too."""
 
@@ -45,19 +46,20 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
     def generate_streaming(
         self, model: PreTrainedModel, processor: PreTrainedTokenizerBase, inputs: Mapping[str, Any],
         gen_config: GenerationConfig, request_id: str, response_parser: Any = None,
-    ) -> tuple[asyncio.Queue[Any], DirectStreamer]:  # fmt: skip
-        """As transformers has it."""
+    ) -> tuple[asyncio.Queue[Any] | CutStream, DirectStreamer]:  # fmt: skip
+        """As transformers has it, without the stop."""
         guarded = self._guarded(model, inputs, gen_config, request_id)
-        made: tuple[asyncio.Queue[Any], DirectStreamer] = super().generate_streaming(
+        queue, streamer = super().generate_streaming(
             guarded, processor, inputs, gen_config, request_id, response_parser
         )
-        return made
+        stops = guarded.request.stops
+        return CutStream(queue, stops) if stops else queue, streamer
 
     async def generate_non_streaming(
         self, model: PreTrainedModel, processor: PreTrainedTokenizerBase, inputs: Mapping[str, Any],
         gen_config: GenerationConfig, request_id: str,
     ) -> tuple[str, int, Tensor]:  # fmt: skip
-        """As transformers has it; ended where nobody waits.
+        """As transformers has it, without the stop; ended where nobody waits.
 
         Raises:
             StoppedError: nobody waits for it.
@@ -65,7 +67,8 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
         """
         guarded = self._guarded(model, inputs, gen_config, request_id)
         answer = super().generate_non_streaming(guarded, processor, inputs, gen_config, request_id)
-        return await self._generating.while_wanted(guarded.request, answer)
+        text, tokens, ids = await self._generating.while_wanted(guarded.request, answer)
+        return cut(text, guarded.request.stops), tokens, ids
 
     @property
     def alive(self) -> bool:
@@ -87,38 +90,47 @@ class Batched(CBGenerateManager):  # type: ignore[misc]
     """
 
     def __init__(self, generating: Generating, kv_tokens: int | None) -> None:
-        blocks = None if kv_tokens is None else -(-kv_tokens // ContinuousBatchingConfig().page_size)
-        super().__init__(ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=kv_tokens and MOST_AT_ONCE))
+        page = ContinuousBatchingConfig().page_size
+        blocks = None if kv_tokens is None else -(-kv_tokens // page)
+        self._room = None if blocks is None else blocks * page
+        config = ContinuousBatchingConfig(
+            num_blocks=blocks, max_batch_tokens=kv_tokens and MOST_AT_ONCE,
+            use_cuda_graph=False,  # the host decides what is copied, and which request is sampled
+        )  # fmt: skip
+        super().__init__(config)
         self._generating = generating
-        self._first: dict[str, object] | None = None
+        self._cb: ContinuousBatchingManager | None = None
 
     def init_cb(self, model: PreTrainedModel, gen_config: GenerationConfig) -> None:
-        """Start batching as the first request asks to sample.
+        """Start batching, with what the first request asks for left out: every request is sampled by its own sampler.
 
         Raises:
-            HTTPException: a later request asks for another way, which would be ignored.
+            HTTPException: a request wants what batches cannot do.
         """
-        asked = {name: getattr(gen_config, name, None) or 0 for name in ALIKE}
-        if not gen_config.do_sample:
-            asked |= dict.fromkeys(SAMPLING, 0)
-        if gen_config.stop_strings:
-            raise HTTPException(400, "continuous batching knows no stop strings: leave `stop` out")
-        if self._first is None:
-            self._first = asked
-        if asked != self._first:
-            other = [name for name in ALIKE if asked[name] != self._first[name]]
+        if (gen_config.repetition_penalty or 1.0) != (model.generation_config.repetition_penalty or 1.0):
             raise HTTPException(
-                400, "continuous batching samples all requests as the first one asked, and this one differs in "
-                f"{', '.join(other)}: leave that out, or serve without --continuous-batching"
+                400, "continuous batching knows no repetition_penalty: leave it out, or serve without "
+                "--continuous-batching"
             )  # fmt: skip
-        super().init_cb(model, gen_config)
+        if self._cb is None:
+            shared = copy.deepcopy(gen_config)
+            shared.do_sample, shared.sequence_bias = False, None
+            batching = model.init_continuous_batching(
+                generation_config=shared, continuous_batching_config=self._cb_config
+            )
+            processors = batching.logit_processor
+            processors.logits_processor.append(BatchSampling(self._generating.requests.sampler))
+            processors.tensors_required += 1
+            processors.do_processing = True
+            batching.start()
+            self._cb = batching
 
     def generate_streaming(
         self, model: PreTrainedModel, processor: PreTrainedTokenizerBase, inputs: Mapping[str, Any],
         gen_config: GenerationConfig, request_id: str, response_parser: Any = None,
     ) -> tuple[asyncio.Queue[Any], CBStreamer]:  # fmt: skip
         """As transformers has it."""
-        request = self._generating.admit(request_id, len(inputs["input_ids"]), gen_config)
+        request = self._admit(model, inputs, gen_config, request_id)
         queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, request_id, response_parser)
         request.counted_by(lambda: streamer.total_tokens)
         loop = asyncio.get_running_loop()
@@ -140,9 +152,10 @@ class Batched(CBGenerateManager):  # type: ignore[misc]
             StoppedError: nobody waits for it.
             FailedError: it raised.
         """
-        request = self._generating.admit(request_id, len(inputs["input_ids"]), gen_config)
-        answer = super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
-        request.on_gone(lambda: self._cb.cancel_request(request_id))
+        request = self._admit(model, inputs, gen_config, request_id)
+        answer, batching = super().generate_non_streaming(model, processor, inputs, gen_config, request_id), self._cb
+        assert batching is not None
+        request.on_gone(lambda: batching.cancel_request(request_id))
         try:
             text, tokens, ids = await self._generating.while_wanted(request, answer)
         except CBWorkerDeadError:
@@ -151,6 +164,12 @@ class Batched(CBGenerateManager):  # type: ignore[misc]
             raise FailedError(first_line(error)) from error
         request.counted_by(lambda: len(ids))
         return text, tokens, ids
+
+    def _admit(self, model: PreTrainedModel, inputs: Mapping[str, Any], config: GenerationConfig, key: str) -> Request:
+        request = self._generating.admit(key, len(inputs["input_ids"]), config, self._room)
+        sampler = Sampler(model, config, request.seed)
+        request.sampler = sampler if sampler.changes else None
+        return request
 
     def stop(self) -> None:
         """At once: what runs is lost, and its clients are told."""

@@ -9,6 +9,10 @@ import uuid
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from expertcast.runtime.serving.sampling import Sampler
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Upper bounds of the histograms' buckets."""
@@ -59,6 +63,12 @@ class Request:
         self.key, self.route = key, route
         self.prompt_tokens = 0
         self.seed: int | None = None
+        self.penalties = (0.0, 0.0)
+        """For tokens that were generated before: once, and each time."""
+        self.stops: Sequence[str] = ()
+        """Texts that end its own, and are no part of it."""
+        self.sampler: Sampler | None = None
+        """Of its tokens in batches; None: the likeliest are taken, or it is generated alone."""
         self.first_s: float | None = None
         """Seconds to its first token; None: there is none yet, or nobody saw it."""
         self.left = False
@@ -146,6 +156,11 @@ class Requests:
     def find(self, key: str) -> Request:
         """The request in flight of that id."""
         return self._open[key]
+
+    def sampler(self, key: str) -> Sampler | None:
+        """That of a request, if it has one and is in flight."""
+        request = self._open.get(key)
+        return None if request is None else request.sampler
 
     def close(self, request: Request, status: int) -> None:
         """A request has ended: one line in the log."""

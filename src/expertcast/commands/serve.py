@@ -17,6 +17,7 @@ from expertcast.commands.warm_options import WarmOptions
 from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.plain import size_text
+from expertcast.runtime.drafts.names import NONE
 from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.offloaded import OffloadedModel
 
@@ -54,6 +55,8 @@ def run(options: Options) -> Outcome:
     from expertcast.runtime.serving.server import ModelServer, listen  # only here: other commands do without it
 
     config, prompts = options.configuration(), options.prompts()
+    if options.continuous_batching and config.draft != NONE:
+        raise ExpertcastError("batches are written without a draft: leave --draft or --continuous-batching out")
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("expertcast.serving").setLevel(logging.INFO)
     name = options.served_name or options.model

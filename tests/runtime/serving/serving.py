@@ -52,9 +52,11 @@ class Running:
 
 
 @contextmanager
-def served(offloaded: OffloadedModel, tokenizer: Any, *, batching: bool = False) -> Iterator[Running]:
+def served(
+    offloaded: OffloadedModel, tokenizer: Any, *, batching: bool = False, kv_tokens: int = 4096
+) -> Iterator[Running]:  # fmt: skip
     """The project's server; it has ended, and the model can be closed, behind the block."""
-    server = ModelServer(offloaded, tokenizer, NAME, continuous_batching=batching, kv_tokens=4096)
+    server = ModelServer(offloaded, tokenizer, NAME, continuous_batching=batching, kv_tokens=kv_tokens)
     ready, addresses = threading.Event(), list[str]()
 
     def told(address: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from expertcast.cli import main
 from tests.runtime.serving.serving import WAIT_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,6 +80,18 @@ def test_signals_end_it_in_the_middle(stop: signal.Signals, batching: bool, tmp_
         assert int(loaded[1]) > 0
         running.send_signal(signal.SIGTERM)
         assert running.wait(WAIT_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--kv-tokens", "512"], "--kv-tokens is of continuous batching"),
+        (["--continuous-batching", "--draft", "int4"], "batches are written without a draft: leave --draft or"),
+    ],
+)
+def test_options_that_do_not_go_together(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "reference", *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow

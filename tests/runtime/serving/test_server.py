@@ -9,13 +9,25 @@ from typing import Any
 import httpx2
 import pytest
 from openai import OpenAI
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+from prometheus_client.parser import text_string_to_metric_families as plain
 from transformers import PreTrainedModel
 
 from expertcast.data.models import REFERENCE
 from expertcast.runtime import load_offloaded
+from expertcast.runtime.serving.families import FAMILIES
 from tests.runtime.conftest import PROMPTS
-from tests.runtime.serving.serving import NAME, Running, chatting, served, transformers_served
+from tests.runtime.serving.serving import NAME, Running, chatting, served, transformers_served, until
 
+ACCEPTED = {
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,application/openmetrics-text;version=0.0.1;"
+    "q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2":
+        "application/openmetrics-text; version=1.0.0",
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1": "application/openmetrics-text; version=1.0.0",
+    "text/plain;version=0.0.4": "text/plain; version=0.0.4",
+}  # fmt: skip
+"""By what Prometheus 3, Prometheus 2 and older ones ask for."""
 Asked = Callable[[OpenAI, str], tuple[Any, ...]]
 
 
@@ -95,7 +107,7 @@ def test_several_at_once(running: Running, expected: dict[tuple[str, str], tuple
 
     with ThreadPoolExecutor(8) as clients:
         list(clients.map(ask, range(24)))
-    assert running.server.requests.counts.in_flight == 0
+    until(lambda: running.server.requests.counts.in_flight == 0)
 
 
 def test_models_and_health(running: Running) -> None:
@@ -107,9 +119,25 @@ def test_the_page_counts_what_was_answered(running: Running) -> None:
     before = running.server.requests.counts
     answered, tokens = before.ended["/v1/completions", "200"], before.generated_tokens
     _completed(running.client(), PROMPTS[0])
+    until(lambda: before.in_flight == 0)
     page = httpx2.get(f"{running.address}/metrics").text
     assert f'expertcast_http_requests_total{{route="/v1/completions",status="200"}} {answered + 1}.0' in page
     assert f"expertcast_generated_tokens_total {tokens + 12}.0" in page
+
+
+@pytest.mark.parametrize(("accept", "kind"), ACCEPTED.items())
+def test_the_page_as_prometheus_asks_for_it(running: Running, accept: str, kind: str) -> None:
+    """Read by the parsers of Prometheus' own client; OpenMetrics' is strict."""
+    _completed(running.client(), PROMPTS[0])
+    until(lambda: running.server.requests.counts.in_flight == 0)
+    answer = httpx2.get(f"{running.address}/metrics", headers={"accept": accept})
+    assert answer.headers["content-type"].startswith(kind)
+    read = openmetrics if kind.startswith("application/") else plain
+    values = {sample.name: sample.value for family in read(answer.text) for sample in family.samples}
+    assert {described.shown for described in FAMILIES if "tokens" in described.name and not described.labels} <= {
+        *values
+    }
+    assert values["expertcast_generated_tokens_total"] == running.server.requests.counts.generated_tokens > 0
 
 
 @pytest.mark.parametrize("route", ["/load_model", "/reset", "/v1/audio/transcriptions"])
@@ -136,7 +164,7 @@ def test_a_client_gets_its_id_back(running: Running) -> None:
         ({"prompt": ""}, "the prompt holds no token"),
         ({"prompt": "river " * 5000}, "the model reads"),
         ({"prompt": "a", "model": "other"}, "pinned to 'reference'"),
-        ({"prompt": "a", "generation_config": "{"}, "this request cannot be read"),
+        ({"prompt": "a", "generation_config": "{"}, "give a text that holds a JSON object"),
     ],
 )
 def test_bad_requests_are_told_in_a_line(running: Running, body: dict[str, Any], said: str) -> None:
@@ -159,12 +187,3 @@ def test_chats_without_messages(running: Running) -> None:
     answer = running.post("/v1/chat/completions", {"max_tokens": 3})
     assert answer.status_code == 400
     assert "'messages' is missing" in answer.json()["error"]["message"]
-
-
-def test_batches_sample_alike_or_not_at_all(running: Running) -> None:
-    """transformers' continuous batching takes the first request's sampling for all; here the others are told."""
-    body = {"prompt": "a", "max_tokens": 2, "temperature": 0.7, "generation_config": '{"do_sample": true}'}
-    assert running.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
-    answer, batched = running.post("/v1/completions", body), running.batching
-    assert answer.status_code == (400 if batched else 200)
-    assert not batched or "this one differs in do_sample, temperature" in answer.json()["error"]["message"]

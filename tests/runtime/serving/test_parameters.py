@@ -1,0 +1,241 @@
+"""What OpenAI's parameters do, by OpenAI's client: as documented, or one line that says what is not done."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from openai import BadRequestError, OpenAI
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from expertcast.data.models import REFERENCE
+from expertcast.runtime import OffloadedModel, load_offloaded
+from tests.runtime.conftest import PROMPT
+from tests.runtime.serving.serving import NAME, Running, served
+
+TOKENS = 12
+START, END = "<|im_start|>", "<|im_end|>"
+TEMPLATE = (
+    f"{{% for message in messages %}}{START}{{{{ message.role }}}}\n{{{{ message.content }}}}{END}\n{{% endfor %}}"
+    f"{{{{ '{START}assistant\n' }}}}"
+)
+"""Where the answer begins, as transformers' server looks for it with models of this kind."""
+CHAT = f"{START}user\n{PROMPT}{END}\n{START}assistant\n"
+MESSAGES: Any = [{"role": "user", "content": PROMPT}]
+
+
+def _completed(client: OpenAI, **asked: Any) -> str:
+    return client.completions.create(model=NAME, prompt=PROMPT, max_tokens=TOKENS, **asked).choices[0].text
+
+
+def _completed_in_parts(client: OpenAI, **asked: Any) -> str:
+    parts = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=TOKENS, stream=True, **asked)
+    return "".join(part.choices[0].text for part in parts)
+
+
+def _answered(client: OpenAI, **asked: Any) -> str:
+    answer = client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=TOKENS, **asked)
+    return answer.choices[0].message.content or ""
+
+
+def _answered_in_parts(client: OpenAI, **asked: Any) -> str:
+    parts = client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=TOKENS, stream=True, **asked)
+    return "".join(part.choices[0].delta.content or "" for part in parts)
+
+
+def _responded(client: OpenAI, **asked: Any) -> str:
+    answer = client.responses.create(model=NAME, input=PROMPT, max_output_tokens=TOKENS, **asked)
+    return answer.output_text
+
+
+def _responded_in_parts(client: OpenAI, **asked: Any) -> str:
+    events = client.responses.create(model=NAME, input=PROMPT, max_output_tokens=TOKENS, stream=True, **asked)
+    return "".join(event.delta for event in events if event.type == "response.output_text.delta")
+
+
+Asked = Callable[..., str]
+COMPLETED: tuple[Asked, ...] = (_completed, _completed_in_parts)
+ANSWERED: tuple[Asked, ...] = (_answered, _answered_in_parts)
+RESPONDED: tuple[Asked, ...] = (_responded, _responded_in_parts)
+PROMPTED = {each: PROMPT if each in COMPLETED else CHAT for each in (*COMPLETED, *ANSWERED, *RESPONDED)}
+
+
+class Resident:
+    """The model in memory."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any) -> None:
+        self.model, self._tokenizer = model, tokenizer
+
+    def inputs(self, prompt: str) -> dict[str, Tensor]:
+        return dict(self._tokenizer(prompt, return_tensors="pt"))
+
+    def tokens(self, prompt: str, **kwargs: Any) -> Tensor:
+        inputs = self.inputs(prompt)
+        made = self.model.generate(**inputs, max_new_tokens=TOKENS, **{"do_sample": False, **kwargs})
+        return made[0, inputs["input_ids"].shape[1] :]
+
+    def text(self, tokens: Tensor) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def _assert_says(ask: Asked, got: str, expected: str) -> None:
+    """What response templates read is without the white space around it."""
+    assert (got == expected) if ask in COMPLETED else (got.strip() == expected.strip())
+    assert got
+
+
+@pytest.fixture(scope="module")
+def tokenizer(reference_tokenizer: Any) -> Any:
+    copied = copy.deepcopy(reference_tokenizer)
+    copied.chat_template = TEMPLATE
+    return copied
+
+
+@pytest.fixture(scope="module")
+def resident(reference_fp32: PreTrainedModel, tokenizer: Any) -> Resident:
+    return Resident(reference_fp32, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def offloaded() -> Iterator[OffloadedModel]:
+    with load_offloaded(REFERENCE, dtype="fp32", slots=96, predictor="next_norm") as offloaded:
+        yield offloaded
+
+
+@pytest.fixture(scope="module")
+def running(offloaded: OffloadedModel, tokenizer: Any) -> Iterator[Running]:
+    """One by one."""
+    with served(offloaded, tokenizer) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def batches(tokenizer: Any) -> Iterator[Running]:
+    """In batches."""
+    with (
+        load_offloaded(REFERENCE, dtype="fp32", slots=96, predictor="next_norm") as offloaded,
+        served(offloaded, tokenizer, batching=True) as server,
+    ):
+        yield server
+
+
+@pytest.mark.parametrize("ask", [*COMPLETED, *ANSWERED])
+def test_biases_of_tokens(ask: Asked, running: Running, resident: Resident) -> None:
+    plain = resident.tokens(PROMPTED[ask])
+    unwanted, wanted = int(plain[0]), int(plain[-1])
+    biased = resident.tokens(PROMPTED[ask], sequence_bias={(unwanted,): -100.0, (wanted,): 2.5})
+    assert not torch.equal(biased, plain)
+    given: Any = {str(unwanted): -100, str(wanted): 2.5}
+    _assert_says(ask, ask(running.client(), logit_bias=given, temperature=0), resident.text(biased))
+    _assert_says(ask, ask(running.client(), logit_bias={}, temperature=0), resident.text(plain))
+
+
+@pytest.mark.parametrize("ask", [*COMPLETED, *ANSWERED])
+@pytest.mark.parametrize(("presence", "frequency"), [(1.5, 0.0), (0.0, 2.0), (-2.0, -1.0)])
+def test_penalties(ask: Asked, presence: float, frequency: float, running: Running, resident: Resident) -> None:
+    """Off the logits of tokens that were generated, and of no others: by plain forwards."""
+    ids = resident.inputs(PROMPTED[ask])["input_ids"]
+    new = list[int]()
+    with torch.inference_mode():
+        for _ in range(TOKENS):
+            ids_1T = torch.cat([ids, torch.tensor([new], dtype=torch.long)], 1)
+            logits_V = resident.model(input_ids=ids_1T).logits[0, -1]
+            for token, times in Counter(new).items():
+                logits_V[token] -= presence + frequency * times
+            new.append(int(logits_V.argmax()))
+    assert new != resident.tokens(PROMPTED[ask]).tolist()
+    text = ask(running.client(), presence_penalty=presence, frequency_penalty=frequency, temperature=0)
+    _assert_says(ask, text, resident.text(torch.tensor(new)))
+
+
+@pytest.mark.parametrize("ask", [*COMPLETED, *ANSWERED])
+def test_stops_end_the_text_and_do_not_show(ask: Asked, running: Running, resident: Resident) -> None:
+    text, client = resident.text(resident.tokens(PROMPTED[ask])), running.client()
+    within, across = text[6:8], text[3:10]
+    _assert_says(ask, ask(client, stop=[], temperature=0), text)
+    for stop in (within, across, [across, "never written"], [text[-3:], within]):
+        first = min(at for at in map(text.find, [stop] if isinstance(stop, str) else stop) if at >= 0)
+        _assert_says(ask, ask(client, stop=stop, temperature=0), text[:first])
+
+
+@pytest.mark.parametrize("ask", PROMPTED)
+@pytest.mark.parametrize("asked", [{"temperature": 1.5}, {"temperature": 0.8, "top_p": 0.7}, {"top_p": 0.9}])
+def test_sampled_as_the_resident_model_by_the_same_seed(
+    ask: Asked, asked: dict[str, float], running: Running, resident: Resident
+) -> None:
+    """The model's own generation config is greedy."""
+    torch.manual_seed(11)
+    sampled = resident.tokens(PROMPTED[ask], do_sample=True, top_k=0, **asked)
+    assert not torch.equal(sampled, resident.tokens(PROMPTED[ask]))
+    _assert_says(ask, ask(running.client(), extra_body={"seed": 11}, **asked), resident.text(sampled))
+
+
+@pytest.mark.parametrize("ask", PROMPTED)
+@pytest.mark.parametrize("asked", [{}, {"temperature": 0, "top_p": 0.5}, {"temperature": 1e-30}, {"top_p": 0}])
+def test_greedy_where_nothing_or_nought_is_asked(
+    ask: Asked, asked: dict[str, float], running: Running, resident: Resident
+) -> None:
+    _assert_says(ask, ask(running.client(), **asked), resident.text(resident.tokens(PROMPTED[ask])))
+
+
+@pytest.mark.parametrize("way", ["running", "batches"])
+def test_samples_are_of_the_models_distribution(way: str, resident: Resident, request: pytest.FixtureRequest) -> None:
+    """The first token of many requests; a bound of five standard deviations."""
+    client, count, temperature = request.getfixturevalue(way).client(), 240, 0.7
+    with torch.inference_mode():
+        logits_V = resident.model(**resident.inputs(PROMPT)).logits[0, -1]
+    likely_V = (logits_V / temperature).softmax(-1)
+    expected = Counter[str]()
+    for token, share in enumerate(likely_V.tolist()):
+        expected[resident.text(torch.tensor([token]))] += share
+
+    def ask(stream: bool) -> str:
+        made: Any = client.completions.create(
+            model=NAME, prompt=PROMPT, max_tokens=1, temperature=temperature, stream=stream
+        )
+        return "".join(part.choices[0].text for part in (made if stream else [made]))
+
+    with ThreadPoolExecutor(8) as clients:
+        got = Counter(clients.map(ask, [place % 2 == 0 for place in range(count)]))
+    assert len(got) > 5
+    for text, share in expected.most_common(5):
+        assert abs(got[text] / count - share) < 5 * (share * (1 - share) / count) ** 0.5, text
+
+
+@pytest.mark.parametrize("ask", [*COMPLETED, *ANSWERED])
+def test_every_request_of_a_batch_is_written_as_it_asked(ask: Asked, batches: Running, resident: Resident) -> None:
+    """The likeliest tokens, biased ones and samples, all at once; the same seed draws the same again."""
+    plain = resident.tokens(PROMPTED[ask])
+    unwanted = int(plain[0])
+    biased = resident.tokens(PROMPTED[ask], sequence_bias={(unwanted,): -100.0})
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0}, {"logit_bias": {str(unwanted): -100}}, {"temperature": 1.5, "seed": 1},
+        {"temperature": 1.5, "seed": 2, "top_p": 0.9}, {},
+    ]  # fmt: skip
+    with ThreadPoolExecutor(10) as clients:
+        texts = list(clients.map(lambda way: ask(batches.client(), **way), ways * 2))
+    assert texts[:5] == texts[5:]
+    for text, expected in ((texts[0], plain), (texts[1], biased), (texts[4], plain)):
+        _assert_says(ask, text, resident.text(expected))
+    assert len(set(texts)) == 4
+
+
+@pytest.mark.parametrize("ask", [*COMPLETED, *ANSWERED])
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"presence_penalty": 1, "frequency_penalty": 1}, "knows no presence_penalty, frequency_penalty: leave it out"),
+        ({"stop": "a"}, "knows no stop"),
+        ({"extra_body": {"generation_config": '{"repetition_penalty": 2.0}'}}, "knows no repetition_penalty"),
+    ],
+)  # fmt: skip
+def test_what_batches_do_not_know(ask: Asked, asked: dict[str, Any], said: str, batches: Running) -> None:
+    with pytest.raises(BadRequestError, match=said):
+        ask(batches.client(), **asked)
+    assert ask(batches.client(), temperature=0, frequency_penalty=0, stop=[])
