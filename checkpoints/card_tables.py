@@ -89,10 +89,16 @@ def training_rows(config: Json, metrics: Json) -> list[list[str]]:
         "documents": data.get("documents"),
         "tokens of train, validation, test": data.get("splits") and ", ".join(map(str, data["splits"].values())),
         "traces": metrics.get("traces") and f"`{metrics['traces']}`",
+        "default vectors from": _elsewhere(training.get("default_vectors_from")),
         "expertcast, git revision": f"{config['expertcast_version']}, {config['git_revision']}",
         "versions": ", ".join(f"{name} {version}" for name, version in config["versions"].items()),
     }
     return [["trained", ""], *([key, str(value)] for key, value in given.items() if value is not None)]
+
+
+def _elsewhere(note: object) -> str | None:
+    """Where default vectors come from that are not of the traces."""
+    return f"`{note.get('given')}`, digest `{note.get('digest')}`" if isinstance(note, dict) else None
 
 
 def cost_rows(name: str, costs: Json) -> list[list[str]]:

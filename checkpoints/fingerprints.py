@@ -29,21 +29,26 @@ def check_fingerprints(recorded: Json, view: MoEView, what: str) -> None:
     Raises:
         ExpertcastError: it is another model.
     """
-    different = ""
-    if recorded["fingerprint"] == view.fingerprint():
-        experts = recorded.get("experts_fingerprint")
-        if experts is not None and view.experts_fingerprint() not in (None, experts):
-            different = "experts' weights"
-    elif recorded["fingerprint"] == view.router_fingerprint():
-        warnings.warn(
-            f"{what} was written when fingerprints were of routers alone: whether the norms and experts of "
-            f"{view.model_id!r} are those it was trained for is not known",
-            stacklevel=3,
-        )
-    else:
-        different = "routers' or norms' weights"
+    different = different_part(recorded, view, what)
     if different:
         raise ExpertcastError(
             f"{what} was trained for {recorded['model_id']!r} and its {different} are not those of {view.model_id!r}: "
             "train a predictor for this model with `expertcast train`"
         )
+
+
+def different_part(recorded: Json, view: MoEView, what: str) -> str:
+    """What of a model is not as recorded, for messages; empty where it is the one. Takes and compares what
+    :func:`check_fingerprints` does."""
+    if recorded["fingerprint"] == view.fingerprint():
+        experts = recorded.get("experts_fingerprint")
+        other = experts is not None and view.experts_fingerprint() not in (None, experts)
+        return "experts' weights" if other else ""
+    if recorded["fingerprint"] != view.router_fingerprint():
+        return "routers' or norms' weights"
+    warnings.warn(
+        f"{what} was written when fingerprints were of routers alone: whether the norms and experts of "
+        f"{view.model_id!r} are those it was made for is not known",
+        stacklevel=4,
+    )
+    return ""

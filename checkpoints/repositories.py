@@ -30,6 +30,10 @@ class NotOnHubError(ExpertcastError):
     """No such repository, or none that the hub shows this user."""
 
 
+class OutOfReachError(ExpertcastError):
+    """No such repository in the cache, and no way to the hub."""
+
+
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^\s@]+))?")
 _LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
@@ -92,8 +96,10 @@ def in_one_line(name: HubName, kind: Kind, doing: str) -> Iterator[None]:
     except ExpertcastError:
         raise
     except Exception as error:  # of sockets, HTTP, files and values, which share no class
-        missing = isinstance(error, RepositoryNotFoundError)
-        raise (NotOnHubError if missing else ExpertcastError)(_said(name, kind, doing, error)) from error
+        said = _said(name, kind, doing, error)
+        if isinstance(error, RepositoryNotFoundError):
+            raise NotOnHubError(said) from error
+        raise (OutOfReachError if isinstance(error, LocalEntryNotFoundError) else ExpertcastError)(said) from error
 
 
 def _said(name: HubName, kind: Kind, doing: str, error: Exception) -> str:

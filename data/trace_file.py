@@ -195,7 +195,7 @@ def shape_in(info: TraceInfo) -> ModelShape:
 
 def is_live(info: Mapping[str, object]) -> bool:
     """Whether the traces are of a server's traffic."""
-    return info["format"] == layout.LIVE_FORMAT
+    return info.get("format") == layout.LIVE_FORMAT
 
 
 def shard_names(folder: Path, info: TraceInfo) -> list[str]:

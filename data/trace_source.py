@@ -20,7 +20,10 @@ class TraceSource(Documented):
     view: MoEView
     """The model's norms and routers."""
     defaults: DefaultVectors
-    """Default vectors over the documents of the train split."""
+    """Default vectors over the documents of the train split, or from elsewhere
+    (:func:`expertcast.data.default_vectors.with_default_vectors`)."""
+    defaults_learned_from: frozenset[str] | None = frozenset()
+    """Hashes of the documents elsewhere that they come from; None where they are not known."""
     info: Json
     """Where the values come from: model, text, documents, versions."""
 
@@ -28,6 +31,11 @@ class TraceSource(Documented):
     def stand_in(self) -> StandIn | None:
         """What early attention ran on; None where it did not run."""
         raise NotImplementedError
+
+    def learned_from(self) -> frozenset[str] | None:
+        """As of anything that is made from documents, with those elsewhere that the default vectors come from."""
+        own = super().learned_from()
+        return None if own is None or self.defaults_learned_from is None else own | self.defaults_learned_from
 
     def batches(
         self,

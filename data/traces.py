@@ -140,8 +140,9 @@ class TraceDataset(TraceSource):
         """
         if layout.DEFAULTS_FILE not in (self._files or ()) and is_live(self.info):
             raise ExpertcastError(
-                f"{self.folder} is of a server's traffic and holds no default vectors: train linear with "
-                "--set reads=router_input, or a predictor that learns none (router_input, next_norm, frequency, "
+                f"{self.folder} is of a server's traffic and holds no default vectors: take those of other traces or "
+                "a checkpoint of the same model (expertcast train --default-vectors), or train linear "
+                "with --set reads=router_input, or a predictor that needs none (router_input, next_norm, frequency, "
                 "previous_token)"
             )
         path = self.folder / layout.DEFAULTS_FILE

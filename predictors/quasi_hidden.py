@@ -28,9 +28,9 @@ class DefaultVectors:
     shared_LD: Tensor
     """Mean output of the shared experts; zero for models without."""
     count_LE: Tensor
-    """Tokens routed to each expert (int64)."""
+    """Tokens routed to each expert (int64); zero where they are not known, as in a predictor's checkpoint."""
     token_count: int
-    """Tokens seen."""
+    """Tokens seen; zero where that is not known."""
 
     def as_tensors(self) -> dict[str, Tensor]:
         """By field name, as a file of tensors holds them."""

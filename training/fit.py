@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from expertcast.data.default_vectors import NOTE, holder_in
 from expertcast.data.distributed import current_share, sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, PredictorConfig, predictor_class
@@ -148,6 +149,7 @@ def fit(
         "ranks": training_share().world,
         "collection_s": source.info.get("collection_s"),
     }
+    used |= {NOTE: source.info[NOTE]} if NOTE in source.info and holder_in(predictor) else {}
     fitted.report = {**used, "seconds": time.perf_counter() - start, **fitted.report}
     return fitted
 

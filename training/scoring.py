@@ -14,6 +14,7 @@ from torch import Tensor
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.distributed import training_share
+from expertcast.data.trace_file import is_live
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, RouterState
 from expertcast.predictors.progress import tokens_read
@@ -81,6 +82,11 @@ def known_stand_in(source: TraceSource, what: str) -> StandIn:
     Raises:
         ExpertcastError: early attention did not run.
     """
+    if source.stand_in is None and is_live(source.info):
+        raise ExpertcastError(
+            f"{what}: traces of a server's traffic hold no early attention: train the estimator with --set "
+            "inputs=quasi_hidden/router_input/routing/previous, or another predictor"
+        )
     if source.stand_in is None:
         raise ExpertcastError(
             f"{what}: these traces hold no early attention: collect them again, without --early-rank none, or choose "

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from expertcast.data.default_vectors import NOTE
 from expertcast.data.text import Document
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor
@@ -69,7 +70,10 @@ def unseen_traces(traces: TraceDataset, fitted: Mapping[str, Fitted], split: str
     left_out, indices = LeftOut(tokens=0), set[int]()
     for name, made in fitted.items():
         if made.report.get("traces") == traces.info["id"]:
-            own = {document.index for document in traces.documents if document.split != "test"}
+            # default vectors from elsewhere may come from documents of this test split
+            learned = made.predictor.learned_from or frozenset()
+            own = {each.index for each in traces.documents if each.split != "test" or each.hash in learned}
+            left_out.unknown += [name] if NOTE in made.report and made.predictor.learned_from is None else []
         elif hashed and made.predictor.learned_from is not None:
             own = {document.index for document in traces.documents if document.hash in made.predictor.learned_from}
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -12,9 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertcast.data.batch import TraceBatch
-from expertcast.data.live import LiveDocument, LiveOptions, LiveTraces
-from expertcast.data.live_document import prompt_hash
+from expertcast.data.live import LiveOptions, LiveTraces
 from expertcast.data.plan import SPLITS
 from expertcast.data.trace_file import read_info
 from expertcast.data.traces import TraceDataset
@@ -24,20 +21,9 @@ from expertcast.predictors.view import MoEView
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit
 from tests.data.live_script import SHAPE, request, writer
+from tests.data.traffic import as_traffic, texts, whole
 
 ROOT = Path(__file__).parents[2]
-
-
-def whole(traces: TraceDataset, split: str = "all") -> TraceBatch:
-    return TraceBatch.cat(list(traces.batches(split, 1000)))
-
-
-def texts(traces: TraceDataset) -> dict[tuple[int, ...], TraceBatch]:
-    """Documents' rows by their tokens."""
-    rows = whole(traces)
-    assert rows.token_T is not None
-    own = [rows[rows.document_T == document.index] for document in traces.documents]
-    return {tuple(batch.token_T.tolist()): batch for batch in own if batch.token_T is not None}
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +31,7 @@ def live(
     reference_traces: TraceDataset, reference_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
 ) -> TraceDataset:
     """The reference traces' documents as if they were requests."""
-    folder, view = tmp_path_factory.mktemp("live") / "traces", reference_traces.view
-    config = json.loads(reference_model.config.to_json_string(use_diff=False))
-    options = LiveOptions(tokens=10**6, window=10**6)
-    made = LiveTraces(folder, view, options, config=config, logits=torch.bfloat16, dtype="bfloat16")
-    for ids, rows in texts(reference_traces).items():
-        made.add(
-            LiveDocument(
-                hash=prompt_hash(ids), token_T=torch.tensor(ids), residual_TLD=rows.residual_TLD,
-                logits_TLE=rows.logits_TLE,
-            )
-        )  # fmt: skip
-    made.close()
-    return TraceDataset.open(folder)
+    return as_traffic(reference_traces, reference_model, tmp_path_factory.mktemp("live") / "traces")
 
 
 def test_values_and_model_are_those_of_the_requests(
@@ -87,7 +61,7 @@ def test_predictors_on_router_inputs_are_trained_and_the_others_say_what_they_la
     recall = evaluate(scored, live.batches("test", 1000), live.view).as_dict()["recall_at_k"]
     assert recall["linear"]["mean"] > recall["router_input"]["mean"] > recall["frequency"]["mean"]
     for name in ("quasi_hidden", "linear", "estimator"):
-        with pytest.raises(ExpertcastError, match="holds no default vectors: train linear with --set reads=router_inp"):
+        with pytest.raises(ExpertcastError, match="holds no default vectors: take those of other traces"):
             fit(name, live)
 
 

@@ -28,8 +28,8 @@ _OFFLOADED = {"--slots", "--memory", "--store-folder", "--codec", *_LOADED}
 COMMANDS = {
     "demo": {"--tokens", "--steps", "--minutes", "--out"},
     "collect": {"--data", "--tokens", "--out", "--window", "--batch-size", "--early-rank", *_OFFLOADED},
-    "train": {"--predictor", "--out", "--ahead", "--set", "--tokens", "--data", "--log", "--seed", "--window",
-              "--batch-size", "--early-rank", *_OFFLOADED},
+    "train": {"--predictor", "--out", "--ahead", "--set", "--tokens", "--data", "--default-vectors", "--log", "--seed",
+              "--window", "--batch-size", "--early-rank", *_OFFLOADED},
     "eval": {"--predictor", "--split", "--ahead", "--report", "--curve", "--model", "--data", "--quality-tokens",
              "--bandwidth", "--layer-time", "--expert-bytes", *_OFFLOADED},
     "generate": {"--prompt", "--predictor", "--mode", "--slots", "--memory", "--policies", "--next-token",

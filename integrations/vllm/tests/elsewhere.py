@@ -24,11 +24,16 @@ def elsewhere(**asked: Any) -> Any:
     return json.loads(_run([__file__], json.dumps(asked)).splitlines()[-1])
 
 
-def train(traces: Path, predictor: str, out: Path, *settings: str) -> None:
+def train(traces: Path, predictor: str, out: Path, *settings: str, default_vectors: Path | None = None) -> None:
     """`expertcast train` there."""
     options = ["--set", *settings] if settings else []
-    command = ["-m", "expertcast.cli", "train", str(traces), "--predictor", predictor, "--out", str(out)]
-    _run([*command, *options])
+    options += [] if default_vectors is None else ["--default-vectors", str(default_vectors)]
+    command("train", str(traces), "--predictor", predictor, "--out", str(out), *options)
+
+
+def command(*words: str) -> None:
+    """A command of expertcast there."""
+    _run(["-m", "expertcast.cli", *words])
 
 
 def _run(arguments: list[str], given: str = "") -> str:

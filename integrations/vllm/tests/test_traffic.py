@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from elsewhere import elsewhere, train
+from elsewhere import command, elsewhere, train
 from engines import PROMPTS, REFERENCE, Ran, run
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -39,6 +39,14 @@ def checkpoint(collected: Ran, folder: Path) -> Path:
     """Trained from what was collected."""
     train(folder / "traces", "linear", folder / "checkpoint", "reads=router_input")
     return folder / "checkpoint"
+
+
+@pytest.fixture(scope="module")
+def vectors(folder: Path) -> Path:
+    """Traces of a text, for their default vectors."""
+    text = ["collect", REFERENCE, "--data", "reference", "--tokens", "4000", "--early-rank", "none"]
+    command(*text, "--out", str(folder / "vectors"))
+    return folder / "vectors"
 
 
 def prompts() -> dict[str, int]:
@@ -84,6 +92,26 @@ def test_a_predictor_trained_from_the_traffic_forecasts_it(resident: Ran, checkp
     found = elsewhere(traces=str(folder / "traces"), predictor=str(checkpoint), prompts=prompts())
     assert recall(ran) == pytest.approx({int(layer): value for layer, value in found.items()}, abs=0.01)
     assert min(found.values()) > 0.3, "chance is 0.0625"
+
+
+@pytest.mark.parametrize("predictor", ["linear", "estimator"])
+def test_with_default_vectors_from_elsewhere_what_reads_residuals_does_too(
+    predictor: str, resident: Ran, checkpoint: Path, vectors: Path, folder: Path
+) -> None:
+    """On the same traffic it is better than what reads router inputs alone."""
+    made = folder / predictor
+    settings = ["parameters=60000", "steps=100"] if predictor == "estimator" else []
+    train(folder / "traces", predictor, made, *settings, default_vectors=vectors)
+    ran = run({"slots": 96, "predictor": str(made)}, tokens=TOKENS)
+    assert ran.tokens == resident.tokens
+    (counted,) = ran.workers
+    assert counted["prefetched_used"] > 0
+    assert counted["drift"] is not None
+    traces = str(folder / "traces")
+    found = elsewhere(traces=traces, predictor=str(made), prompts=prompts())
+    assert recall(ran) == pytest.approx({int(layer): value for layer, value in found.items()}, abs=0.01)
+    plain = elsewhere(traces=traces, predictor=str(checkpoint), prompts=prompts())
+    assert sum(found.values()) > sum(plain.values())
 
 
 def test_the_previous_token_of_each_request_is_known(collected: Ran, folder: Path) -> None:

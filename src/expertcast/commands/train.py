@@ -11,9 +11,10 @@ from expertcast.checkpoints.store import save_predictor
 from expertcast.commands.ledger import ledger_of
 from expertcast.commands.offloaded_options import OffloadedOptions
 from expertcast.commands.options import COUNT, Count, Data, Fields, Option, Text
-from expertcast.commands.output import Outcome, folder
+from expertcast.commands.output import Outcome, folder, say
 from expertcast.commands.predictors import predictor_config
 from expertcast.commands.scoring import scores
+from expertcast.data.default_vectors import NOTE, with_default_vectors
 from expertcast.data.distributed import current_share
 from expertcast.data.exclusive import exclusive
 from expertcast.data.layout import TRACE_FILE
@@ -49,6 +50,10 @@ class Options(OffloadedOptions):
     """Fields of the predictor's config."""
     data: Data = ()
     """With MODEL only."""
+    default_vectors: Annotated[str | None, Option(metavar="TRACES|CKPT")] = None
+    """What experts put out on average, which quasi_hidden, linear and estimator read, is taken from other traces of the
+    same model, by `expertcast collect`, or from a checkpoint of one of these: for a server's traffic, which has none
+    (default: from what is trained on)."""
     text: Text
     """In which portions the text is run, with MODEL."""
     fit: Annotated[FitOptions, _FIT]
@@ -66,8 +71,12 @@ def run(options: Options) -> Outcome:
 
 def _train(options: Options, config: PredictorConfig) -> Outcome:
     source = training_source(options)
+    if options.default_vectors is not None:
+        source = with_default_vectors(source, options.default_vectors)
     settings = replace(options.fit, resume_folder=resume_folder(options.out))
     fitted = fit(options.predictor, source, config=config, options=settings)
+    if options.default_vectors is not None and NOTE not in fitted.report:
+        say(f"{options.predictor} reads no default vectors as it is: --default-vectors changed nothing of it")
     # hybrid execution chooses its layers by the validation split: the test split must stay untouched by choices
     validation, _ = scores(fitted.predictor, source, "validation")
     test, table = scores(fitted.predictor, source, "test")

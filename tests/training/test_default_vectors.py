@@ -1,0 +1,201 @@
+"""Default vectors from elsewhere: training is as with those of one's own, and what cannot be is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor, save_predictor
+from expertcast.cli import main
+from expertcast.data import layout
+from expertcast.data.collector import collect
+from expertcast.data.default_vectors import NOTE, with_default_vectors
+from expertcast.data.online import OnlineTraces
+from expertcast.data.text import load_documents
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig
+from expertcast.predictors.artefacts import file_digest
+from expertcast.predictors.estimator import EstimatorConfig
+from expertcast.predictors.hybrid import HybridConfig
+from expertcast.training.evaluation import evaluate
+from expertcast.training.fit import fit
+from expertcast.training.options import FitOptions
+from expertcast.training.unseen import unseen_traces
+from tests.data.traffic import as_traffic
+from tests.sealed import edit_json
+
+SMALL = EstimatorConfig(parameters=80_000, steps=12, step_tokens=128)
+FEW: dict[str, Any] = {"tokens": 900, "seed": 1, "early_rank": None}
+CONFIGS: dict[str, PredictorConfig | None] = {"quasi_hidden": None, "linear": None, "estimator": SMALL}
+
+
+@pytest.fixture(scope="module")
+def live(
+    reference_traces: TraceDataset, reference_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
+) -> TraceDataset:
+    return as_traffic(reference_traces, reference_model, tmp_path_factory.mktemp("live") / "traces")
+
+
+@pytest.fixture(scope="module")
+def live_with_own(
+    live: TraceDataset, reference_traces: TraceDataset, tmp_path_factory: pytest.TempPathFactory
+) -> TraceDataset:
+    """The same traffic as if its server had collected default vectors, with the values of the reference traces."""
+    folder = shutil.copytree(live.folder, tmp_path_factory.mktemp("own") / "traces")
+    defaults, tokens = reference_traces.defaults, live.info["splits"]["train"]
+    tensors = replace(defaults, count_LE=torch.zeros_like(defaults.count_LE), token_count=tokens).as_tensors()
+    save_file(tensors, folder / layout.DEFAULTS_FILE)
+
+    def add(info: dict[str, Any]) -> None:
+        info["default_vectors"] = {"split": "train", "tokens": tokens}
+        info["files"][layout.DEFAULTS_FILE] = file_digest(folder / layout.DEFAULTS_FILE)
+
+    edit_json(folder / layout.TRACE_FILE, add)
+    return TraceDataset.open(folder)
+
+
+@pytest.fixture(scope="module")
+def few(
+    reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> TraceDataset:
+    """Other traces of the same model; the text is another part of the same."""
+    folder = tmp_path_factory.mktemp("few") / "traces"
+    return collect(reference_model, reference_tokenizer, load_documents("reference"), folder, **FEW)
+
+
+def saved(predictor: Predictor, traces: TraceDataset, folder: Path) -> Path:
+    save_predictor(predictor, folder, view=traces.view)
+    return folder
+
+
+def same(first: Predictor, second: Predictor) -> bool:
+    """Bit for bit."""
+    ours, theirs = first.state_dict(), second.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_training_on_traffic_is_as_with_default_vectors_of_its_own(
+    name: str, live: TraceDataset, live_with_own: TraceDataset, reference_traces: TraceDataset
+) -> None:
+    source = with_default_vectors(live, reference_traces.folder)
+    made = fit(name, source, config=CONFIGS[name])
+    assert same(made.predictor, fit(name, live_with_own, config=CONFIGS[name]).predictor)
+    assert made.report[NOTE]["traces"] == reference_traces.info["id"]
+    taught = {document.hash for document in reference_traces.chosen("train")}
+    assert made.predictor.learned_from == live.learned_from() | taught  # type: ignore[operator]
+    scored = {name: made.predictor, "frequency": fit("frequency", live).predictor}
+    recall = evaluate(scored, source.batches("test", 1000), source.view).as_dict()["recall_at_k"]
+    assert recall[name]["mean"] > recall["frequency"]["mean"] + 0.2
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "hybrid"])
+def test_a_checkpoint_gives_them_as_its_traces_do(
+    name: str, live: TraceDataset, reference_traces: TraceDataset, tmp_path: Path
+) -> None:
+    config = HybridConfig(candidates=["quasi_hidden"]) if name == "hybrid" else CONFIGS[name]
+    checkpoint = saved(fit(name, reference_traces, config=config).predictor, reference_traces, tmp_path / "checkpoint")
+    source = with_default_vectors(live, checkpoint)
+    direct = with_default_vectors(live, str(reference_traces.folder))
+    assert same(fit("quasi_hidden", source).predictor, fit("quasi_hidden", direct).predictor)
+    assert source.info[NOTE]["digest"] == direct.info[NOTE]["digest"]
+    assert source.learned_from() == live.learned_from() | reference_traces.learned_from()  # type: ignore[operator]
+
+
+def test_they_win_over_those_of_ordinary_traces(
+    few: TraceDataset, reference_traces: TraceDataset, reference_model: PreTrainedModel, reference_tokenizer: Any
+) -> None:
+    other = with_default_vectors(reference_traces, few.folder)
+    assert torch.equal(fit("quasi_hidden", other).predictor.get_buffer("expert_LED"), few.defaults.expert_LED)
+    assert not torch.equal(few.defaults.expert_LED, reference_traces.defaults.expert_LED)
+    online = OnlineTraces(reference_model, reference_tokenizer, load_documents("reference"), **FEW)
+    taken = fit("linear", with_default_vectors(online, reference_traces.folder)).predictor
+    assert same(taken, fit("linear", with_default_vectors(few, reference_traces.folder)).predictor)
+    assert "defaults" not in vars(online), "no pass over the text is made for them"
+
+
+def test_a_training_that_was_kept_is_not_gone_on_with_under_others(
+    live: TraceDataset, few: TraceDataset, reference_traces: TraceDataset, tmp_path: Path
+) -> None:
+    options = FitOptions(resume_folder=tmp_path / "kept")
+    fit("estimator", with_default_vectors(live, few.folder), config=SMALL, options=options)
+    source = with_default_vectors(live, reference_traces.folder)
+    after = fit("estimator", source, config=SMALL, options=options).predictor
+    assert same(after, fit("estimator", source, config=SMALL).predictor)
+
+
+def test_documents_that_they_come_from_do_not_score(
+    reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path
+) -> None:
+    short = [replace(document, text=document.text[:200]) for document in load_documents("reference")]
+    traces = collect(reference_model, reference_tokenizer, short, tmp_path / "traces", tokens=2000, early_rank=None)
+    quasi, test = fit("quasi_hidden", traces).predictor, traces.chosen("test")
+    assert len(test) > 1
+    seen = test[0]
+    assert quasi.learned_from is not None
+    assert seen.hash is not None
+    quasi.learned_from |= {seen.hash}
+    source = with_default_vectors(traces, saved(quasi, traces, tmp_path / "one"))
+    assert source.chosen("test") == test[1:]
+    assert source.chosen("validation") == traces.chosen("validation")
+    rows = [batch.document_T for batch in source.batches("test", 1000)]
+    assert set(torch.cat(rows).tolist()) == {document.index for document in test[1:]}
+    rest, left_out = unseen_traces(traces, {"quasi_hidden": fit("quasi_hidden", source)}, "test")
+    assert rest.chosen("test") == test[1:]
+    assert (left_out.documents, left_out.tokens, left_out.by) == (1, seen.tokens, ["quasi_hidden"])
+
+
+def test_of_a_test_split_that_they_all_come_from_nothing_is_scored(
+    reference_traces: TraceDataset, reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path
+) -> None:
+    """So few documents are not all split by their hashes: one of them is the other traces' test split."""
+    documents, folder = load_documents("reference"), tmp_path / "traces"
+    other = collect(reference_model, reference_tokenizer, documents, folder, tokens=900, early_rank=None)
+    assert {each.hash for each in reference_traces.chosen("test")} < {each.hash for each in other.chosen("train")}
+    with pytest.raises(ExpertcastError, match="come from every document of the test split, none is left to score"):
+        with_default_vectors(reference_traces, folder)
+
+
+def test_of_unknown_documents_it_is_said(reference_traces: TraceDataset, tmp_path: Path) -> None:
+    quasi = fit("quasi_hidden", reference_traces).predictor
+    quasi.learned_from = None
+    checkpoint = saved(quasi, reference_traces, tmp_path / "old")
+    with pytest.warns(UserWarning, match="is from before documents were known by their hashes: default vectors may"):
+        source = with_default_vectors(reference_traces, checkpoint)
+    assert source.documents == list(reference_traces.documents)
+    _, left_out = unseen_traces(reference_traces, {"quasi_hidden": fit("quasi_hidden", source)}, "test")
+    assert left_out.unknown == ["quasi_hidden"]
+
+
+def test_the_command_notes_where_they_come_from(
+    live: TraceDataset, reference_traces: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, given, out = str(live.folder), str(reference_traces.folder), tmp_path / "checkpoint"
+    train = ["train", folder, "--default-vectors", given, "--out", str(out), "--predictor"]
+    assert main([*train, "linear"]) == 0
+    note = PredictorCheckpoint.open(out).config["training"][NOTE]
+    assert (note["given"], note["traces"]) == (given, reference_traces.info["id"])
+    assert f"| default vectors from | `{given}`, digest `{note['digest']}` |" in (out / "README.md").read_text()
+    direct = fit("linear", with_default_vectors(live, given)).predictor
+    assert same(load_predictor(out), direct)
+    scored = tmp_path / "scored.json"
+    assert main(["eval", folder, "--predictor", str(out), "--split", "test", "--json", str(scored)]) == 0
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert json.loads(scored.read_text())["recall_at_k"] == metrics["recall_at_k"]
+    # of a checkpoint that took them from elsewhere, the origin is theirs
+    again = [*train[:3], str(out), "--out", str(tmp_path / "again"), "--predictor", "quasi_hidden"]
+    assert main(again) == 0
+    chained = PredictorCheckpoint.open(tmp_path / "again").config["training"][NOTE]
+    assert (chained["traces"], chained["digest"]) == (note["traces"], note["digest"])
+    capsys.readouterr()
+    assert main([*train, "frequency"]) == 0
+    assert "frequency reads no default vectors as it is: --default-vectors changed nothing" in capsys.readouterr().err
+    assert NOTE not in PredictorCheckpoint.open(out).config["training"]
