@@ -34,7 +34,8 @@ FAMILIES: Mapping[str, Mapping[str, object]] = {
         "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
         "num_experts": 16, "num_experts_per_tok": 4, "mlp_only_layers": [0],
     },
-    "olmoe": {"intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4},
+    # inner features that vLLM's kernel fills up with zeros, to 32
+    "olmoe": {"intermediate_size": 24, "num_experts": 16, "num_experts_per_tok": 4},
     # shared experts without a gate, latent attention, weights scaled; the first layer is dense
     "deepseek_v2": {
         **_LATENT, "n_shared_experts": 2, "q_lora_rank": None, "routed_scaling_factor": 2.0, "topk_method": "greedy",
