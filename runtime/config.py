@@ -96,7 +96,7 @@ class OffloadConfig:
     store: str | ExpertStore = "memory"
     """Where the experts lie: memory (page-locked for CUDA, as far as there is room), or disk (a file)."""
     store_folder: str | Path | None = None
-    """With disk, the folder of the file, one per model (default: a temporary one)."""
+    """With disk, the folder of the file, one per model (default: the file has no name, and goes with the process)."""
     codec: str = "raw"
     """With disk, how experts are stored: raw, bitsplit (bf16 without loss, two thirds of the bytes), or mxfp4 and fp8
     (as a checkpoint in that form ships them)."""

@@ -11,7 +11,6 @@ N experts of all layers, P parts of each.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
 from collections.abc import Sequence
@@ -28,7 +27,8 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.storage.codecs import Part
 from expertcast.runtime.storage.coded_header import CodedHeader, read_coded_header
 from expertcast.runtime.storage.direct_read import SECTOR, sectors
-from expertcast.runtime.storage.store_file import damaged, lock, partial_path, remove_left_over
+from expertcast.runtime.storage.draft import Draft
+from expertcast.runtime.storage.store_file import damaged
 from expertcast.runtime.storage.store_header import StaleFileError
 
 FILE_NAME = "experts.coded.safetensors"
@@ -40,26 +40,21 @@ class CodedWriter:
     """Writes a file, expert by expert in the order of their keys. Until it is dropped, what was written can be read.
 
     Args:
-        path: that the file will have.
+        draft: where it is written.
         header: what it will say, but for its sizes.
 
     Raises:
         ExpertcastError: the folder cannot be written.
     """
 
-    def __init__(self, path: Path, header: CodedHeader) -> None:
-        self._path, self._header = path, header
-        self._partial = partial_path(path)
+    def __init__(self, draft: Draft, header: CodedHeader) -> None:
+        self._draft, self._header = draft, header
         self._index: list[tuple[list[int], list[int], list[int]]] = []
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            remove_left_over(path)
-            self._file: BinaryIO = self._partial.open("wb")
-            lock(self._file.fileno())
+            self._file: BinaryIO = draft.open()
             self._file.write(bytes(header.room))
         except OSError as error:
-            if hasattr(self, "_file"):
-                self.drop()
+            self.drop()
             raise self._failed(error) from error
 
     def add(self, parts: Sequence[Part]) -> None:
@@ -91,14 +86,17 @@ class CodedWriter:
 
     def read(self, key: int) -> list[Part]:
         """An expert that was added and flushed, for those whose packing failed."""
-        handle = os.open(self._partial, os.O_RDONLY)
+        handle = os.open(self._draft.path, os.O_RDONLY)
         try:
             return _read(handle, *self._index[key])
         finally:
             os.close(handle)
 
-    def commit(self) -> None:
+    def commit(self) -> Path:
         """All experts are written: add the index and the header, and give the file its name.
+
+        Returns:
+            Where it is.
 
         Raises:
             ExpertcastError: the disk has no room.
@@ -114,20 +112,17 @@ class CodedWriter:
             self._file.write(replace(self._header, nbytes=end - self._header.room, index=digest(index)).encoded())
             self._file.flush()
             os.fsync(self._file.fileno())
-            self._file.close()
-            os.replace(self._partial, self._path)
+            self._draft.commit()
         except OSError as error:
             raise self._failed(error) from error
+        return self._draft.path
 
     def drop(self) -> None:
         """Remove what was written, unless it has its name."""
-        with contextlib.suppress(OSError):
-            self._file.close()
-        with contextlib.suppress(OSError):
-            self._partial.unlink()
+        self._draft.drop()
 
     def _failed(self, error: OSError) -> ExpertcastError:
-        folder = str(self._path.parent)
+        folder = str(self._draft.folder)
         return ExpertcastError(f"cannot write to {folder!r} ({error.strerror or error}): give another store_folder")
 
 

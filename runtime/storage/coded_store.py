@@ -94,7 +94,7 @@ class CodedStore(FileStore):
     def fill(self, layer: int, write: Write) -> None:
         if self._writer is None:
             self._file = None
-            self._writer = CodedWriter(self.path, self._header)
+            self._writer = CodedWriter(self._new_draft(), self._header)
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             for parts in self._encoded(layer, write, threads):
                 self._writer.add(parts)
@@ -112,7 +112,7 @@ class CodedStore(FileStore):
 
     def finish(self) -> None:
         assert self._writer is not None
-        self._writer.commit()
+        self.path = self._writer.commit()
         self._open()
         self._writer = None
 

@@ -229,7 +229,8 @@ def _open(path: Path, handle: int | None) -> tuple[int, bool]:
     except OSError as error:
         raise ExpertcastError(f"cannot read {str(path)!r}: {error.strerror}") from error
     warnings.warn(
-        f"the file system of {str(path)!r} has no direct reads: experts pass through the system's page cache",
+        f"the file system of {os.path.realpath(path)!r} has no direct reads: experts pass through the system's page "
+        "cache",
         stacklevel=3,
     )
     return file, False

@@ -61,7 +61,7 @@ class DiskStore(FileStore):
     def fill(self, layer: int, write: Write) -> None:
         if self._file is None or self._ahead is not None:
             self._drop()
-            self._file = StoreFile.create(self.path, self._form)
+            self._file = StoreFile.create(self._new_draft(), self._form)
         self._hold(layer, self._file.layer(layer))
         write(self.views(layer))
         self._file.close_layer(layer)
@@ -69,7 +69,8 @@ class DiskStore(FileStore):
     def finish(self) -> None:
         """Give the file its name and map it anew, so that nothing can be written to it any more."""
         assert self._file is not None
-        self._file.commit(self.path)
+        self._file.commit()
+        self.path = self._file.path
         self._use(StoreFile.open(self.path, self._form))
 
     def views(self, layer: int) -> dict[str, Tensor]:
@@ -104,8 +105,8 @@ class DiskStore(FileStore):
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
-        if self._file is not None and self._file.path != self.path:
-            self._file.path.unlink(missing_ok=True)
+        if self._file is not None and self._file.draft is not None:
+            self._file.draft.drop()
         self._file = None
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.storage.arrival import Arrival, Reader
+from expertcast.runtime.storage.draft import Draft, can_be_nameless
 from expertcast.runtime.storage.layout import ExpertsForm
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.storage.store_header import StaleFileError, StoreFormat, layout_text
@@ -25,7 +26,9 @@ class FileStore(ExpertStore):
 
     Args:
         view: the model's MoE layers, or the form of its experts.
-        folder: where the file lies; made if need be, one folder per model. None: a temporary one, removed by `close`.
+        folder: where the file lies; made if need be, one folder per model. None: it has no name, and is
+            gone after `close` or when the process ends, however that does (on systems other than Linux it is in a
+            temporary folder, which `close` removes).
         fingerprint: of what the blocks are made from. A file in `folder` with the same is used as it is, another is
             made again. None: it is made again in any case.
         device: where the model computes. None: where the experts lie.
@@ -47,16 +50,20 @@ class FileStore(ExpertStore):
     ) -> None:
         super().__init__(view, device=device)
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        if folder is None:
+        self._nameless = folder is None and can_be_nameless()
+        self._draft: Draft | None = None
+        """Of a file without a name, which goes with it."""
+        if folder is None and not self._nameless:
             self._temporary = tempfile.TemporaryDirectory(prefix="expertcast-")
             folder = self._temporary.name
-        self.path = Path(folder) / self.file_name
+        self.path = Path(tempfile.gettempdir() if folder is None else folder) / self.file_name
+        """Of the file; of one without a name once it is written, for this process."""
         self._form = StoreFormat(
             layers=self.layers, experts=self.experts, block_bytes=self.layout.block_bytes,
             layout=layout_text(self.layout), model_id=view.model_id, fingerprint=fingerprint or "",
         )  # fmt: skip
         self._begin()
-        if self.path.exists():
+        if not self._nameless and self.path.exists():
             try:
                 self._check()
                 if fingerprint is not None:
@@ -70,6 +77,13 @@ class FileStore(ExpertStore):
             ExpertcastError: always: a file's layers are closed, with their digests, one after another.
         """
         raise ExpertcastError("a store on disk is written first layer to last, each by fill: open is for memory")
+
+    def _new_draft(self) -> Draft:
+        """Where all layers are written."""
+        if not self._nameless:
+            return Draft(self.path)
+        self._draft = Draft(None)
+        return self._draft
 
     @abstractmethod
     def _begin(self) -> None:
@@ -119,5 +133,7 @@ class FileStore(ExpertStore):
     def close(self) -> None:
         self._drop()
         super().close()
+        if self._draft is not None:
+            self._draft.drop()
         if self._temporary is not None:
             self._temporary.cleanup()

@@ -13,8 +13,6 @@ L MoE layers, E routed experts per layer.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import mmap
 import os
 import shutil
@@ -27,23 +25,22 @@ from torch import Tensor
 
 from expertcast.predictors.artefacts import warn_unsealed
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.storage.draft import Draft
 from expertcast.runtime.storage.store_header import StaleFileError, StoreFormat, StoreHeader, read_header
 
-try:
-    import fcntl
-except ImportError:  # a system without it
-    fcntl = None  # type: ignore[assignment]
-
 FILE_NAME = "experts.safetensors"
-PARTIAL = ".partial"
-_NUMBER = itertools.count()
 
 
 class StoreFile:
     """A mapped file. Made by :meth:`create` and :meth:`commit`, or :meth:`open`."""
 
-    def __init__(self, path: Path, form: StoreFormat, mapping: mmap.mmap, start: int, checksums: list[int]) -> None:
+    def __init__(
+        self, path: Path, form: StoreFormat, mapping: mmap.mmap, start: int, checksums: list[int],
+        draft: Draft | None = None,
+    ) -> None:  # fmt: skip
         self.path = path
+        self.draft = draft
+        """Until the file is complete."""
         self.form = form
         self._mapping = mapping
         self._start = start
@@ -61,30 +58,25 @@ class StoreFile:
         return self.bytes[start : start + self.form.layer_nbytes]
 
     @classmethod
-    def create(cls, path: Path, form: StoreFormat) -> StoreFile:
-        """An empty file of the full size beside `path`, mapped for writing.
+    def create(cls, draft: Draft, form: StoreFormat) -> StoreFile:
+        """An empty file of the full size, mapped for writing.
 
         Raises:
             ExpertcastError: the folder cannot be written, or the disk has no room.
         """
         header = StoreHeader(form=form, checksums=[0] * form.layers, changed=0).encoded()
         size = len(header) + form.layers * form.layer_nbytes
-        partial = partial_path(path)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            remove_left_over(path)
-            with partial.open("w+b") as file:
-                lock(file.fileno())
-                _reserve(file.fileno(), size, path.parent)
-                mapping = mmap.mmap(file.fileno(), size)  # has a handle of its own, and so the lock
+            file = draft.open()
+            _reserve(file.fileno(), size, draft.folder)
+            mapping = mmap.mmap(file.fileno(), size)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink()
+            draft.drop()
             raise ExpertcastError(
-                f"cannot write {size} bytes to {str(path.parent)!r} ({error.strerror or error}): give another "
+                f"cannot write {size} bytes to {str(draft.folder)!r} ({error.strerror or error}): give another "
                 "store_folder"
             ) from error
-        return cls(partial, form, mapping, len(header), [0] * form.layers)
+        return cls(draft.path, form, mapping, len(header), [0] * form.layers, draft)
 
     def close_layer(self, layer: int) -> None:
         """A layer is written: take its checksum and let its pages go."""
@@ -110,8 +102,9 @@ class StoreFile:
             with self.path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def commit(self, path: Path) -> None:
+    def commit(self) -> None:
         """All layers are written: complete the header and give the file its name."""
+        assert self.draft is not None, "the file was complete"
         changed = int(time.time()) - 60
         header = StoreHeader(form=self.form, checksums=self._checksums, changed=changed).encoded()
         self._mapping[: len(header)] = header
@@ -119,8 +112,8 @@ class StoreFile:
         with self.path.open("rb") as file:
             os.fsync(file.fileno())
         os.utime(self.path, (changed, changed))
-        os.replace(self.path, path)
-        self.path = path
+        self.draft.commit()
+        self.path, self.draft = self.draft.path, None
 
     @classmethod
     def open(cls, path: Path, form: StoreFormat | None = None) -> StoreFile:
@@ -179,30 +172,6 @@ def damaged(path: Path, reason: StaleFileError) -> ExpertcastError:
 
 def _checksum(blocks: Tensor) -> int:
     return zlib.crc32(blocks.numpy().data)
-
-
-def lock(descriptor: int) -> bool:
-    """Whether nobody else has the file: a process that was killed has it no more."""
-    if fcntl is None:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def partial_path(path: Path) -> Path:
-    """Where a file is written before it has its name: another place each time, for other processes and threads."""
-    return path.with_name(f"{path.name}.{os.getpid()}-{next(_NUMBER)}{PARTIAL}")
-
-
-def remove_left_over(path: Path) -> None:
-    """Remove what processes that were killed while they packed have left: as large as the file itself."""
-    for partial in path.parent.glob(f"{path.name}.*{PARTIAL}"):
-        with contextlib.suppress(OSError), partial.open("rb") as file:
-            if partial.stat().st_size and lock(file.fileno()):  # an empty one is about to be locked
-                partial.unlink()
 
 
 def _reserve(descriptor: int, size: int, folder: Path) -> None:

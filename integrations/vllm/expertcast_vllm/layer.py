@@ -15,6 +15,7 @@ from expertcast.predictors.errors import ExpertcastError
 from expertcast_vllm.method import OffloadedMethod
 from expertcast_vllm.offload import WorkerOffload
 from expertcast_vllm.operators import RUN
+from expertcast_vllm.refusing import check_shape
 from expertcast_vllm.settings import Settings
 
 
@@ -36,6 +37,7 @@ class OffloadedExperts(RoutedExperts):
         object.__setattr__(self, "offload", WorkerOffload.of(config, settings))
         super().__init__(*args, **kwargs)
         self.index = self.offload.add(self)
+        check_shape(self.offload)
         self._come: set[tuple[str, bool, int]] = set()
         shards = (3 if self.moe_config.is_act_and_mul else 2) * (2 if self.moe_config.has_bias else 1)
         self._expected = shards * self.local_num_experts

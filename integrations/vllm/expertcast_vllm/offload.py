@@ -84,8 +84,8 @@ class WorkerOffload:
         """Of the router that ran last."""
         self._metrics: CollectorRegistry | None = None
         predictor = settings.offload.resolved_predictor()
-        if isinstance(predictor, str | Path):
-            named_checkpoint(predictor)  # a bad name ends it before the weights are read
+        # a bad name ends it before the weights are read
+        self.checkpoint = named_checkpoint(predictor) if isinstance(predictor, str | Path) else None
         self._kept = follow_worker()
 
     @classmethod

@@ -18,7 +18,9 @@ def register() -> None:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     from expertcast_vllm.layer import OffloadedExperts
+    from expertcast_vllm.refusing import refuse_other_experts
 
     name = RoutedExperts.__name__
     if op_registry_oot.get(name) is not OffloadedExperts:
         RoutedExperts.register_oot(OffloadedExperts, name=name)
+        refuse_other_experts(OffloadedExperts)

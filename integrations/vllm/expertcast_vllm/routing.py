@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
-from expertcast.predictors.errors import ExpertcastError
 from expertcast_vllm.operators import ROUTED
 
 if TYPE_CHECKING:
@@ -16,19 +15,11 @@ if TYPE_CHECKING:
 
 
 def follow_routing(offload: WorkerOffload) -> None:
-    """Tell the offload of every routing from now on.
-
-    Raises:
-        ExpertcastError: a layer of the model holds its experts in a class of its own.
-    """
+    """Tell the offload of every routing from now on."""
     modules = offload.config.compilation_config.static_forward_context.values()
     for runner in (module for module in modules if isinstance(module, MoERunner)):
         experts = runner.routed_experts
-        if experts not in offload.layers:
-            raise ExpertcastError(
-                f"{runner.layer_name}: {type(experts).__name__} keeps experts in a way of its own: not supported, "
-                "switch expertcast off for this model"
-            )
+        assert experts in offload.layers, "other classes are refused before"
         runner.router.select_experts = partial(_select, runner.router.select_experts, experts.index)
 
 

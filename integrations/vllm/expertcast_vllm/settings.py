@@ -17,6 +17,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import JsonValue
+
+from expertcast.predictors.artefacts import read_json
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.runtime.config import OffloadConfig
@@ -71,15 +74,15 @@ class Settings:
             ExpertcastError: as the class.
         """
         own = [field.name for field in fields(cls) if field.name != "offload"]
-        defaults = OffloadConfig().as_dict()
-        offload = {name: value for name, value in options.items() if name not in own}
-        for name, value in list(offload.items()):
-            if name in defaults and name not in _OFFLOAD:
-                if value != defaults[name]:  # a whole file of options names them all
-                    known = ", ".join((*_OFFLOAD, *own))
-                    raise ExpertcastError(f"option {name!r} does nothing under vLLM: leave it out, choose from {known}")
-                del offload[name]
-        config = OffloadConfig.from_dict(offload)
+        defaults, known = OffloadConfig().as_dict(), (*_OFFLOAD, *own)
+        for name, value in options.items():
+            if name not in known and name not in defaults:
+                raise ExpertcastError(f"unknown option {name!r}: choose from {', '.join(known)}")
+            if name not in known and value != defaults[name]:  # a whole file of options names them all
+                raise ExpertcastError(
+                    f"option {name!r} does nothing under vLLM: leave it out, choose from {', '.join(known)}"
+                )
+        config = OffloadConfig.from_dict({name: value for name, value in options.items() if name in _OFFLOAD})
         if config.resolved_policies().lossy:
             raise ExpertcastError("lossy policies change what is computed, and under vLLM nothing may: choose others")
         settings = cls(offload=config, **{name: options[name] for name in own if name in options})
@@ -94,7 +97,8 @@ class Settings:
     def as_dict(self) -> Json:
         """All options by name, as :meth:`from_dict` takes them."""
         offload = {name: value for name, value in self.offload.as_dict().items() if name in _OFFLOAD}
-        return {**offload, "collect": self.collect, "collect_tokens": self.collect_tokens}
+        return {**offload, "collect": self.collect, "collect_tokens": self.collect_tokens,
+                "collect_window": self.collect_window}  # fmt: skip
 
 
 def _environment() -> Mapping[str, Any] | None:
@@ -112,7 +116,7 @@ def _options(given: object, where: str) -> Mapping[str, Any] | None:
     if isinstance(given, Mapping):
         return given
     if isinstance(given, str) and not given.startswith("{"):
-        return OffloadConfig.load(Path(given)).as_dict()
+        return read_json(Path(given), dict[str, JsonValue], "give 1, a JSON object, or what OffloadConfig.save wrote")
     try:
         options = json.loads(given) if isinstance(given, str) else None
     except ValueError:

@@ -1,26 +1,36 @@
-"""Engines of vLLM for tests, each in a process of its own."""
+"""Engines of vLLM for tests, each in a process of its own: forked from one that has imported vLLM, which takes as long
+as all the rest of a short run.
+"""
 
 from __future__ import annotations
 
+import io
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import one_run
 from expertcast_vllm.settings import VARIABLE
-from one_run import RESULT
+from one_run import QUIET, RESULT
 
 REFERENCE = str(Path(__file__).parents[3] / "checkpoints" / "reference")
 PROMPTS = [
     "It is a truth universally acknowledged, that", "The sea was", "Once upon a time there was a", "def main():",
     "He said to her that", "In the beginning", "The theorem of Pythagoras", "London in winter is",
 ]  # fmt: skip
+LOADING = "Loading safetensors"
+"""What vLLM writes when it reads a checkpoint's weights."""
 _SECONDS = 180
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"])
 
 
 @dataclass(frozen=True)
@@ -56,14 +66,20 @@ def run(
         "model": model, "engine": dict(engine or {}), "environment": dict(environment or {}), "prompts": PROMPTS,
         "tokens": tokens, "counted": counted,
     }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("one_run.py"))], input=json.dumps(asked), capture_output=True,
-        text=True, timeout=_SECONDS, env={key: value for key, value in os.environ.items() if key != VARIABLE},
-    )  # fmt: skip
-    log = done.stdout + done.stderr
-    if done.returncode:
+    _start_forks()
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "log"
+        process = _FORKS.Process(target=_run_there, args=(json.dumps(asked), str(file)))
+        process.start()
+        process.join(_SECONDS)
+        ended = process.exitcode
+        if ended is None:
+            process.kill()
+            process.join()
+        log = file.read_text()
+    if ended != 0:
         raise RuntimeError(log)
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
+    (line,) = [line for line in log.splitlines() if line.startswith(RESULT)]
     given = json.loads(line.removeprefix(RESULT))
     return Ran(given["tokens"], given.get("layers", []), given.get("workers", []), given["memory"], log)
 
@@ -73,3 +89,18 @@ def both(options: Mapping[str, object], **kwargs: Any) -> tuple[Ran, Ran]:
     with ThreadPoolExecutor(2) as pool:
         resident, offloaded = pool.submit(run, **kwargs), pool.submit(run, options, **kwargs)
         return resident.result(), offloaded.result()
+
+
+def _start_forks() -> None:
+    """Once: what is in the environment then is in that of every process."""
+    os.environ.pop(VARIABLE, None)
+    os.environ.update(QUIET)
+    forkserver.ensure_running()
+
+
+def _run_there(asked: str, log: str) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    sys.stdin = io.StringIO(asked)
+    one_run.main()

@@ -25,6 +25,7 @@ import psutil
 from engines import REFERENCE
 from expertcast_vllm.settings import VARIABLE
 from one_run import QUIET
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 NAME = "served"
 SECONDS = 150
@@ -34,7 +35,7 @@ _SHARED = re.compile(r"\s(/dev/shm/\S+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers."""
+    """A server that was started."""
 
     process: subprocess.Popen[bytes]
     url: str
@@ -43,6 +44,17 @@ class Server:
     """All that was found running."""
     shared: set[str] = field(default_factory=set)
     """Files in shared memory that it had mapped."""
+
+    def wait(self) -> None:
+        """Until it answers."""
+        end = time.monotonic() + SECONDS
+        while time.monotonic() < end and self.process.poll() is None:
+            try:
+                urlopen(self.url + "/health").close()
+                return
+            except URLError:
+                time.sleep(0.3)
+        raise AssertionError(self.log())
 
     def processes(self) -> list[psutil.Process]:
         """The server and what it started."""
@@ -78,20 +90,29 @@ class Server:
 
 
 @contextmanager
-def serve(folder: Path, options: Mapping[str, object] | None = None, *arguments: str) -> Iterator[Server]:
-    """A server that listens on the loopback; `options` of expertcast, None without it.
+def serve(
+    folder: Path, options: Mapping[str, object] | None, *arguments: str, model: str = REFERENCE,
+    temporary: str | None = None,
+) -> Iterator[Server]:  # fmt: skip
+    """A server that starts, to listen on the loopback; `options` of expertcast, None without it.
 
     Args:
         folder: where its log is written.
         arguments: more of vLLM's own.
+        temporary: folder for its temporary files.
     """
     with closing(socket.socket()) as chosen:
         chosen.bind(("127.0.0.1", 0))
         port = chosen.getsockname()[1]
     environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
-    environment |= {**QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment |= {**QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_PLUGINS": "expertcast"}
+    if temporary is not None:
+        compiled = Path(default_cache_dir())  # by torch, which is to find it again
+        compiled.mkdir(exist_ok=True)
+        (Path(temporary) / compiled.name).symlink_to(compiled)
+        environment["TMPDIR"] = temporary
     command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", REFERENCE, "--enforce-eager",
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--enforce-eager",
         "--max-model-len", "512",
         "--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME,
         "--no-enable-prefix-caching", *arguments,
@@ -103,11 +124,10 @@ def serve(folder: Path, options: Mapping[str, object] | None = None, *arguments:
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
         server = Server(process, f"http://127.0.0.1:{port}", log)
         try:
-            _wait(server)
             yield server
         finally:
             if process.poll() is None:
-                server.processes()
+                server.shared_files()
                 process.kill()
             process.wait()
             for each in server.seen:
@@ -115,14 +135,3 @@ def serve(folder: Path, options: Mapping[str, object] | None = None, *arguments:
                     each.kill()
             for name in server.shared:
                 Path(name).unlink(missing_ok=True)
-
-
-def _wait(server: Server) -> None:
-    end = time.monotonic() + SECONDS
-    while time.monotonic() < end and server.process.poll() is None:
-        try:
-            urlopen(server.url + "/health").close()
-            return
-        except URLError:
-            time.sleep(0.3)
-    raise AssertionError(server.log())

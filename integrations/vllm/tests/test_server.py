@@ -3,11 +3,17 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.request import urlopen
 
 import openai
 import pytest
 from engines import PROMPTS
+from expertcast_vllm.endpoint import PATH
+from prometheus_client.parser import text_string_to_metric_families
 from servers import NAME, Server, serve
+
+TOKENS = 24
+"""Of each answer."""
 
 SINGLE = ("--dtype", "float32")
 """Who shares a step with whom is chance: precision that no greedy choice hangs on."""
@@ -22,6 +28,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
         serve(folders[0], None, *SINGLE) as resident,
         serve(folders[1], {"slots": 90}, *SINGLE, "--shutdown-timeout", "10") as offloaded,
     ):
+        resident.wait()
+        offloaded.wait()
         yield resident, offloaded
 
 
@@ -31,7 +39,7 @@ def _client(server: Server) -> openai.OpenAI:
 
 def _tokens(client: openai.OpenAI, prompt: str) -> list[int]:
     answer = client.completions.create(
-        model=NAME, prompt=prompt, max_tokens=24, temperature=0, extra_body={"return_token_ids": True}
+        model=NAME, prompt=prompt, max_tokens=TOKENS, temperature=0, extra_body={"return_token_ids": True}
     )
     tokens: list[int] = answer.choices[0].token_ids  # type: ignore[attr-defined]
     return tokens
@@ -49,12 +57,36 @@ def test_streams(servers: tuple[Server, Server]) -> None:
     texts = []
     for server in servers:
         pieces = _client(server).completions.create(
-            model=NAME, prompt=PROMPTS[0], max_tokens=24, temperature=0, stream=True
+            model=NAME, prompt=PROMPTS[0], max_tokens=TOKENS, temperature=0, stream=True
         )
         parts = [piece.choices[0].text for piece in pieces if piece.choices]
         assert len(parts) > 1
         texts.append("".join(parts))
     assert texts[0] == texts[1]
+
+
+def test_the_page_counts_what_a_request_took(servers: tuple[Server, Server]) -> None:
+    _, offloaded = servers
+
+    def counters() -> dict[str, float]:
+        with urlopen(offloaded.url + PATH) as answer:
+            page = answer.read().decode()
+        totals: dict[str, float] = {}
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                assert sample.labels["worker"] == "0"
+                totals[sample.name] = totals.get(sample.name, 0) + sample.value
+        return totals
+
+    before = counters()
+    assert len(_tokens(_client(offloaded), PROMPTS[1])) == TOKENS
+    after = counters()
+    steps = after["expertcast_layer_steps_total"] - before["expertcast_layer_steps_total"]
+    assert steps >= TOKENS * 12
+    needed = after["expertcast_expert_requests_total"]
+    assert needed == after["expertcast_expert_hits_total"] + after["expertcast_expert_misses_total"] > 0
+    assert after["expertcast_slots"] == after["expertcast_slots_held"] == 90
+    assert after["expertcast_info"] == 1
 
 
 def test_stopping_leaves_nothing_and_says_what_it_did(servers: tuple[Server, Server]) -> None:

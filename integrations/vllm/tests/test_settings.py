@@ -39,7 +39,9 @@ def test_the_command_line_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_survive_a_journey() -> None:
-    settings = Settings.from_dict({"memory": "2GB", "policies": {"eviction": "lru"}, "collect_tokens": 5})
+    settings = Settings.from_dict(
+        {"memory": "2GB", "policies": {"eviction": "lru"}, "collect_tokens": 5, "collect_window": 7}
+    )
     assert Settings.from_dict(json.loads(json.dumps(settings.as_dict()))) == settings
 
 
@@ -59,6 +61,14 @@ def test_refused(options: dict[str, object], words: str) -> None:
     with pytest.raises(ExpertcastError, match=words) as caught:
         Settings.from_dict(options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("option", ["slot", "draft"])
+def test_only_what_works_is_proposed(option: str) -> None:
+    with pytest.raises(ExpertcastError) as caught:
+        Settings.from_dict({option: 5})
+    names = str(caught.value).partition("choose from ")[2].split(", ")
+    assert set(names) == set(Settings.from_dict({}).as_dict())
 
 
 def test_what_is_no_object_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from elsewhere import command, elsewhere, train
-from engines import PROMPTS, REFERENCE, Ran, run
+from engines import LOADING, PROMPTS, REFERENCE, Ran, run
+from family_models import make_model
 from safetensors.torch import load_file, save_file
+from servers import SECONDS, serve
 from transformers import AutoTokenizer
 
 from expertcast.data.live_document import prompt_hash
@@ -122,13 +124,36 @@ def test_the_previous_token_of_each_request_is_known(collected: Ran, folder: Pat
     assert recall(ran) == pytest.approx({int(layer): value for layer, value in found.items()}, abs=0.01)
 
 
-def test_a_checkpoint_of_another_model_is_refused(checkpoint: Path, folder: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_once_weights_are_read(checkpoint: Path, folder: Path) -> None:
     other = Path(shutil.copytree(REFERENCE, folder / "other"))
     weights = load_file(other / "model.safetensors")
     weights["model.layers.3.mlp.gate.weight"] += 1
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RuntimeError, match="and its routers' or norms' weights are not those of"):
+    with pytest.raises(RuntimeError) as caught:
         run({"slots": 96, "predictor": str(checkpoint)}, model=str(other))
+    (line,) = refusals(str(caught.value))
+    assert f"{checkpoint} was trained for" in line
+    assert "and its routers' or norms' weights are not those of" in line
+    assert LOADING in str(caught.value)
+
+
+def test_a_server_ends_with_a_checkpoint_of_other_layers_before_weights_are_read(
+    checkpoint: Path, folder: Path, tmp_path: Path
+) -> None:
+    other = make_model(folder / "layers", "mixtral")
+    with serve(tmp_path, {"slots": 9, "predictor": str(checkpoint)}, model=other) as server:
+        server.processes()
+        assert server.process.wait(SECONDS) != 0
+        assert server.ended()
+    lines = refusals(server.log())
+    assert len({line.partition("ExpertcastError: ")[2] for line in lines}) == 1
+    assert f"with 64 experts per layer, and {other!r} has 8: train a predictor for this model" in lines[0]
+    assert LOADING not in server.log()
+
+
+def refusals(log: str) -> list[str]:
+    """Lines that say what expertcast refuses."""
+    return [line for line in log.splitlines() if "ExpertcastError: " in line]
 
 
 def test_one_of_two_workers_collects_and_both_forecast(folder: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.draft import Draft
 from expertcast.runtime.storage.store_file import FILE_NAME, StoreFile, verify_store
 from expertcast.runtime.storage.store_header import StaleFileError, read_header
 from tests.families.models import tiny_model
@@ -153,12 +154,12 @@ def test_what_killed_processes_left_is_removed(path: Path) -> None:
     left.write_bytes(bytes(1000))
     starting.touch()
     form = read_header(path).form
-    writing = StoreFile.create(path, form)
+    writing = StoreFile.create(Draft(path), form)
     assert sorted(path.parent.iterdir()) == sorted([path, starting, writing.path])
     held = writing.path.with_name(f"{FILE_NAME}.3.partial")
     writing.path.rename(held)
-    StoreFile.create(path, form)
+    StoreFile.create(Draft(path), form)
     assert held.exists()
     del writing
-    StoreFile.create(path, form)
+    StoreFile.create(Draft(path), form)
     assert not held.exists()
