@@ -114,7 +114,7 @@ class _Spy:
 
 @pytest.mark.parametrize(
     ("ids", "predictor", "expected"),
-    [([3], "next_norm", [16, 16, 16, None]), ([3], None, [None] * 4), ([3, 4, 5, 6, 7, 8], None, None)],
+    [([3], "next_norm", [16, 16, 16, None]), ([3], None, [None] * 4), (list(range(3, 40)), None, None)],
 )
 def test_experts_beside_copies_leave_them_room(
     ids: list[int], predictor: str | None, expected: list[int | None] | None
