@@ -7,6 +7,8 @@ VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM := integrations/vllm
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check -q -c $(VLLM)/constraints.txt
+VLLM_PYTEST = EXPERTCAST_PYTHON=$(abspath $(BIN))/python $(abspath $(VLLM_VENV))/bin/python -m pytest -n 2 --dist loadfile \
+    --no-loadscope-reorder
 VLLM_TORCH := $(shell sed -n 's/^torch==//p' integrations/vllm/constraints.txt)+cpu
 
 .PHONY: demo test test-slow test-gpu test-vllm test-vllm-smoke coverage lint types check clean
@@ -25,10 +27,10 @@ test-slow: $(STAMP)
 
 # the plug-in, under vLLM's CPU engine in an environment of its own: 3.5 GB, made on the first run
 test-vllm: $(STAMP) $(VLLM_STAMP)
-	cd $(VLLM) && EXPERTCAST_PYTHON=$(abspath $(BIN))/python $(abspath $(VLLM_VENV))/bin/python -m pytest
+	cd $(VLLM) && $(VLLM_PYTEST)
 
 test-vllm-smoke: $(VLLM_STAMP)
-	cd $(VLLM) && $(abspath $(VLLM_VENV))/bin/python -m pytest -m smoke
+	cd $(VLLM) && $(VLLM_PYTEST) -m smoke
 
 coverage: $(STAMP)
 	$(PYTEST) --cov --cov-report=term --cov-fail-under=85

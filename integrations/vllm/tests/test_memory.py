@@ -26,6 +26,7 @@ def test_memory_while_loading_and_after(tmp_path: Path) -> None:
         (counted,) = offloaded.workers
         assert (counted["store_bytes"], counted["slots_bytes"]) == (all_experts, slots)
     for when in ("loading", "after"):
-        # a store in memory has all experts once, beside the slots; steps bring slots together for the kernel
-        assert memory.memory[when] < resident.memory[when] + 2 * slots + SPARE
-        assert disk.memory[when] < resident.memory[when] - all_experts + 2 * slots + SPARE
+        # a store in memory has all experts once, beside the slots; steps bring slots together for the kernel, and what
+        # one layer's were brought to may not be given back when the next one's are
+        assert memory.memory[when] < resident.memory[when] + 3 * slots + SPARE
+        assert disk.memory[when] < resident.memory[when] - all_experts + 3 * slots + SPARE
