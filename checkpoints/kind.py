@@ -11,6 +11,7 @@ from expertcast.checkpoints.repositories import Kind
 from expertcast.checkpoints.schema import REMEDY
 from expertcast.predictors.artefacts import read_json
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.registry import PREDICTORS
 
 
 def holds_predictor(folder: str | Path) -> bool:
@@ -23,6 +24,22 @@ def holds_predictor(folder: str | Path) -> bool:
     except ExpertcastError:
         return (Path(folder) / files.METRICS).is_file()
     return "predictor" in values or "predictor_config" in values
+
+
+def is_name(given: str | Path) -> bool:
+    """Whether a word is a registered predictor's name; a path never is.
+
+    Raises:
+        ExpertcastError: a checkpoint lies here in a folder of that name.
+    """
+    if given not in PREDICTORS.names():
+        return False
+    if any((Path(given) / name).is_file() for name in (files.CONFIG, files.METRICS)):
+        raise ExpertcastError(
+            f"{given!r} is a predictor's name and a checkpoint's folder here: give ./{given} for the checkpoint, or "
+            "rename the folder for the predictor"
+        )
+    return True
 
 
 CHECKPOINT = Kind(

@@ -113,11 +113,16 @@ class PredictorCheckpoint:
         """
         if view is not None:
             self.verify(view)
-        cls, what = predictor_class(self.name), f"{self.folder / files.CONFIG}: predictor_config of {self.name!r}"
+        path = self.folder / files.CONFIG
+        try:
+            cls = predictor_class(self.name)
+        except ExpertcastError as error:
+            raise ExpertcastError(f"{path}: {error}; or register the predictor before it is loaded") from None
+        what = f"{path}: predictor_config of {self.name!r}"
         config = from_values(cls.config_class, self.config["predictor_config"], what, REMEDY)
         shape = ModelShape.from_dict(self.config["shape"])
         predictor = load_into(lambda: cls(config, shape), self.folder / files.WEIGHTS, REMEDY)
-        calibrate(predictor, self.config, self.folder / files.CONFIG, REMEDY)
+        calibrate(predictor, self.config, path, REMEDY)
         predictor.learned_from = self.learned_from
         return predictor if view is None else predictor.bind(view)
 

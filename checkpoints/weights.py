@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from expertcast.predictors import ExpertcastError, Predictor
+from expertcast.predictors.artefacts import open_file
 
 _Outline = dict[str, tuple[list[int], bool]]
 """By tensor: its shape, and whether it holds floating-point numbers."""
@@ -77,6 +78,7 @@ def _outline(make: Callable[[], Predictor]) -> _Outline:
 
 
 def _outline_of(path: Path) -> _Outline:
+    open_file(path).close()
     with safe_open(path, framework="pt") as file:
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         return {name: (part.get_shape(), "F" in part.get_dtype()) for name, part in parts.items()}

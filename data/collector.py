@@ -16,7 +16,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data import layout
-from expertcast.data.distributed import Share, current_share, documents_of, wait_for_all
+from expertcast.data.distributed import Share, documents_of, join_ranks, wait_for_all
+from expertcast.data.early import EarlyAttention
 from expertcast.data.early_trial import try_early
 from expertcast.data.experts import Offload, experts_of, model_of
 from expertcast.data.kept_outputs import KeptOutputs
@@ -27,7 +28,7 @@ from expertcast.data.stand_in_file import read_stand_in, write_stand_in
 from expertcast.data.stand_in_plan import kept_bytes, plan_stand_in
 from expertcast.data.stream import ActivationStream
 from expertcast.data.text import Document
-from expertcast.data.trace_file import read_info, write_info
+from expertcast.data.trace_file import TraceInfo, read_info, write_info
 from expertcast.data.traces import TraceDataset
 from expertcast.data.window_batch import pad_windows
 from expertcast.data.writer import REMEDY, SHARD_BYTES, ShardWriter, merged_progress, write_atomically
@@ -65,7 +66,7 @@ def collect(
         ExpertcastError: model not supported, too few documents, `out` holds something else or was begun with other
             settings, or the traces do not fit the disk.
     """
-    share = current_share()
+    share = join_ranks()
     model, folder = model_of(model), Path(out)
     check_code(model)
     experts = experts_of(model)
@@ -77,18 +78,20 @@ def collect(
     columns = layout.Columns(view.shape, layout.stored_logits_dtype(seen.logits_TLE.dtype), early is not None)
     windows = plan.windows_of(plan.documents)
     stream = ActivationStream(model, view, windows, batch_size=plan.options.batch_size)
-    kept, fitted_s = KeptOutputs(folder / layout.PROGRESS_FOLDER), 0.0
+    kept = KeptOutputs(folder / layout.PROGRESS_FOLDER)
+    new = _new_info(stream, plan, share, columns, early)
     if share.rank == 0:
-        _claim(folder, _new_info(stream, plan, share, columns))
+        _claim(folder, new)
         free = _check_disk(folder, plan, columns.row_bytes)
         if columns.early and not (folder / layout.STAND_IN_FILE).exists():
             keeps, start = share.world == 1 and kept_bytes(model, view, plan) < free, time.perf_counter()
             write_stand_in(folder, plan_stand_in(model, view, plan, kept if keeps else None))
-            fitted_s = time.perf_counter() - start
+            write_info(folder, {**new, "collection_s": time.perf_counter() - start})
     wait_for_all(share)
     info = read_info(folder)
     if info is None:
         raise ExpertcastError(f"rank {share.rank} does not see {folder}: ranks need a file system that they share")
+    _check_settings(folder, info, new)
     if not info["complete"]:
         writer = ShardWriter(folder, means, rank=share.rank, columns=columns, shard_bytes=shard_bytes)
         if columns.early:
@@ -96,16 +99,15 @@ def collect(
             stream = ActivationStream(
                 model, view, windows, batch_size=plan.options.batch_size, stand_in=stand_in, early=early
             )
-        seconds = _run(stream, plan, share, writer, kept)
+        _run(stream, plan, share, writer, kept)
         wait_for_all(share)
         if share.rank == 0:
-            took = {} if seconds is None else {"collection_s": fitted_s + seconds}
-            _finish(folder, {**info, **took}, stream, plan, columns, share)
+            _finish(folder, dict(info), stream, plan, columns, share)
         wait_for_all(share)
     return TraceDataset.open(folder)
 
 
-def _run(stream: ActivationStream, plan: Plan, share: Share, writer: ShardWriter, kept: KeptOutputs) -> float | None:
+def _run(stream: ActivationStream, plan: Plan, share: Share, writer: ShardWriter, kept: KeptOutputs) -> None:
     """Run the batches that are not committed yet.
 
     Args:
@@ -114,14 +116,10 @@ def _run(stream: ActivationStream, plan: Plan, share: Share, writer: ShardWriter
         share: whose batches these are.
         writer: writes them.
         kept: what the experts put out in the first ones, when the stand-in was fitted.
-
-    Returns:
-        Seconds that all of this rank's tokens take at the pace of those that were run; None if none was.
     """
     own = documents_of(plan.documents, share)
     total = sum(document.tokens for document in own)
     label = "collecting" if share.world == 1 else f"collecting, rank {share.rank}"
-    before, start = writer.done.rows, time.perf_counter()
     batches = islice(enumerate(_batches(plan, own, stream.batch_size)), writer.done.batches, None)
     with tqdm(total=total, initial=writer.done.rows, unit="token", desc=label, unit_scale=True) as bar:
         for number, (split, windows) in batches:
@@ -131,8 +129,6 @@ def _run(stream: ActivationStream, plan: Plan, share: Share, writer: ShardWriter
                 writer.add(stream.run(batch, outputs), batch.token_T)
             bar.update(len(batch))
     writer.commit()
-    ran = total - before
-    return (time.perf_counter() - start) * total / ran if ran else None
 
 
 def _batches(plan: Plan, own: list[PlannedDocument], batch_size: int) -> Iterator[tuple[str, list[Window]]]:
@@ -143,7 +139,9 @@ def _batches(plan: Plan, own: list[PlannedDocument], batch_size: int) -> Iterato
             yield split, windows[begin : begin + batch_size]
 
 
-def _new_info(stream: ActivationStream, plan: Plan, share: Share, columns: layout.Columns) -> Json:
+def _new_info(
+    stream: ActivationStream, plan: Plan, share: Share, columns: layout.Columns, early: EarlyAttention | None
+) -> Json:
     """trace.json of a collection that begins; its settings must be the same for the collection to be gone on with."""
     account = plan.account(stream.view)
     settings = {
@@ -154,8 +152,10 @@ def _new_info(stream: ActivationStream, plan: Plan, share: Share, columns: layou
         "batch_size": stream.batch_size,
         "ranks": share.world,
         "text": plan.digest,
-        **({"early_rank": plan.options.early_rank} if columns.early else {}),
     }
+    if early is not None:
+        not_early = [layer for layer in sorted(early.refused) if layer]
+        settings |= {"early_rank": plan.options.early_rank, "not_early": not_early}
     identity = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return {
         "format": layout.FORMAT,
@@ -183,7 +183,15 @@ def _claim(folder: Path, new: Json) -> None:
             raise ExpertcastError(f"{folder} is not empty and holds no traces of ours: give a new or an empty folder")
         folder.mkdir(parents=True, exist_ok=True)
         write_info(folder, new)
-        return
+    else:
+        _check_settings(folder, begun, new)
+
+
+def _check_settings(folder: Path, begun: TraceInfo, new: Json) -> None:
+    """
+    Raises:
+        ExpertcastError: the collection was begun with other settings than the `new` ones.
+    """
     settings: Json = {**begun["settings"]}
     for key in (*new["settings"], *settings):
         before, value = settings.get(key), new["settings"].get(key)
@@ -246,5 +254,6 @@ def _finish(
     if columns.early:
         files[layout.STAND_IN_FILE] = file_digest(folder / layout.STAND_IN_FILE)
     note = {"split": "train", "tokens": defaults.token_count}
-    write_info(folder, {**info, "default_vectors": note, "files": files, "complete": True})
+    took = info.get("collection_s", 0.0) + done.seconds
+    write_info(folder, {**info, "collection_s": took, "default_vectors": note, "files": files, "complete": True})
     shutil.rmtree(folder / layout.PROGRESS_FOLDER)

@@ -16,8 +16,8 @@ from torch import Tensor, distributed
 
 from expertcast.data.plan import PlannedDocument
 
-_TIMEOUT = timedelta(days=7)
-"""Ranks wait for the slowest one at the end of a collection."""
+_TIMEOUT = timedelta(days=1)
+"""Ranks wait so long for one that is slower, at the end of a collection. One that has died is noticed at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Share:
     world: int = 1
 
 
-def current_share() -> Share:
-    """This process's rank; the ranks that torchrun started get a process group (gloo) where they have none."""
+def join_ranks() -> Share:
+    """Make the process group (gloo) of the ranks that torchrun started, where there is none; this process's rank."""
     started = int(os.environ.get("WORLD_SIZE", "1")) != 1 and "MASTER_ADDR" in os.environ
     if started and distributed.is_available() and not distributed.is_initialized():
         distributed.init_process_group("gloo", timeout=_TIMEOUT)

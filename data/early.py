@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from expertcast.data.cache_reading import reading_copy
+from expertcast.data.cache_reading import growing_layer, reading_copy
 from expertcast.data.early_block import Block, Call, ReachedError
 from expertcast.data.early_layers import cache_index, kind_of, static_refusals, takes_masks, told
 from expertcast.data.early_masks import beside, own_rows
@@ -47,7 +47,8 @@ class EarlyAttention:
         self._masked = takes_masks(model)
         self._blocks = [Block(each, kind_of(model, each.decoder), cache_index(each.decoder)) for each in view]
         self._programs = [EarlyProgram(block) for block in self._blocks]
-        self._latest: dict[str | None, Call] = {}
+        self._latest: dict[str | None, Block] = {}
+        """By kind, the block that has run last."""
         self._masks: dict[int, tuple[Tensor, Tensor | None]] = {}
         """Of a forward over whole texts: masks by the identity of those that blocks are called with, and these."""
         self._unreadable: set[type] = set()
@@ -105,7 +106,8 @@ class EarlyAttention:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         hidden = args[0] if args else kwargs["hidden_states"]
         rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-        call = self._latest[block.kind] = block.call = Call(args[1:], rest, hidden.dtype)
+        call = block.call = Call(args[1:], rest, hidden.dtype)
+        self._latest[block.kind] = block
         whole = rest.get("past_key_values") is None
         runs = self._masked if whole else hidden.shape[1] == 1
         if runs and not block.checked and block.layer.index not in self.refused:
@@ -119,11 +121,13 @@ class EarlyAttention:
     def attend(self, layer: int, hidden_TD: Tensor) -> Tensor | None:
         """The residual [T, D] before the norm of `layer`'s router, had its block been given `hidden_TD`: in a decode
         step, when the layer before has been reached. None where it cannot be had in this step: the layer is refused,
-        its cache cannot be read, or no block of its kind has run yet, whose mask it needs (gpt_oss's second layer)."""
+        its cache cannot be read or lacks tokens, for forwards have left its block out, or no block of its kind has run
+        yet, whose mask it needs (gpt_oss's second layer)."""
         block = self._blocks[layer]
-        call = self._latest.get(block.kind)
-        if layer in self.refused or call is None:
+        latest = self._latest.get(block.kind)
+        if layer in self.refused or latest is None or latest.call is None or _lacks_tokens(block, latest):
             return None
+        call = latest.call
         hidden_B1D = hidden_TD.unsqueeze(1)
         found = self._programs[layer].run(hidden_B1D, call, lambda: self._run(block, hidden_B1D, call))
         return None if found is None else found.reshape(hidden_TD.shape)
@@ -188,3 +192,13 @@ class EarlyAttention:
                 "a DynamicCache or StaticCache lets it run",
                 stacklevel=2,
             )
+
+
+def _lacks_tokens(block: Block, latest: Block) -> bool:
+    """Whether the cache holds fewer tokens of a block than of one of its kind before this step."""
+    assert latest.call is not None
+    past = latest.call.kwargs.get("past_key_values")
+    if past is None or block.cache_index is None or latest.cache_index is None:
+        return False
+    own, other = (growing_layer(past, index) for index in (block.cache_index, latest.cache_index))
+    return own is not None and other is not None and own.get_seq_length() + 1 < other.get_seq_length()

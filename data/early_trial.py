@@ -8,7 +8,7 @@ import warnings
 from transformers import PreTrainedModel
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.distributed import current_share
+from expertcast.data.distributed import training_share
 from expertcast.data.early import EarlyAttention
 from expertcast.data.early_layers import told
 from expertcast.data.kept_outputs import NoExperts
@@ -25,16 +25,16 @@ def try_early(model: PreTrainedModel, view: MoEView, plan: Plan) -> tuple[EarlyA
     None where the plan leaves it out, or no layer of the `model`, whose layers `view` holds, can be run early. Which
     layers cannot, and why, is said on standard error.
     """
-    early = None if plan.options.early_rank is None else EarlyAttention(model, view, whole=True)
-    stand_in = None if early is None else StandIn.of_shape(view.shape, 0)
-    stream = ActivationStream(model, view, [], stand_in=stand_in, early=early)
+    stand_in = None if plan.options.early_rank is None else StandIn.of_shape(view.shape, 0)
+    stream = ActivationStream(model, view, [], stand_in=stand_in)
+    early = stream.early
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "forecasts do without early attention")  # said here
         # what is tried is attention and routers: experts would be read from a disk for it
         seen = stream.run(pad_windows(plan.windows_of(plan.documents)[:1]), NoExperts())
     if early is None:
         return None, seen
-    if current_share().rank == 0:
+    if training_share().rank == 0:
         lines = told(early.refused) if len(view) > 1 else ["a model of one MoE layer"]
         for line in lines:
             print(f"no early attention at {line}", file=sys.stderr)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from expertcast.data.distributed import current_share
+from expertcast.data.distributed import join_ranks
 from expertcast.predictors.errors import ExpertcastError
 
 try:
@@ -25,7 +25,7 @@ def exclusive(folder: Path) -> Iterator[None]:
     Raises:
         ExpertcastError: another process is at it.
     """
-    if fcntl is None or current_share().rank != 0 or (folder.exists() and not folder.is_dir()):
+    if fcntl is None or join_ranks().rank != 0 or (folder.exists() and not folder.is_dir()):
         yield  # whatever is wrong with the folder is said by who writes it
         return
     made = [path for path in (folder, *folder.parents) if not path.exists()]

@@ -15,12 +15,14 @@ and is written last. They hold no default vectors, and their skeleton leaves it 
 layers are.
 
 Columns: `residual` (L x D, bf16 stored as its 16 bits, Arrow has no bf16), `router_logits` (L x E), `document`,
-`position` (in the document), `token` (id), and with early attention `early` (L - 1 x D, stored as `residual` is).
+`position` (in the document; it begins above 0 where the beginning of a request was in a prefix cache), `token` (id),
+and with early attention `early` (L - 1 x D, stored as `residual` is).
 """
 
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,7 +125,11 @@ def write_dataset_files(folder: Path, columns: Columns, shards: list[str], mark:
     """
     from datasets import DatasetInfo
 
-    DatasetInfo(features=columns.features()).write_to_directory(str(folder))
+    from expertcast.data.shard_file import write_atomically
+
+    with tempfile.TemporaryDirectory(prefix="expertcast-") as made:
+        DatasetInfo(features=columns.features()).write_to_directory(made)
+        write_atomically(folder / DATASET_INFO_FILE, Path(made, DATASET_INFO_FILE).read_bytes())
     state: Json = {
         "_data_files": [{"filename": name} for name in shards],
         "_fingerprint": mark[:16],
@@ -133,4 +139,4 @@ def write_dataset_files(folder: Path, columns: Columns, shards: list[str], mark:
         "_output_all_columns": False,
         "_split": None,
     }
-    (folder / DATASET_STATE_FILE).write_text(json.dumps(state, indent=2))
+    write_atomically(folder / DATASET_STATE_FILE, json.dumps(state, indent=2).encode())

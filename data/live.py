@@ -21,7 +21,7 @@ from expertcast.checkpoints.provenance import provenance
 from expertcast.data import layout
 from expertcast.data.live_document import LiveDocument as LiveDocument
 from expertcast.data.live_skeleton import LAYERS, save_live_skeleton
-from expertcast.data.plan import HELD_OUT_SHARE, SPLITS, PlannedDocument
+from expertcast.data.plan import HELD_OUT_SHARE, MIN_DOCUMENTS, SPLITS, PlannedDocument, assign_splits
 from expertcast.data.shard_file import write_shard
 from expertcast.data.trace_file import TraceInfo, documents_in, is_live, read_info, shard_names, write_info
 from expertcast.predictors.artefacts import check_file, file_digest
@@ -106,8 +106,8 @@ class LiveTraces:
         if not rows:
             return
         held = sum(len(each.token_T) for each in self._held) * self._columns.row_bytes
-        if held >= _MOST_SHARDS * self.options.shard_bytes:
-            return  # too few different prompts for three splits, as a benchmark's are
+        if held >= _MOST_SHARDS * self.options.shard_bytes and document.hash in {each.hash for each in self._held}:
+            return  # too few different conversations for three splits, as a benchmark's are
         if not self._held:
             self._since = time.monotonic()
         cut = {name: getattr(document, name)[:rows] for name in ("token_T", "residual_TLD", "logits_TLE")}
@@ -125,15 +125,20 @@ class LiveTraces:
             self.commit()
 
     def commit(self) -> bool:
-        """Write what is buffered; False: there is nothing, or too few different prompts yet for three splits.
+        """Write what is buffered; False: there is nothing, or too few different conversations yet for three splits.
 
         Raises:
             ExpertcastError: the model gave NaN or infinity.
         """
+        lengths: dict[str, int] = {}
         for document in self._held:
-            self._split(document.hash)
-        if not self._held or len(set(self._splits.values())) < len(SPLITS):
+            lengths[document.hash] = lengths.get(document.hash, 0) + len(document.token_T)
+        if not self._splits and len(lengths) >= MIN_DOCUMENTS:
+            self._splits = assign_splits(lengths)
+        if not self._held or not self._splits:
             return False
+        for conversation in lengths:
+            self._splits.setdefault(conversation, _split_by_hash(conversation))
         number = sum(len(shards) for shards in self._shards.values())
         index = len(self.documents)
         for split in SPLITS:
@@ -159,18 +164,6 @@ class LiveTraces:
         if self.documents:
             small = (layout.DATASET_STATE_FILE, layout.DATASET_INFO_FILE)
             self._write_info({name: file_digest(self.folder / name) for name in small})
-
-    def _split(self, own: str) -> str:
-        """The split that a prompt is in: by its hash, as texts are; the first three make one for each."""
-        if own not in self._splits:
-            there = set(self._splits.values())
-            missing = [split for split in ("test", "validation") if split not in there]
-            place = int(own, 16) / 2**64
-            by_hash = "test" if place < HELD_OUT_SHARE else "validation" if place >= 1 - HELD_OUT_SHARE else "train"
-            if sum(split == by_hash for split in self._splits.values()) > HELD_OUT_SHARE * len(self._splits):
-                by_hash = "train"
-            self._splits[own] = "train" if "train" not in there else missing[0] if missing else by_hash
-        return self._splits[own]
 
     def _new_info(self, view: MoEView, dtype: str) -> Json:
         """trace.json of a collection that begins."""
@@ -238,6 +231,12 @@ class LiveTraces:
         write_info(self.folder, {**self._info, **counted})
         if small is None:
             layout.write_dataset_files(self.folder, self._columns, list(shards), self._info["id"])
+
+
+def _split_by_hash(own: str) -> str:
+    """The split of a conversation, whatever others there are."""
+    place = int(own, 16) / 2**64
+    return "test" if place < HELD_OUT_SHARE else "validation" if place >= 1 - HELD_OUT_SHARE else "train"
 
 
 def _rows_in(path: Path) -> int:

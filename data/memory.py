@@ -1,7 +1,9 @@
-"""Memory that this process may still take: of the machine, and of every control group that it is in."""
+"""Memory and processors that this process may use: the machine's, within the limits of its control groups."""
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,12 +18,27 @@ def available_memory(root: Path = Path("/")) -> int | None:
         root: of the file system in which `proc` and the control groups are looked for.
     """
     kilobytes = _fields(root / "proc/meminfo").get("MemAvailable:")
-    bounds = [] if kilobytes is None else [1024 * kilobytes]
-    for version, folder, mount in _groups(root):
-        # a group is held to the limits of all above it
-        groups = [folder, *folder.parents][: len(folder.parts) - len(mount.parts) + 1]
-        bounds += [bound for group in groups if (bound := version.available(root / group.relative_to("/"))) is not None]
-    return min(bounds, default=None)
+    bounds = [None if kilobytes is None else 1024 * kilobytes]
+    bounds += [_VERSIONS[kind].available(group) for kind, group in _groups(root, "memory")]
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def usable_processors(root: Path = Path("/")) -> int:
+    """Processors that this process may keep busy: those of its affinity, within the quotas of its control groups,
+    rounded up.
+
+    Args:
+        root: of the file system in which `proc` and the control groups are looked for.
+    """
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([affinity, *(_quota(kind, group) or affinity for kind, group in _groups(root, "cpu"))])
+
+
+def _quota(kind: str, group: Path) -> int | None:
+    """Processors' worth of time that a group may take; None: as much as there is."""
+    files = ("cpu.max",) if kind == "cgroup2" else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    words = [word for name in files for line in _lines(group / name) for word in line.split()]
+    return math.ceil(int(words[0]) / int(words[1])) if len(words) == 2 and words[0].isdigit() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +67,27 @@ _VERSIONS = {
 """By the name of the file system."""
 
 
-def _groups(root: Path) -> Iterator[tuple[_Version, PurePosixPath, PurePosixPath]]:
-    """This process's groups that may limit memory: version, folder, and where the topmost that is seen is mounted."""
+def _groups(root: Path, controller: str) -> Iterator[tuple[str, Path]]:
+    """This process's groups that a controller (`memory`, `cpu`) may limit, and all above them, to whose limits they are
+    held: kind of file system and folder."""
     own: dict[str, PurePosixPath] = {}
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
             own["cgroup2"] = PurePosixPath(path)
-        elif "memory" in controllers.split(","):
+        elif controller in controllers.split(","):
             own["cgroup"] = PurePosixPath(path)
     for line in _lines(root / "proc/self/mountinfo"):
         mounted, _, rest = line.partition(" - ")
         kind, _, options = rest.split(" ", 2)
-        if kind not in own or (kind == "cgroup" and "memory" not in options.split()[-1].split(",")):
+        if kind not in own or (kind == "cgroup" and controller not in options.split()[-1].split(",")):
             continue
         top, mount = (PurePosixPath(_unescaped(word)) for word in mounted.split()[3:5])
         # a container may see its own group as the topmost, whatever the group is called outside
         below = own[kind].relative_to(top) if own[kind].is_relative_to(top) else PurePosixPath()
-        yield _VERSIONS[kind], mount / below, mount
+        folder = mount / below
+        for group in [folder, *folder.parents][: len(below.parts) + 1]:
+            yield kind, root / group.relative_to("/")
 
 
 def _unescaped(word: str) -> str:

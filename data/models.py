@@ -76,8 +76,8 @@ def _check_room(source: ModelSource, config: PretrainedConfig, dtype: torch.dtyp
     needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     if available is not None and needed > available:
         raise ExpertcastError(
-            f"{source.name!r} needs {needed} bytes of memory and {available} are available: offload it by --memory and "
-            "--store-folder (in Python load_offloaded with store='disk')"
+            f"{source.name!r} needs {needed} bytes of memory and {available} are available: run it from a disk by "
+            "--store-folder of generate, serve, collect, train or eval (in Python load_offloaded with store='disk')"
         )
 
 
@@ -90,7 +90,7 @@ def _by_transformers(
             source.path, config=config, dtype=wanted or "auto", **source.options, **plain
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:  # missing or damaged
-        raise ExpertcastError(f"cannot load model {source.name!r}: {first_line(error)}") from error
+        raise source.failure(error) from error
     if form is not None and form.method == FP8 and wanted is not None:
         for parameter in model.parameters():  # transformers leaves what was not in FP8 as it was
             if parameter.dtype == config.dtype:
@@ -127,7 +127,7 @@ def load_tokenizer(model_id: str | Path, **options: object) -> PreTrainedTokeniz
     except Exception as error:  # a file that is not right fails in whatever way its family's classes fail
         if isinstance(error, ExpertcastError):
             raise
-        raise ExpertcastError(f"no tokenizer for {source.name!r}: {first_line(error)}") from error
+        raise source.failure(error, "no tokenizer for") from error
     return tokenizer
 
 
@@ -149,9 +149,7 @@ def load_config(model: str | Path | ModelSource) -> PretrainedConfig:
     except Exception as error:  # a config that is not right fails in whatever way its family's classes fail
         untrusted = isinstance(error, ValueError) and "trust_remote_code" in str(error)
         reason = "it holds code of its own: say trust_remote_code=True (--trust-remote-code) if you trust it"
-        raise ExpertcastError(
-            f"cannot load model {source.name!r}: {reason if untrusted else first_line(error)}"
-        ) from error
+        raise source.failure(ExpertcastError(reason) if untrusted else error) from error
     return config
 
 

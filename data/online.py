@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.distributed import current_share, documents_of, sum_over_ranks
+from expertcast.data.distributed import documents_of, join_ranks, sum_over_ranks
 from expertcast.data.early import EarlyAttention
 from expertcast.data.early_trial import try_early
 from expertcast.data.experts import Offload, experts_of, model_of
@@ -65,7 +65,7 @@ class OnlineTraces(TraceSource):
 
         With a process group each rank passes over its share, so every rank must ask for them.
         """
-        means, share = MeanOutputs(self.view), current_share()
+        means, share = MeanOutputs(self.view), join_ranks()
         own = documents_of(self.chosen("train"), share)
         total = sum(document.tokens for document in own)
         for _ in tokens_read(self._stream(own, None, means), "default vectors", total):

@@ -88,7 +88,11 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of another once it is on disk as a whole."""
     partial = path.with_name(path.name + layout.PARTIAL)
     with partial.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
     os.replace(partial, path)

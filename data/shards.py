@@ -21,7 +21,7 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.plan import PlannedDocument
 from expertcast.data.tensor_files import is_finite
 from expertcast.data.trace_file import REMEDY, TraceInfo
-from expertcast.predictors.artefacts import digest
+from expertcast.predictors.artefacts import digest, open_file
 from expertcast.predictors.errors import ExpertcastError, first_line
 
 _ARROW = {
@@ -60,7 +60,8 @@ class Shard:
         self._checked = False
         try:
             # copy-on-write: a stray in-place operation on a batch neither crashes nor reaches the file
-            self._content: npt.NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="c")
+            with open_file(path) as file:
+                self._content: npt.NDArray[np.uint8] = np.memmap(file, dtype=np.uint8, mode="c")
             self._take_columns(pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(self._content))).read_all(), info)
         except ExpertcastError:
             raise

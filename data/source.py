@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from transformers.utils.hub import cached_file
 
 from expertcast.checkpoints.bundled import resolve_model
@@ -64,6 +67,10 @@ class ModelSource:
             if key not in SOURCE_OPTIONS:
                 raise ExpertcastError(f"unknown option {key!r}: choose from {', '.join(SOURCE_OPTIONS)}")
         given = {key: value for key, value in given.items() if value is not None}
+        if not isinstance(name, str | os.PathLike):
+            raise ExpertcastError(
+                f"a {type(name).__name__} is no folder, hub id or GGUF file: give a loaded model to expertcast.offload"
+            )
         file = Path(name)
         if file.suffix == ".gguf":
             if "gguf_file" in given:
@@ -111,6 +118,17 @@ class ModelSource:
         kept = (*_MODEL, "trust_remote_code", "code_revision")
         return {key: value for key, value in self.options.items() if key in kept}
 
+    def failure(self, error: Exception, what: str = "cannot load model") -> ExpertcastError:
+        """What went wrong in a line; that there is no such folder comes before what the hub says."""
+        reason = first_line(error)
+        if not os.path.exists(self.path):
+            try:
+                validate_repo_id(self.path)
+                reason = f"no such folder, and from the hub: {reason}" if isinstance(error, OSError) else reason
+            except HFValidationError:
+                reason = "no such folder; give the folder of a model, or its hub id"
+        return ExpertcastError(f"{what} {self.name!r}: {reason}")
+
     def file(self, name: str) -> str | None:
         """The path of one of its files, downloaded where it has to be; None: there is none.
 
@@ -120,7 +138,7 @@ class ModelSource:
         try:
             found: str | None = cached_file(self.path, name, _raise_exceptions_for_missing_entries=False, **self.files)
         except (OSError, ValueError) as error:
-            raise ExpertcastError(f"cannot load model {self.name!r}: {first_line(error)}") from error
+            raise self.failure(error) from error
         return found
 
     def gguf(self) -> str | None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from expertcast.data.batch import TraceBatch
 from expertcast.data.capture import Capture, EarlyRun, attached
 from expertcast.data.early import EarlyAttention
+from expertcast.data.early_layers import told
 from expertcast.data.experts import WINDOWS
 from expertcast.data.kept_outputs import Outputs
 from expertcast.data.means import MeanOutputs
@@ -34,7 +35,8 @@ class ActivationStream:
         batch_size: windows per forward; None: 8.
         means: where to add expert outputs, for default vectors; None leaves them out.
         stand_in: what early attention runs on; None leaves it out.
-        early: runs it, where it has been tried before; None makes it anew.
+        early: runs it, where it has been tried before, and must go on at the layers that it runs at then; None makes it
+            anew.
         residual_dtype: what residuals are rounded to; traces hold bf16.
 
     Raises:
@@ -63,9 +65,15 @@ class ActivationStream:
         self.model, self.view, self.windows = model, view, windows
         self.batch_size, self.means, self.residual_dtype = batch_size, means, residual_dtype
         self._early: EarlyRun | None = None
+        self._refused = None if early is None else dict(early.refused)
         if stand_in is not None:
             self._early = EarlyRun(early or EarlyAttention(model, view, whole=True), stand_in.to(model.device))
         self._check = RuleCheck(view)
+
+    @property
+    def early(self) -> EarlyAttention | None:
+        """Runs early attention, where there is a stand-in for it."""
+        return None if self._early is None else self._early.attention
 
     def __iter__(self) -> Iterator[TraceBatch]:
         for batch in window_batches(self.windows, self.batch_size):
@@ -80,7 +88,8 @@ class ActivationStream:
             outputs: answers for routed experts where it can; None: they run.
 
         Raises:
-            ExpertcastError: a router goes by more than the logits that are kept of it.
+            ExpertcastError: a router goes by more than the logits that are kept of it, or early attention stopped at a
+                layer.
         """
         model = self.model
         capture = Capture(
@@ -97,6 +106,12 @@ class ActivationStream:
                 use_cache=False,
             )
         capture.finish()
+        if self.early is not None and self._refused is not None and self.early.refused != self._refused:
+            lines = told({layer: why for layer, why in self.early.refused.items() if layer not in self._refused})
+            raise ExpertcastError(
+                f"early attention stopped half-way at {'; '.join(lines)}: run the text anew without it "
+                "(--early-rank none)"
+            )
         if self.means is not None:
             self.means.token_count += len(batch)
         return TraceBatch(

@@ -1,8 +1,12 @@
-"""Reading safetensors files of ours: names, shapes and kinds are compared with what is expected before a tensor is."""
+"""Reading safetensors files of ours: names, shapes and kinds are compared with what is expected before a tensor is.
+
+Ranges of any file are read here too.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from expertcast.predictors.artefacts import digest
+from expertcast.predictors.artefacts import digest, open_file
 from expertcast.predictors.errors import ExpertcastError, first_line
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -29,6 +33,7 @@ def read_tensors(path: Path, like: Mapping[str, Tensor], remedy: str) -> tuple[d
         ExpertcastError: it cannot be read, holds other tensors, or values that are not finite.
     """
     try:
+        open_file(path).close()
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
             if names != set(like):
@@ -52,6 +57,18 @@ def read_tensors(path: Path, like: Mapping[str, Tensor], remedy: str) -> tuple[d
         if tensor.is_floating_point() and not is_finite(tensor):
             raise ExpertcastError(f"{path}: tensor {name} holds NaN or infinity; {remedy}")
     return tensors, notes
+
+
+def read_range(file: int, start: int, nbytes: int) -> bytearray:
+    """Bytes of an open file from `start` on; fewer where it ends before.
+
+    Linux gives 2 GiB at most at a time, network file systems may give less.
+    """
+    read, done = bytearray(nbytes), 0
+    while done < nbytes and (count := os.preadv(file, [memoryview(read)[done:]], start + done)):
+        done += count
+    del read[done:]
+    return read
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:

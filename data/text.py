@@ -9,10 +9,11 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import math
 import re
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from expertcast.checkpoints.bundled import REFERENCE, resolve_model
+from expertcast.checkpoints.bundled import BUNDLED, is_bundled
 from expertcast.predictors.errors import ExpertcastError, first_line
 from expertcast.predictors.plain import Json
 
@@ -33,6 +34,13 @@ DOMAIN_COLUMN = "domain"
 SUFFIXES = (".parquet", ".jsonl", ".txt")
 REFERENCE_FILES = ("text/validation.parquet", "text/test.parquet")
 TXT_DOCUMENT_CHARS = 4000
+MOST_CHARS = 10**9
+"""Characters of text that are held."""
+CHARS_PER_TOKEN = 16
+"""Characters that a token takes at most, and some documents to choose among."""
+FEWEST_CHARS = 10**6
+ROWS_WITHOUT = 100_000
+"""First rows without text after which no text is looked for in the others."""
 PARQUET_BATCH = 1000
 """Rows read at a time; left to `datasets` it would be the file's first row group, which may be empty."""
 _ENDS = (re.compile(r"\n\s*\n"), re.compile(r"\n"), re.compile(r"\s"))
@@ -53,26 +61,43 @@ class Document:
     def hash(self) -> str:
         """What the text is known by wherever it is read from: the first 64 bits of its SHA-256, in hexadecimal, without
         the blanks around it."""
-        return hashlib.sha256(self.text.strip().encode()).hexdigest()[:16]
+        return text_hash(self.text)
 
 
-def load_documents(data: str | Path | Sequence[str | Path], *, max_chars: int | None = None) -> list[Document]:
+def text_hash(text: str) -> str:
+    """:attr:`Document.hash` of a text."""
+    return hashlib.sha256(text.strip().encode()).hexdigest()[:16]
+
+
+def load_documents(
+    data: str | Path | Sequence[str | Path],
+    *,
+    column: str = TEXT_COLUMN,
+    tokens: int | None = None,
+    max_chars: int = MOST_CHARS,
+) -> list[Document]:
     """Read `reference`, files, folders of files, or hub dataset ids (their split `train`), one or several of them.
 
-    Reading stops once there are `max_chars` characters (for hub datasets larger than memory).
+    Rows without text are left out, and how many is said. Reading stops once there are `max_chars` characters.
+
+    Args:
+        data: one or several names.
+        column: that holds the text.
+        tokens: how many are wanted of the text: of a hub dataset no more is read than they take (default: all of it).
+        max_chars: characters that are held at most.
 
     Raises:
-        ExpertcastError: a file is missing or unreadable, of unknown suffix, without a column `text`, or no document
-            has any text.
+        ExpertcastError: a file is missing or unreadable, of unknown suffix, has no text at all in its column, or
+            no document has any.
     """
     names = [data] if isinstance(data, (str, Path)) else list(data)
     documents: list[Document] = []
     chars = 0
-    for index, (text, domain) in enumerate(row for name in names for row in _rows(str(name))):
+    for index, (text, domain) in enumerate(row for name in names for row in _rows(str(name), tokens, column)):
         if text.strip():
             documents.append(Document(index, text, domain))
             chars += len(text)
-        if max_chars is not None and chars >= max_chars:
+        if chars >= max_chars:
             break
     if not documents:
         raise ExpertcastError(f"no text in {', '.join(map(str, names))}: every document is empty")
@@ -91,7 +116,7 @@ def bundled_ids(tokenizer: PreTrainedTokenizerBase, tokens: int, known: Collecti
         ExpertcastError: it is shorter, or the tokenizer knows no text.
     """
     ids: list[int] = []
-    for document in load_documents(REFERENCE):
+    for document in load_documents(BUNDLED):
         if document.hash not in known:
             ids += tokenizer(document.text, verbose=False)["input_ids"]
         if len(ids) >= tokens:
@@ -101,50 +126,51 @@ def bundled_ids(tokenizer: PreTrainedTokenizerBase, tokens: int, known: Collecti
     raise ExpertcastError(f"the bundled text has {len(ids)} tokens, {tokens} were asked for: give fewer")
 
 
-def _rows(name: str) -> Iterator[tuple[str, str]]:
-    """(text, domain) of every document of one source."""
+def _rows(name: str, tokens: int | None, column: str) -> Iterator[tuple[str, str]]:
+    """(text, domain) of every document of one source; of a hub dataset, of as many as `tokens` take."""
     path = Path(name)
-    if name == REFERENCE and not path.exists():
+    if path == BUNDLED or is_bundled(name, *(f"*{suffix}" for suffix in SUFFIXES)):
         for bundled in REFERENCE_FILES:
-            yield from _file_rows(Path(resolve_model(REFERENCE)) / bundled)
+            yield from _file_rows(BUNDLED / bundled, TEXT_COLUMN)
     elif path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
         if not files:
             raise ExpertcastError(f"folder {name} holds no {', '.join(SUFFIXES)} file: give files or a hub dataset id")
         for file in files:
-            yield from _file_rows(file)
+            yield from _file_rows(file, column)
     elif path.exists() or path.suffix in SUFFIXES or not _HUB_ID.fullmatch(name):
-        yield from _file_rows(path)
+        yield from _file_rows(path, column)
     else:
-        yield from _hub_rows(name)
+        yield from _hub_rows(name, tokens, column)
 
 
-def _file_rows(path: Path) -> Iterator[tuple[str, str]]:
+def _file_rows(path: Path, column: str) -> Iterator[tuple[str, str]]:
     if not path.is_file():
         raise ExpertcastError(f"no file {path}: give a local {', '.join(SUFFIXES)} file or a hub dataset id")
     readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows, ".txt": _txt_rows}
     if path.suffix not in readers:
         raise ExpertcastError(f"{path}: unknown suffix {path.suffix!r}; convert it to {', '.join(SUFFIXES)}")
-    return readers[path.suffix](path)
+    return readers[path.suffix](path, column)
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, str]]:
+def _parquet_rows(path: Path, column: str) -> Iterator[tuple[str, str]]:
     with _reading(path):
         names = _local("parquet", path).column_names
-        _require_text_column(str(path), names)
-        columns = [name for name in (TEXT_COLUMN, DOMAIN_COLUMN) if name in names]
-        for row in _local("parquet", path, columns=columns, batch_size=PARQUET_BATCH):
-            yield _row(str(path), row)
+        if column not in names:
+            raise _no_text(str(path), column, names)
+        columns = [name for name in (column, DOMAIN_COLUMN) if name in names]
+        rows = _local("parquet", path, columns=columns, batch_size=PARQUET_BATCH)
+        yield from _with_text(str(path), ((str(path), row) for row in rows), column)
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, str]]:
+def _jsonl_rows(path: Path, column: str) -> Iterator[tuple[str, str]]:
     """By hand, line by line: `datasets` takes 2.4 times as long (0.49 against 0.20 s for 59 MB), holds 180 MB more,
     counts a bad row from the beginning of a 10 MB block instead of naming its line, and takes a list for documents."""
     try:
         with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _row(f"{path}, line {number}", _json_object(f"{path}, line {number}", line))
+            places = ((f"{path}, line {number}", line) for number, line in enumerate(lines, start=1) if line.strip())
+            rows = ((where, _json_object(where, line)) for where, line in places)
+            yield from _with_text(str(path), rows, column)
     except OSError as error:
         raise ExpertcastError(f"cannot read {path}: {error.strerror}") from error
 
@@ -161,7 +187,8 @@ def _json_object(where: str, line: bytes) -> Json:
     return row if isinstance(row, dict) else {}
 
 
-def _txt_rows(path: Path) -> Iterator[tuple[str, str]]:
+def _txt_rows(path: Path, column: str) -> Iterator[tuple[str, str]]:
+    del column
     with _reading(path):
         text = "".join(row["text"] for row in _local("text", path, sample_by="document"))
     documents = cut_text(text)
@@ -218,33 +245,56 @@ def _reading(path: Path) -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _hub_rows(name: str) -> Iterator[tuple[str, str]]:
+def _hub_rows(name: str, tokens: int | None, column: str) -> Iterator[tuple[str, str]]:
     from datasets import load_dataset
 
+    enough = math.inf if tokens is None else max(FEWEST_CHARS, CHARS_PER_TOKEN * tokens)
+    chars = 0
     try:
-        for row in load_dataset(name, split="train", streaming=True):
-            yield _row(name, row)
+        rows = ((name, row) for row in load_dataset(name, split="train", streaming=True))
+        for text, domain in _with_text(name, rows, column):
+            yield text, domain
+            chars += len(text)
+            if chars >= enough:
+                print(f"{name}: the first {chars:,} characters are read, for {tokens:,} tokens", file=sys.stderr)
+                return
     except ExpertcastError:
         raise
     except Exception as error:  # the hub client raises many kinds; all mean that the data cannot be had
         raise ExpertcastError(f"no such file, and no hub dataset either: {name!r} ({first_line(error)})") from error
 
 
-def _require_text_column(where: str, names: Collection[str]) -> None:
-    if TEXT_COLUMN not in names:
-        raise ExpertcastError(
-            f"{where} has no column {TEXT_COLUMN!r} (it has: {', '.join(names) or 'none'}): rename it"
-        )
+def _with_text(what: str, rows: Iterable[tuple[str, Json]], column: str) -> Iterator[tuple[str, str]]:
+    """(text, domain) of rows, given with their places; those without text are counted, and have none.
+
+    Raises:
+        ExpertcastError: no row of a file has a text, or what is in one is no Unicode.
+    """
+    count, without, names = 0, 0, set[str]()
+    for count, (where, row) in enumerate(rows, start=1):
+        text, names = row.get(column), names | row.keys()
+        if not isinstance(text, str):
+            text, without = "", without + 1
+        if without == count == ROWS_WITHOUT:
+            break
+        yield text, _domain(where, text, row)
+    if count and without == count:
+        raise _no_text(what, column, sorted(names))
+    if without:
+        print(f"{what}: {without:,} of {count:,} rows have no text and are left out", file=sys.stderr)
 
 
-def _row(where: str, row: Json) -> tuple[str, str]:
-    _require_text_column(where, row)
-    text = row[TEXT_COLUMN]
-    if text is not None and not isinstance(text, str):
-        raise ExpertcastError(f"{where}: column {TEXT_COLUMN!r} holds {type(text).__name__}, not text")
+def _no_text(what: str, column: str, names: Iterable[str]) -> ExpertcastError:
+    found = ", ".join(names) or "none"
+    return ExpertcastError(
+        f"{what} has no text in column {column!r} (it has: {found}): name the one with --text-column"
+    )
+
+
+def _domain(where: str, text: str, row: Json) -> str:
     domain = str(row.get(DOMAIN_COLUMN) or "")
     try:
         f"{text} {domain}".encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair: JSON can hold it, tokenizers refuse it
         raise ExpertcastError(f"{where}: holds what is no Unicode ({error.reason}); leave it out") from None
-    return text or "", domain
+    return domain

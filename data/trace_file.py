@@ -62,6 +62,8 @@ class _Settings(TypedDict):
     text: str
     early_rank: NotRequired[Annotated[int, Field(ge=0, le=4096)]]
     """Of the stand-in that early attention ran on, where it did."""
+    not_early: NotRequired[list[Annotated[int, Field(ge=1, lt=10_000)]]]
+    """Layers that it could not run at: their column holds the stand-in."""
 
 
 @with_config(CLOSED)
@@ -131,8 +133,8 @@ class TraceInfo(TypedDict):
     versions: dict[str, JsonValue]
     documents: list[_Document]
     collection_s: NotRequired[Annotated[float, Field(ge=0)]]
-    """Seconds of running the model over the text, as measured by the first rank; not in what was written before there
-    was this."""
+    """Seconds of running the model over the text, as measured by the first rank, with those before a kill; of a
+    collection that is not complete, those of fitting the stand-in."""
     default_vectors: NotRequired[_Vectors]
     """Of a complete collection, as `files`; not of a server's traffic."""
     files: NotRequired[dict[str, str]]
@@ -219,8 +221,9 @@ def _contradiction(info: TraceInfo) -> str | None:
     if shape["K"] > shape["E"]:
         return f"shape.K is {shape['K']}, more than the {shape['E']} experts"
     early = [("early", columns["early"]["shape"], [shape["L"] - 1, shape["D"]])] if "early" in columns else []
-    if early and "early_rank" not in info["settings"]:
-        return "settings.early_rank is missing, and there is a column early"
+    for name in ("early_rank", "not_early") if early else ():
+        if name not in info["settings"]:
+            return f"settings.{name} is missing, and there is a column early"
     if not early and "early_rank" in info["settings"]:
         return "columns.early is missing, and settings have early_rank"
     for name, found, wanted in (

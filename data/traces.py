@@ -85,9 +85,8 @@ class TraceDataset(TraceSource):
         with blamed(name, found, TRACES):
             info = read_info(found)
             if info is None:
-                raise ExpertcastError(
-                    f"{found} holds no traces ({TRACE_FILE} missing): make them with expertcast collect"
-                )
+                missing = f"{TRACE_FILE} missing" if found.is_dir() else "no such folder"
+                raise ExpertcastError(f"{found} holds no traces ({missing}): make them with expertcast collect")
             if not info["complete"]:
                 raise ExpertcastError(f"the collection in {found} is not finished: run the same collect command again")
             return cls(found, info)

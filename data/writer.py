@@ -8,6 +8,7 @@ is the commit: on resumption, shards it does not name are deleted and the batche
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,8 @@ class _Note(TypedDict):
     shards: list[_ShardName]
     batches_done: Annotated[int, Field(ge=0, le=2**53)]
     rows_done: Annotated[int, Field(ge=0, le=2**53)]
+    seconds: NotRequired[Annotated[float, Field(ge=0)]]
+    """That they took, with those before a kill."""
     digests: NotRequired[dict[_ShardName, str]]
     """Of the shards, in their order."""
     sums: NotRequired[str]
@@ -63,6 +66,8 @@ class Progress:
     batches: int = 0
     """How many of the rank's batches they hold."""
     rows: int = 0
+    seconds: float = 0.0
+    """That the first rank took for them."""
 
 
 class ShardWriter:
@@ -94,6 +99,7 @@ class ShardWriter:
         self._shard_rows = max(1, shard_bytes // columns.row_bytes)
         self._batches: list[tuple[TraceBatch, Tensor]] = []
         self.done = _load_progress(folder, rank, means)
+        self._since = time.perf_counter()
         for path in folder.glob(f"data-{rank:05d}-*"):
             if path.name not in self.done.shards:
                 path.unlink()
@@ -119,6 +125,8 @@ class ShardWriter:
         self.done.shards[name] = digest
         self.done.batches += len(self._batches)
         self.done.rows += rows
+        now = time.perf_counter()
+        self.done.seconds, self._since = self.done.seconds + now - self._since, now
         self._batches = []
         self._save_progress()
 
@@ -129,6 +137,7 @@ class ShardWriter:
                 "shards": list(self.done.shards),
                 "batches_done": self.done.batches,
                 "rows_done": self.done.rows,
+                "seconds": self.done.seconds,
                 "digests": self.done.shards,
                 "sums": tensors_digest(sums),
             }
@@ -163,6 +172,8 @@ def merged_progress(folder: Path, means: Sequence[MeanOutputs]) -> Progress:
         merged.rows += done.rows
         if rank:
             means[0].merge(own)
+        else:
+            merged.seconds = done.seconds
     return merged
 
 
@@ -182,4 +193,5 @@ def _load_progress(folder: Path, rank: int, means: MeanOutputs) -> Progress:
         shards = note.get("digests") or {name: file_digest(folder / name) for name in names}
     except OSError as error:
         raise ExpertcastError(f"cannot read {error.filename}: {error.strerror}; {REMEDY}") from error
-    return Progress(shards=shards, batches=note["batches_done"], rows=note["rows_done"])
+    seconds = note.get("seconds", 0.0)
+    return Progress(shards=shards, batches=note["batches_done"], rows=note["rows_done"], seconds=seconds)

@@ -10,12 +10,16 @@ flips in any of them is noticed. What was written before there were digests is r
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
+import os
 import re
+import stat
 import warnings
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -31,7 +35,7 @@ CLOSED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 """For schemas: no other members, no other types, finite numbers."""
 
 MOST_BYTES = 256 << 20
-"""Of a JSON file: the description of ten million documents."""
+"""Of a file that is read whole: the description of ten million documents."""
 MOST_NESTING = 32
 SEAL = "digest"
 
@@ -41,6 +45,31 @@ _CHUNK = 1 << 22
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Half of a character in two escapes; without its other half it is a text that can be neither printed nor written."""
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}
+
+
+def open_file(path: Path) -> BufferedReader:
+    """Open a regular file for reading. A pipe in its place is not waited for, a device not read.
+
+    Raises:
+        OSError: it cannot be read or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a regular file of at most `MOST_BYTES`.
+
+    Raises:
+        OSError: as :func:`open_file`, or the file is larger.
+    """
+    with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size > MOST_BYTES:
+            raise OSError(errno.EFBIG, f"More than {MOST_BYTES} bytes", str(path))
+        return file.read()
 
 
 def read_json(path: Path, schema: type[T], remedy: str) -> T:
@@ -55,9 +84,7 @@ def read_json(path: Path, schema: type[T], remedy: str) -> T:
         ExpertcastError: no such file, no JSON object by this schema, or one that was changed after it was sealed.
     """
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ExpertcastError(f"{path} has {path.stat().st_size} bytes, at most {MOST_BYTES} are read; {remedy}")
-        data = path.read_bytes()
+        data = read_bytes(path)
     except OSError as error:
         raise ExpertcastError(f"cannot read {path}: {error.strerror}; {remedy}") from error
     return parse_json(data, schema, str(path), remedy)
@@ -140,7 +167,7 @@ def file_digest(path: Path) -> str:
         OSError: it cannot be read.
     """
     state = xxhash.xxh3_128()
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while chunk := file.read(_CHUNK):
             state.update(chunk)
     return "xxh3:" + state.hexdigest()

@@ -5,6 +5,7 @@ All registrations are visible in the `__init__.py` of their folder.
 
 from __future__ import annotations
 
+import reprlib
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 from expertcast.predictors.base import Predictor
@@ -46,7 +47,7 @@ class Registry(Generic[R]):
             ExpertcastError: unknown name; the message lists the known ones.
         """
         if name not in self._classes:
-            raise ExpertcastError(f"unknown {self.kind} {name!r}: {self.allowed()}")
+            raise ExpertcastError(f"unknown {self.kind} {reprlib.repr(name)}: {self.allowed()}")
         return self._classes[name]
 
     def classes(self) -> list[type[R]]:

@@ -131,6 +131,9 @@ class MoEView:
     experts_known: str | None = None
     """What :meth:`experts_fingerprint` gave when the experts were at hand; a skeleton has none."""
 
+    def __repr__(self) -> str:
+        return f"<MoEView of {self.model_id}: {self.shape}>"
+
     def __len__(self) -> int:
         return len(self.layers)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from expertcast import UNSUPPORTED
+
 if TYPE_CHECKING:
     from expertcast.runtime.benchmarking.bench import benchmark
     from expertcast.runtime.config import OffloadConfig
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from expertcast.runtime.offloaded import OffloadedModel
     from expertcast.runtime.offloading import offload
     from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
+
+if UNSUPPORTED:
+    raise ImportError(UNSUPPORTED)
 
 __all__ = [
     "CudaLink",
@@ -61,3 +66,7 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'expertcast.runtime' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

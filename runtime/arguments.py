@@ -17,7 +17,10 @@ from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.refit import OnlineRefit
 from expertcast.runtime.option_values import named_checkpoint, pool_bytes, size_bytes
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.storage.layout import BlockLayout
+from expertcast.runtime.storage.codecs import make_codec
+from expertcast.runtime.storage.coded_reader import decoding_bytes
+from expertcast.runtime.storage.coded_store import CodedStore
+from expertcast.runtime.storage.layout import BlockLayout, device_of
 
 
 def resolve_predictor(
@@ -128,28 +131,35 @@ def slot_count(config: OffloadConfig, view: MoEView) -> int:
     """
     if config.memory is None:
         return slots_for(config, view.shape, 0)
+    layout, store, decoding = BlockLayout.of(view), config.store, 0
     drafts = expected_bytes(view, config.draft) if config.draft in QUANTISED else 0
-    return slots_for(config, view.shape, BlockLayout.of(view).block_bytes, drafts)
+    if isinstance(store, CodedStore) and store.device.type == "cpu":
+        decoding = decoding_bytes(store.codec)
+    elif (codec := config.resolved_codec()) != "raw" and device_of(view).type == "cpu":
+        decoding = decoding_bytes(make_codec(codec, layout))
+    return slots_for(config, view.shape, layout.block_bytes, drafts, decoding)
 
 
-def slots_for(config: OffloadConfig, shape: ModelShape, block_bytes: int, drafts: int = 0) -> int:
+def slots_for(config: OffloadConfig, shape: ModelShape, block_bytes: int, drafts: int = 0, decoding: int = 0) -> int:
     """The same for a model of this shape.
 
     Args:
         config: the options.
         shape: of the model.
         block_bytes: bytes of one expert; read where `memory` is given.
-        drafts: bytes that drafts take of `memory`.
+        drafts, decoding: bytes that drafts, and threads that decode, take of `memory`.
 
     Raises:
         ExpertcastError: too few for one token.
     """
     slots, everything = config.slots, shape.layers * shape.experts
     if config.memory is not None:
-        slots = (size_bytes(config.memory) - drafts - sum(pool_bytes(config.pools).values())) // block_bytes
+        pools = sum(pool_bytes(config.pools).values())
+        slots = (size_bytes(config.memory) - drafts - decoding - pools) // block_bytes
         if slots < shape.top_k:
             beside = f" beside pools={config.pools!r}" if config.pools else ""
             beside += f" beside {drafts} bytes for draft={config.draft!r}" if drafts else ""
+            beside += f" beside {decoding} bytes to decode in" if decoding else ""
             raise ExpertcastError(
                 f"memory={config.memory!r} holds {max(0, slots)} experts of {block_bytes} bytes{beside}, one token "
                 f"needs {shape.top_k}: give {shape.top_k * block_bytes} bytes or more{beside}"

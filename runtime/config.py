@@ -15,19 +15,21 @@ from pydantic import JsonValue
 from expertcast.data.writer import write_where_told
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.artefacts import read_json
+from expertcast.predictors.fields import field_docs
 from expertcast.predictors.plain import Json
 from expertcast.runtime.drafts.names import NONE, check_draft
 from expertcast.runtime.links.base import Link
-from expertcast.runtime.option_values import from_plain, pool_bytes, size_bytes, to_plain
+from expertcast.runtime.option_values import check_types, from_plain, pool_bytes, size_bytes, to_plain
 from expertcast.runtime.policies import PRESETS, Policies
 from expertcast.runtime.storage.codecs import check_codec
+from expertcast.runtime.storage.coded_file import packed_codec
 from expertcast.runtime.storage.store import ExpertStore
 
 MODES = ("exact", "speculate", "hybrid")
 STORES = ("memory", "disk")
 FORECASTS = ("always", "worth")
 MOST_REFIT_MS = 1000.0
-LINKS = ("auto", "instant", "emulated", "disk", "gpudirect", "cuda", "kernel")
+LINKS = ("auto", "instant", "emulated", "disk", "cuda", "kernel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +39,8 @@ class OffloadConfig:
     :meth:`save` and :meth:`load` keep them in a JSON file: a deployment is that file and the model.
 
     Raises:
-        ExpertcastError: an unknown mode, link, store, preset or policy, a memory that is no size, or options that rule
-            each other out.
+        ExpertcastError: a value of another type than its field's, an unknown mode, link, store, preset or policy, a
+            memory that is no size, or options that rule each other out.
     """
 
     predictor: str | Path | Predictor | None = None
@@ -49,7 +51,8 @@ class OffloadConfig:
     slots: int | None = None
     """Experts that fit on the device (default: a quarter of all, without a cache three layers' worth of a token)."""
     memory: str | int | None = None
-    """Device memory for experts instead of slots: bytes, or a text such as 2GB."""
+    """Device memory for experts instead of slots: bytes, or a text such as 2GB; with a codec on the CPU, what threads
+    decode in is taken from it."""
     cache: bool = True
     """Keep experts until their slot is needed; false gives slots back as soon as a layer has run."""
     bandwidth: float | None = None
@@ -57,9 +60,8 @@ class OffloadConfig:
     latency: float = 0.0
     """Seconds that each copy takes whatever its size, emulated likewise."""
     link: str | Link = "auto"
-    """auto, instant, emulated, disk (read directly, past the system's page cache), gpudirect (a raw file straight into
-    CUDA memory, by kvikio), cuda, or kernel (copies decided and made on the device); auto reads a store on disk
-    directly, and measures the last two on CUDA otherwise."""
+    """auto, instant, emulated, disk (read directly, past the system's page cache), cuda, or kernel (copies decided and
+    made on the device); auto reads a store on disk directly, and measures the last two on CUDA otherwise."""
     policies: Policies | str | None = None
     """Which experts are kept, loaded and dropped, or a preset's name (default: lru, the forecast's own, every miss)."""
     next_token: str | Path | Predictor | None = None
@@ -97,21 +99,21 @@ class OffloadConfig:
     """Where the experts lie: memory (page-locked for CUDA, as far as there is room), or disk (a file)."""
     store_folder: str | Path | None = None
     """With disk, the folder of the file, one per model (default: the file has no name, and goes with the process)."""
-    codec: str = "raw"
+    codec: str | None = None
     """With disk, how experts are stored: raw, bitsplit (bf16 without loss, two thirds of the bytes), or mxfp4 and fp8
-    (as a checkpoint in that form ships them)."""
-
+    (as a checkpoint in that form ships them); by default as they lie in store_folder, else raw."""
     pools: str = ""
     """With a codec, memory in which experts are kept compressed beside the slots, by state: C (whole), S (without
     exponents), E (exponents alone), such as C=2GB,E=300MB. `memory` is for slots and pools together."""
 
     def __post_init__(self) -> None:
-        if self.layers is not None:
+        if isinstance(self.layers, Iterable):
             object.__setattr__(self, "layers", tuple(self.layers))
         _check_choice("mode", self.mode, MODES)
         _check_choice("store", self.store, STORES)
         _check_choice("link", self.link, LINKS)
         _check_choice("forecasts", self.forecasts, FORECASTS)
+        check_types(self)
         if self.slots is not None and self.memory is not None:
             raise ExpertcastError("give slots or memory, not both")
         if self.memory is not None:
@@ -122,10 +124,12 @@ class OffloadConfig:
             raise ExpertcastError(f"refit={self.refit}: give milliseconds per token, 0 to {MOST_REFIT_MS:g}")
         if self.store_folder is not None and self.store != "disk":
             raise ExpertcastError("store_folder belongs to store='disk': leave it out")
-        if self.codec != "raw":
+        if self.codec not in (None, "raw"):
             check_codec(self.codec)
             if self.store != "disk":
-                raise ExpertcastError(f"codec={self.codec!r} belongs to store='disk': leave it out")
+                raise ExpertcastError(
+                    f"codec={self.codec!r} needs store='disk' (--store-folder): give that too, or leave the codec out"
+                )
         if self.reach is not None and self.reach < self.ahead:
             raise ExpertcastError(f"reach={self.reach} is nearer than ahead={self.ahead}: give a larger one, or none")
         if self.router_free and (self.mode == "exact" or self.true_weights):
@@ -140,8 +144,14 @@ class OffloadConfig:
             )
         self.resolved_policies()
 
+    def __repr__(self) -> str:
+        """The fields that are not at their default."""
+        fields = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        changed = (f"{name}={value!r}" for name, (value, default) in fields.items() if value != default)
+        return f"OffloadConfig({', '.join(changed)})"
+
     def _check_pools(self) -> None:
-        if self.codec == "raw" and not isinstance(self.store, ExpertStore):
+        if self.resolved_codec() == "raw" and not isinstance(self.store, ExpertStore):
             raise ExpertcastError(f"pools={self.pools!r} keep compressed experts: give a codec, such as 'bitsplit'")
         policies = self.resolved_policies()
         if policies.eviction.name != "lru" or policies.scope != "global" or policies.miss.cls.lossy:
@@ -156,6 +166,8 @@ class OffloadConfig:
         Raises:
             ExpertcastError: a field that does not exist, or as the class.
         """
+        if not isinstance(config, cls | None):
+            raise ExpertcastError(f"config is a {type(config).__name__}: give an OffloadConfig, or its fields by name")
         _check_names(fields, [field.name for field in dataclasses.fields(cls)])
         return dataclasses.replace(config or cls(), **fields)  # type: ignore[arg-type]
 
@@ -207,6 +219,16 @@ class OffloadConfig:
         """Whether every expert is loaded when its layer asks for it: neither this nor a preset forecasts."""
         return self.next_token is None and self.resolved_predictor() is None
 
+    def resolved_codec(self) -> str:
+        """What is given, else how experts lie in the folder, else raw.
+
+        Raises:
+            ExpertcastError: what lies there is damaged, or not ours.
+        """
+        if self.codec is None and self.store_folder is not None:
+            return packed_codec(Path(self.store_folder)) or "raw"
+        return self.codec or "raw"
+
     def resolved_policies(self) -> Policies:
         """The policies that a preset's name, or nothing, stands for.
 
@@ -239,6 +261,11 @@ class OffloadConfig:
         return self.predictor
 
 
+OffloadConfig.__doc__ = f"{OffloadConfig.__doc__}\n    Fields:\n" + "".join(
+    f"        {name}: {doc}\n" for name, doc in field_docs(OffloadConfig).items()
+)  # so that help() shows them
+
+
 def _check_names(given: Iterable[str], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
@@ -246,5 +273,5 @@ def _check_names(given: Iterable[str], known: Sequence[str]) -> None:
 
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
-    if isinstance(value, str) and value not in known:
+    if not isinstance(value, Link | ExpertStore) and value not in known:
         raise ExpertcastError(f"unknown {name} {value!r}: choose from {', '.join(known)}")

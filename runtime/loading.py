@@ -103,8 +103,9 @@ def load_offloaded(
             made.source = reader
             if shipped is not None and isinstance(made, CodedStore):
                 made.shipped = reader.shipped
+            config = replace(config, store=made, store_folder=None, codec="raw")
             _check_memory(made, slot_count(config, view) if target.type == "cpu" else 0)
-            return offload(model, replace(config, store=made, store_folder=None, codec="raw"), observers=observers)
+            return offload(model, config, observers=observers)
         except BaseException:
             made.close()
             raise
@@ -190,7 +191,9 @@ def _as_shipped(
     config: OffloadConfig, sources: ExpertSources, layers: int, form: Quantised | None, name: str
 ) -> ShippedExperts | None:
     """The experts in the form in which they are shipped, where the codec is of that form; None: they are converted."""
-    codec = config.store.codec.name if isinstance(config.store, CodedStore) else config.codec.partition(":")[0]
+    codec = (
+        config.store.codec.name if isinstance(config.store, CodedStore) else config.resolved_codec().partition(":")[0]
+    )
     if form is not None and codec == form.codec:
         return ShippedExperts(sources, layers, codec)
     if codec == FP8 or (codec == MXFP4 and form is not None):

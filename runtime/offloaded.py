@@ -5,6 +5,7 @@ L MoE layers, E routed experts per layer, K experts per token.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from contextlib import ExitStack
 from types import TracebackType
@@ -29,6 +30,7 @@ from expertcast.runtime.engine.host import HostEngine
 from expertcast.runtime.engine.kernels import decode_kernel_followed
 from expertcast.runtime.engine.residency import Residency
 from expertcast.runtime.engine.whole_texts import SlotExperts
+from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.speed import fastest_link
 from expertcast.runtime.offload_parts import OffloadParts
 from expertcast.runtime.policies import CacheShape, Policies
@@ -86,7 +88,9 @@ class OffloadedModel(StandIn):
             if link.pools is not None:
                 policies.eviction = Eviction.over_all(Pooled(link.pools), len(view))
             undo.callback(link.close)
-            dropped = weakref.finalize(model, link.close)  # whose thread would keep the store of a dropped model
+            dropped = weakref.finalize(
+                model, _close_dropped, link
+            )  # whose thread would keep the store of a dropped model
             dropped.atexit = False
             undo.callback(dropped.detach)
             self.drift = None if link.decides_on_device else parts.drift
@@ -150,7 +154,8 @@ class OffloadedModel(StandIn):
         assistant_tokenizer: PreTrainedTokenizerBase | None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """transformers' own `generate`, with a draft if there is one: the same tokens sooner, or, with sampling, others
-        of the same distribution.
+        of the same distribution. Passes over several tokens round differently: in bf16 and fp16 a greedy text may go on
+        differently where the two largest logits are equal, or a step or two of the dtype apart.
 
         Args:
             args: those of transformers.
@@ -170,6 +175,8 @@ class OffloadedModel(StandIn):
         if assistant_tokenizer is not None and not isinstance(chosen, PreTrainedModel):
             kwargs["assistant_tokenizer"] = assistant_tokenizer
         if chosen == NONE:
+            if draft_length is not None:
+                raise ExpertcastError(f"draft_length={draft_length} needs a draft: give draft, or leave it out")
             return self.model.generate(*args, **kwargs)
         if self.drafting is None:
             raise ExpertcastError("drafts need their experts' copies decided on the host: offload with link='cuda'")
@@ -184,6 +191,12 @@ class OffloadedModel(StandIn):
     def __call__(self, *args: object, **kwargs: object) -> Any:
         self._check_open()
         return self.model(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        experts = f"{self.pool.count} of {self.store.layers * self.store.experts} experts in slots"
+        forecasts = "no predictor" if self.predictor is None else f"predictor {self.predictor.name}"
+        end = ", closed" if self._closed else ""
+        return f"<OffloadedModel of {self.view.model_id}: {experts}, {forecasts}, {self.link.name} link{end}>"
 
     def __enter__(self) -> OffloadedModel:
         self._check_open()
@@ -236,6 +249,15 @@ class OffloadedModel(StandIn):
 
 
 _EXPERTS_FREED = "this model was loaded offloaded and closed, its experts are freed: call load_offloaded again"
+
+
+def _close_dropped(link: Link) -> None:
+    """Close the link of a model that nobody holds. Its own threads, in which garbage may be collected, cannot wait for
+    their end: another one does."""
+    if threading.current_thread() is threading.main_thread():
+        link.close()
+    else:
+        threading.Thread(target=link.close, name="expertcast-close").start()
 
 
 def _refuse_use(view: MoEView) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import warnings
 from collections.abc import Sequence
 
@@ -50,11 +51,13 @@ def offload(
         in mode 'exact', or have no effect, are warned of.
 
     Raises:
-        ExpertcastError: too few slots, an unknown option, mode, link or predictor, a predictor of another model, a
-            model that is offloaded already, has no weights or is not supported; or transformers is too old.
+        ExpertcastError: no model, too few slots, an unknown option, mode, link or predictor, a predictor of another
+            model, a model that is offloaded already, has no weights or is not supported; or transformers is too old.
     """
     check_release("offloading")
     config = OffloadConfig.of(config, fields)
+    if not hasattr(model, "modules"):
+        raise ExpertcastError(f"{reprlib.repr(model)} is no loaded model: expertcast.load_offloaded(...) loads one")
     _refuse_offloaded(model)
     refuse_shared(config.link, config.store, config.predictor)
     view = find_moe_layers(model)

@@ -1,19 +1,23 @@
-"""Values of options as a JSON file holds them, and sizes as people write them."""
+"""Values of options: their types, what a JSON file holds of them, and sizes as people write them."""
 
 from __future__ import annotations
 
 import math
+import numbers
 import os
 import re
+import reprlib
 import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 
+from expertcast.checkpoints.kind import is_name
 from expertcast.checkpoints.replacing import recover
 from expertcast.checkpoints.repositories import HubName
 from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.predictors import ExpertcastError, names
+from expertcast.predictors.fields import field_docs
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.pools.states import State
 
@@ -23,10 +27,34 @@ _JSON_TYPES: dict[object, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
-    types.NoneType: "null",
-    Policies: "an object with a text for each kind of policy",
+    types.NoneType: "leave it out",
+    Policies: "Policies(...), in a file an object with a text for each kind of policy",
 }
 """What JSON may hold for a field of such a type; for others (links, stores, predictors) it holds nothing."""
+_ALIKE = {int: numbers.Integral, float: numbers.Real}
+"""Types of numbers that are taken as well, such as numpy's."""
+
+
+def check_types(config: object) -> None:
+    """Refuse a configuration in which a field holds a value of another type.
+
+    Raises:
+        ExpertcastError: the line names the first such field, its value, and what may be given.
+    """
+    cls: type = type(config)
+    for name, hint in typing.get_type_hints(cls).items():
+        value = getattr(config, name)
+        if not any(_is_of(kind, value) for kind in _members(hint)):
+            meaning = re.split("[:;(]", field_docs(cls)[name])[0].strip().rstrip(".")
+            raise ExpertcastError(f"{name}={reprlib.repr(value)}: give {_allowed(hint)} ({name} is: {meaning})")
+
+
+def _is_of(kind: object, value: object) -> bool:
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is_of(typing.get_args(kind)[0], element) for element in value)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, _ALIKE.get(kind, kind))  # type: ignore[arg-type, call-overload]
 
 
 def to_plain(name: str, value: object, hint: object) -> object:
@@ -48,21 +76,16 @@ def to_plain(name: str, value: object, hint: object) -> object:
 
 
 def from_plain(name: str, value: object, hint: object) -> object:
-    """A value from JSON as a field of this type has it: of a union, the first member that takes the value decides.
+    """A value from JSON as a field of this type has it, if it is one; :func:`check_types` refuses others.
 
     Raises:
-        ExpertcastError: the value is not of the field's type.
+        ExpertcastError: a text with NUL, or policies that are none.
     """
     if isinstance(value, str) and "\0" in value:
         raise ExpertcastError(f"{name}={value!r}: give a text without NUL, which no path can have")
-    for kind in _members(hint):
-        if typing.get_origin(kind) is tuple and isinstance(value, list):
-            return tuple(from_plain(name, element, typing.get_args(kind)[0]) for element in value)
-        if kind is Policies and isinstance(value, dict):
-            return _policies(value)
-        if type(value) is kind or (kind is float and type(value) is int):
-            return value
-    raise ExpertcastError(f"{name}={value!r}: give {_allowed(hint)}")
+    if isinstance(value, list):
+        return tuple(value)
+    return _policies(value) if isinstance(value, dict) and Policies in _members(hint) else value
 
 
 def size_bytes(memory: str | int) -> int:
@@ -71,8 +94,8 @@ def size_bytes(memory: str | int) -> int:
     Raises:
         ExpertcastError: another text.
     """
-    if isinstance(memory, int):
-        return memory
+    if not isinstance(memory, str):
+        return int(memory)
     match = re.fullmatch(r"\s*([\d.]+)\s*([KMG]?I?)B?\s*", memory.upper())
     try:
         if match is None:
@@ -132,15 +155,14 @@ def named_checkpoint(given: str | Path) -> PredictorCheckpoint | None:
     downloaded; None for a registered predictor's name.
 
     Raises:
-        ExpertcastError: it names none of these, or a checkpoint that is not right.
+        ExpertcastError: it names none of these, a predictor and a folder, or a checkpoint that is not right.
     """
     recover(Path(given))
-    if not os.path.exists(given):  # no error for a text that can be no path
-        if str(given) in names():
-            return None
-        if HubName.of(given) is None:
-            raise ExpertcastError(
-                f"predictor {str(given)!r} is neither a folder nor one of {', '.join(names())}, nor user/repo of the "
-                "hub: give a checkpoint's folder"
-            )
+    if is_name(given):
+        return None
+    if not os.path.exists(given) and HubName.of(given) is None:  # no error for a text that can be no path
+        raise ExpertcastError(
+            f"predictor {str(given)!r} is neither a folder nor one of {', '.join(names())}, nor user/repo of the "
+            "hub: give a checkpoint's folder"
+        )
     return PredictorCheckpoint.open(given)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
 
 from expertcast.predictors import ExpertcastError, MoEView
+from expertcast.predictors.plain import size_text
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink, Link
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.links.disk_cuda import CudaDiskLink
 from expertcast.runtime.links.emulated import EmulatedLink
-from expertcast.runtime.links.gpu_direct import GpuDirectLink
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.links.paced import PacedCudaLink
 from expertcast.runtime.option_values import pool_bytes
@@ -59,7 +60,7 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
     if isinstance(link, Link):
         return link
     if link == "auto":
-        coded = config.codec != "raw" or isinstance(config.store, CodedStore)
+        coded = config.resolved_codec() != "raw" or isinstance(config.store, CodedStore)
         timed = (bandwidth is not None or latency) and not coded
         on_disk = (config.store == "disk" or isinstance(config.store, FileStore)) and can_read_directly()
         if on_disk and not timed:
@@ -74,9 +75,8 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
         if device == "cuda":
             return CudaDiskLink(bandwidth=bandwidth)
         return DiskLink(bandwidth=bandwidth, pools=pool_bytes(config.pools), passing=1 if config.on_demand else 2)
-    if link in ("cuda", "gpudirect") and device != "cuda":
-        other = "emulated" if link == "cuda" else "disk"
-        raise ExpertcastError(f"link {link!r} needs a model on CUDA, this one is on {device}: use {other!r}")
+    if link == "cuda" and device != "cuda":
+        raise ExpertcastError(f"link 'cuda' needs a model on CUDA, this one is on {device}: use 'emulated'")
     if bandwidth is not None or latency:
         if link not in ("auto", "cuda"):
             raise ExpertcastError(
@@ -86,9 +86,7 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
         return PacedCudaLink(bandwidth, latency)
     if link == "auto":
         return CudaLink() if only_on_host else None
-    kinds: dict[str, Callable[[], Link]] = {
-        "cuda": CudaLink, "gpudirect": GpuDirectLink, "instant": InstantLink, "kernel": KernelLink,
-    }  # fmt: skip
+    kinds: dict[str, Callable[[], Link]] = {"cuda": CudaLink, "instant": InstantLink, "kernel": KernelLink}
     return kinds[link]()
 
 
@@ -108,8 +106,17 @@ def make_store(
     """
     if isinstance(config.store, ExpertStore):
         return config.store
-    if config.store == "disk" and config.codec != "raw":
-        return CodedStore(view, config.store_folder, codec=config.codec, device=device, fingerprint=fingerprint)
-    if config.store == "disk":
-        return DiskStore(view, config.store_folder, device=device, fingerprint=fingerprint)
-    return ExpertStore(view, device=device, pinned=device.type == "cuda")
+    if config.store != "disk":
+        return ExpertStore(view, device=device, pinned=device.type == "cuda")
+    folder, codec = config.store_folder, config.resolved_codec()
+    if codec != "raw":
+        return CodedStore(view, folder, codec=codec, device=device, fingerprint=fingerprint)
+    store = DiskStore(view, folder, device=device, fingerprint=fingerprint)
+    if config.codec is None and folder is not None and not store.holds(0):
+        size = size_text(store.nbytes)
+        warnings.warn(
+            f"{size} of experts are written to {str(folder)!r} by codec 'raw': a codec such as 'bitsplit' (--codec) "
+            "writes less",
+            stacklevel=3,
+        )
+    return store

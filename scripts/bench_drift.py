@@ -7,8 +7,7 @@ a refit while the model runs brings back.
 
 trains `linear` and `estimator` on some domains of the text and runs them over held-out text of the same domains and
 over each of the others (`upper`: the held-out text in capital letters). Every forecast is scored before anything learns
-from its token. Beside the refit stand the previous token's experts, stochastic gradient descent (from the trained map
-and from nothing, its rate chosen in hindsight), and least squares from nothing. Costs are the thread's processor time.
+from its token. Beside the refit stand the previous token's experts. Costs are the thread's processor time.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drift_steps.descent import best, descended, inputs, squares_from_nothing
 from drift_steps.streams import States, frozen_recall, joined, replay, stream, traced, warned_after
 from drift_steps.streams import rows as rows_of
 from torch import Tensor
@@ -57,9 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shift", nargs="+", default=["math", "upper"], help="domains to change to, or `upper`")
     parser.add_argument("--tokens", type=int, default=120_000, help="tokens of the own domains (default: %(default)s)")
     parser.add_argument("--stream", type=int, default=12_000, help="tokens of each stream (default: %(default)s)")
-    parser.add_argument(
-        "--descent", type=int, default=4000, help="of these, for gradient descent (default: %(default)s)"
-    )
     parser.add_argument("--steps", type=int, default=500, help="training steps of the estimator (default: %(default)s)")
     parser.add_argument("--refit", type=float, default=1.0, help="ms a token in decoding (default: %(default)s)")
     parser.add_argument("--decode", type=int, default=600, help="tokens to decode for costs (default: %(default)s)")
@@ -105,7 +100,7 @@ def benchmark(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for shift, states in streams.items():
             before = [rows_of(state, 0, BEFORE) for state in streams["own"]]
             after = [rows_of(state, BEFORE, len(state.residual_TD)) for state in states] if shift == "own" else states
-            rows[shift] = followed(predictors[name], before, after, args.descent if shift != "own" else 0)
+            rows[shift] = followed(predictors[name], before, after)
             rows[shift]["recall"]["previous_token"] = previous[shift]
             warned, drift = warned_after(predictors[name], expected, before, after)
             rows[shift]["monitor"] = {"warned_after_tokens": warned, "drift": drift}
@@ -127,27 +122,19 @@ def trained(own: TraceDataset, steps: int) -> dict[str, Predictor]:
     }
 
 
-def followed(predictor: Predictor, before: States, states: States, descent: int) -> dict[str, Any]:
+def followed(predictor: Predictor, before: States, states: States) -> dict[str, Any]:
     """Recall on a stream by every way to follow it.
 
     Args:
         predictor: trained.
-        before: of its own domains; the refit has seen this. Gradient descent and least squares from nothing begin with
-            the stream, which is easier: they have nothing to unlearn.
+        before: of its own domains; the refit has seen this.
         states: of the stream.
-        descent: tokens for gradient descent; 0 for none.
     """
     begin = time.thread_time()
     found, report = replay(predictor, joined(before, states))
     tokens = BEFORE + len(states[0].residual_TD)
     row: dict[str, Any] = {"replay_ms_per_token": (time.thread_time() - begin) * 1e3 / tokens, **report}
     found = {name: recall_T[BEFORE:] for name, recall_T in found.items()}
-    if descent:
-        made = inputs(predictor, states, descent)
-        for name, nothing in (("descent", False), ("descent_from_nothing", True)):
-            rate, found[name] = best(descended(predictor, states, made, from_nothing=nothing))
-            row[f"{name}_rate"] = rate
-        found["squares_from_nothing"] = squares_from_nothing(predictor, states, made)
     return row | {"recall": {name: cut(recall_T) for name, recall_T in found.items()}}
 
 
@@ -212,7 +199,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     panels = figure.subplots(len(predictors), len(names), sharey=True, squeeze=False)
     for line, (name, values) in zip(panels, predictors.items(), strict=True):
         for panel, shift in zip(line, names, strict=True):
-            for way in ("frozen", "used", "descent", "squares_from_nothing", "previous_token"):
+            for way in ("frozen", "used", "previous_token"):
                 recall = values["streams"][shift]["recall"].get(way)
                 if recall is not None:
                     panel.plot(CUTS[1 : len(recall)], recall[:-1], marker=".", label="refit" if way == "used" else way)

@@ -17,7 +17,6 @@ of files in it. The target is that `collect` takes at most three times as long a
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from disk_sides.runs import run
 
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.output import say, write_json
+from expertcast.data.memory import usable_processors
 from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.plain import Json, aligned
@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=8, help="windows per forward of `collect`")
     parser.add_argument("--codec", default="raw")
     parser.add_argument("--early-rank", default="8", help="of collections; none leaves early attention out")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, default=usable_processors())
     parser.add_argument("--runs", nargs="+", choices=("store", "collect", "forward", "plain"),
                         default=("store", "collect", "forward", "plain"))  # fmt: skip
     parser.add_argument("--small", action="store_true", help="experts of toy size, for tests")

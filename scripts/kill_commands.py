@@ -1,10 +1,13 @@
 """Kill commands at random moments, fill their disk, take their folder's permissions, start them twice at once.
 
     python scripts/kill_commands.py --kills 20 --seed 0 --json kills.json
+    python scripts/kill_commands.py --signals --json signals.json
 
 Commands run in forks of this process on small artefacts (see `mutate_artefacts.py`). After each fault three things must
 hold: what a command prints is one line, or nothing where it was killed; what it leaves behind is refused in one line or
 is right; and the same command, given again, ends with the result of an undisturbed one and with no other files.
+
+`--signals` sends SIGTERM and SIGINT to every command instead, at three moments each, and prints what came of it.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 from fault_trials import artefacts, forked
 from fault_trials.artefacts import Made
 from fault_trials.commands import TRIALS, Trial, files_in, in_one_line
+from fault_trials.interrupts import CASES, Interrupts, one_hub, signal_table
 from fault_trials.operations import OPERATIONS, comparable, difference
 
 NOBODY = 65534
@@ -56,15 +60,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20, help="of each command (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=TRIALS, default=list(TRIALS), help="(default: all commands)")
+    parser.add_argument("--only", nargs="+", choices=sorted({*TRIALS, *CASES}), help="(default: all commands)")
+    parser.add_argument("--signals", action="store_true", help="SIGTERM and SIGINT at three moments each")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
     args = parser.parse_args(argv)
+    if args.signals:
+        return interrupt(args.only or list(CASES), args.json)
     forked.prepare()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
         os.chmod(temporary, 0o755)
         trials = Trials(Path(temporary))
-        for name in args.only:
+        for name in args.only or list(TRIALS):
             for row in trials.of(name, args.kills, Random(f"{args.seed}:{name}")):
                 rows.append(row)
                 if row.outcome != HELD:
@@ -73,6 +80,22 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     return int(any(row.outcome != HELD for row in rows))
+
+
+def interrupt(names: list[str], path: Path | None) -> int:
+    """SIGTERM and SIGINT for commands by name; returns the exit status."""
+    with one_hub(), tempfile.TemporaryDirectory() as temporary:
+        forked.prepare()
+        interrupts = Interrupts(Path(temporary))
+        rows = []
+        for name in names:
+            for row in interrupts.of(name):
+                rows.append(row)
+                print(f"{'' if row.right else 'WRONG '}{row}", file=sys.stderr, flush=True)
+    print(signal_table(rows))
+    if path:
+        path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    return int(not all(row.right for row in rows))
 
 
 class Trials:

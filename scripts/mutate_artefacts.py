@@ -2,8 +2,8 @@
 
     python scripts/mutate_artefacts.py --count 2000 --seed 0 --json faults.json
 
-An artefact (traces, checkpoints, an expert store, a file of options) is copied, one of its files is changed, and up to
-two operations open it, each in a fork of this process with a limit of time and memory. What may come out:
+An artefact (traces, checkpoints, an expert store, a file of options, texts) is copied, one of its files is changed, and
+up to two operations open it, each in a fork of this process with a limit of time and memory. What may come out:
 
     right       the same result as of the undamaged files, compared exactly
     edited      another result of a file that people edit, or whose digest was made anew on purpose
@@ -39,8 +39,8 @@ from fault_trials.mutations import mutate
 from fault_trials.operations import BAD, CLASSES, OPERATIONS, comparable, outcome, perform
 
 WEIGHTS = {artefacts.TRACES: 8, artefacts.ESTIMATOR: 4, artefacts.FREE: 3, artefacts.NEXT_TOKEN: 1,
-           artefacts.STORE: 3, artefacts.CONFIG: 2}  # fmt: skip
-EDITABLE = (artefacts.CONFIG,)
+           artefacts.STORE: 3, artefacts.CONFIG: 2, artefacts.DATA: 2}  # fmt: skip
+EDITABLE = (artefacts.CONFIG, artefacts.DATA)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ def _beginnings(source: TraceSource, split: str, wanted: Sequence[int], tokens: 
     parts: dict[int, list[TraceBatch]] = {index: [] for index in wanted}
     for batch in source.batches(split, _BATCH):
         for index, own in parts.items():
-            row_T = ((batch.document_T == index) & (batch.position_T < tokens)).nonzero().flatten()
+            row_T = (batch.document_T == index).nonzero().flatten()[: tokens - sum(map(len, own))]
             if len(row_T):
                 own.append(batch[row_T])
     return [TraceBatch.cat(own) for own in parts.values()]

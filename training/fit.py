@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from expertcast.data.default_vectors import NOTE, holder_in
-from expertcast.data.distributed import current_share, sum_over_ranks, training_share
+from expertcast.data.distributed import join_ranks, sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, PredictorConfig, predictor_class
 from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
@@ -133,7 +133,7 @@ def fit(
             f"ahead={max(config.ahead)}: the model has {source.view.shape.layers} MoE layers, "
             f"give distances of at most {source.view.shape.layers - 1}"
         )
-    current_share()  # under torchrun: the ranks must know each other before they divide the documents
+    join_ranks()  # under torchrun: the ranks must know each other before they divide the documents
     start = time.perf_counter()
     fitter = partial(fit_hybrid, known=known) if name == Hybrid.name else FITTERS.get(name)
     fitted = Fitted(predictor=cls(config, source.view.shape)) if fitter is None else fitter(source, config, options)

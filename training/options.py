@@ -18,7 +18,8 @@ class FitOptions:
     """How a predictor is fitted; what it is, is its own config."""
 
     tokens: int | None = None
-    """Tokens of the train split to learn from; all of them when not given."""
+    """Tokens of the train split to learn from; all of them when not given. On the command line, with MODEL: tokens of
+    the text that it is run over, all splits together."""
     validation_tokens: int | None = None
     """Tokens of the validation split to choose by; all of them when not given."""
     batch_size: int = 4096

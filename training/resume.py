@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from expertcast.data.writer import write_atomically
-from expertcast.predictors.artefacts import CLOSED, digest, parse_json, seal
+from expertcast.predictors.artefacts import CLOSED, digest, open_file, parse_json, seal
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 
@@ -67,7 +68,7 @@ def note_of(path: Path, wanted: str) -> Json | None:
 
     `wanted` is the fingerprint of the training that is to go on. The whole file is read and compared with its digest.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     try:
         note, _, _ = _read(path)
@@ -114,6 +115,7 @@ def read_state(path: Path) -> Json:
 def _read(path: Path) -> tuple[_Note, str, dict[str, Tensor]]:
     remedy = "remove it"
     try:
+        open_file(path).close()
         with safe_open(path, framework="pt") as file:
             texts = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)

@@ -18,7 +18,7 @@ from expertcast.data.trace_file import is_live
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, RouterState
 from expertcast.predictors.progress import tokens_read
-from expertcast.predictors.stand_in import StandIn
+from expertcast.predictors.stand_in import HeldStandIn, StandIn
 from expertcast.training.metrics.means import Recall
 from expertcast.training.options import NO_VALIDATION, FitOptions, train_tokens, validation_tokens
 
@@ -93,6 +93,23 @@ def known_stand_in(source: TraceSource, what: str) -> StandIn:
             "another predictor (of a model whose attention cannot be run early, as inspect says)"
         )
     return source.stand_in
+
+
+def check_stand_in(predictor: Predictor, source: TraceSource, name: str) -> None:
+    """See that what `predictor` reads of early attention was made with the stand-in that it was trained on.
+
+    Raises:
+        ExpertcastError: the source's early attention ran on another one.
+    """
+    own = None if source.stand_in is None else source.stand_in.as_tensors()
+    for part in predictor.modules():
+        if isinstance(part, HeldStandIn) and own is not None:
+            held = part.tensors.as_tensors()
+            if not all(torch.equal(tensor.cpu(), own[key].cpu()) for key, tensor in held.items()):
+                raise ExpertcastError(
+                    f"{name} reads early attention as the traces that it was trained on hold it, and these traces ran "
+                    "it on another stand-in: evaluate it on those traces, with --model and --data for other text"
+                )
 
 
 def forget_some(batch: TraceBatch) -> TraceBatch:

@@ -6,6 +6,8 @@ import hashlib
 import json
 import logging
 import os
+import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,6 +62,17 @@ class ShowSteps(Callback):  # type: ignore[misc]
     def _close(self) -> None:
         if self._bar is not None:  # a training may end before its first step
             self._bar.close()
+
+
+class KeepSignals(Callback):  # type: ignore[misc]
+    """Leaves SIGTERM to the program. Lightning's own handler ends it with status 0 and broadcasts between the ranks."""
+
+    def __init__(self) -> None:
+        self._handler = signal.getsignal(signal.SIGTERM)
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: NetworkTraining) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._handler)
 
 
 def run(
@@ -127,14 +140,19 @@ def _fit(
             gradient_clip_val=1.0,
             log_every_n_steps=10,
             logger=logger or False,
-            callbacks=[stopping, ShowSteps(name, options), *(callbacks or [])],
+            callbacks=[stopping, ShowSteps(name, options), KeepSignals(), *(callbacks or [])],
             plugins=states,
             enable_checkpointing=False,
             enable_model_summary=False,
             enable_progress_bar=False,  # it counts epochs, and a schedule of steps has none
             **_placement(module),
         )
-        trainer.fit(module, datamodule=data, ckpt_path=start, weights_only=True)
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=start, weights_only=True)
+        except SystemExit as left:  # Lightning's way out of an interrupt
+            if isinstance(left.__context__, KeyboardInterrupt):
+                raise left.__context__ from None
+            raise
 
 
 def _placement(module: lightning.LightningModule) -> dict[str, object]:

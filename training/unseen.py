@@ -92,18 +92,20 @@ def unseen_traces(traces: TraceDataset, fitted: Mapping[str, Fitted], split: str
 
 
 def unseen_documents(
-    documents: Sequence[Document], predictors: Mapping[str, Predictor]
+    documents: Sequence[Document], predictors: Mapping[str, Predictor], chosen_by: frozenset[str] = frozenset()
 ) -> tuple[list[Document], LeftOut]:
     """The documents that none of some predictors learned from.
 
     Args:
         documents: of a text.
         predictors: by name.
+        chosen_by: hashes of the documents that chose the layers of hybrid execution; they are left out too.
 
     Raises:
         ExpertcastError: none is left.
     """
     known = {name: each.learned_from for name, each in predictors.items() if each.learned_from is not None}
+    known["hybrid execution"] = chosen_by.difference(*known.values())
     hashes = [document.hash for document in documents]
     learned = frozenset().union(*known.values())
     rest = [document for document, own in zip(documents, hashes, strict=True) if own not in learned]

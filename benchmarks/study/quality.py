@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.study.study import PREFILL
+from expertcast.data.memory import usable_processors
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
@@ -115,7 +115,7 @@ def _results(
     decoding: Decoding, chunks: Sequence[list[Run]], processes: int | None
 ) -> Iterator[tuple[list[Run], dict[str, Any]]]:
     """Each chunk of runs with its results."""
-    count = min(len(chunks), processes or len(os.sched_getaffinity(0)))
+    count = min(len(chunks), processes or usable_processors())
     if count <= 1:
         worker = _Worker(decoding)
         yield from ((chunk, worker.measure(chunk)) for chunk in chunks)

@@ -22,6 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from expertcast.data.source import ModelSource
+from expertcast.data.tensor_files import read_range
 from expertcast.predictors.errors import ExpertcastError, first_line
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -73,8 +74,8 @@ class _Rows:
         start, stop, _ = part.indices(count)
         stop = max(start, stop)
         size = math.prod(row) * self._dtype.itemsize
-        read = bytearray((stop - start) * size)
-        if os.preadv(self._file.fileno(), [read], self._start + start * size) != len(read):
+        read = read_range(self._file.fileno(), self._start + start * size, (stop - start) * size)
+        if len(read) != (stop - start) * size:
             raise OSError(f"{self._file.name} is cut off")
         found = torch.frombuffer(read, dtype=self._dtype) if read else torch.empty(0, dtype=self._dtype)
         return found.view(stop - start, *row)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from transformers.utils import is_gguf_available
 
 from expertcast.data.quantisation import GGUF, Quantised
+from expertcast.data.tensor_files import read_range
 from expertcast.data.weights.files import Part, TensorFile, WeightFiles
 from expertcast.predictors.errors import ExpertcastError
 
@@ -56,8 +56,8 @@ class _Stored:
         count, *row = self.shape
         first, last, _ = (0, count, 1) if part is ... else part.indices(count)
         size = math.prod(row) * self.item.itemsize
-        read = bytearray((last - first) * size)
-        if os.preadv(self.file.fileno(), [read], self.start + first * size) != len(read):
+        read = read_range(self.file.fileno(), self.start + first * size, (last - first) * size)
+        if len(read) != (last - first) * size:
             raise OSError(f"{self.file.name} is cut off")
         return np.frombuffer(read, dtype=self.item).reshape(last - first, *row)
 

@@ -84,7 +84,7 @@ def model_of(
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ExpertcastError(f"cannot load model {source.name!r}: {first_line(error)}") from error
-    made.config._name_or_path = source.name
+    made.name_or_path = made.config._name_or_path = source.name
     return made.eval()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from expertcast.data.memory import available_memory
+from expertcast.data.memory import available_memory, usable_processors
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.advising.disk import DiskFindings, expected
 from expertcast.runtime.advising.disk_costs import decoding_seconds, disk_rate, scratch_rate, stored_as, stored_in
@@ -27,13 +26,10 @@ from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.recording.recorder import Recorder
 from expertcast.runtime.simulation.trace import Trace
 from expertcast.runtime.storage.codecs import Codec, Part, make_codec
-from expertcast.runtime.storage.coded_file import FILE_NAME as CODED_NAME
 from expertcast.runtime.storage.coded_file import CodedFile
-from expertcast.runtime.storage.coded_header import read_coded_header
 from expertcast.runtime.storage.coded_store import CodedStore
 from expertcast.runtime.storage.file_store import FileStore
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.storage.store_file import FILE_NAME
 
 CODEC = "bitsplit"
 _SAMPLED = 6
@@ -61,18 +57,6 @@ class _Coded:
         return stored_in(self.file, self.codec, decoding_s=decoding_s, threads=threads)
 
 
-def packed_codec(folder: Path) -> str | None:
-    """The codec of the store that lies in a folder, a coded one before a raw one; None: there is none.
-
-    Raises:
-        ExpertcastError: the file is not ours.
-        StaleFileError: it is damaged; the text says how.
-    """
-    if (folder / CODED_NAME).exists():
-        return read_coded_header(folder / CODED_NAME).codec
-    return "raw" if (folder / FILE_NAME).exists() else None
-
-
 def survey_disk(
     run: Run,
     prompt_ids: Tensor,
@@ -97,7 +81,7 @@ def survey_disk(
     Raises:
         ExpertcastError: as what `run` calls; a folder that cannot be written; traces of another model.
     """
-    recorder, watched, threads = Recorder(prompt_ids.device), Watcher(), os.cpu_count() or 1
+    recorder, watched, threads = Recorder(prompt_ids.device), Watcher(), usable_processors()
     with run([recorder, watched]) as offloaded:
         store, slots = offloaded.store, offloaded.pool.count
         decoding = decode_greedily(offloaded.model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
@@ -154,8 +138,7 @@ def _coded(store: ExpertStore) -> _Coded:
     count = store.layers * store.experts
     keys = sorted({round(place * (count - 1) / (_SAMPLED - 1)) for place in range(_SAMPLED)})
     if isinstance(store, CodedStore):
-        file = CodedFile(store.path)
-        return _Coded(store.codec, [file.read(key) for key in keys], file)
+        return _Coded(store.codec, [store.file.read(key) for key in keys], store.file)
     codec = make_codec(CODEC, store.layout)
     return _Coded(codec, [codec.encode(store.block(key).clone()) for key in keys], None)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from expertcast.data.memory import usable_processors
 from expertcast.predictors.plain import Json
 
 
@@ -16,7 +17,7 @@ def hardware() -> Json:
     found: Json = {
         "machine": platform.machine(),
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_processors(),
         "threads": torch.get_num_threads(),
         "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "gpu": None,

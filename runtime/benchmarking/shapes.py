@@ -12,15 +12,15 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from expertcast.checkpoints.bundled import BUNDLED
 from expertcast.data.memory import available_memory
-from expertcast.data.models import REFERENCE, meta_model, resolve_model, torch_dtype
+from expertcast.data.models import REFERENCE, meta_model, torch_dtype
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.plain import Json
 
@@ -69,7 +69,7 @@ _QWEN3 = {"head_dim": 128, "norm_topk_prob": True, "max_position_embeddings": 40
 
 
 def _reference_values() -> Json:
-    values: Json = json.loads((Path(resolve_model(REFERENCE)) / "config.json").read_text())
+    values: Json = json.loads((BUNDLED / "config.json").read_text())
     return {key: value for key, value in values.items() if key not in ("model_type", "architectures", "dtype")}
 
 

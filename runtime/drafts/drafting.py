@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -136,13 +136,16 @@ class Drafting:
         if governor is None:
             governor = self.governors[batch] = Governor(len(self._parts.speculator.view), link.copy_s)
         governor.copy_s = link.copy_s
+        auto = _is_auto(options.draft)
+        limits = names.auto_options(str(options.draft)) if auto else names.AutoOptions()
+        governor.limit(limits.longest, limits.limit_s)
         observe = self.tally.beside(governor.observe)
         if length is None:
             return Guide(
                 choose=lambda most: governor.choose(candidates, most),
                 goes_on=lambda: governor.goes_on(self.schedule.buffer, self.schedule.held()),
                 observe=observe,
-                optional=options.draft == names.AUTO,
+                optional=auto,
             )
         name = candidates[0]
 
@@ -168,8 +171,8 @@ class Drafting:
             return [self._add(text, lambda: self._by_policies(text, given))]
         assert given is not None
         names.check_draft(given)
-        if given != names.AUTO:
-            return [self._add(given, lambda: self._named(given))]
+        if not _is_auto(given):
+            return [self._add(given, lambda: self._named(given, kwargs.get("tokenizer")))]
         if options.length is not None:
             raise ExpertcastError("draft='auto' chooses the length too: leave the length out, or name a draft")
         made = [name for name, draft in self.drafts.items() if isinstance(draft, StageDraft) and draft.nbytes]
@@ -182,8 +185,12 @@ class Drafting:
             self.drafts[name] = make()
         return name
 
-    def _named(self, name: str) -> Draft:
+    def _named(self, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Draft:
         """The draft of this name.
+
+        Args:
+            name: of it.
+            tokenizer: makes the text of a calibration into tokens; None: the one beside the model.
 
         Raises:
             ExpertcastError: this model or offload cannot have it.
@@ -191,7 +198,7 @@ class Drafting:
         base = name.partition(":")[0]
         speculator = self._parts.speculator
         if name in names.QUANTISED:
-            calibration = self._calibration() if name == CALIBRATED else None
+            calibration = self._calibration(tokenizer) if name == CALIBRATED else None
             experts = QuantisedExperts.of(
                 speculator.view, self._store, name, calibration=calibration, device=self._store.device
             )
@@ -210,13 +217,13 @@ class Drafting:
             return self._heads(name)
         return self._by_policies(name, names.policies_of(name))
 
-    def _calibration(self) -> Calibration:
-        """On the bundled text, with the tokenizer that lies beside the model.
+    def _calibration(self, tokenizer: PreTrainedTokenizerBase | None) -> Calibration:
+        """On the bundled text.
 
         Raises:
-            ExpertcastError: there is none.
+            ExpertcastError: no tokenizer is given, and none lies beside the model.
         """
-        ids = bundled_ids(load_tokenizer(self._model.name_or_path), _WINDOWS * _WINDOW)
+        ids = bundled_ids(tokenizer or load_tokenizer(self._model.name_or_path), _WINDOWS * _WINDOW)
         ids_SW = torch.tensor(ids, device=self._store.device).view(_WINDOWS, _WINDOW)
         return Calibration.of(self._model, self._parts.speculator.view, ids_SW)
 
@@ -245,3 +252,7 @@ class Drafting:
     def _lookup(self, config: GenerationConfig, processors: LogitsProcessorList) -> PromptLookup:
         vocabulary = self._model.config.get_text_config().vocab_size
         return PromptLookup(config.max_matching_ngram_size or 2, config._eos_token_tensor, processors, vocabulary)
+
+
+def _is_auto(draft: object) -> TypeGuard[str]:
+    return isinstance(draft, str) and draft.partition(":")[0] == names.AUTO

@@ -38,8 +38,8 @@ class Governor:
         layers: MoE layers of the model.
         copy_s: seconds of one expert's copy; may be set anew at any time.
         longest: no draft is longer.
-        limit_s: a cycle's drafting and verifying should take no longer, a draft of one token excepted (row C7: tokens
-            come in bursts, and a reader waits for the first); None: no limit.
+        limit_s: a cycle's drafting and verifying should take no longer, a draft of one token excepted (tokens come in
+            bursts, and a reader waits for the first); None: no limit.
 
     Raises:
         ExpertcastError: a longest draft below 0, or no layer.
@@ -48,11 +48,10 @@ class Governor:
     def __init__(self, layers: int, copy_s: float, *, longest: int = 16, limit_s: float | None = 0.5) -> None:
         if longest < 0 or layers < 1:
             raise ExpertcastError(f"longest={longest}, layers={layers}: give 0 or more, and 1 layer or more")
-        self.copy_s, self.longest, self.limit_s = copy_s, longest, limit_s
+        self.copy_s = copy_s
         self._layers = layers
         self._verify = VerificationTimes()
-        self._verify_s = self._verify.values(longest + 1)
-        """Of 0 to `longest` + 1 tokens, as they are known now."""
+        self.limit(longest, limit_s)
         self._models: dict[str, DraftModel] = {}
         self._plain_s = RunningMean(KEEP_SECONDS)
         self._plain_steps = 0
@@ -68,6 +67,12 @@ class Governor:
         """Cycles, and those of them that drafted."""
         self._emitted = 0.0
         """Tokens of these, the mean over sequences."""
+
+    def limit(self, longest: int, limit_s: float | None) -> None:
+        """Set `longest` and `limit_s` for the cycles to come."""
+        self.longest, self.limit_s = longest, limit_s
+        self._verify_s = self._verify.values(longest + 1)
+        """Of 0 to `longest` + 1 tokens, as they are known now."""
 
     def choose(self, candidates: Sequence[str], longest: int | None = None) -> Choice:
         """What the next cycle is to be.

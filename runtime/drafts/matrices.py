@@ -1,6 +1,7 @@
 """One projection of all experts of a layer on the computing device, and products of rows with single experts of it.
 
-Rows come sorted by expert, and each expert is read once for all its rows (row C13).
+Rows come sorted by expert, and each expert is read once for all its rows. An expert is a product of its own: torch has
+grouped products of 16-bit weights, none of 4-bit ones, and to expand the experts for it takes 8 to 54 times as long.
 
 E experts, N outputs, I inputs, G inputs in a group, J = I // G groups, R rows of one expert, P rows of all.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.fields import parse_options
+from expertcast.predictors.fields import check_finite, parse_options
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.policies.miss import MISS
 from expertcast.runtime.policies.routing import ROUTING
@@ -23,6 +23,23 @@ class EarlyExitOptions:
 
     layers: int = 0
     """Blocks that run; 0: half of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoOptions:
+    """Options of `auto`."""
+
+    longest: int = 16
+    """Tokens drafted in a cycle at most."""
+    limit_s: float | None = 0.5
+    """Seconds of a cycle's drafting and verifying at most, a draft of one token excepted; none: no limit."""
+
+    def __post_init__(self) -> None:
+        check_finite(self)
+        if self.longest < 1 or (self.limit_s is not None and self.limit_s <= 0):
+            raise ExpertcastError(
+                f"longest={self.longest}, limit_s={self.limit_s}: give 1 or more, and seconds above 0 or none"
+            )
 
 
 def lossy_names() -> dict[str, str]:
@@ -49,6 +66,8 @@ def check_draft(name: str) -> None:
         policies_of(name)
     elif base == EARLY_EXIT:
         early_exit_options(name)
+    elif base == AUTO:
+        auto_options(name)
     else:
         raise ExpertcastError(f"unknown draft {name!r}: choose from {', '.join(draft_names())}")
 
@@ -72,3 +91,12 @@ def early_exit_options(name: str) -> EarlyExitOptions:
         ExpertcastError: an unknown option, or one out of range.
     """
     return parse_options(name.partition(":")[2], EarlyExitOptions, f"draft {EARLY_EXIT!r}")
+
+
+def auto_options(name: str) -> AutoOptions:
+    """The options in `auto:longest=8,limit_s=0.2`.
+
+    Raises:
+        ExpertcastError: an unknown option, or one out of range.
+    """
+    return parse_options(name.partition(":")[2], AutoOptions, f"draft {AUTO!r}")

@@ -1,11 +1,11 @@
-"""Loads what a verification will need while its tokens are drafted, and goes on while it runs (rows C8 to C10).
+"""Loads what a verification will need while its tokens are drafted, and goes on while it runs.
 
 A draft's routers name the experts that the exact pass over its tokens will need: they go into the lookahead buffer, and
-what has no slot is asked for, nearest layer first, for that one's turn comes first. The link gets a few copies at a
-time, so that what is seen later can still go before. Three phases:
+what has no slot is asked for, nearest layer first, for that one's turn comes first. Three phases, by the copies that
+the link brings while one pass drafts, as both were measured last:
 
-priming       the first token is drafted: few copies at a time, of confident entries
-guided        the further ones: what keeps the link busy, confident entries first
+priming       the first token is drafted: half of them at most, confident entries first
+guided        the further ones: all of them, confident entries first
 saturation    drafting has ended: everything that is left, and while the exact pass runs what comes after its layer
 
 L MoE layers, E routed experts per layer, K experts per token, T tokens. A key is layer * E + expert.
@@ -13,27 +13,22 @@ L MoE layers, E routed experts per layer, K experts per token, T tokens. A key i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Sequence
-from enum import Enum
 from typing import Protocol
 
-from torch import Tensor
+import torch
 
 from expertcast.data.router_call import RouterCall
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.drafts.lookahead import LookaheadBuffer
 from expertcast.runtime.engine.residency import Residency
+from expertcast.runtime.links.exchange import Readback
 
 CONFIDENT = 0.5
 """An entry is confident whose share of its token's combine weights is at least so much of a mean one's, 1 / K."""
-
-
-class Phase(Enum):
-    """What a cycle is at; the value is the most copies on their way at once, as a multiple of K."""
-
-    PRIMING = 0.5
-    GUIDED = 2.0
-    SATURATION = 4.0
+_PRIMING, _GUIDED = 0.5, 1.0
+"""Share of the link's copies in a draft pass that are asked for."""
 
 
 class Watcher(Protocol):
@@ -56,7 +51,9 @@ class Schedule:
 
     def __init__(self, residency: Residency, shape: ModelShape) -> None:
         self._residency, self._window = residency, residency.window
-        self._layers, self._experts, self._top_k = shape.layers, shape.experts, shape.top_k
+        self._link = residency.link
+        self._readback = Readback(self._link.driver, self._link.progress)
+        self._layers, self._experts = shape.layers, shape.experts
         self.prefetch = True
         """False only fills the buffer: nothing is loaded ahead."""
         self.watcher: Watcher | None = None
@@ -69,9 +66,12 @@ class Schedule:
         self._at: int | None = None
         """Position of the token that is drafted; None: nothing is drafted."""
         self._verifies = False
-        self._waiting: list[tuple[int, int, Tensor, Tensor]] = []
-        """Routing on the device that the host has not asked for: position, layer, ids and weights."""
-        self._limit = 0
+        self._waiting: list[RouterCall] = []
+        """Of the pass that drafts, where the routing is on a device."""
+        self._begun = self._pass_s = 0.0
+        """When the pass that drafts began, and what the one before it took."""
+        self._room = 0.0
+        """Copies that may still be asked for in this phase."""
 
     def begin(self) -> None:
         """A cycle starts: nothing is known of it."""
@@ -80,21 +80,27 @@ class Schedule:
 
     def draft(self, position: int) -> None:
         """A pass starts that drafts the token at this position (0: the first)."""
-        self._at = position
-        self._limit = self._most(Phase.GUIDED if position else Phase.PRIMING)
+        self._at, self._begun = position, self._link.clock()
+        brings = (_GUIDED if position else _PRIMING) * self._pass_s / max(self._link.copy_s, 1e-9)
+        on_their_way = 0 if self._residency.idle else len(self._residency.copies)
+        self._room = 1 + int(brings) - on_their_way
 
     def drafted(self) -> None:
-        """A pass has ended. On a device, its routing comes to the host now, all layers' at once (row C15)."""
-        for position, layer, ids_TK, weights_TK in self._waiting:
-            self._put(position, layer, ids_TK, weights_TK)
+        """A pass has ended. On a device, its routing comes to the host now, all layers' in one copy."""
+        if self._waiting and self._at is not None:
+            both = [torch.cat([call.ids_TK.float(), call.weights_TK.float()], dim=1) for call in self._waiting]
+            for call, rows in zip(self._waiting, self._readback.start(torch.stack(both)).tolist(), strict=True):
+                top_k = call.ids_TK.shape[1]
+                ids = [[int(expert) for expert in row[:top_k]] for row in rows]
+                self._put(self._at, call.layer, ids, [row[top_k:] for row in rows])
         self._waiting.clear()
-        self._at = None
+        self._at, self._pass_s = None, self._link.clock() - self._begun
         self.load()
 
     def verify(self) -> None:
         """The exact pass starts."""
         self._at, self._verifies = None, True
-        self._limit = self._most(Phase.SATURATION)
+        self._room = math.inf
         self.load()
 
     def end(self) -> None:
@@ -111,11 +117,11 @@ class Schedule:
             self.watcher.routed(self._at, call)
         if self._at is None:
             return
-        if call.ids_TK.device.type == "cpu":
-            self._put(self._at, call.layer, call.ids_TK, call.weights_TK)
+        if self._link.driver is None:
+            self._put(self._at, call.layer, call.ids_TK.tolist(), call.weights_TK.tolist())
             self.load()
         else:
-            self._waiting.append((self._at, call.layer, call.ids_TK, call.weights_TK))
+            self._waiting.append(call)
 
     def reached(self, layer: int, keys: Sequence[int]) -> None:
         if self._verifies:
@@ -126,13 +132,12 @@ class Schedule:
             self._residency.take_back(self._window.pop(layer).difference(keys))
 
     def load(self) -> None:
-        if not (self.prefetch and self._residency.link.overlaps) or self._nearest >= self._layers:
+        if not (self.prefetch and self._link.overlaps) or self._nearest >= self._layers:
             return
         residency = self._residency
-        room = self._limit - len(residency.copies)
         for pending in (self._confident, self._rest):
             layer = self._nearest
-            while room > 0 and layer < self._layers:
+            while self._room > 0 and layer < self._layers:
                 if not pending[layer]:
                     layer += 1
                     continue
@@ -140,14 +145,13 @@ class Schedule:
                 if key not in residency.pool.slots:
                     if not residency.load_ahead(key):
                         return
-                    room -= 1
+                    self._room -= 1
                 pending[layer].pop()
-            if room <= 0:
+            if self._room <= 0:
                 return
         self._nearest = self._layers  # nothing is left
 
-    def _put(self, position: int, layer: int, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        ids, weights = ids_TK.tolist(), weights_TK.tolist()
+    def _put(self, position: int, layer: int, ids: list[list[int]], weights: list[list[float]]) -> None:
         self.buffer.put(position, layer, ids, weights)
         first, slots, window = layer * self._experts, self._residency.pool.slots, self._window
         self.buffer.new_experts(slots)
@@ -162,9 +166,6 @@ class Schedule:
                     (self._confident if weight >= least else self._rest)[layer].append(key)
                     if layer < self._nearest:
                         self._nearest = layer
-
-    def _most(self, phase: Phase) -> int:
-        return max(1, int(phase.value * self._top_k))
 
     def stop(self) -> None:
         """Nothing more is loaded ahead. What is on its way may arrive."""

@@ -182,15 +182,17 @@ class Books:
         if self._loading is not None:
             self._loading(layer, nbytes, urgent)
 
-    def _arrive(self, key: int, copy: Copy) -> None:
-        """Wait for a copy; the expert of one that failed loses its slot before the error goes on."""
+    def _arrive(self, key: int, copy: Copy, *, needed: bool = True) -> None:
+        """Wait for a copy; the expert of one that failed loses its slot before the error goes on, if it is `needed`."""
         try:
             self.link.wait(copy)
         except Exception:
             self.running.discard(key)
             del self.copies[key]
             self._lose(key)
-            raise
+            if needed:
+                raise
+            return
         self._arrived(key, copy)
 
     def _arrived(self, key: int, copy: Copy) -> None:

@@ -36,6 +36,8 @@ class DeviceEngine(Engine):
         self._ids_TK: Tensor | None = None
         """What the running layer was prepared for."""
         self._layer = -1
+        self._whole = False
+        """It runs in one piece; counted once, for that may need the host."""
         self._ticket = 0
         """Calls of the link that the running layer waits for."""
 
@@ -74,13 +76,13 @@ class DeviceEngine(Engine):
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self._enter("policy", layer.index)
         self._check_untouched(layer)
-        if not self._fits(ids_TK):
+        if ids_TK is not self._ids_TK or layer.index != self._layer:  # another hook changed the routing after ours
+            self._prepare(layer.index, ids_TK)
+        if not self._whole:
             with self._link.carve_out:  # the next chunk comes over while one is computed
                 chunks = self._chunks(layer.index, ids_TK.reshape(-1))
                 output_TD = self._run_chunks(layer, hidden_TD, weights_TK, chunks)
         else:
-            if ids_TK is not self._ids_TK or layer.index != self._layer:  # another hook changed the routing after ours
-                self._prepare(layer.index, ids_TK)
             slots_TK = self._tables.slots_for(layer.index, ids_TK)
             self._join(layer.index, self._ticket)
             with self._link.beside_copies():
@@ -98,9 +100,9 @@ class DeviceEngine(Engine):
 
     def _prepare(self, layer: int, ids_TK: Tensor) -> None:
         """Start the copies of what a layer misses; steps that need chunks start theirs chunk by chunk."""
-        if self._fits(ids_TK):
+        self._layer, self._ids_TK, self._whole = layer, ids_TK, self._fits(ids_TK)
+        if self._whole:
             self._ticket = self._bring(layer, ids_TK)
-            self._layer, self._ids_TK = layer, ids_TK
 
     def _bring(self, layer: int, ids_TK: Tensor, within_E: Tensor | None = None) -> int:
         """Start copies; returns the calls to wait for."""
@@ -122,6 +124,7 @@ class DeviceEngine(Engine):
     def _join(self, layer: int, ticket: int) -> None:
         self._enter("wait", layer)
         self._link.join(ticket)
+        self._link.check()
         self._enter("compute", layer)
 
     def _chunks(self, layer: int, ids_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -28,14 +28,15 @@ class Filling(Books):
             How many were loaded.
         """
         self.link.follow()
-        loaded = 0
+        loaded = []
         for key in keys:
             if key not in self._slots and self.free(key // self.experts):
                 self._load(key, True)
-                loaded += 1
+                loaded.append(key)
         for key, copy in list(self.copies.items()):
-            self._arrive(key, copy)
-        return loaded
+            self._arrive(key, copy, needed=key in loaded)
+        self.link.check()
+        return len(loaded)
 
 
 def fill_tables(link: KernelLink, keys: Sequence[int], experts: int) -> int:
@@ -58,6 +59,7 @@ def fill_tables(link: KernelLink, keys: Sequence[int], experts: int) -> int:
         link.move(tables.expect(layer, ids_N, running=0), layer, urgent=False)
     link.join(link.ticket())
     link.synchronize()
+    link.check()
     return len(missing)
 
 

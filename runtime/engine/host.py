@@ -100,14 +100,16 @@ class HostEngine(Engine):
         executed = forecast_executed = self._speculator.executed(call)
         precision = None
         self._observer.routed(call.layer, call.residual_TD, call.logits_TE)
+        logits_TE = self._speculator.executed_logits(call, executed)
+        ids_TK = call.ids_TK if executed is None else executed[0]
         if self._flow.reads_logits:
-            self._flow.see(call.layer, call.residual_TD, call.logits_TE, call.sequences)
+            self._flow.see(call.layer, call.residual_TD, logits_TE, call.sequences)
         if call.tokens > 1 and self._flow.policies.eviction.reads_routing:
-            rows = self._readback.start(call.ids_TK[-PROMPT_ROWS:]).tolist()
+            rows = self._readback.start(ids_TK[-PROMPT_ROWS:]).tolist()
             self._flow.policies.eviction.see_routing(call.layer, rows)
         if self._flow.decides:
-            executed, precision = self._decide(call, executed)
-        ids_TK = call.ids_TK if executed is None else executed[0]
+            executed, precision = self._decide(call, executed, logits_TE)
+            ids_TK = call.ids_TK if executed is None else executed[0]
         known = self._foresight.ids.get(call.layer)
         plan = self._begin(call.layer, ids_TK, executed is not None and executed is forecast_executed, precision)
         routed = executed is None or not self._speculator.router_free
@@ -122,11 +124,11 @@ class HostEngine(Engine):
         return executed
 
     def _decide(
-        self, call: RouterCall, executed: tuple[Tensor, Tensor] | None
+        self, call: RouterCall, executed: tuple[Tensor, Tensor] | None, logits_TE: Tensor
     ) -> tuple[tuple[Tensor, Tensor] | None, dict[int, str] | None]:
         """What routing and miss policies make of what would be executed, and the precision it comes in."""
         ids_TK, weights_TK = (call.ids_TK, call.weights_TK) if executed is None else executed
-        decision = self._flow.decide(call.layer, call.logits_TE, ids_TK, weights_TK, routed=executed is None)
+        decision = self._flow.decide(call.layer, logits_TE, ids_TK, weights_TK, routed=executed is None)
         if decision is None:
             return executed, None
         return (decision.ids_TK, decision.weights_TK), decision.precision

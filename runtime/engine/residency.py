@@ -69,9 +69,9 @@ class Residency(Filling):
         if precision:
             self._lose_worse(keys, precision)
         missing = [key for key in keys if key not in slots]
-        for key in copies.keys() & keys:
-            copy = copies[key]
-            if not copy.done and not copy.urgent:
+        for key in keys:
+            copy = copies.get(key)
+            if copy is not None and not copy.done and not copy.urgent:
                 self.link.promote(copy)
         first_used = unused.intersection(keys)
         unused -= first_used
@@ -150,7 +150,7 @@ class Residency(Filling):
         for key in list(self._packed):
             copy = self.copies.get(key)
             if copy is not None and not self._drop(key):
-                self._arrive(key, copy)
+                self._arrive(key, copy, needed=False)
             if key in self._slots:
                 self._lose(key)
 
@@ -177,6 +177,7 @@ class Residency(Filling):
             copy = copies.get(key)
             if copy is not None:
                 self._arrive(key, copy)
+        self.link.check()
         layer = keys[0] // self.experts
         self._policies[layer].use(keys)
         self.pool.mark(keys, SlotState.IN_USE)
@@ -229,8 +230,9 @@ class Residency(Filling):
         if victim is None:
             victim = policy.victim(self.running)
             assert victim is not None, "a chunk holds more experts than there are slots"
-            self._arrive(victim, self.copies[victim])
-        self._give_up(victim)
+            self._arrive(victim, self.copies[victim], needed=False)
+        if victim in self._slots:  # its copy may have failed
+            self._give_up(victim)
 
     def _farthest(self, layer: int) -> int | None:
         """What the window keeps for the last layer after this one; with shares, a slot of that layer's is of no use."""

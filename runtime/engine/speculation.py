@@ -66,7 +66,7 @@ class Speculator:
         router_free: bool = False,
         reach: int | None = None,
     ) -> None:
-        self._further = range(ahead + 1, (reach or ahead) + 1)
+        self._further = range(ahead + 1, min(reach or ahead, len(view)) + 1)
         if predictor is not None:
             for distance in (ahead, *self._further):
                 predictor.check_ahead(distance)
@@ -144,6 +144,12 @@ class Speculator:
             weights_TK = weights_over(self.view[call.layer], call.logits_TE, forecast.topk_ids_TK)
         return forecast.topk_ids_TK, weights_TK.to(call.weights_TK.dtype)
 
+    def executed_logits(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Logits [T, E] of the routing that a layer executes: those of its forecast, or its router's; arguments are
+        those of :meth:`forecast`."""
+        own = self._forecasts.get(call.layer)
+        return call.logits_TE if own is None or executed is None or self.true_weights else own.logits_TE
+
     def forecast(
         self,
         call: RouterCall,
@@ -162,9 +168,10 @@ class Speculator:
         """
         if self.predictor is None or self._traced is None:
             return None
+        logits_TE = self.executed_logits(call, executed)
+        self._forecasts.pop(call.layer, None)
         if self._memory is not None:
-            self._memory.see(call)
-        own = self._forecasts.pop(call.layer, None)
+            self._memory.see(call, logits_TE)
         if self.refit is not None:
             self.refit.routed(call)
         if call.layer + self.ahead >= len(self.view) or (call.tokens > 1 and not self.prefill):
@@ -173,10 +180,9 @@ class Speculator:
         if target in self._check.wrong or (pays is not None and target not in self.layers and not pays(target)):
             return None
         ids_TK, weights_TK = (call.ids_TK, call.weights_TK) if executed is None else executed
-        chained = own is not None and executed is not None and not self.true_weights
         state = RouterState(
             layer=call.layer, residual_TD=call.residual_TD, router_input_TD=call.router_input_TD,
-            logits_TE=own.logits_TE if chained and own is not None else call.logits_TE,
+            logits_TE=logits_TE,
             topk_ids_TK=ids_TK, topk_weights_TK=weights_TK, previous_logits_TLE=self._previous(call),
         )  # fmt: skip
         self._state = state

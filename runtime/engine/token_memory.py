@@ -25,8 +25,9 @@ class TokenMemory:
         self.previous_BLE = None if fresh else self._now_BLE
         self._now_BLE = None
 
-    def see(self, call: RouterCall) -> None:
-        last_BE = call.logits_TE.detach().reshape(call.sequences, call.tokens, -1)[:, -1]
+    def see(self, call: RouterCall, logits_TE: Tensor) -> None:
+        """A layer was routed by these logits [T, E]."""
+        last_BE = logits_TE.detach().reshape(call.sequences, call.tokens, -1)[:, -1]
         if self._now_BLE is None:
             self._now_BLE = last_BE.new_full((call.sequences, self._layers, last_BE.shape[-1]), float("nan"))
             if self.previous_BLE is not None and self.previous_BLE.shape != self._now_BLE.shape:

@@ -56,6 +56,8 @@ class Link(ABC):
     """Whether it copies blocks from where they lie in memory: some stores have none there."""
     pools: Pools | None = None
     """What it keeps of experts beside the slots, known once attached: then these decide who may stay in a slot."""
+    failure: BaseException | None = None
+    """What the observer raised of a copy, in whatever thread, until :meth:`check` raises it in the model's."""
     write_back_s: float = 0.0
     """Seconds of the link that an evicted expert takes: a store keeps all weights, and nothing is copied back."""
 
@@ -194,6 +196,15 @@ class Link(ABC):
         """Compute that reads these slots has been launched: later copies into them come after it."""
         del slots
 
+    def check(self) -> None:
+        """
+        Raises:
+            whatever the observer raised of a copy since the last call.
+        """
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
     def reset(self) -> None:
         """Set the counters to zero."""
         self.bytes_moved, self.copies, self.busy_s = 0, 0, 0.0
@@ -211,7 +222,14 @@ class Link(ABC):
         self.bytes_moved += self.block_bytes(copy.precision)
         self.copies += 1
         self.busy_s += end - start
-        self.observer.copied(copy.key, copy.key // self._store.experts, start, end, copy.urgent)
+        self._tell(copy.key, copy.key // self._store.experts, start, end, copy.urgent)
+
+    def _tell(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
+        """Tell the observer of a copy, in whatever thread; what it raises is kept for :meth:`check`."""
+        try:
+            self.observer.copied(key, layer, start, end, urgent)
+        except BaseException as error:
+            self.failure = self.failure or error
 
 
 class InstantLink(Link):

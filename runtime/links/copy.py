@@ -5,6 +5,7 @@ N entries of one call; see :class:`expertcast.runtime.links.tables.Moves`.
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.links.tables import Moves
-from expertcast.runtime.storage.codecs.merge import has_triton
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -29,6 +29,11 @@ multiprocessor; see :mod:`expertcast.runtime.links.carve_out`.
 """
 _SHARE = 4
 """A device gives up one multiprocessor in so many at most."""
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed: torch's CUDA builds bring it on Linux."""
+    return importlib.util.find_spec("triton") is not None
 
 
 class BlockCopier(ABC):

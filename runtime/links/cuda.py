@@ -182,6 +182,10 @@ class CudaLink(QueuedLink):
             arrived.record(self._stream)
         except Exception as error:  # whoever waits for this copy gets it, and nobody else
             copy.error, copy.done = error, True
+            if copy.begun is not None and not copy.chained:
+                self._timed.give(copy.begun)
+            self._timed.give(arrived)
+            copy.begun = None
             return
         copy.arrived = arrived
         copy.forecast = not copy.urgent
@@ -242,10 +246,10 @@ class CudaLink(QueuedLink):
         assert arrived is not None
         copy.done = True
         self._forecasts -= copy.forecast
-        # the clock's numbers are single precision: a short time is exact only between two events close together
-        start = self.observer.device_time(begun)
-        self._count(copy, start, start + begun.elapsed_time(arrived) / 1e3)
         copy.begun = copy.arrived = None
         self._timed.give(begun)
         if not (self._issued and self._issued[0].chained):
             self._timed.give(arrived)
+        # the clock's numbers are single precision: a short time is exact only between two events close together
+        start = self.observer.device_time(begun)
+        self._count(copy, start, start + begun.elapsed_time(arrived) / 1e3)

@@ -109,10 +109,13 @@ class DiskLink(Link):
             self._kept.fills(slot)
 
         def arrived(read: Arrival) -> None:
-            with self._counting:  # reads overlap: the time in which any was under way is counted once
-                start, self._free_at = max(read.start, self._free_at), max(read.end, self._free_at)
-                self._count(copy, min(start, read.end), read.end)
-            copy.error, copy.done = read.error, True
+            try:
+                if read.error is None:
+                    with self._counting:  # reads overlap: the time in which any was under way is counted once
+                        start, self._free_at = max(read.start, self._free_at), max(read.end, self._free_at)
+                        self._count(copy, min(start, read.end), read.end)
+            finally:
+                copy.error, copy.done = read.error, True
 
         copy.read = self._file.read(key, block, arrived, urgent)
         self._open_reader.submit(copy.read)

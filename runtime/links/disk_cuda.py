@@ -157,9 +157,9 @@ class CudaDiskLink(CudaLink):
         return super()._source(copy)
 
     def _finish(self, copy: DeviceCopy) -> None:
-        super()._finish(copy)
-        if isinstance(copy, StagedCopy):
+        if isinstance(copy, StagedCopy):  # first: whatever an observer raises, the block is free
             self._open_staging.give_back(copy)
+        super()._finish(copy)
 
     def _count(self, copy: Copy, start: float, end: float) -> None:
         """`start` is the copy's to the device; for whoever observes, the expert's way began with its read."""

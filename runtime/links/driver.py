@@ -8,7 +8,6 @@ Streams and events are torch's, so that torch's allocator, profiler and stream g
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
@@ -170,14 +169,13 @@ def copy_seconds(driver: CudaDevice, size: int, *, rounds: int = 5, count: int =
 @cache
 def _driver() -> ctypes.CDLL:
     """The driver that torch has loaded already, with the types of the functions used here."""
-    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:
-        driver = ctypes.CDLL(name)
+        driver = ctypes.CDLL("libcuda.so.1")
         address, size = ctypes.c_uint64, ctypes.c_size_t
         driver.cuMemcpyHtoDAsync_v2.argtypes = (address, ctypes.c_void_p, size, ctypes.c_void_p)
         driver.cuMemcpyDtoHAsync_v2.argtypes = (ctypes.c_void_p, address, size, ctypes.c_void_p)
         driver.cuPointerGetAttribute.argtypes = (ctypes.c_void_p, ctypes.c_int, address)
         driver.cuGetErrorString.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
     except (OSError, AttributeError) as error:
-        raise ExpertcastError(f"NVIDIA's driver library {name} cannot be used ({error}): CUDA links need it") from error
+        raise ExpertcastError(f"NVIDIA's driver (libcuda.so.1) cannot be used ({error}): CUDA links need it") from error
     return driver

@@ -134,16 +134,17 @@ class EmulatedLink(Link):
         _fine_timer()
         free_at = 0.0
         while (copy := self._next()) is not None:
-            # from the moment it was due, not from when this thread woke up: a late wake-up costs no bandwidth
-            start = max(copy.submitted, free_at)
-            free_at = start + self._duration(copy)
             try:
+                # from the moment it was due, not from when this thread woke up: a late wake-up costs no bandwidth
+                start = max(copy.submitted, free_at)
+                free_at = start + self._duration(copy)
                 self._transfer(copy, free_at)
+                self._count(copy, start, free_at)
             except BaseException as error:  # handed to the thread that waits for it
                 copy.error = error
-            self._count(copy, start, free_at)
-            copy.done = True
-            copy.arrived.release()
+            finally:
+                copy.done = True
+                copy.arrived.release()
 
     def _transfer(self, copy: _QueuedCopy, end: float) -> None:
         """Half of the block at once, half at the end: whoever computes without waiting finds a torn block."""

@@ -194,14 +194,14 @@ class KernelLink(Link):
         while self._timed and self._timed[0].moves is None and self._timed[0].arrived.query():  # type: ignore[no-untyped-call]
             call = self._timed.popleft()
             assert call.begun is not None
-            start = self.observer.device_time(call.begun)
-            self._took(call.layer, start, start + call.begun.elapsed_time(call.arrived) / 1e3, call.urgent)
             self._events.give(call.begun)
             self._events.give(call.arrived)
+            start = self.observer.device_time(call.begun)
+            self._took(call.layer, start, start + call.begun.elapsed_time(call.arrived) / 1e3, call.urgent)
 
     def _took(self, layer: int, start: float, end: float, urgent: bool) -> None:
         self.busy_s += end - start
-        self.observer.copied(-1, layer, start, end, urgent)
+        self._tell(-1, layer, start, end, urgent)
 
 
 class DeviceStatistics(RunStatistics):

@@ -7,7 +7,6 @@ the forecast asked for last, if the reader has not begun it.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from expertcast.data.memory import usable_processors
 from expertcast.runtime.links.cuda import DeviceCopy
 from expertcast.runtime.storage.arrival import Arrival, Reader
 from expertcast.runtime.storage.direct_read import PIECE, sectors
@@ -51,7 +51,7 @@ class File(Protocol):
 
 def places_of(block_bytes: int, threads: int, *, coded: bool = False) -> int:
     """Blocks that keep so many requests of the disk under way while others are decoded, or copied to the device."""
-    decoded = min(_DECODED, (os.cpu_count() or 1) // 2) if coded else 0
+    decoded = min(_DECODED, usable_processors() // 2) if coded else 0
     return min(_MOST, max(_FEWEST + decoded, -(-threads * PIECE // block_bytes) + _COPIED))
 
 

@@ -13,27 +13,25 @@ from expertcast.runtime.storage.coded_read import Rates
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.part_memory import NOTHING, PLAIN, Kinds, PartMemory, Taken
 
-_UNDER_WAY = 64
-"""Experts that may be under way: here they need no memory."""
-
 
 class VirtualParts:
     """What is kept of experts, and what is under way; buffers are a sector each, whatever they stand for.
 
     Args:
         rates: that the link knows.
+        most: experts that may be under way.
         kept, wanted: as for :class:`CodedReader`.
     """
 
-    def __init__(self, rates: Rates, kept: tuple[int, int], wanted: Callable[[int], Kinds]) -> None:
+    def __init__(self, rates: Rates, most: int, kept: tuple[int, int], wanted: Callable[[int], Kinds]) -> None:
         self._rates, self._wanted = rates, wanted
-        self._memory = PartMemory([1, 1], under_way=_UNDER_WAY, kept=kept)
+        self._memory = PartMemory([1, 1], under_way=most, kept=kept)
         self._taken: dict[int, Taken] = {}
 
     def begin(self, key: int) -> Kinds:
         """An expert is read: what need not be."""
         taken = self._memory.take(key)
-        assert taken is not None, f"more than {_UNDER_WAY} experts are under way"
+        assert taken is not None, "no expert is under way twice"
         self._taken[key] = taken
         return taken.held
 
@@ -81,7 +79,7 @@ class VirtualStore:
         self, threads: int, pace: float | None, *, kept: tuple[int, int], wanted: Callable[[int], Kinds]
     ) -> VirtualParts:
         """Reads nothing: `threads` and `pace` are the link's."""
-        return VirtualParts(self.rates, kept, wanted)
+        return VirtualParts(self.rates, self.layers * self.experts, kept, wanted)
 
 
 def virtual_codec(text: str, block_bytes: int) -> Codec:

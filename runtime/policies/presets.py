@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.policies.prefetch.top_k import MOST_OVERFETCH
 from expertcast.runtime.policies.settings import Policies
 
 
@@ -72,6 +73,10 @@ PRESETS: dict[str, Preset] = {
     "moe_apex": Preset(
         policies=Policies(prefetch="top_k:overfetch=1.5", scope="layer"),
         source="row D13: more of the router's experts; the paper gives no number, 1.5 K are ours",
+    ),
+    "zero_infinity": Preset(
+        policies=Policies(eviction="fifo", prefetch=f"top_k:overfetch={MOST_OVERFETCH}"),
+        source="row E21: the next layer's experts whole, whatever is forecast; no router is waited for",
     ),
     "specmd_1": _specmd("Eliseev and Mazur", Policies()),
     "specmd_2": _specmd("Zhu et al.", Policies(eviction="score", prefetch="percentile", miss="substitute")),

@@ -5,11 +5,16 @@ R ranks, M most experts of a step, G hit patterns, four pools in the order F, C,
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
+from expertcast.predictors.errors import ExpertcastError
+
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
+_MOST_PATTERNS = 2**20
 
 
 def poisson_binomials(chances_LR: Floats, most: int) -> Floats:
@@ -39,10 +44,21 @@ def interval_hits(chances_R: Floats, most: int) -> Floats:
 
 
 def hit_patterns(most: int) -> Counts:
-    """Every (hits in F, C, S, E) of together `most` or fewer [G, 4]."""
-    grid = np.indices((most + 1,) * 4).reshape(4, -1).T
-    kept: Counts = grid[grid.sum(axis=1) <= most]
-    return kept
+    """Every (hits in F, C, S, E) of together `most` or fewer [G, 4].
+
+    Raises:
+        ExpertcastError: there are too many for a planner.
+    """
+    if math.comb(most + 4, 4) > _MOST_PATTERNS:
+        raise ExpertcastError(
+            f"steps use up to {most} experts of a layer, too many to plan pools for: give routing of single texts"
+        )
+    patterns = np.zeros((1, 0), dtype=np.int64)
+    for _ in range(4):
+        choices = most - patterns.sum(axis=1) + 1
+        first = np.repeat(choices.cumsum() - choices, choices)
+        patterns = np.column_stack([np.repeat(patterns, choices, axis=0), np.arange(choices.sum()) - first])
+    return patterns
 
 
 def pattern_chances(intervals: Floats, ends: Counts, patterns_G4: Counts, size: int) -> Floats:

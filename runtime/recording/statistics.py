@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
+from weakref import WeakMethod
 
 from expertcast.predictors.plain import Json
 from expertcast.runtime.recording.observer import Observer
@@ -58,8 +59,8 @@ class RunStatistics(Observer):
     """Further entries for :meth:`as_dict`, from those who keep them."""
     uncounted: frozenset[str] = frozenset()
     """Fields of a layer's statistics that stay 0, for nobody sees what they count."""
-    keepers: Sequence[Callable[[], AbstractContextManager[None]]] = ()
-    """Entered around whatever is set to zero, for those who count on; see :meth:`resetting`."""
+    keepers: Sequence[WeakMethod[Callable[[], AbstractContextManager[None]]]] = ()
+    """Entered around whatever is set to zero, for those who count on, as long as they live; see :meth:`resetting`."""
 
     def __init__(self, layers: int) -> None:
         self.layers = [LayerStatistics() for _ in range(layers)]
@@ -96,7 +97,7 @@ class RunStatistics(Observer):
     def resetting(self) -> Iterator[None]:
         """Inside, counters of the run are set to zero: `keepers` have seen what they were."""
         with ExitStack() as told:
-            for keeper in self.keepers:
+            for keeper in filter(None, (reference() for reference in self.keepers)):
                 told.enter_context(keeper())
             yield
 

@@ -79,7 +79,7 @@ class Generating:
                     raise HTTPException(400, f"the prompt has {tokens} tokens, {said} {most - 1} at most")
                 config.max_new_tokens = min(config.max_new_tokens, most - tokens)
         request = self.requests.find(key)
-        request.prompt_tokens = tokens
+        request.prompt_tokens += tokens
         return request
 
     def guarded(self, model: PreTrainedModel, request: Request) -> Guarded:
@@ -103,8 +103,7 @@ class Generating:
             raise
         except Exception as error:
             log.exception("%s failed", request.key)
-            # transformers' server writes it between quotes
-            raise FailedError(first_line(error).replace("\\", "/").replace('"', "'")) from error
+            raise FailedError(first_line(error)) from error
         finally:
             self._current = None
 
@@ -165,12 +164,12 @@ class Generating:
 class _Counted(StoppingCriteria):  # type: ignore[misc]
     """Stops nothing; sees how many tokens there are."""
 
-    def __init__(self, request: Request) -> None:
-        self._request, self._tokens = request, 0
+    def __init__(self, request: Request, prompt_tokens: int) -> None:
+        self._request, self._prompt_tokens, self._tokens = request, prompt_tokens, 0
         request.counted_by(lambda: self._tokens)
 
     def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
-        self._tokens = input_ids.shape[1] - self._request.prompt_tokens
+        self._tokens = input_ids.shape[1] - self._prompt_tokens
         self._request.look()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
@@ -183,8 +182,8 @@ class Guarded:
 
     def generate(self, **kwargs: Any) -> Tensor:
         """The model's own; see :meth:`Generating.run`."""
-        request = self.request
-        kwargs["stopping_criteria"] = StoppingCriteriaList([_Counted(request)])
+        request, prompt_tokens = self.request, kwargs["input_ids"].shape[1]
+        kwargs["stopping_criteria"] = StoppingCriteriaList([_Counted(request, prompt_tokens)])
         if any(request.penalties):
-            kwargs["logits_processor"] = LogitsProcessorList([Penalties(*request.penalties, request.prompt_tokens)])
+            kwargs["logits_processor"] = LogitsProcessorList([Penalties(*request.penalties, prompt_tokens)])
         return self._generating.run(request, lambda: self._model.generate(**kwargs))

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from collections.abc import AsyncIterable, AsyncIterator
 from typing import Any
 
 from fastapi import HTTPException, Response
+from fastapi.responses import JSONResponse, StreamingResponse
 from jinja2 import TemplateError
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import BatchEncoding, GenerationConfig, PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
-from transformers.cli.serving.utils import BaseHandler
+from transformers.cli.serving.utils import BaseHandler, Modality
 
 from expertcast.predictors.errors import first_line
+from expertcast.runtime.serving.errors import error_body
 from expertcast.runtime.serving.generation import FailedError
-from expertcast.runtime.serving.parameters import COLDEST, biases, checked
-from expertcast.runtime.serving.requests import Requests
+from expertcast.runtime.serving.parameters import COLDEST, biases, checked, prompts
+from expertcast.runtime.serving.requests import Request, Requests
 from expertcast.runtime.serving.writing import cut
 
 NEW_TOKENS = 1024
@@ -51,7 +56,7 @@ class Checked(BaseHandler):  # type: ignore[misc]
         request.stops = [body["stop"]] if isinstance(body.get("stop"), str) else body.get("stop", [])
         body.setdefault("stream", False)
         try:
-            answer: Response = await super().handle_request(body, request_id)
+            answer: Response = await self._answer(body, request_id)
         except (LookupError, TypeError, ValueError, TemplateError) as error:
             if request.generated_tokens:
                 raise FailedError(f"what was written cannot be parsed: {first_line(error)}") from error
@@ -59,7 +64,24 @@ class Checked(BaseHandler):  # type: ignore[misc]
             raise HTTPException(400, f"this request cannot be read: {missing}") from error
         except HTTPException as error:
             raise HTTPException(400 if error.status_code == 422 else error.status_code, error.detail) from error
+        if isinstance(answer, StreamingResponse):
+            answer.body_iterator = self._with_errors(answer.body_iterator, request)
         return answer
+
+    async def _answer(self, body: dict[str, Any], request_id: str) -> Any:
+        return await super().handle_request(body, request_id)
+
+    async def _with_errors(self, parts: AsyncIterable[Any], request: Request) -> AsyncIterator[Any]:
+        """A stream whose error is an object, where transformers writes a text, and the status of the request."""
+        async for part in parts:
+            begun, failed, message = part.partition('data: {"error": "')
+            status = 503 if self.requests.closing else 500
+            if failed or '"type":"response.failed"' in part:
+                request.failed = status
+            if failed:
+                error = error_body(status, message.removesuffix('"}\n\n'))
+                part = f"{begun}data: {json.dumps(error)}\n\n"
+            yield part
 
     def _build_generation_config(
         self, body: dict[str, Any], model_generation_config: GenerationConfig, use_cb: bool = False
@@ -100,7 +122,32 @@ def _refuse_in_batches(config: GenerationConfig, body: dict[str, Any]) -> None:
 
 
 class Completions(Checked, CompletionHandler):  # type: ignore[misc]
-    """/v1/completions."""
+    """/v1/completions, with prompts in all forms that OpenAI has; several are answered one after another."""
+
+    async def _answer(self, body: dict[str, Any], request_id: str) -> Any:
+        name, model, tokenizer = self._resolve_model(body)
+        batched = self.generation_state.use_continuous_batching(model, Modality.LLM)
+        manager = self.generation_state.get_manager(name, use_cb=batched)
+        config = self._build_generation_config(body, model.generation_config, use_cb=batched)
+        if batched:
+            manager.init_cb(model, config)
+        given = prompts(body["prompt"], self.model_manager.vocabulary)
+        tokens = [tokenizer(each)["input_ids"] if isinstance(each, str) else each for each in given]
+        if body["stream"] and len(tokens) > 1:
+            raise HTTPException(400, f"{len(tokens)} prompts are not streamed: leave stream out, or send one prompt")
+        answers = []
+        for ids in tokens:
+            inputs = {"input_ids": ids}
+            if not batched:
+                rows = {"input_ids": [ids], "attention_mask": [[1] * len(ids)]}
+                inputs = BatchEncoding(rows, tensor_type="pt").to(model.device)
+            own = request_id, model, tokenizer, name, inputs, copy.copy(config), manager, body.get("suffix")
+            if body["stream"]:
+                return self._streaming(*own)
+            answers.append(json.loads((await self._non_streaming(*own)).body))
+        choices = [{**answer["choices"][0], "index": place} for place, answer in enumerate(answers)]
+        usage = {kind: sum(answer["usage"][kind] for answer in answers) for kind in answers[0]["usage"]}
+        return JSONResponse({**answers[0], "choices": choices, "usage": usage})
 
 
 class Chats(Checked, ChatCompletionHandler):  # type: ignore[misc]

@@ -95,7 +95,7 @@ class HotExperts(Observer):
         if isinstance(link, KernelLink):
             used, held = Counter[int](), held_by_tables(link)
         else:
-            used, held = self._used, sorted(self._offloaded.pool.resident())
+            used, held = self._used.copy(), sorted(self._offloaded.pool.resident())
         if not used and not (held and isinstance(link, KernelLink)):
             return False
         for key, count in self._before.items():

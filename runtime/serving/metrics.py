@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.core import (
@@ -37,8 +38,6 @@ from expertcast.runtime.storage.store import ExpertStore
 if TYPE_CHECKING:
     from expertcast.runtime.offloaded import OffloadedModel
 
-_READS_DISK = ("disk", "gpudirect")
-"""Names of links that are a disk."""
 _VERSIONS = ("expertcast", "torch", "transformers")
 
 Labels = tuple[str, ...]
@@ -93,7 +92,8 @@ class ExpertMetrics(Collector):
         """What was counted before statistics were last set to zero."""
         self._shown: dict[tuple[str, Labels], float] = {}
         self._setting_back = False
-        source.stats.keepers = [*source.stats.keepers, self._kept]
+        living = [keeper for keeper in source.stats.keepers if keeper() is not None]
+        source.stats.keepers = [*living, WeakMethod(self._kept)]
 
     def collect(self) -> Iterator[Metric]:
         """All families that there is something to say of."""
@@ -149,7 +149,7 @@ class ExpertMetrics(Collector):
         link = source.link
         yield named.COPIES, (), link.copies
         yield named.BUSY, (), link.busy_s
-        if link.name in _READS_DISK:
+        if link.name == "disk":
             yield named.READS, (), link.copies
             yield named.READ_SECONDS, (), link.busy_s
 

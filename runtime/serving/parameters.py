@@ -73,7 +73,7 @@ FITS: dict[str, tuple[Fits, str]] = {
         ("audio", "conversation", "functions", "function_call", "moderation", "previous_response_id",
          "web_search_options"), _NOTHING,
     ),
-    "temperature": (lambda value: _number(value) and value >= 0, "a number of 0 or more"),
+    "temperature": (lambda value: _number(value) and 0 <= value <= 2, "a number from 0 to 2"),
     "top_p": (lambda value: _number(value) and 0 <= value <= 1, "a number from 0 to 1"),
     "seed": (lambda value: _whole(value) and value in SEEDS, "a whole number of 64 bits"),
     "stop": (_texts, "a text or a list of texts, none of them empty"),
@@ -121,6 +121,24 @@ def checked(body: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
         body.pop("tools", None)
     _read_only_text(body.get("messages", body.get("input")))
     return body
+
+
+def prompts(given: object, vocabulary: int) -> list[str | list[int]]:
+    """The prompts of a completion: texts, or tokens.
+
+    Raises:
+        HTTPException: 400: neither, or no token of the model.
+    """
+    made: list[Any] = given if isinstance(given, list) and not any(map(_whole, given)) else [given]
+    if not made or not all(
+        isinstance(each, str) or (isinstance(each, list) and all(map(_whole, each))) for each in made
+    ):
+        raise HTTPException(400, f"prompt={_shown(given)}: give a text, a list of tokens, or a list of such")
+    tokens = (token for each in made if isinstance(each, list) for token in each)
+    wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise HTTPException(400, f"the prompt has token {wrong}: give tokens from 0 to {vocabulary - 1}")
+    return made
 
 
 def biases(given: object, vocabulary: int) -> dict[tuple[int, ...], float] | None:

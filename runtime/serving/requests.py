@@ -56,7 +56,7 @@ class Request:
 
     Args:
         key: its id, which no other request in flight has.
-        route: its path.
+        route: its path, or `other`.
     """
 
     def __init__(self, key: str, route: str) -> None:
@@ -73,14 +73,16 @@ class Request:
         """Seconds to its first token; None: there is none yet, or nobody saw it."""
         self.left = False
         """Whether its client has left before it was answered."""
+        self.failed: int | None = None
+        """Status of the error that ended its stream, whose headers had 200; None: there was none."""
         self._started = time.perf_counter()
         self._gone = threading.Event()
         self._then: list[Callable[[], None]] = []
-        self._generated: Callable[[], int] = int
+        self._generated: list[Callable[[], int]] = []
 
     @property
     def generated_tokens(self) -> int:
-        return self._generated()
+        return sum(generated() for generated in self._generated)
 
     @property
     def seconds(self) -> float:
@@ -93,8 +95,8 @@ class Request:
         return self._gone.is_set()
 
     def counted_by(self, generated: Callable[[], int]) -> None:
-        """Who knows how many tokens it has."""
-        self._generated = generated
+        """Add a counter of generated tokens: one for each of its prompts."""
+        self._generated.append(generated)
 
     def look(self) -> None:
         """Note the first token, if there is one now."""
@@ -143,7 +145,7 @@ class Requests:
         """A request has come.
 
         Args:
-            route: its path.
+            route: its path, or `other`.
             wanted: the id that the client gave it; used where no other request has it.
         """
         with self._lock:
@@ -166,7 +168,7 @@ class Requests:
         """A request has ended: one line in the log."""
         request.look()
         counts, left = self.counts, request.left
-        status = 499 if left else status
+        status = 499 if left else request.failed or status
         with self._lock:
             del self._open[request.key]
             counts.in_flight -= 1

@@ -99,7 +99,7 @@ class ModelServer:
         )  # fmt: skip
         app.router.routes[:] = [each for each in app.router.routes if isinstance(each, Route) and each.path in ROUTES]
         app.add_api_route("/health", self._health)
-        app.add_middleware(Watching, requests=self.requests)
+        app.add_middleware(Watching, requests=self.requests, routes=ROUTES)
         tell_errors(app)
         return app
 

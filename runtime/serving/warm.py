@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from expertcast.predictors.artefacts import read_bytes
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.serving.hot_experts import HotExperts
@@ -27,7 +28,7 @@ def read_prompts(path: Path) -> list[str]:
         ExpertcastError: no such file, no text in UTF-8, a line that is no such object, or no prompt at all.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_bytes(path).decode()
     except OSError as error:
         raise ExpertcastError(f"cannot read {path}: {error.strerror}; {_REMEDY}") from error
     except UnicodeDecodeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,10 +22,11 @@ class Watching:
     Args:
         app: the application.
         requests: what it opens and closes requests in.
+        routes: paths that are counted by name; all others are `other`.
     """
 
-    def __init__(self, app: ASGIApp, requests: Requests) -> None:
-        self._app, self._requests = app, requests
+    def __init__(self, app: ASGIApp, requests: Requests, routes: Collection[str]) -> None:
+        self._app, self._requests, self._routes = app, requests, routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request; those that generate nothing pass."""
@@ -37,7 +39,7 @@ class Watching:
             return
         headers = [(name, value) for name, value in scope["headers"] if name != _ID]
         wanted = next((value.decode("latin-1") for name, value in scope["headers"] if name == _ID), None)
-        request = self._requests.open(scope["path"], wanted)
+        request = self._requests.open(scope["path"] if scope["path"] in self._routes else "other", wanted)
         headers.append((_ID, request.key.encode("latin-1")))
         exchange = _Exchange(request, receive, send)
         try:

@@ -6,7 +6,7 @@ L MoE layers, E routed experts per layer, K experts per token.
 from __future__ import annotations
 
 import multiprocessing
-import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from expertcast.data.memory import usable_processors
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
 from expertcast.predictors.progress import Progress
@@ -30,6 +31,7 @@ from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.summary import summary
 from expertcast.runtime.simulation.token_table import TokenTable
 from expertcast.runtime.simulation.trace import Trace
+from expertcast.runtime.storage.precision import FULL
 
 CAPACITIES = (0.01, 0.05, 0.10, 0.25, 0.45)
 """Shares of all experts that fit on the device."""
@@ -97,8 +99,8 @@ def sweep(
         work: the trace that all run, and what follows it.
         cases: what is run.
         processes: None: one per core, but none for a few cases; 1: this one.
-        quality: asked once, in this process, for all lossy cases that differ in more than the machine. None: nothing
-            is known of quality.
+        quality: asked once, in this process, for all lossy cases that differ in more than the machine, with experts in
+            the model's own precision: of others nothing is known. None: of none.
         progress: show a bar on standard error.
 
     Returns:
@@ -115,23 +117,21 @@ def sweep(
             runnable.append(case)
         else:
             skipped.append({**_heading(case, shape), "reason": reason})
-    count = processes or min(_cores(), -(-len(runnable) // _LEAST))
+    count = processes or min(usable_processors(), -(-len(runnable) // _LEAST))
     rows = list(
         Progress("simulating", total=len(runnable), unit="run", steps=_rows(work, runnable, count), shown=progress)
     )
     names = [f"{each.policies.as_dict()} {each.predictor} {each.slots}" for each in runnable]
-    lossy = {name: each for name, each in zip(names, runnable, strict=True) if each.policies.lossy}
-    known: Mapping[str, Json] = {} if quality is None else quality(lossy)
+    own = [(name, each) for name, each in zip(names, runnable, strict=True) if each.machine.base == FULL]
+    lossy = {name: each for name, each in own if each.policies.lossy}
+    known: Mapping[str, Json] = {} if quality is None or not own else quality(lossy)
     unknown = {"perplexity": None, "agreement": None, "kl": None}
     results = [
-        {**_heading(case, shape), **row, **unknown, **known.get(name if name in lossy else EXACT, {})}
+        {**_heading(case, shape), **row, **unknown}
+        | (known.get(name if name in lossy else EXACT, {}) if case.machine.base == FULL else {})
         for case, row, name in zip(runnable, rows, names, strict=True)
     ]
     return {"results": results, "skipped": skipped}
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _rows(work: Workload, cases: Sequence[Case], processes: int) -> Iterator[Json]:
@@ -142,7 +142,8 @@ def _rows(work: Workload, cases: Sequence[Case], processes: int) -> Iterator[Jso
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "workload"
         torch.save(work, path)
-        with ProcessPoolExecutor(processes, _context()) as pool:
+        ignoring = signal.SIGINT, signal.SIG_IGN  # a terminal sends it to all processes: this one ends the others
+        with ProcessPoolExecutor(processes, _context(), signal.signal, ignoring) as pool:
             yield from pool.map(partial(_run_saved, path), cases)
 
 

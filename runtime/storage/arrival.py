@@ -43,15 +43,20 @@ class Arrival:
     def arrive(self, end: float) -> None:
         """All of it has come, or failed with `error`; `end` in seconds of the clock."""
         self.end = end
-        if self.arrival is not None:
-            self.arrival(self)
-        self._arrived.release()
+        try:
+            if self.arrival is not None:
+                self.arrival(self)
+        except BaseException as error:  # raised by whoever waits
+            self.error = self.error or error
+        finally:
+            self._arrived.release()
 
     def wait(self) -> None:
         """Return when all of it has come.
 
         Raises:
             ExpertcastError: it could not be read.
+            BaseException: whatever `arrival` raised.
         """
         with self._arrived:
             pass

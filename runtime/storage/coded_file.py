@@ -22,12 +22,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from expertcast.data.tensor_files import read_range
 from expertcast.predictors.artefacts import digest
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.storage.codecs import Part
 from expertcast.runtime.storage.coded_header import CodedHeader, read_coded_header
 from expertcast.runtime.storage.direct_read import SECTOR, sectors
 from expertcast.runtime.storage.draft import Draft
+from expertcast.runtime.storage.store_file import FILE_NAME as RAW_NAME
 from expertcast.runtime.storage.store_file import damaged
 from expertcast.runtime.storage.store_header import StaleFileError
 
@@ -92,11 +94,11 @@ class CodedWriter:
         finally:
             os.close(handle)
 
-    def commit(self) -> Path:
+    def commit(self) -> CodedFile:
         """All experts are written: add the index and the header, and give the file its name.
 
         Returns:
-            Where it is.
+            The file.
 
         Raises:
             ExpertcastError: the disk has no room.
@@ -112,10 +114,12 @@ class CodedWriter:
             self._file.write(replace(self._header, nbytes=end - self._header.room, index=digest(index)).encoded())
             self._file.flush()
             os.fsync(self._file.fileno())
+            complete = CodedFile(self._draft.path)  # before another process can give the name to a file of its own
             self._draft.commit()
         except OSError as error:
             raise self._failed(error) from error
-        return self._draft.path
+        complete.path = self._draft.path
+        return complete
 
     def drop(self) -> None:
         """Remove what was written, unless it has its name."""
@@ -179,10 +183,25 @@ class CodedFile:
 
 def _read(handle: int, offsets: list[int], sizes: list[int], digests: list[int]) -> list[Part]:
     """One expert's parts, which lie one after another; several threads may read at a time."""
-    raw = os.pread(handle, offsets[-1] + sizes[-1] - offsets[0], offsets[0])
-    data = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    raw = read_range(handle, offsets[0], offsets[-1] + sizes[-1] - offsets[0])
+    data = torch.frombuffer(raw, dtype=torch.uint8)
     parts = [data[start - offsets[0] :][:size] for start, size in zip(offsets, sizes, strict=True)]
     return [Part(part, digest) for part, digest in zip(parts, digests, strict=True)]
+
+
+def packed_codec(folder: Path) -> str | None:
+    """The codec of the store that lies in a folder, a coded one before a raw one; None: there is none.
+
+    Raises:
+        ExpertcastError: the file is damaged or not ours.
+    """
+    path = folder / FILE_NAME
+    if not path.exists():
+        return "raw" if (folder / RAW_NAME).exists() else None
+    try:
+        return read_coded_header(path).codec
+    except StaleFileError as reason:
+        raise damaged(path, reason) from None
 
 
 def verify_coded(path: Path) -> None:

@@ -7,7 +7,6 @@ comes first: the last expert of a layer is decoded by all threads at once. Parts
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from expertcast.data.memory import usable_processors
 from expertcast.runtime.storage.codecs import Codec, Part
 from expertcast.runtime.storage.coded_file import CodedFile
 from expertcast.runtime.storage.coded_read import CodedRead, Rates
@@ -32,6 +32,17 @@ SPARE = 2
 _COMMON_DISK, _COMMON_DECODING = 1e9, 1e9
 
 
+def decoders_of(plan: DecodePlan) -> int:
+    """Threads that can be busy decoding at a time."""
+    return min(usable_processors(), UNDER_WAY * len(plan.jobs))
+
+
+def decoding_bytes(codec: Codec) -> int:
+    """Memory in which the threads of a reader decode."""
+    plan = DecodePlan(codec)
+    return decoders_of(plan) * plan.scratch_bytes
+
+
 class CodedReader:
     """Threads that read and decode experts of one file.
 
@@ -40,7 +51,7 @@ class CodedReader:
         codec: that made them.
         threads: requests of the disk under way at a time.
         pace: bytes per second that the disk is taken for, at most; None: as it is.
-        decoders: threads that decode; None: one for each processor, for the model waits while they work.
+        decoders: threads that decode; None: as many as can be busy, for the model waits while they work.
         kept: experts whose plain, and whose packed parts may be kept in memory.
         wanted: of an expert that has just been decoded, which of its parts are to be kept.
 
@@ -53,8 +64,11 @@ class CodedReader:
         kept: tuple[int, int] = (0, 0), wanted: Callable[[int], Kinds] = lambda _key: NOTHING,
     ) -> None:  # fmt: skip
         self._file, self._codec, self._wanted = file, codec, wanted
-        self._disk = DirectReader(file.path, threads=threads, pace=pace, handle=file.handle)
         self._places, self._plan = PartPlaces(file, codec), DecodePlan(codec)
+        scratch = [
+            torch.empty(self._plan.scratch_bytes, dtype=torch.uint8) for _ in range(decoders or decoders_of(self._plan))
+        ]  # before any thread could lack it
+        self._disk = DirectReader(file.path, threads=threads, pace=pace, handle=file.handle)
         self._jobs_of = [
             [number for number, job in enumerate(self._plan.jobs) if piece in job.pieces]
             for piece in range(len(self._plan.pieces))
@@ -67,8 +81,8 @@ class CodedReader:
         self._decoded, self._decoding_s = 0.0, 0.0
         """Bytes of blocks, and the seconds of threads that they took."""
         self._decoders = [
-            threading.Thread(target=self._run, name=f"expertcast-decode-{number}", daemon=True)
-            for number in range(decoders or os.cpu_count() or 1)
+            threading.Thread(target=self._run, args=(own,), name=f"expertcast-decode-{number}", daemon=True)
+            for number, own in enumerate(scratch)
         ]
         for decoder in self._decoders:
             decoder.start()
@@ -207,15 +221,12 @@ class CodedReader:
 
         return arrived
 
-    def _run(self) -> None:
-        planes = [
-            torch.empty(plane.nbytes if plane.compressed else 0, dtype=torch.uint8) for plane in self._codec.planes
-        ]
+    def _run(self, scratch: Tensor) -> None:
         while (taken := self.jobs.take()) is not None:
             read, job, early = taken
             error, start = None, time.perf_counter()
             try:
-                self._plan.run(job, read.parts, planes, read.target)
+                self._plan.run(job, read.parts, scratch, read.target)
             except BaseException as caught:  # handed to whoever waits for it
                 error = caught
             with self._changed:
@@ -231,11 +242,18 @@ class CodedReader:
                 self._finish(read)
 
     def _finish(self, read: CodedRead) -> None:
-        with self._changed:  # whoever wants something else from now on drops it after this
-            keep = self._wanted(read.key) if read.error is None else NOTHING
-            assert read.taken is not None
-            self._memory.give(read.key, read.taken, keep)
-            read.taken = None
-            read.parts.clear()
-            self._begin()
-        read.arrive(time.perf_counter())
+        try:
+            with self._changed:  # whoever wants something else from now on drops it after this
+                assert read.taken is not None
+                taken, read.taken, keep = read.taken, None, NOTHING
+                read.parts.clear()
+                try:
+                    if read.error is None:
+                        keep = self._wanted(read.key)
+                finally:
+                    self._memory.give(read.key, taken, keep)
+                    self._begin()
+        except BaseException as error:  # handed to whoever waits for it
+            read.error = read.error or error
+        finally:
+            read.arrive(time.perf_counter())

@@ -5,7 +5,6 @@ L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from expertcast.data.memory import usable_processors
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.storage.codecs import Part, make_codec
@@ -83,10 +83,15 @@ class CodedStore(FileStore):
         self._file = file
 
     @property
+    def file(self) -> CodedFile:
+        """Where the experts lie, open as long as the store is."""
+        assert self._file is not None, "the store has not been filled"
+        return self._file
+
+    @property
     def stored_nbytes(self) -> int:
         """Bytes of all experts' parts in the file."""
-        assert self._file is not None
-        return int(self._file.nbytes.sum())
+        return int(self.file.nbytes.sum())
 
     def holds(self, layer: int) -> bool:
         return self._file is not None
@@ -95,7 +100,7 @@ class CodedStore(FileStore):
         if self._writer is None:
             self._file = None
             self._writer = CodedWriter(self._new_draft(), self._header)
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
+        with ThreadPoolExecutor(usable_processors()) as threads:
             for parts in self._encoded(layer, write, threads):
                 self._writer.add(parts)
         self._writer.flush()  # the weights are about to go from the model
@@ -112,9 +117,8 @@ class CodedStore(FileStore):
 
     def finish(self) -> None:
         assert self._writer is not None
-        self.path = self._writer.commit()
-        self._open()
-        self._writer = None
+        self._file, self._writer = self._writer.commit(), None
+        self.path = self._file.path
 
     def block(self, key: int) -> Tensor:
         """uint8 [block_bytes] of one expert, read and decoded now, in this thread."""
@@ -130,7 +134,7 @@ class CodedStore(FileStore):
         """
         blocks = HostMemory(self.layer_nbytes).bytes
         keys = range(layer * self.experts, (layer + 1) * self.experts)
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
+        with ThreadPoolExecutor(usable_processors()) as threads:
             list(threads.map(self._decode, keys, blocks.view(self.experts, -1).unbind(0)))
         return self.layout.views(blocks)
 
@@ -146,8 +150,7 @@ class CodedStore(FileStore):
     @property
     def part_nbytes(self) -> list[int]:
         """Bytes that an expert's plain, and its packed parts take in memory."""
-        assert self._file is not None, "the store has not been filled"
-        return PartPlaces(self._file, self.codec).nbytes
+        return PartPlaces(self.file, self.codec).nbytes
 
     def reader(
         self,
@@ -158,8 +161,7 @@ class CodedStore(FileStore):
         wanted: Callable[[int], Kinds] = lambda _key: NOTHING,
     ) -> CodedReader:
         """As :meth:`FileStore.reader`; `kept` and `wanted` as for :class:`CodedReader`."""
-        assert self._file is not None, "the store has not been filled"
-        return CodedReader(self._file, self.codec, threads=threads, pace=pace, kept=kept, wanted=wanted)
+        return CodedReader(self.file, self.codec, threads=threads, pace=pace, kept=kept, wanted=wanted)
 
     def read(self, key: int, block: Tensor, arrival: Callable[[Any], None] | None, urgent: bool) -> CodedRead:
         return CodedRead(block, arrival, urgent, key=key)

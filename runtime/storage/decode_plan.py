@@ -51,13 +51,12 @@ class DecodePlan:
         shards = range(len(codec.shards))
         packed = [index for index in shards if codec.planes[codec.shards[index].plane].compressed]
         plain = [index for index in shards if index not in packed]
-        pieces, jobs = [], []
+        pieces, jobs = [Piece(index) for index in packed], []
         for index in plain:
             size = codec.shards[index].nbytes
             cuts = range(0, max(1, size - CUT // 2), CUT) if packed else (0,)
             starts = list(cuts)
             pieces += [Piece(index, start, stop) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
-        pieces += [Piece(index) for index in packed]
         for index in packed:
             shard = codec.shards[index]
             under = [
@@ -75,29 +74,36 @@ class DecodePlan:
         if plain:
             jobs.append(Job(tuple(plain), everything, checks=bool(packed)))
         self.pieces: tuple[Piece, ...] = tuple(pieces)
-        """In the order in which they are read, that of the file where plain parts come first."""
+        """In the order in which they are read, compressed ones first: each piece of a plain part then makes a job
+        ready, and threads decode while the rest is read."""
         self.jobs: tuple[Job, ...] = tuple(jobs)
+        self.scratch_bytes = max((codec.shards[index].nbytes for index in packed), default=0)
+        """Of memory that a thread needs to do a job."""
 
-    def run(self, job: Job, parts: Sequence[Part], planes: list[Tensor], block: Tensor) -> None:
+    def run(self, job: Job, parts: Sequence[Part], scratch: Tensor, block: Tensor) -> None:
         """Do one job of an expert.
 
         Args:
             job: all of its pieces have come.
             parts: of the expert, where they were read; those without a digest have been compared.
-            planes: memory of the thread's own for compressed planes; the others are filled in here.
+            scratch: uint8 [scratch_bytes] of the thread's own, for the compressed shard.
             block: uint8 [block_bytes], what follows from the job is written.
 
         Raises:
             ExpertcastError: a part is damaged.
         """
         codec = self._codec
+        planes = [scratch] * len(codec.planes)
         for index, shard in enumerate(codec.shards):
             if not codec.planes[shard.plane].compressed:
                 planes[shard.plane] = parts[index].data
+        alone = None if job.shard is None else codec.shards[job.shard]
+        if alone is not None:
+            planes[alone.plane] = scratch[: alone.nbytes]
         for index in job.parts:
             codec.expand(index, parts[index], planes)
         if not job.checks:
-            codec.recover(planes, block, None if job.shard is None else codec.shards[job.shard])
+            codec.recover(planes, block, alone)
 
 
 assert CUT % SECTOR == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from expertcast.runtime.storage.arrival import Arrival
@@ -34,6 +35,12 @@ class Read(Arrival):
     def aligned(self) -> bool:
         """Whether it can be read straight into its target."""
         return not (self.offset % SECTOR or self.nbytes % SECTOR or self.target.data_ptr() % SECTOR)
+
+
+def stamp_of(file: int) -> tuple[int, int]:
+    """Bytes and time of change of an open file: the same as long as nobody writes to it."""
+    found = os.fstat(file)
+    return found.st_size, found.st_mtime_ns
 
 
 def sectors(nbytes: int) -> int:

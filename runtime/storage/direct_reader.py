@@ -7,6 +7,7 @@ thread has begun can be cancelled.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -17,7 +18,7 @@ from pathlib import Path
 from torch import Tensor
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.storage.direct_read import PIECE, SECTOR, Read, sectors
+from expertcast.runtime.storage.direct_read import PIECE, SECTOR, Read, sectors, stamp_of
 from expertcast.runtime.storage.host_memory import HostMemory
 from expertcast.runtime.storage.read_queue import ReadQueue
 
@@ -33,19 +34,22 @@ class DirectReader:
         threads: requests under way at a time.
         pace: bytes per second that it behaves like a disk of, at most; None: as fast as the disk is.
         handle: of the file, open, where another one may have taken its path meanwhile.
+        stamp: of the file when it was found right; None: its stamp now.
 
     Raises:
         ExpertcastError: it cannot be opened, or the system is Windows.
     """
 
     def __init__(
-        self, path: Path, *, threads: int = THREADS, pace: float | None = None, handle: int | None = None
-    ) -> None:
+        self, path: Path, *, threads: int = THREADS, pace: float | None = None, handle: int | None = None,
+        stamp: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
         if not can_read_directly():
             raise ExpertcastError("this system reads no file directly: use link 'instant', which reads it mapped")
         self.path, self._pace = path, pace
+        staging = [HostMemory(PIECE + 2 * SECTOR).bytes for _ in range(threads)]  # before any thread could lack it
         self._file, self.direct = _open(path, handle)
-        self._stamp = _stamp(self._file)
+        self._stamp = stamp or stamp_of(self._file)
         self._queue = ReadQueue[Read](lambda read: read.begun < read.pieces)
         self._next_at: dict[int, Read] = {}
         """Ranges that no thread has begun, by their first byte."""
@@ -58,8 +62,8 @@ class DirectReader:
         """So far, and the seconds in which any request was under way."""
         self._under_way, self._busy_since = 0, 0.0
         self._threads = [
-            threading.Thread(target=self._run, name=f"expertcast-disk-{number}", daemon=True)
-            for number in range(threads)
+            threading.Thread(target=self._run, args=(memory,), name=f"expertcast-disk-{number}", daemon=True)
+            for number, memory in enumerate(staging)
         ]
         for thread in self._threads:
             thread.start()
@@ -106,18 +110,18 @@ class DirectReader:
         if self._next_at.get(read.offset) is read:
             del self._next_at[read.offset]
 
-    def _run(self) -> None:
-        staging = HostMemory(PIECE + 2 * SECTOR)
+    def _run(self, staging: Tensor) -> None:
         while (request := self._take()) is not None:
             reads, piece = request
-            start = self._count(1, 0)
+            start, nbytes = self._count(1, 0), 0
             try:
-                self._request(reads, piece, staging.bytes)
-            except OSError as error:
-                self._fail(reads, f"cannot be read: {error.strerror or error}")
-            except _ShortReadError as error:
-                self._fail(reads, str(error))
-            self._arrive(reads, start, self._count(-1, min(PIECE, sum(read.nbytes for read in reads))))
+                nbytes = self._request(reads, piece, staging)
+            except BaseException as error:  # handed to whoever waits for it
+                if isinstance(error, OSError):
+                    error = ExpertcastError(f"{str(self.path)!r} cannot be read: {error.strerror or error}")
+                for read in reads:
+                    read.error = error
+            self._arrive(reads, start, self._count(-1, nbytes))
 
     def _count(self, requests: int, nbytes: int) -> float:
         """So many more are under way, and so many bytes have come; gives the time."""
@@ -156,7 +160,8 @@ class DirectReader:
             reads.append(following)
         return reads, piece
 
-    def _request(self, reads: list[Read], piece: int, staging: Tensor) -> None:
+    def _request(self, reads: list[Read], piece: int, staging: Tensor) -> int:
+        """Read it; gives its bytes."""
         first = reads[0]
         start = piece * PIECE
         size = sum(read.nbytes for read in reads) if len(reads) > 1 else min(PIECE, first.nbytes - start)
@@ -171,24 +176,28 @@ class DirectReader:
             ctypes.memmove(first.target.data_ptr() + start, staging.data_ptr() + offset - low, size)
         if self._pace is not None:
             self._keep_pace(size, self._pace)
+        return size
 
     def _read(self, views: list[memoryview], offset: int, least: int) -> None:
         """Fill the views from one place of the file on, of which `least` bytes must be there."""
-        self.requests += 1
-        count = os.preadv(self._file, views, offset)
-        if count < least or _stamp(self._file) != self._stamp:
-            raise _ShortReadError("was changed or cut off while it was in use: load the model again")
-        if not self.direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file, offset, count, os.POSIX_FADV_DONTNEED)
+        unit, done = SECTOR if self.direct else 1, 0
+        while True:
+            self.requests += 1
+            count = os.preadv(self._file, _behind(views, done), offset + done)
+            if (done + count < least and count < unit) or stamp_of(self._file) != self._stamp:
+                raise ExpertcastError(
+                    f"{str(self.path)!r} was changed or cut off while it was in use: load the model again"
+                )
+            if not self.direct and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._file, offset + done, count, os.POSIX_FADV_DONTNEED)
+            if done + count >= least:
+                return
+            done += count - count % unit  # less than was asked for, as network file systems may give
 
     def _keep_pace(self, size: int, pace: float) -> None:
         with self._changed:
             self._paced_until = until = max(self._paced_until, time.perf_counter() - size / pace) + size / pace
         time.sleep(max(0.0, until - time.perf_counter()))
-
-    def _fail(self, reads: list[Read], why: str) -> None:
-        for read in reads:
-            read.error = ExpertcastError(f"{str(self.path)!r} {why}")
 
     def _arrive(self, reads: list[Read], start: float, end: float) -> None:
         for read in reads:
@@ -200,32 +209,29 @@ class DirectReader:
                 read.arrive(end)
 
 
+def _behind(views: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of some views when so many bytes have come."""
+    left = []
+    for view in views:
+        left.append(view[done:])
+        done = max(0, done - len(view))
+    return [view for view in left if len(view)]
+
+
 def can_read_directly() -> bool:
     """Whether this system reads at any place of a file without its pointer."""
     return hasattr(os, "preadv")
 
 
-class _ShortReadError(Exception):
-    """The file is not what it was."""
-
-
-def _stamp(file: int) -> tuple[int, int]:
-    found = os.fstat(file)
-    return found.st_size, found.st_mtime_ns
-
-
 def _open(path: Path, handle: int | None) -> tuple[int, bool]:
     """A handle of its own, and whether it reads past the page cache."""
-    same = Path(f"/proc/self/fd/{handle}")  # Linux opens the file itself by it, whatever its name leads to
-    place = same if handle is not None and same.exists() else path
+    # Linux opens the file itself by its handle, whatever its name leads to
+    place = path if handle is None else Path(f"/proc/self/fd/{handle}")
     try:
         if hasattr(os, "O_DIRECT"):
-            try:
+            with contextlib.suppress(OSError):
                 return os.open(place, os.O_RDONLY | os.O_DIRECT), True
-            except OSError:
-                file = os.open(place, os.O_RDONLY)
-        else:
-            file = os.open(place, os.O_RDONLY)
+        file = os.open(path, os.O_RDONLY) if handle is None else os.dup(handle)
     except OSError as error:
         raise ExpertcastError(f"cannot read {str(path)!r}: {error.strerror}") from error
     warnings.warn(

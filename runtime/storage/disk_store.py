@@ -67,11 +67,11 @@ class DiskStore(FileStore):
         self._file.close_layer(layer)
 
     def finish(self) -> None:
-        """Give the file its name and map it anew, so that nothing can be written to it any more."""
+        """Give the file its name, and use it so that nothing can be written to it any more."""
         assert self._file is not None
-        self._file.commit()
-        self.path = self._file.path
-        self._use(StoreFile.open(self.path, self._form))
+        complete = self._file.commit()
+        self.path = complete.path
+        self._use(complete)
 
     def views(self, layer: int) -> dict[str, Tensor]:
         """One layer's parameters in the mapped file.
@@ -83,11 +83,17 @@ class DiskStore(FileStore):
             raise ExpertcastError(f"{str(self.path)!r} was cut off while it was in use: load the model again")
         return super().views(layer)
 
+    @property
+    def handle(self) -> int:
+        """Of the file, open as long as the store is."""
+        assert self._file is not None
+        return self._file.handle
+
     def reader(self, threads: int, pace: float | None) -> Reader:
         assert self._file is not None
         self._file.forget()
         self._file.drop_cached()
-        return DirectReader(self.path, threads=threads, pace=pace)
+        return DirectReader(self.path, threads=threads, pace=pace, handle=self._file.handle, stamp=self._file.stamp)
 
     def read(self, key: int, block: Tensor, arrival: Callable[[Any], None], urgent: bool) -> Read:
         assert self._file is not None
@@ -132,7 +138,8 @@ class ReadAhead:
         self._closed = True
         self._queue.clear()
         self._changed.set()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # where garbage may be collected too
+            self._thread.join()
 
     def _run(self) -> None:
         while not self._closed:
@@ -149,8 +156,6 @@ class ReadAhead:
 
 def populate(pointer: int, size: int) -> None:
     """Bring the pages that hold these bytes into memory; on older systems, ask for them and return."""
-    if sys.platform == "win32":
-        return
     start = pointer - pointer % mmap.PAGESIZE
     length = pointer + size - start
     advise = ctypes.CDLL(None).madvise  # with the interpreter's lock released, as mmap.madvise is not

@@ -7,6 +7,7 @@ will have a name is locked while it is written, and removed by the next process 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
 import tempfile
@@ -14,10 +15,7 @@ import weakref
 from pathlib import Path
 from typing import BinaryIO
 
-try:
-    import fcntl
-except ImportError:  # a system without it
-    fcntl = None  # type: ignore[assignment]
+from expertcast.predictors.artefacts import open_file
 
 PARTIAL = ".partial"
 _HANDLES = Path("/proc/self/fd")
@@ -88,8 +86,6 @@ def can_be_nameless() -> bool:
 
 def _lock(descriptor: int) -> bool:
     """Whether nobody else has the file: a process that was killed has it no more."""
-    if fcntl is None:
-        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -100,6 +96,6 @@ def _lock(descriptor: int) -> bool:
 def _remove_left_over(path: Path) -> None:
     """Remove what processes that were killed while they packed have left."""
     for partial in path.parent.glob(f"{path.name}.*{PARTIAL}"):
-        with contextlib.suppress(OSError), partial.open("rb") as file:
+        with contextlib.suppress(OSError), open_file(partial) as file:
             if partial.stat().st_size and _lock(file.fileno()):  # an empty one is about to be locked
                 partial.unlink()

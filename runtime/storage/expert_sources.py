@@ -9,7 +9,6 @@ E routed experts per layer.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from transformers.core_model_loading import (
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.quantizers.base import HfQuantizer
 
+from expertcast.data.memory import usable_processors
 from expertcast.data.weights.files import Part, TensorFile, WeightFiles
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoEView
@@ -116,7 +116,7 @@ class ExpertSources:
             for expert in (range(self._experts) if self.separable(group) else [None])
         ]
         missing = set(local)
-        with ThreadPoolExecutor(max(1, min(_MOST_READERS, (os.cpu_count() or 1) - 1))) as pool:
+        with ThreadPoolExecutor(max(1, min(_MOST_READERS, usable_processors() - 1))) as pool:
             for written in pool.map(lambda job: job(), jobs):
                 missing -= written
         check_complete(missing)

@@ -79,6 +79,8 @@ class PartMemory:
     """
 
     def __init__(self, nbytes: list[int], *, under_way: int, kept: tuple[int, int] = (0, 0)) -> None:
+        self._may_begin = under_way
+        """Experts that may still get under way. Buffers that nothing is kept in so far are not for them."""
         self._room = [count if size else 0 for count, size in zip(kept, nbytes, strict=True)]
         self._present = frozenset(kind for kind in KINDS if nbytes[kind])
         slabs = [
@@ -105,17 +107,16 @@ class PartMemory:
 
         Args:
             key: the expert.
-            spare: buffers of each kind that must be left for others; None is returned otherwise.
+            spare: experts that must still be able to get under way afterwards; None is returned otherwise.
         """
-        own = self._kept.get(key, {})
-        missing = self._present - own.keys()
-        if any(len(self._free[kind]) <= spare for kind in missing):
+        if self._may_begin <= spare:
             return None
-        self._kept.pop(key, None)
+        self._may_begin -= 1
+        own = self._kept.pop(key, {})
         for kind in own:
             self._count[kind] -= 1
         buffers = [own.get(kind) for kind in KINDS]
-        for kind in missing:
+        for kind in self._present - own.keys():
             buffers[kind] = self._free[kind].pop()
         return Taken(buffers, frozenset(own))
 
@@ -127,6 +128,7 @@ class PartMemory:
             taken: what :meth:`take` gave.
             keep: kinds whose parts are whole, and to be kept where there is room.
         """
+        self._may_begin += 1
         for kind, buffer in enumerate(taken.buffers):
             if buffer is not None:
                 self._settle(key, kind, buffer, kind in keep)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import torch
 
+from expertcast.data.memory import usable_processors
 from expertcast.runtime.storage.coded_read import CodedRead
 from expertcast.runtime.storage.decode_plan import Job
 from expertcast.runtime.storage.read_queue import ReadQueue
@@ -20,7 +20,7 @@ class ReadyJobs:
     """
 
     def __init__(self, changed: threading.Condition) -> None:
-        self._changed = changed
+        self._changed, self._processors = changed, usable_processors()
         self._reads = ReadQueue[CodedRead](lambda read: bool(read.ready))
         self.held_back = False
         """Whether the model computes on these processors: forecasts are decoded while somebody waits, at other times
@@ -68,5 +68,5 @@ class ReadyJobs:
         self._changed.notify_all()
 
     def _may_be_early(self) -> bool:
-        free = (os.cpu_count() or 1) - torch.get_num_threads()
+        free = self._processors - torch.get_num_threads()
         return not self.held_back or self.awaited > 0 or self._early < free

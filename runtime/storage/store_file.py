@@ -13,10 +13,12 @@ L MoE layers, E routed experts per layer.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import shutil
 import time
+import weakref
 import zlib
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from expertcast.predictors.artefacts import warn_unsealed
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.storage.direct_read import stamp_of
 from expertcast.runtime.storage.draft import Draft
 from expertcast.runtime.storage.store_header import StaleFileError, StoreFormat, StoreHeader, read_header
 
@@ -36,9 +39,13 @@ class StoreFile:
 
     def __init__(
         self, path: Path, form: StoreFormat, mapping: mmap.mmap, start: int, checksums: list[int],
-        draft: Draft | None = None,
+        handle: int, draft: Draft | None = None,
     ) -> None:  # fmt: skip
         self.path = path
+        self.handle = handle
+        """Leads to this file also when another one has taken its name."""
+        self.stamp = stamp_of(handle)
+        """Of the file when it was opened and found right."""
         self.draft = draft
         """Until the file is complete."""
         self.form = form
@@ -76,7 +83,7 @@ class StoreFile:
                 f"cannot write {size} bytes to {str(draft.folder)!r} ({error.strerror or error}): give another "
                 "store_folder"
             ) from error
-        return cls(draft.path, form, mapping, len(header), [0] * form.layers, draft)
+        return cls(draft.path, form, mapping, len(header), [0] * form.layers, file.fileno(), draft)
 
     def close_layer(self, layer: int) -> None:
         """A layer is written: take its checksum and let its pages go."""
@@ -90,30 +97,31 @@ class StoreFile:
             self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def cut_off(self) -> bool:
-        """Whether the file is shorter than what is mapped of it, as far as its path still leads to it."""
-        try:
-            return self.path.stat().st_size < len(self._mapping)
-        except OSError:  # it has no name any more, and lives as long as it is mapped
-            return False
+        """Whether the file is shorter than what is mapped of it."""
+        return os.fstat(self.handle).st_size < len(self._mapping)
 
     def drop_cached(self) -> None:
         """Have the system drop the file's pages that are clean and that no process has mapped."""
         if hasattr(os, "posix_fadvise"):
-            with self.path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self.handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def commit(self) -> None:
-        """All layers are written: complete the header and give the file its name."""
+    def commit(self) -> StoreFile:
+        """All layers are written: complete the header and give the file its name.
+
+        Returns:
+            The same file, mapped anew: nothing can be written to it any more.
+        """
         assert self.draft is not None, "the file was complete"
         changed = int(time.time()) - 60
         header = StoreHeader(form=self.form, checksums=self._checksums, changed=changed).encoded()
         self._mapping[: len(header)] = header
         self._mapping.flush()
-        with self.path.open("rb") as file:
-            os.fsync(file.fileno())
+        os.fsync(self.handle)
         os.utime(self.path, (changed, changed))
+        complete = StoreFile.open(self.path)  # before another process can give the name to a file of its own
         self.draft.commit()
-        self.path, self.draft = self.draft.path, None
+        complete.path, self.draft = self.draft.path, None
+        return complete
 
     @classmethod
     def open(cls, path: Path, form: StoreFormat | None = None) -> StoreFile:
@@ -128,13 +136,20 @@ class StoreFile:
             raise StaleFileError(f"it was made from other weights, of {header.form.model_id!r}")
         if not header.sealed:
             warn_unsealed(path)
-        size = path.stat().st_size
         with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
             mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)  # no write can reach the file
-        opened = cls(path, header.form, mapping, len(header.encoded()), header.checksums)
-        if path.stat().st_mtime != header.changed:
+            handle = os.dup(file.fileno())
+        encoded = header.encoded()
+        opened = cls(path, header.form, mapping, len(encoded), header.checksums, handle)
+        weakref.finalize(opened, os.close, handle)
+        if mapping[: len(encoded)] != encoded:
+            raise StaleFileError("it was replaced while it was opened")
+        if os.fstat(handle).st_mtime != header.changed:
             opened.verify()
-            os.utime(path, (header.changed, header.changed))
+            with contextlib.suppress(OSError):  # another user's, or read-only: it is verified whenever it is opened
+                os.utime(handle, (header.changed, header.changed))
+            opened.stamp = stamp_of(handle)
         return opened
 
     def verify(self) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, Literal, NotRequired, TypeVar
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
-from expertcast.predictors.artefacts import CLOSED, digest, parse_json
+from expertcast.predictors.artefacts import CLOSED, digest, open_file, parse_json
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.runtime.storage.layout import BlockLayout
 
@@ -169,9 +169,7 @@ def check_whole(path: Path, begin: bytes, encoded: bytes, size: int) -> None:
 def _begin(path: Path) -> bytes:
     """As much as a header may take."""
     try:
-        if not path.is_file():
-            raise ExpertcastError(f"{str(path)!r} is no file: {REMEDY}")
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return file.read(_MOST_HEADER)
     except OSError as error:
         raise ExpertcastError(f"cannot read {str(path)!r}: {error.strerror}; {REMEDY}") from error

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 TRACES, ESTIMATOR, FREE, NEXT_TOKEN = "traces", "estimator", "quasi_hidden", "next_token"
-STORE, CONFIG = "store", "config"
-ARTEFACTS = (TRACES, ESTIMATOR, FREE, NEXT_TOKEN, STORE, CONFIG)
+STORE, CONFIG, DATA = "store", "config", "data"
+ARTEFACTS = (TRACES, ESTIMATOR, FREE, NEXT_TOKEN, STORE, CONFIG, DATA)
 CONFIG_FILE = "offload.json"
 PROMPT = "It was a dark and stormy night"
 TEXT = "the old man went down to the river and saw that the boat was gone so he sat by the water until morning came"
@@ -39,9 +40,9 @@ class Made:
         return self.root / name
 
 
-def collect_words(made: Made, out: Path) -> list[str]:
-    """The command that collects them."""
-    return ["collect", str(made.model), "--data", str(made.text), "--tokens", str(TOKENS), "--window", "16",
+def collect_words(made: Made, out: Path, data: Path | None = None) -> list[str]:
+    """The command that collects them, of `data` where that is given."""
+    return ["collect", str(made.model), "--data", str(data or made.text), "--tokens", str(TOKENS), "--window", "16",
             "--batch-size", "2", "--out", str(out)]  # fmt: skip
 
 
@@ -60,6 +61,9 @@ def generate_words(made: Made, *more: str) -> list[str]:
 
 def make(made: Made, seed: int) -> None:
     """Make all of them, from weights drawn from `seed`. Runs tensor operations."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     from expertcast.cli import main
     from expertcast.data.collector import collect
     from expertcast.data.models import load_model, load_tokenizer
@@ -76,6 +80,10 @@ def make(made: Made, seed: int) -> None:
     runs += [generate_words(made, "--store-folder", str(made[STORE]))]
     for words in runs:
         assert main(words) == 0, words
+    made[DATA].mkdir()
+    pq.write_table(pa.table({"text": [line["text"] for line in lines[:12]]}), made[DATA] / "a.parquet")
+    shutil.copy(made.text, made[DATA] / "b.jsonl")
+    (made[DATA] / "c.txt").write_text("\n\n".join([TEXT] * 60))
     made[CONFIG].mkdir()
     values = OffloadConfig(slots=8, predictor="next_norm", mode="exact").as_dict()
     values = {name: value for name, value in values.items() if name not in _SPEED}

@@ -6,6 +6,7 @@ The process that forks runs no tensor operation itself: threads that those start
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -47,6 +48,8 @@ class Limits:
     """Size of a file: writing beyond fails as on a full disk, with another reason."""
     user: int | None = None
     """Whom it runs as, in place of root, who may write anywhere."""
+    by_mode: bool = False
+    """Whether files' modes hold for root too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,3 +153,18 @@ def _limit(limits: Limits) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_bytes, limits.file_bytes))
     if limits.user is not None:
         os.setuid(limits.user)
+    if limits.by_mode and os.getuid() == 0:
+        _drop_override()
+
+
+def _drop_override() -> None:
+    """Give up the capabilities by which root reads and writes what modes forbid (Linux)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable, twice 32 bits
+    if libc.capget(header, sets):
+        raise OSError(ctypes.get_errno(), "capget")
+    for index in range(3):
+        sets[index] &= ~(1 << 1 | 1 << 2)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    if libc.capset(header, sets):
+        raise OSError(ctypes.get_errno(), "capset")

@@ -5,8 +5,11 @@ Each takes a random generator and says in a few words what it did. A change that
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -22,6 +25,8 @@ VALUES: tuple[Any, ...] = (
 _DEEP = "[" * 100_000 + "]" * 100_000
 _HOLE = '"a hole in the JSON"'
 _TRIES = 50
+_IRREGULAR = ("folder", "link to itself", "pipe", "socket", "endless", "unreadable")
+"""What may stand in the place of a file: `endless` is a link to /dev/zero."""
 
 
 def mutate(path: Path, others: list[Path], rng: Random) -> str:
@@ -42,7 +47,7 @@ def mutate(path: Path, others: list[Path], rng: Random) -> str:
         kinds += [_header] * 6
     before = path.read_bytes()
     for _ in range(_TRIES):
-        if rng.random() < 0.12:
+        if rng.random() < 0.3:
             return _place(path, others, rng)
         after, done = rng.choice(kinds)(before, rng)
         if after != before:
@@ -52,19 +57,27 @@ def mutate(path: Path, others: list[Path], rng: Random) -> str:
 
 
 def _place(path: Path, others: list[Path], rng: Random) -> str:
-    what = rng.choice(("removed", "folder", "empty", "link to itself", *["other"] * 4))
+    what = rng.choice(("removed", "empty", *_IRREGULAR, *["other"] * 3))
     other = rng.choice(others)
     if what == "empty":
         path.write_bytes(b"")
         return "emptied"
+    if what == "unreadable":
+        path.chmod(0)
+        return what
     path.unlink()
     if what == "other":
         shutil.copy(other, path)
         return f"{other.parent.name}/{other.name} in its place"
     if what == "folder":
         path.mkdir()
-    elif what == "link to itself":
-        path.symlink_to(path)
+    elif what in ("link to itself", "endless"):
+        path.symlink_to("/dev/zero" if what == "endless" else path)
+    elif what == "pipe":
+        os.mkfifo(path)
+    elif what == "socket":
+        with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(path.parent):  # an address is 108 characters
+            bound.bind(path.name)
     return what
 
 

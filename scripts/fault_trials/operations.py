@@ -12,12 +12,14 @@ from typing import Any
 from fault_trials.artefacts import (
     CONFIG,
     CONFIG_FILE,
+    DATA,
     ESTIMATOR,
     FREE,
     NEXT_TOKEN,
     STORE,
     TRACES,
     Made,
+    collect_words,
     generate_words,
     train_words,
 )
@@ -28,7 +30,7 @@ UNNAMED, TRACEBACK, CHANGED, HUNG = "unnamed", "traceback", "changed", "hung"
 GOOD, BAD = (RIGHT, EDITED, REFUSED), (UNNAMED, TRACEBACK, CHANGED, HUNG)
 CLASSES = (*GOOD, *BAD)
 
-LIMITS = Limits(seconds=20.0, memory=2 << 30)
+LIMITS = Limits(seconds=20.0, memory=2 << 30, by_mode=True)
 _EXPECTED = ("command", "git_revision", "checkpoint", "folder")
 """Members of a result that say where and when."""
 
@@ -93,6 +95,12 @@ def _open_config(_: Made, target: Path, __: Path) -> Any:
     return json.loads(json.dumps(OffloadConfig.load(target / CONFIG_FILE).as_dict()))
 
 
+def _open_data(_: Made, target: Path, __: Path) -> Any:
+    from expertcast.data.text import load_documents
+
+    return [[document.text, document.hash] for document in load_documents(target)]
+
+
 def _tensors(tensors: dict[str, Any]) -> dict[str, str]:
     from expertcast.predictors.artefacts import digest
 
@@ -133,6 +141,10 @@ OPERATIONS: dict[str, dict[str, tuple[int, Operation]]] = {
     CONFIG: {
         "open": (2, _open_config),
         "generate": (2, _command(lambda made, target, _: generate_words(made, "--config", str(target / CONFIG_FILE)))),
+    },
+    DATA: {
+        "open": (2, _open_data),
+        "collect": (1, _command(lambda made, target, out: collect_words(made, out / "collected", target))),
     },
 }  # fmt: skip
 """By artefact and name, with the weight that it is drawn by: the cheap ones more often."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from expertcast.runtime.offloading import offload
 
 __version__ = "0.1.0"
+UNSUPPORTED = f"expertcast runs on Linux and macOS, not on {sys.platform}: on Windows, install it in WSL"
+if sys.platform in ("linux", "darwin"):
+    UNSUPPORTED = ""
 __all__ = ["OffloadConfig", "OffloadedModel", "__version__", "load_offloaded", "offload"]
 
 _LAZY = {
@@ -27,3 +31,7 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'expertcast' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

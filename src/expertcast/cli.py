@@ -1,19 +1,24 @@
 """The command line: `expertcast COMMAND ...`. Each command is a file of :mod:`expertcast.commands`.
 
-Exit status 0, or 2 with one line on standard error that names what was wrong and what to do.
+Exit status 0, or 2 with one line on standard error that names what was wrong and what to do. SIGINT and SIGTERM end
+every command with one line and status 130 and 143; `serve`, once it serves, ends in order and with status 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import importlib
 import logging
 import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 import expertcast
@@ -35,6 +40,8 @@ COMMANDS = {
 }
 
 
+_RESUMED = ("collect", "train", "pull")
+"""Commands that go on where they were interrupted. The others begin anew."""
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 """What a disk answers that is full, read-only, another user's or broken: nothing that a command could help."""
 
@@ -44,6 +51,23 @@ _FORMAT = warnings.formatwarning
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(allow_abbrev=False, **given)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """A command refuses what it does not know itself, and names the nearest option."""
+        if self._subparsers is None:
+            for flag in (word.partition("=")[0] for word in args if word.startswith("--") and len(word) > 2):
+                if flag not in self._option_string_actions and " " not in flag:
+                    known = list(self._option_string_actions)
+                    begun = [each for each in known if each.startswith(flag)]
+                    near = (begun or difflib.get_close_matches(flag, known, n=1))[:1]
+                    self.error(f"unknown option {flag}" + "".join(f", the nearest one is {each}" for each in near))
+        found, others = super().parse_known_args(args, namespace)
+        if others:
+            self.error(f"unrecognized arguments: {' '.join(others)}")
+        return found, others
+
     def error(self, message: str) -> NoReturn:
         """One line, not argparse's two."""
         self.exit(2, f"expertcast: {message}; see `{self.prog} --help`\n")
@@ -75,15 +99,71 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
+def _refuse_early(command: str, words: Sequence[str]) -> None:
+    """Show a command's help, or refuse its words, by the frozen options: before torch is imported.
+
+    Where it is imported, predictors and policies may have been registered that the file does not know.
+    """
+    if command not in COMMANDS or words[0] != command or "torch" in sys.modules:
+        return
+    from expertcast.commands.frozen import add_frozen
+
+    parser = _Parser(prog=f"expertcast {command}")
+    text = add_frozen(parser, command)
+    if text is None:
+        return
+    parser.format_help = lambda: text  # type: ignore[method-assign]
+    parser.parse_args(words[1:])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status.
 
     Args:
         argv: the words behind `expertcast`; the process's own when not given.
     """
+    if expertcast.UNSUPPORTED:
+        print(f"expertcast: {expertcast.UNSUPPORTED}", file=sys.stderr)
+        return 2
     words = sys.argv[1:] if argv is None else argv
+    received: list[int] = []
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    with _on_signals(interrupt):
+        try:
+            return _status(words)
+        except BaseException as error:
+            if not received and not isinstance(error, KeyboardInterrupt):
+                raise
+    if os.environ.get("RANK", "0") == "0":
+        purpose = " to go on" if words and words[0] in _RESUMED else ""
+        _failed(f"interrupted; run the same command again{purpose}", 0)
+    return 128 + (received or [signal.SIGINT])[0]
+
+
+@contextmanager
+def _on_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Give SIGINT and SIGTERM to a handler, unless they are ignored or the program has a handler of its own."""
+    default = (signal.SIG_DFL, signal.default_int_handler)
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.getsignal(number) for number in numbers if signal.getsignal(number) in default}
+    try:
+        for number in before:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, own in before.items():
+            signal.signal(number, own)
+
+
+def _status(words: Sequence[str]) -> int:
+    """Run a command line; returns its exit status."""
     command = next((word for word in words if not word.startswith("-")), "")
     _set_quiet()
+    _refuse_early(command, words)
     args = build_parser(command).parse_args(words)
     from expertcast.predictors.errors import ExpertcastError  # only now: `expertcast --help` must not wait for torch
 
@@ -97,8 +177,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = "" if error.filename is None else f" {error.filename}"
         remedy = "make room, or name another folder, and run the same command again"
         return _failed(f"cannot read or write{where}: {error.strerror}; {remedy}", 2)
-    except KeyboardInterrupt:
-        return _failed("interrupted; run the same command again to go on", 130)
     if text:
         print(text)
     return 0
@@ -106,9 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _failed(text: str, status: int) -> int:
     """Say why, on a line of its own."""
-    from expertcast.predictors.progress import end_bars
-
-    end_bars()
+    if progress := sys.modules.get("expertcast.predictors.progress"):  # without it there is no bar
+        progress.end_bars()
     print(f"expertcast: {text}", file=sys.stderr)
     return status
 

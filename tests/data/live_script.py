@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from expertcast.data.live import LiveDocument, LiveOptions, LiveTraces
-from expertcast.data.live_document import prompt_hash
+from expertcast.data.text import text_hash
 from expertcast.predictors.plain_view import LinearRouter, RoutingRule, plain_view
 from expertcast.predictors.view import ModelShape, MoEView
 
@@ -30,7 +30,7 @@ def request(number: int) -> LiveDocument:
     """The rows of a request can be told from its number."""
     generator, tokens = torch.Generator().manual_seed(number), 3 + number % 40
     return LiveDocument(
-        hash=prompt_hash([number]),
+        hash=text_hash(str(number)),
         token_T=torch.full((tokens,), number),
         residual_TLD=torch.randn(tokens, SHAPE.layers, SHAPE.hidden, generator=generator).bfloat16(),
         logits_TLE=torch.randn(tokens, SHAPE.layers, SHAPE.experts, generator=generator),

@@ -15,17 +15,23 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor, save_predictor
 from expertcast.cli import main
+from expertcast.commands.predictors import evaluated
 from expertcast.data import layout
 from expertcast.data.batch import TraceBatch
 from expertcast.data.collector import collect
+from expertcast.data.discovery import find_moe_layers
+from expertcast.data.early_trial import try_early
 from expertcast.data.models import load_tokenizer
 from expertcast.data.online import OnlineTraces
+from expertcast.data.plan import make_plan
+from expertcast.data.stream import ActivationStream
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.early_attention import EarlyAttention
 from expertcast.predictors.estimator import INPUTS, Estimator, EstimatorConfig
 from expertcast.predictors.hybrid import Hybrid, HybridConfig
+from expertcast.predictors.stand_in import StandIn
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit
 from expertcast.training.report import write_report
@@ -131,6 +137,18 @@ def test_predictors_that_read_it_come_back_from_a_folder(traces: TraceDataset, t
     assert explicit.config.as_dict()["stand_in_rank"] is None
 
 
+def test_a_checkpoint_is_not_scored_on_early_attention_of_another_stand_in(
+    model: PreTrainedModel, parts: tuple[Any, Any], traces: TraceDataset, tmp_path: Path
+) -> None:
+    """Of two collections each fits a stand-in of its own."""
+    other = collect(model, *parts, tmp_path / "other", **{**SETTINGS, "seed": 1})
+    for name, config in (("early_attention", None), ("hybrid", HybridConfig(candidates=["early_attention"]))):
+        save_predictor(fit(name, traces, config=config).predictor, tmp_path / name, view=traces.view)
+        assert list(evaluated([str(tmp_path / name)], traces)) == [name]
+        with pytest.raises(ExpertcastError, match=f"{name} reads early attention as .* ran it on another stand-in: "):
+            evaluated([str(tmp_path / name)], other)
+
+
 def test_early_attention_is_its_layers_router_on_the_column(traces: TraceDataset) -> None:
     batch, predictor = rows(traces, "test"), fit("early_attention", traces).predictor
     for layer in range(len(traces.view) - 1):
@@ -185,6 +203,41 @@ def test_other_ranks_are_other_traces(model: PreTrainedModel, parts: tuple[Any, 
     for rank in (0, None):
         with pytest.raises(ExpertcastError, match=f"begun with early_rank=2, now it is {rank}"):
             collect(model, *parts, traces.folder, **{**SETTINGS, "early_rank": rank})
+
+
+def test_layers_where_it_is_refused_are_noted_and_not_mixed(
+    model: PreTrainedModel, parts: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A block that gives another result when it is tried; in a later process it gives the same."""
+    own, calls = find_moe_layers(model)[2].decoder.self_attn.forward, [0]
+
+    def drifting(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += kwargs.get("past_key_values") is not None
+        output, *rest = own(*args, **kwargs)
+        return (output * (1000 if calls[0] == 2 else 1), *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(find_moe_layers(model)[2].decoder.self_attn, "forward", drifting)
+        traces = collect(model, *parts, tmp_path / "traces", **SETTINGS)
+    assert traces.info["settings"]["not_early"] == [2]
+    assert main(["inspect", str(traces.folder)]) == 0
+    assert "not_early     [2]" in capsys.readouterr().out
+    with pytest.raises(ExpertcastError, match=r"begun with not_early=\[2\], now it is \[\]"):
+        collect(model, *parts, traces.folder, **SETTINGS)
+
+
+def test_a_layer_that_it_stops_at_ends_a_run(model: PreTrainedModel, parts: tuple[Any, Any]) -> None:
+    view, plan = find_moe_layers(model), make_plan(parts[1], parts[0], **SETTINGS)
+    early_attention, _ = try_early(model, view, plan)
+    assert early_attention is not None
+    stand_in, windows = StandIn.of_shape(view.shape, 0), plan.windows_of(plan.documents)
+    batches = iter(ActivationStream(model, view, windows, stand_in=stand_in, early=early_attention))
+    next(batches)
+    early_attention.refused[2] = "its cache cannot be read"
+    with pytest.raises(
+        ExpertcastError, match="stopped half-way at layer 2: its cache cannot be read: run the text anew"
+    ):
+        next(batches)
 
 
 def test_a_model_that_cannot_gets_no_column(

@@ -11,8 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from expertcast.data import layout
 from expertcast.data.live import LiveOptions, LiveTraces
+from expertcast.data.live_document import Conversations
+from expertcast.data.models import load_tokenizer
 from expertcast.data.plan import SPLITS
+from expertcast.data.text import Document
 from expertcast.data.trace_file import read_info
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
@@ -169,6 +173,65 @@ def test_what_was_committed_is_there_after_kills(tmp_path: Path) -> None:
     made.add(request(10_000))
     made.close()
     assert len(_numbers(folder)) == seen + 3
+
+
+def test_a_reader_of_the_files_for_datasets_never_sees_a_part(tmp_path: Path) -> None:
+    """Each is replaced, so that one who has opened it reads the old one to its end."""
+    made, folder = writer(tmp_path / "traces"), tmp_path / "traces"
+    for number in range(30):
+        made.add(request(number))
+    made.commit()
+    names = (layout.DATASET_STATE_FILE, layout.DATASET_INFO_FILE)
+    before = {name: (folder / name).read_text() for name in names}
+    opened = {name: (folder / name).open() for name in names}
+    made.add(request(30))
+    made.commit()
+    assert (folder / layout.DATASET_STATE_FILE).read_text() != before[layout.DATASET_STATE_FILE]
+    for name, file in opened.items():
+        with file:
+            assert file.read() == before[name]
+
+
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_turns_of_a_chat_are_one_conversation_whatever_comes_before(system: str) -> None:
+    """Known by its first user message, as a document with that text is."""
+    tokenizer = load_tokenizer("reference")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    conversations = Conversations(tokenizer)
+
+    def known(*contents: str) -> str:
+        roles = ("user", "assistant") * 2
+        chat = [{"role": "system", "content": system}] if system else []
+        chat += [{"role": role, "content": each} for role, each in zip(roles, contents, strict=False)]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return conversations.hash(tokenizer(text)["input_ids"])
+
+    assert known("Hello there.") == known("Hello there.", "Hello.", "And now?") == Document(0, "Hello there.").hash
+    assert known("Another one.") != known("Hello there.")
+    plain = tokenizer("Hello there.")["input_ids"]
+    assert conversations.hash(plain) == Document(0, "Hello there.").hash
+
+
+def test_a_conversation_is_in_the_same_split_in_any_order(tmp_path: Path) -> None:
+    """Of three long ones none fits beside another: the first commit has them all."""
+    found = []
+    for name, order in (("rising", range(3, 33)), ("falling", reversed(range(3, 33)))):
+        made = writer(tmp_path / name, shard_bytes=10**6)
+        for number in order:
+            made.add(request(number))
+        made.close()
+        found.append({document.hash: document.split for document in made.documents})
+    assert found[0] == found[1]
+
+
+def test_requests_larger_than_the_buffer_are_kept_until_there_are_three(tmp_path: Path) -> None:
+    made = writer(tmp_path / "traces", shard_bytes=100)
+    for number in (30, 31, 32):
+        made.add(request(number))
+    assert len(made.documents) == 3
 
 
 @pytest.mark.parametrize(

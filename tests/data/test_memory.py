@@ -1,4 +1,4 @@
-"""Memory that is at hand, by files as systems write them, and in real control groups."""
+"""Memory and processors that are at hand, by files as systems write them, and in real control groups."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from expertcast.data.memory import available_memory
+from expertcast.data.memory import available_memory, usable_processors
 
 MACHINE = 1000 * 1024
 V1 = "31 23 0:32 {top} {mount} rw,nosuid shared:9 - cgroup cgroup rw,memory\n"
 V2 = "31 23 0:28 {top} {mount} rw - cgroup2 cgroup2 rw,nsdelegate\n"
+CPU = "31 23 0:29 / {mount} rw,nosuid - cgroup cgroup rw,cpu,cpuacct\n"
 OTHERS = "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n30 23 0:29 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
 
 
@@ -71,6 +73,32 @@ def test_a_container_sees_its_own_group_as_the_topmost(top: str, tmp_path: Path)
     root = system(tmp_path, "9:memory:/docker/abc\n", V1.format(top=top, mount="/a\\040place/memory"))
     group(tmp_path / "a place/memory", 1, 300_000, 1_000)
     assert available_memory(root) == 299_000
+
+
+@pytest.mark.parametrize(
+    ("own", "mounts", "quotas", "expected"),
+    [
+        ("0::/job\n", V2, {"": None, "job": "max 100000"}, 64),
+        ("0::/job\n", V2, {"": "400000 100000", "job": "250000 100000"}, 3),
+        ("0::/job\n", V2, {"": "150000 100000", "job": "max 100000", "other": "1000 100000"}, 2),
+        ("4:cpuacct,cpu:/job\n0::/\n", CPU, {"job": (-1, 100000)}, 64),
+        ("4:cpuacct,cpu:/job\n0::/\n", CPU, {"": (800000, 100000), "job": (20000, 50000)}, 1),
+    ],
+)
+def test_processors_are_those_of_affinity_and_quota(
+    own: str, mounts: str, quotas: dict[str, Any], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: range(64))
+    root = system(tmp_path, own, mounts.format(top="/", mount="/groups"))
+    for name, quota in quotas.items():
+        folder = tmp_path / "groups" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(quota, str):
+            (folder / "cpu.max").write_text(f"{quota}\n")
+        elif quota is not None:
+            (folder / "cpu.cfs_quota_us").write_text(f"{quota[0]}\n")
+            (folder / "cpu.cfs_period_us").write_text(f"{quota[1]}\n")
+    assert usable_processors(root) == expected
 
 
 def test_both_versions_side_by_side(tmp_path: Path) -> None:

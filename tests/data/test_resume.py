@@ -19,8 +19,11 @@ from transformers import PreTrainedModel
 
 from expertcast.data import collector, layout
 from expertcast.data.collector import collect
+from expertcast.data.discovery import find_moe_layers
+from expertcast.data.means import MeanOutputs
 from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset
+from expertcast.data.writer import merged_progress
 from expertcast.predictors.errors import ExpertcastError
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +66,8 @@ def test_killed_and_resumed_equals_uninterrupted(
     kill_after_shards(killed, 2)
     with pytest.raises(ExpertcastError, match="not finished"):
         TraceDataset.open(killed)
+    fitting_s = json.loads((killed / layout.TRACE_FILE).read_text())["collection_s"]
+    committed_s = merged_progress(killed, [MeanOutputs(find_moe_layers(reference_model))]).seconds
     # what a kill between writing a shard and committing it leaves behind: it must not be counted
     done = sorted(killed.glob("data-*.arrow"))
     (killed / layout.shard_file(0, len(done) + 3)).write_bytes(done[0].read_bytes())
@@ -70,6 +75,7 @@ def test_killed_and_resumed_equals_uninterrupted(
     resumed = collect(reference_model, reference_tokenizer, text, killed, **SETTINGS)
     left_alone = collect(reference_model, reference_tokenizer, text, whole, **SETTINGS)
     assert rows(killed).equals(rows(whole))
+    assert resumed.info["collection_s"] > fitting_s + committed_s > fitting_s > 0, "those before the kill count"
     assert rows(killed).num_rows == SETTINGS["tokens"]
     for field in dataclasses.fields(resumed.defaults):
         first, second = getattr(resumed.defaults, field.name), getattr(left_alone.defaults, field.name)

@@ -46,6 +46,6 @@ def test_more_than_memory_is_one_line(
     assert main(command) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert lines[-1] == (
-        f"expertcast: 'reference' needs {needed} bytes of memory and 1000 are available: offload it by --memory and "
-        "--store-folder (in Python load_offloaded with store='disk')"
+        f"expertcast: 'reference' needs {needed} bytes of memory and 1000 are available: run it from a disk by "
+        "--store-folder of generate, serve, collect, train or eval (in Python load_offloaded with store='disk')"
     )

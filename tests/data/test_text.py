@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from pathlib import Path
@@ -73,11 +74,42 @@ def test_max_chars_stops_reading(tmp_path: Path) -> None:
     assert len(load_documents(file, max_chars=95)) == 10
 
 
+def test_rows_without_text_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"body": "one"}, {"text": 3}, {"body": None}, [1], {"body": "two"}]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert load_documents(path, column="body") == [Document(0, "one"), Document(4, "two")]
+    assert capsys.readouterr().err == f"{path}: 3 of 5 rows have no text and are left out\n"
+
+
+def test_no_more_of_a_hub_dataset_is_read_than_tokens_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = ({"text": "word " * 2000} for _ in itertools.count())
+    monkeypatch.setattr("datasets.load_dataset", lambda *_args, **_kwargs: endless)
+    assert len(load_documents("some/corpus", tokens=1000)) == 100
+    assert len(load_documents("some/corpus", tokens=1_000_000)) == 1600
+    nothing = ({"body": "word"} for _ in itertools.count())
+    monkeypatch.setattr("datasets.load_dataset", lambda *_args, **_kwargs: nothing)
+    with pytest.raises(ExpertcastError, match=r"some/corpus has no text in column 'text' \(it has: body\): name"):
+        load_documents("some/corpus", tokens=1000)
+
+
 def test_reference_text_has_domains_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     documents = load_documents("reference")
     assert len({document.domain for document in documents}) >= 3
     assert len({document.index for document in documents}) == len(documents)
+
+
+def test_a_folder_named_reference_is_not_the_bundled_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reference").mkdir()
+    assert len(load_documents("reference")) > 1
+    (tmp_path / "reference" / "a.txt").write_text("mine")
+    with pytest.raises(
+        ExpertcastError, match=r"'reference' is bundled.* and /.*/reference is a folder.*give ./referen"
+    ):
+        load_documents("reference")
+    assert [document.text for document in load_documents("./reference")] == ["mine"]
 
 
 @pytest.mark.parametrize(
@@ -88,14 +120,14 @@ def test_reference_text_has_domains_from_anywhere(tmp_path: Path, monkeypatch: p
         ("table.csv", "text\nhello", "unknown suffix '.csv'"),
         ("broken.parquet", "this is no parquet file", "cannot read"),
         ("broken.jsonl", '{"text": "a"}\n{oops', "line 2: no JSON object"),
-        ("column.jsonl", '{"body": "a"}', "no column 'text' (it has: body)"),
+        ("column.jsonl", '{"body": "a"}', "no text in column 'text' (it has: body)"),
         ("deep.jsonl", "[" * 100_000, "line 1: no JSON object"),
         ("number_too_long.jsonl", '{"text": ' + "1" * 5000 + "}", "line 1: no JSON object"),
         ("surrogate.jsonl", '{"text": "\\ud800"}', "line 1: holds what is no Unicode"),
         ("domain.jsonl", '{"text": "a", "domain": "\\ud800"}', "line 1: holds what is no Unicode"),
         ("latin.jsonl", b'{"text": "caf\xe9"}', "line 1: no text in UTF-8"),
-        ("list.jsonl", "[1, 2]", "no column 'text'"),
-        ("number.jsonl", '{"text": 3}', "holds int, not text"),
+        ("list.jsonl", "[1, 2]", "no text in column 'text'"),
+        ("number.jsonl", '{"text": 3}', "no text in column 'text'"),
         ("empty.jsonl", "", "no text in"),
         ("blank.txt", " \n\n \n", "no text in"),
     ],
@@ -142,7 +174,7 @@ def test_local_files_are_read_in_place(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_parquet_without_text_column_names_its_columns(tmp_path: Path) -> None:
-    with pytest.raises(ExpertcastError, match=r"^[^:]*x.parquet has no column 'text' \(it has: content, id\)"):
+    with pytest.raises(ExpertcastError, match=r"^[^:]*x.parquet has no text in column 'text' \(it has: content, id\)"):
         load_documents(parquet(tmp_path / "x.parquet", content=["a"], id=[1]))
 
 

@@ -18,6 +18,7 @@ from expertcast.predictors.artefacts import SEAL
 from expertcast.predictors.artefacts import digest as DIGEST
 from expertcast.predictors.errors import ExpertcastError
 from tests.data.small_traces import content
+from tests.irregular import IRREGULAR, in_seconds, put
 from tests.sealed import edit_json
 
 JSON_FILES = ("trace.json", "state.json", "skeleton/layers.json")
@@ -222,3 +223,16 @@ def test_a_shard_is_read_for_its_digest_once_and_when_it_is_used(traces: Path, m
     assert sizes == [(traces / layout.shard_file(0, 0)).stat().st_size]
     dataset.verify()
     assert len(sizes) == 2
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_what_is_no_file(kind: str, traces: Path, expected: list[Any]) -> None:
+    """In the place of any file: also of those without a digest, as older versions left them."""
+    for path in sorted(path for path in traces.rglob("*") if path.is_file() and path.suffix != ".md"):
+        content_of = path.read_bytes()
+        put(kind, path)
+        with in_seconds(20):
+            said = line(traces, expected)
+        assert path.name == layout.DATASET_INFO_FILE or (said is not None and path.name in said), path
+        path.rmdir() if kind == "folder" else path.unlink()
+        path.write_bytes(content_of)

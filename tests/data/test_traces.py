@@ -132,7 +132,7 @@ def test_bad_requests_are_one_clear_line(reference_traces: TraceDataset, tmp_pat
         (lambda: next(reference_traces.batches("train", 0)), "batch_size=0"),
         (lambda: next(reference_traces.batches("test", 4096, share=Share(0, 2))), "holds no batch of 4096"),
         (lambda: TraceDataset.open(tmp_path), "holds no traces"),
-        (lambda: TraceDataset.open(tmp_path / "nowhere"), "holds no traces"),
+        (lambda: TraceDataset.open(tmp_path / "nowhere"), "nowhere holds no traces .no such folder"),
     ):
         with pytest.raises(ExpertcastError, match=expected) as raised:
             request()

@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.live import LiveDocument, LiveOptions, LiveTraces
-from expertcast.data.live_document import prompt_hash
+from expertcast.data.live_document import Conversations
+from expertcast.data.models import load_tokenizer
+from expertcast.data.text import Document
 from expertcast.data.traces import TraceDataset
 
 
@@ -26,15 +28,17 @@ def texts(traces: TraceDataset) -> dict[tuple[int, ...], TraceBatch]:
     return {tuple(batch.token_T.tolist()): batch for batch in own if batch.token_T is not None}
 
 
-def as_traffic(traces: TraceDataset, model: PreTrainedModel, folder: Path) -> TraceDataset:
-    """Live traces of the same documents, in the folder."""
+def as_traffic(traces: TraceDataset, model: PreTrainedModel, folder: Path, *, known: bool = True) -> TraceDataset:
+    """Live traces of the same documents, in the folder; not `known`: with hashes as if they were of other text."""
     config = json.loads(model.config.to_json_string(use_diff=False))
     options = LiveOptions(tokens=10**6, window=10**6)
     made = LiveTraces(folder, traces.view, options, config=config, logits=torch.bfloat16, dtype="bfloat16")
+    conversations = Conversations(load_tokenizer("reference"))
     for ids, rows in texts(traces).items():
+        own = conversations.hash(ids) if known else Document(0, str(ids)).hash
         made.add(
             LiveDocument(
-                hash=prompt_hash(ids), token_T=torch.tensor(ids), residual_TLD=rows.residual_TLD,
+                hash=own, token_T=torch.tensor(ids), residual_TLD=rows.residual_TLD,
                 logits_TLE=rows.logits_TLE,
             )
         )  # fmt: skip

@@ -10,7 +10,7 @@ import transformers
 from expertcast.data.inspection import ModelReport, describe
 from expertcast.data.models import meta_model
 from expertcast.predictors.errors import ExpertcastError
-from tests.families.table import FAMILIES, REFUSED, tiny_config
+from tests.families.table import FAMILIES, REFUSED, WORKING_CLASSES, tiny_config
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 
@@ -53,6 +53,9 @@ the tiny configuration: a checkpoint's own factors are what `expertcast inspect`
 
 ## Refused
 
+What `generate` and `load_offloaded` load of these families is refused. Of two of them another class, loaded with
+transformers, is offloaded bit for bit by `expertcast.offload`.
+
 | family | reason |
 |---|---|
 {reasons}
@@ -73,9 +76,11 @@ def page() -> str:
     for family in FAMILIES:
         said = report(family)
         if isinstance(said, str):
-            reasons.append(f"| `{family}` | no language model: transformers' AutoModelForCausalLM has none of it |")
+            reason = "no language model: transformers' AutoModelForCausalLM has none of it"
+            reasons.append(f"| `{family}` | {reason}{_other_class(family)} |")
         elif not said.supported:
-            reasons.append(f"| `{family}` | {said.reason.partition(' is not supported: ')[2] or said.reason} |")
+            reason = said.reason.partition(" is not supported: ")[2] or said.reason
+            reasons.append(f"| `{family}` | {reason}{_other_class(family)} |")
         else:
             rows.append(
                 f"| `{family}` | {said.architecture} | {said.router_reads} | {said.default_vectors} | "
@@ -86,6 +91,14 @@ def page() -> str:
         all=len(FAMILIES), working=len(FAMILIES) - len(REFUSED), refused=len(REFUSED),
         rows="\n".join(rows), reasons="\n".join(reasons),
     )  # fmt: skip
+
+
+def _other_class(family: str) -> str:
+    if family not in WORKING_CLASSES:
+        return ""
+    name, implementation = WORKING_CLASSES[family]
+    given = f', loaded with `experts_implementation="{implementation}"`' if implementation else ""
+    return f". `{name}` works{given}"
 
 
 if __name__ == "__main__":

@@ -167,6 +167,13 @@ REFUSED = {
     "zaya": "its router ZayaRouter returns 4 values, not logits, weights and ids",
 }
 
+WORKING_CLASSES = {
+    "diffusion_gemma": ("DiffusionGemmaEncoderModel", None),
+    "openai_privacy_filter": ("OpenAIPrivacyFilterForTokenClassification", "grouped_mm"),
+}
+"""Of refused families, a class that `expertcast.offload` takes, and the experts implementation that it must be loaded
+with where transformers' default for the class cannot read slots."""
+
 _TEXT_ALONE = {
     "aria": "aria_text", "inkling": "inkling_text", "inkling2": "inkling2_text", "dots3_note": "dots3_note_text",
     "gemma4": "gemma4_text", "qwen3_5_moe": "qwen3_5_moe_text", "qwen4_exp": "qwen4_exp_text",
@@ -197,10 +204,13 @@ def tiny_config(family: str) -> PretrainedConfig:
 
 
 def tiny_family(family: str) -> PreTrainedModel:
-    """A random model of the family in bf16, as `from_pretrained` would load it: some modules keep fp32."""
+    """A random model of the family in bf16, as `from_pretrained` would load it: some modules keep fp32. Of a family in
+    `WORKING_CLASSES` that class."""
     config = tiny_config(family)
     torch.manual_seed(0)
-    model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.bfloat16).eval()
+    name, implementation = WORKING_CLASSES.get(family, ("", None))
+    make = getattr(transformers, name)._from_config if name else auto_class(config).from_config
+    model: PreTrainedModel = make(config, dtype=torch.bfloat16, experts_implementation=implementation).eval()
     kept = {name for part in model.modules() for name in getattr(part, "_keep_in_fp32_modules_strict", None) or ()}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if "bias" in name and tensor.is_floating_point():

@@ -26,7 +26,7 @@ from expertcast.predictors.view import MoEView
 from expertcast.runtime.engine.speculate import speculate
 from expertcast.training.fit import fit
 from tests.families.page import PAGE
-from tests.families.table import FAMILIES, REFUSED, decorated, tiny_config, tiny_family
+from tests.families.table import FAMILIES, REFUSED, WORKING_CLASSES, decorated, tiny_config, tiny_family
 
 WORKING = [family for family in FAMILIES if family not in REFUSED]
 SLOTS = 5
@@ -88,6 +88,19 @@ def test_refused_in_one_line(family: str) -> None:
         find_moe_layers(meta_model(tiny_config(family)))
     assert REFUSED[family] in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("error:experts implementation")
+@pytest.mark.parametrize("family", WORKING_CLASSES)
+def test_another_class_of_a_refused_family(family: str) -> None:
+    model = tiny_family(family)
+    ids_BT = torch.randint(10, 4096, (2, 9), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        expected = model(input_ids=ids_BT)[0]
+        with expertcast.offload(model, predictor="next_norm", slots=SLOTS) as offloaded:
+            assert torch.equal(model(input_ids=ids_BT)[0], expected)
+            assert offloaded.stats.as_dict()["bytes_moved"] > 0
+    assert bool(expected.isfinite().all())
 
 
 def test_rule_gives_the_routers_own_ids_and_weights(made: Made) -> None:

@@ -103,13 +103,15 @@ def test_shards_of_other_traces_go_and_what_is_the_owners_stays(hub: FakeHub, wo
 
 
 def test_the_readmes_commands_run(hub: FakeHub, worker: Worker, work: Path) -> None:
-    names = {"MODEL": "reference", "checkpoint": "linear"}
+    names = {"MODEL": "reference", "checkpoint": "./linear"}
     lines = re.findall(r"^    expertcast (.* user/.*)$", README.read_text(), flags=re.MULTILINE)
     assert {line.split()[0] for line in lines} == {"push", "pull", "generate", "eval"}
     for line in lines:
         words = [names.get(word, word).replace("user/", "me/shared-") for word in shlex.split(line)]
+        if "--out" in words:
+            words[words.index("--out") + 1] = "as_the_readme"
         right(worker.run(*words, token=WRITER))
-    assert (work / "estimator" / "model.safetensors").read_bytes() == (
+    assert (work / "as_the_readme" / "model.safetensors").read_bytes() == (
         work / "linear" / "model.safetensors"
     ).read_bytes()
     assert hub.repos["dataset", "me/shared-traces"].private

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,18 @@ def test_before_and_after_packing(
     assert [option["codec"] for option in after["options"][:2]] == ["raw", "bitsplit"]
     assert "an expert is 36,864 bytes" in text
     assert main(["generate", "reference", "--prompt", "It is", "--new-tokens", "2", "--config", str(saved)]) == 0
+
+
+@pytest.mark.parametrize("command", ["advise", "bench"])
+def test_a_busy_machine_is_warned_of(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: range(2))
+    line = "warning: the machine's load is 7.0 and 2 processors may be used: times will be too long"
+    for load in (7.0, 1.0):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert main([command, "no_such_model"]) == 2
+        assert (line in capsys.readouterr().err.splitlines()) == (load == 7.0)
 
 
 def test_what_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,11 +29,12 @@ _TARGET = {"--layers", "--slots", "--memory", "--bandwidth", "--copy-over-comput
 _OFFLOADED = {"--slots", "--memory", "--store-folder", "--codec", *_LOADED}
 COMMANDS = {
     "demo": {"--tokens", "--steps", "--minutes", "--out"},
-    "collect": {"--data", "--tokens", "--out", "--window", "--batch-size", "--early-rank", *_OFFLOADED},
+    "collect": {"--data", "--text-column", "--tokens", "--out", "--window", "--batch-size", "--early-rank",
+                *_OFFLOADED},
     "train": {"--predictor", "--out", "--ahead", "--set", "--tokens", "--data", "--default-vectors", "--log", "--seed",
-              "--window", "--batch-size", "--early-rank", *_OFFLOADED},
+              "--text-column", "--window", "--batch-size", "--early-rank", *_OFFLOADED},
     "eval": {"--predictor", "--split", "--ahead", "--report", "--curve", "--model", "--data", "--quality-tokens",
-             "--bandwidth", "--layer-time", "--expert-bytes", *_OFFLOADED},
+             "--text-column", "--bandwidth", "--layer-time", "--expert-bytes", *_OFFLOADED},
     "generate": {"--prompt", "--predictor", "--mode", "--slots", "--memory", "--policies", "--next-token",
                  "--store-folder", "--codec", "--pools", "--bandwidth", "--new-tokens", "--config", "--forecasts",
                  "--draft", "--draft-length", "--chat", "--system", "--temperature", "--top-p", "--seed", *_LOADED},
@@ -50,7 +53,7 @@ COMMANDS = {
     "simulate": {"--sweep", "--policy", "--prefetch", "--miss", "--routing", "--pre-eviction", "--scope", "--preset",
                  "--published", "--predictor", "--ahead", "--next-token", "--slots", "--capacity", "--bandwidth",
                  "--latency", "--write-back", "--layer-time", "--split", "--tokens", "--prefill", "--batch", "--model",
-                 "--data", "--no-quality", "--quality-tokens", "--processes", "--out", *_LOADED,
+                 "--data", "--text-column", "--no-quality", "--quality-tokens", "--processes", "--out", *_LOADED,
                  "--memory", "--experts", "--expert-bytes", "--codec", "--stored", "--decode-rate", "--decoders",
                  "--pools", "--store-folder"},
 }  # fmt: skip
@@ -106,6 +109,20 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "JSON" in fails(capsys, "inspect", str(tmp_path))
     assert "is a file" in fails(capsys, "train", "no/traces", "--predictor", "linear", "--out", str(text))
     assert not Path(out).exists()
+
+
+def test_options_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command's own help and the nearest option are named; an option's beginning is no option."""
+    generate = ["generate", "reference", "--prompt", "x"]
+    said = "unknown option --max-new-tokens, the nearest one is --new-tokens; see `expertcast generate --help`"
+    assert said in fails(capsys, *generate, "--max-new-tokens", "5")
+    assert "unknown option --promt, the nearest one is --prompt;" in fails(
+        capsys, "generate", "reference", "--promt", "x"
+    )
+    assert "unknown option --store, the nearest one is --store-folder;" in fails(capsys, *generate, "--store", "disk")
+    assert "b; see `expertcast inspect --help`" in fails(capsys, "inspect", "a", "b")
+    assert "needs store='disk' (--store-folder)" in fails(capsys, *generate, "--codec", "bitsplit")
+    assert "--draft-length 2 needs a draft" in fails(capsys, *generate, "--draft-length", "2")
 
 
 def test_bench_and_advise_refuse_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,11 +292,13 @@ def test_store_and_generate_from_it(capsys: pytest.CaptureFixture[str], tmp_path
     assert "768 experts" in capsys.readouterr().out
     changed = (tmp_path / "store" / CODED_FILE).stat().st_mtime_ns
     texts = []
-    for options in ([], [*packed, "--memory", "2MB"], [*packed, "--memory", "4MB", "--pools", "C=2MB"]):
+    there = packed[:2]
+    for options in ([], [*packed, "--memory", "2MB"], there, [*there, "--memory", "4MB", "--pools", "C=2MB"]):
         assert main(["generate", "reference", "--prompt", "It was", "--new-tokens", "4", *options]) == 0
         texts.append(capsys.readouterr().out.split("\n\n")[0])
     assert len(set(texts)) == 1
     assert (tmp_path / "store" / CODED_FILE).stat().st_mtime_ns == changed
+    assert len(list((tmp_path / "store").iterdir())) == 1, "no second store"
     assert "loses bits" in fails(capsys, "store", "reference", "--store-folder", str(tmp_path), "--codec", "int4")
 
 
@@ -447,7 +466,7 @@ def test_bad_configurations_are_one_line(capsys: pytest.CaptureFixture[str], tmp
         ("{", "is no JSON"),
         ("[]", "holds no JSON object"),
         ('{"slot": 8}', "unknown option 'slot': choose from predictor"),
-        ('{"slots": "8"}', "slots='8': give a whole number or null"),
+        ('{"slots": "8"}', "slots='8': give a whole number or leave it out"),
         ('{"mode": "fast"}', "unknown mode 'fast'"),
         ('{"predictor": "nobody"}', "predictor 'nobody' is neither a folder nor one of"),
     ):
@@ -462,3 +481,19 @@ def test_bad_configurations_are_one_line(capsys: pytest.CaptureFixture[str], tmp
     assert "there is no folder" in fails(capsys, *advise, str(tmp_path / "no" / "offload.json"))
     assert "routes by itself" in fails(capsys, *advise, str(saved), "--accuracy", "0.5")
     assert OffloadConfig.load(saved).overfetch == 1.5
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "before"),
+    [
+        ("from expertcast.cli import main; sys.exit(main(['inspect', 'reference']))", 2, "expertcast: "),
+        ("import expertcast; expertcast.offload", 1, "ImportError: "),
+    ],
+)
+def test_another_system_is_refused_in_one_line(code: str, status: int, before: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.platform = 'win32'; {code}"], capture_output=True, text=True
+    )
+    assert ran.returncode == status
+    line = ran.stderr.splitlines()[-1]
+    assert line == f"{before}expertcast runs on Linux and macOS, not on win32: on Windows, install it in WSL"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import runpy
+import subprocess
+import sys
 
 import pytest
 
-from expertcast.cli import main
+from expertcast.cli import COMMANDS, main
+from expertcast.commands.frozen import FILE
 from expertcast.predictors import Predictor, names, predictor_class
 from expertcast.predictors.fields import settable, written
 from expertcast.predictors.registry import PREDICTORS
@@ -88,3 +92,22 @@ def test_a_command_without_such_options_has_none(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "predictors" not in help_of(capsys, monkeypatch, "inspect")
+
+
+def test_the_frozen_command_line_is_that_of_the_registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    made = runpy.run_path(str(FILE.resolve().parents[3] / "scripts" / "freeze_command_line.py"))["frozen"]()
+    assert made == FILE.read_text(), "run python scripts/freeze_command_line.py"
+
+
+@pytest.mark.parametrize("words", [*([name, "--help"] for name in COMMANDS), ["generate", "reference", "--promt", "x"],
+                                   ["bench", "reference", "--bandwidth", "pcie9"], ["train", "traces"]])  # fmt: skip
+def test_help_and_refusals_do_not_wait_for_torch(words: list[str]) -> None:
+    code = (
+        f"import sys; from expertcast.cli import main\n"
+        f"try: main({words!r})\n"
+        f"except SystemExit as stop: print(stop.code, *({{'torch', 'transformers'}} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == ("0" if words[-1] == "--help" else "2")
+    assert f"expertcast {words[0]}" in found.stdout + found.stderr

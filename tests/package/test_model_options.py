@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from expertcast.cli import main
 from expertcast.commands.offloaded_options import OffloadedOptions
@@ -104,3 +105,40 @@ def test_random_weights_come_from_nowhere(capsys: pytest.CaptureFixture[str]) ->
         name = option[0].removeprefix("--").replace("-", "_")
         line = fails(capsys, "bench", "olmoe-1b-7b", *option)
         assert f"{name} is of models that are loaded, olmoe-1b-7b has random weights" in line
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("./nothing", "cannot load model './nothing': no such folder; give the folder of a model, or its hub id"),
+        ("/no/such/model", "cannot load model '/no/such/model': no such folder; give"),
+        ("no/model", "cannot load model 'no/model': no such folder, and from the hub: "),
+    ],
+)
+def test_a_folder_that_is_not_there(model: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in fails(capsys, "inspect", model)
+    assert said.replace("cannot load model", "no tokenizer for") in fails(capsys, "generate", model, "--prompt", "x")
+
+
+def test_inspect_refuses_a_dense_model_and_cuts_no_text(
+    tmp_path: Path, reference_traces: TraceDataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64).save_pretrained(tmp_path)
+    said = fails(capsys, "inspect", str(tmp_path))
+    assert "(LlamaForCausalLM) is not supported: LlamaForCausalLM records no router_logits: it is no Mixture" in said
+    assert said.endswith("does not support")
+    assert main(["inspect", str(reference_traces.folder)]) == 0
+    shown = capsys.readouterr().out
+    assert '"residual": [12, 192]' in shown
+    assert str(reference_traces.info["command"]) in shown
+
+
+def test_a_folder_named_reference_is_not_the_bundled_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reference").mkdir()
+    assert main(["inspect", "reference"]) == 0
+    (tmp_path / "reference" / "config.json").write_text("{}")
+    assert "'reference' is bundled with expertcast" in fails(capsys, "inspect", "reference")
+    assert "cannot load model './reference'" in fails(capsys, "inspect", "./reference")

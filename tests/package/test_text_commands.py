@@ -41,6 +41,16 @@ def test_one_txt_file_is_several_documents(tmp_path: Path, capsys: pytest.Captur
     assert "documents of about 4000 characters" in " ".join(capsys.readouterr().out.split())
 
 
+def test_online_training_runs_no_more_text_than_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", REFERENCE, "--data", REFERENCE, "--tokens", "600", "--window", "32", "--early-rank", "none"]
+    result = tmp_path / "result.json"
+    assert main([*command, "--predictor", "router_input", "--out", str(tmp_path / "made"), "--json", str(result)]) == 0
+    splits = json.loads(result.read_text())["data"]["splits"]
+    assert sum(splits.values()) == 600
+    counts = ", ".join(f"{tokens:,} {split}" for split, tokens in splits.items())
+    assert f"reference is run over 600 tokens of text in each pass ({counts})" in capsys.readouterr().err
+
+
 def test_prompts_are_not_what_the_predictor_learned_from(reference_view: MoEView, tmp_path: Path) -> None:
     """bench and advise run the bundled text, from its first document that the checkpoints do not know."""
     documents, tokenizer = load_documents(REFERENCE), load_tokenizer(REFERENCE)

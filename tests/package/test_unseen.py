@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +16,14 @@ import pytest
 from expertcast.checkpoints import files
 from expertcast.checkpoints.store import load_predictor
 from expertcast.cli import main
+from expertcast.commands.predictors import QualityOptions, forecast_quality
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
+from expertcast.predictors import PredictorConfig
 from expertcast.predictors.artefacts import SEAL
 from expertcast.training.evaluation import evaluate
+from expertcast.training.fit import FITTERS
+from expertcast.training.options import FitOptions
 from tests.package.test_cli import fails
 from tests.sealed import edit_json
 
@@ -78,6 +84,26 @@ def test_more_of_the_same_text_scores_unseen_documents_only(
     assert f"scored on split 'all', {found['tokens']} tokens; {len(seen)} document(s) of {tokens:,} tokens" in printed
 
 
+def test_a_folder_with_a_predictors_name_is_not_the_predictor(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(made.checkpoint, tmp_path / "next_norm")
+    (tmp_path / "router_input").mkdir()  # no checkpoint, so that the name is the predictor's
+    traces, refused = (
+        str(made.traces),
+        "'next_norm' is a predictor's name and a checkpoint's folder here: give ./next_norm",
+    )
+    generate = ["generate", "reference", "--prompt", "It is", "--new-tokens", "1", "--predictor"]
+    assert refused in fails(capsys, "eval", traces, "--predictor", "next_norm")
+    assert refused in fails(capsys, *generate, "next_norm")
+    assert refused in fails(capsys, "simulate", traces, "--predictor", "next_norm")
+    assert refused in fails(capsys, "bench", "reference", "--predictor", "next_norm")
+    evaluate = ["eval", traces, "--ahead", "2", "--predictor", "./next_norm", "router_input"]
+    assert set(scored(evaluate, tmp_path / "result.json")["recall_at_k"]) == {"linear", "router_input"}
+    assert main([*generate, "router_input"]) == 0
+
+
 def test_every_distance_is_scored(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its own traces leave a checkpoint their test split: eval gives the numbers of training."""
     for scores in (made.metrics, made.metrics["validation"]):
@@ -127,6 +153,20 @@ def test_text_that_was_learned_from_measures_no_quality(made: Made, tmp_path: Pa
         rows.append([{key: row[key] for key in ("perplexity", "agreement", "kl")} for row in found["results"]])
         assert found["left_out"]["documents"] > 0
     assert rows[0] == rows[1]
+
+
+def test_validation_chooses_what_hybrid_execution_is_measured_with(reference_traces: TraceDataset) -> None:
+    """Two predictors, one fitted on the documents of the validation split, the other on those of the test split."""
+    fitted = {}
+    for split in ("validation", "test"):
+        source = copy.copy(reference_traces)
+        own = {each.index for each in reference_traces.documents if each.split == split}
+        source.documents = [replace(each, split="train") for each in reference_traces.documents if each.index in own]
+        fitted[split] = FITTERS["frequency"](source, PredictorConfig(), FitOptions()).predictor.bind(source.view)
+    recall = evaluate(fitted, reference_traces.batches("test", 4096), reference_traces.view).as_dict()["recall_at_k"]
+    assert recall["test"]["mean"] > recall["validation"]["mean"]
+    found = forecast_quality(QualityOptions(quality_tokens=512), "reference", fitted, 1, reference_traces)
+    assert [name for name in found["runs"] if "hybrid" in name] == ["hybrid execution of validation"]
 
 
 def test_before_there_were_hashes(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from expertcast.commands.warm_options import WarmOptions
 from expertcast.data.models import load_tokenizer
@@ -29,6 +30,24 @@ def test_a_run_leaves_its_hot_experts_however_it_ends(tmp_path: Path) -> None:
     with load_offloaded("reference", slots=96) as offloaded, options.warmed(offloaded, tokenizer, []) as said:
         assert said[0].startswith(f"hot experts: {len(held)} loaded from ")
         assert set(offloaded.pool.resident()) == held
+
+
+def test_what_failed_first_is_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hot experts that cannot be written are a line beside it; where nothing else failed they are the error."""
+    options, tokenizer = WarmOptions(hot_experts=tmp_path / "none" / "hot.json"), load_tokenizer("reference")
+    with load_offloaded("reference", slots=96) as offloaded:
+
+        def serve(error: Exception | None) -> None:
+            with options.warmed(offloaded, tokenizer, []):
+                offloaded(input_ids=torch.tensor([[5, 6]]))
+                if error is not None:
+                    raise error
+
+        with pytest.raises(RuntimeError, match="port is taken"):
+            serve(RuntimeError("port is taken"))
+        assert "hot experts are not written: " in capsys.readouterr().err
+        with pytest.raises(ExpertcastError, match="none"):
+            serve(None)
 
 
 def test_a_missing_file_of_prompts_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:

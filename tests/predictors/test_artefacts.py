@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.artefacts import CLOSED, DigestingFile, check_file, digest, file_digest, read_json, seal
+from tests.irregular import IRREGULAR, in_seconds, put
 
 
 class _Shape(TypedDict):
@@ -115,3 +116,15 @@ def test_a_digest_is_taken_while_a_file_is_written(tmp_path: Path) -> None:
         sink.close()
     assert path.read_bytes() == b"onetwothree"
     assert sink.digest == file_digest(path)
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_only_files_are_read(kind: str, tmp_path: Path) -> None:
+    """A pipe was waited on for ever, and an endless file read until memory was full."""
+    path = tmp_path / "made.json"
+    put(kind, path)
+    with in_seconds(20):
+        with pytest.raises(ExpertcastError, match=r"^cannot read .*made.json: .*; make it again$"):
+            read_json(path, _Made, "make it again")
+        with pytest.raises(ExpertcastError, match=r"^cannot read .*made.json: .*; make it again$"):
+            check_file(path, digest(b""), "make it again")

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
+import typing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+import expertcast
+import expertcast.runtime
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import InstantLink, OffloadConfig, offload
+from expertcast.predictors.fields import field_docs
+from expertcast.runtime import InstantLink, OffloadConfig, load_offloaded, offload
 from expertcast.runtime.config import FORECASTS, LINKS, MODES
 from expertcast.runtime.policies import PRESETS, Policies
 
@@ -120,7 +126,7 @@ def test_what_is_not_in_a_file_has_its_default() -> None:
     ("fields", "message"),
     [
         ({"link": InstantLink()}, "link is a InstantLink, which no file can hold: give a text$"),
-        ({"bandwidth": float("inf")}, "bandwidth is inf, which no file can hold: give a number or null"),
+        ({"bandwidth": float("inf")}, "bandwidth is inf, which no file can hold: give a number or leave it out"),
     ],
 )
 def test_objects_are_not_saved(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
@@ -153,21 +159,21 @@ def test_saving_where_nothing_can_be_written(tmp_path: Path) -> None:
         (b"[]", "holds no JSON object"),
         (b"null", "holds no JSON object"),
         (b'{"slot": 9}', "unknown option 'slot': choose from predictor, mode, slots"),
-        (b'{"slots": "many"}', "slots='many': give a whole number or null"),
-        (b'{"slots": true}', "slots=True: give a whole number or null"),
-        (b'{"slots": 9.5}', "slots=9.5: give a whole number or null"),
+        (b'{"slots": "many"}', "slots='many': give a whole number or leave it out"),
+        (b'{"slots": true}', "slots=True: give a whole number or leave it out"),
+        (b'{"slots": 9.5}', "slots=9.5: give a whole number or leave it out"),
         (b'{"cache": "no"}', "cache='no': give true or false"),
-        (b'{"mode": null}', "mode=None: give a text"),
+        (b'{"mode": null}', "unknown mode None: choose from exact"),
         (b'{"mode": "fast"}', "unknown mode 'fast': choose from exact"),
-        (b'{"predictor": {}}', "predictor={}: give a text or null"),
-        (b'{"bandwidth": "4e9"}', "bandwidth='4e9': give a number or null"),
-        (b'{"layers": 3}', "layers=3: give a list, each of it a whole number or null"),
-        (b'{"layers": [1, "2"]}', "layers='2': give a whole number"),
+        (b'{"predictor": {}}', "predictor={}: give a text or leave it out"),
+        (b'{"bandwidth": "4e9"}', "bandwidth='4e9': give a number or leave it out"),
+        (b'{"layers": 3}', "layers=3: give a list, each of it a whole number or leave it out"),
+        (b'{"layers": [1, "2"]}', "layers=.1, .2..: give a list, each of it a whole number"),
         (b'{"memory": "much"}', "memory='much' is no size"),
-        (b'{"memory": [1]}', "memory=.1.: give a text or a whole number or null"),
+        (b'{"memory": [1]}', "memory=.1,.: give a text or a whole number or leave it out"),
         (b'{"slots": 9, "memory": "2GB"}', "give slots or memory, not both"),
         (b'{"policies": "fastest"}', "unknown preset 'fastest'"),
-        (b'{"policies": 3}', "policies=3: give an object with a text for each kind of policy or a text or null"),
+        (b'{"policies": 3}', "policies=3: give Policies.*, in a file an object with a text for each kind"),
         (b'{"policies": {"evict": "lru"}}', "policies evict='lru': give texts by kind, of eviction, prefetch"),
         (b'{"policies": {"eviction": 1}}', "policies eviction=1: give texts by kind"),
         (b'{"policies": {"eviction": "mru"}}', "unknown eviction policy 'mru': choose from lru"),
@@ -185,10 +191,53 @@ def test_a_bad_file_is_one_line(tmp_path: Path, content: bytes, message: str) ->
     assert "\n" not in str(error.value)
 
 
+def _of_another_type(hint: object) -> object:
+    """A value that no field of this type takes; what takes texts takes no numbers."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return 2.5j if str in kinds else "no"
+
+
+def test_every_field_refuses_values_of_another_type() -> None:
+    for name, hint in typing.get_type_hints(OffloadConfig).items():
+        with pytest.raises(ExpertcastError, match=rf"{name}[ =].*: (give|choose from) \w+") as error:
+            OffloadConfig(**{name: _of_another_type(hint)})
+        assert "\n" not in str(error.value)
+    for name in ("slots", "latency", "ahead"):  # True is no number, and numpy's numbers are some
+        with pytest.raises(ExpertcastError, match=f"{name}=True: give"):
+            OffloadConfig(**{name: True})
+    assert OffloadConfig(slots=np.int64(9), latency=np.float32(1)) == OffloadConfig(slots=9, latency=1)
+
+
+def test_what_is_no_model_or_no_configuration(reference_model: PreTrainedModel) -> None:
+    with pytest.raises(ExpertcastError, match=r"'reference' is no loaded model: expertcast\.load_offloaded"):
+        offload("reference")
+    with pytest.raises(ExpertcastError, match="config is a dict: give an OffloadConfig"):
+        offload(reference_model, {"slots": 9})
+    with pytest.raises(ExpertcastError, match=r"a Qwen3MoeForCausalLM is no folder.*give a loaded model"):
+        load_offloaded(reference_model)
+
+
+def test_what_is_shown_in_an_interpreter(reference_model: PreTrainedModel) -> None:
+    assert dir(expertcast) == sorted(expertcast.__all__)
+    assert dir(expertcast.runtime) == sorted(expertcast.runtime.__all__)
+    config = OffloadConfig(slots=9, cache=True, mode="exact")
+    assert repr(config) == "OffloadConfig(slots=9)"
+    for name, doc in field_docs(OffloadConfig).items():
+        assert f"        {name}: {doc}\n" in OffloadConfig.__doc__
+    with offload(reference_model, config) as offloaded:
+        assert repr(offloaded) == (
+            "<OffloadedModel of reference: 9 of 768 experts in slots, no predictor, instant link>"
+        )
+        assert repr(offloaded.view) == (
+            "<MoEView of reference: ModelShape(layers=12, experts=64, top_k=4, hidden=192)>"
+        )
+    assert repr(offloaded).endswith("link, closed>")
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ExpertcastError, match=r"cannot read .*offload.json: No such file or directory"):
         OffloadConfig.load(tmp_path / "offload.json")
-    with pytest.raises(ExpertcastError, match="Is a directory"):
+    with pytest.raises(ExpertcastError, match="Not a regular file"):
         OffloadConfig.load(tmp_path)
 
 

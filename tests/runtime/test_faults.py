@@ -24,6 +24,7 @@ from expertcast.runtime import offloaded as offloaded_module
 from expertcast.runtime import offloading as offloading_module
 from expertcast.runtime.engine.base import Engine
 from expertcast.runtime.links.base import Copy
+from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.timed.device import TimedDevice
@@ -199,6 +200,41 @@ def test_a_copy_fails(submitting: bool, cache: bool, model: PreTrainedModel, exp
             link.fails.count = 0
             assert_same(greedy(offloaded, INPUTS), expected)
     assert failed > 3
+
+
+class _Failing(Observer):
+    """Raises when the n-th copy that a layer waits for, or that a forecast asked for, has come."""
+
+    def __init__(self, count: int, *, urgent: bool) -> None:
+        self._raise, self._urgent = RaiseAt(count, ZeroDivisionError()), urgent
+
+    def copied(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
+        if urgent == self._urgent:
+            self._raise()
+
+
+LINKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "emulated": lambda: {"link": slow_link()},
+    "instant": lambda: {"link": "instant"},
+    "kernel": lambda: {"link": "kernel"},
+    "disk": lambda: {"link": "disk", "store": "disk"},
+    "coded": lambda: {"link": "disk", "store": "disk", "codec": "bitsplit"},
+    "staging": lambda: {"link": DiskOnDevice(TimedDevice(1e9), places=2), "store": "disk"},
+}
+
+
+@pytest.mark.parametrize("urgent", [True, False])
+@pytest.mark.parametrize("link", LINKS)
+def test_an_observer_fails(link: str, urgent: bool) -> None:
+    """In whatever thread copies arrive: its exception is the forward's, and the next forward is right."""
+    model = tiny_model("qwen3_moe").bfloat16()
+    expected = greedy(model, INPUTS)
+    for count in (1, 5):
+        failing = _Failing(count, urgent=urgent)
+        with still_right(model, expected, observers=[failing], **LINKS[link]()) as offloaded:
+            with pytest.raises(ZeroDivisionError):
+                greedy(offloaded, INPUTS, 30)
+            assert offloaded.link.copies
 
 
 def test_no_memory_for_the_slots(model: PreTrainedModel, expected: Result, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import EmulatedLink, offload
+from expertcast.runtime.links.disk import DiskLink
+from expertcast.runtime.recording.observer import Observer
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.faults import INPUTS, RaiseAt, Result, facts_of, slow_link, still_right
@@ -178,6 +182,46 @@ def test_dropped_without_close() -> None:
     gc.collect()  # the link's thread lets go of the store as it ends
     assert [thing() for thing in gone] == [None] * len(gone)
     assert threading.active_count() == threads
+
+
+class _Holder(Observer):
+    """Holds a model, and drops it in the thread in which a copy arrives."""
+
+    def __init__(self) -> None:
+        self.held: list[object] = []
+        self.let_go = threading.Event()
+
+    def copied(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
+        if self.let_go.is_set():
+            self.held.clear()
+            gc.collect()
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_dropped_in_the_links_own_thread(disk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose end it cannot wait for; all threads end."""
+    unraisable, holder = list[object](), _Holder()
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    link, store = (DiskLink(bandwidth=30e3), "disk") if disk else (EmulatedLink(30e3), "memory")
+    offloaded = offload(tiny_model("qwen3_moe"), slots=5, observers=[holder], link=link, store=store)
+    del link
+    gone = weakref.ref(offloaded.model)
+    gc.collect()
+    offloaded.link.submit(3, 0, urgent=True)  # takes a tenth of a second
+    holder.held.append(offloaded)
+    del offloaded
+    holder.let_go.set()
+    deadline = time.monotonic() + 10
+    while (gone() is not None or _own_threads()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+        gc.collect()  # the store goes when the link's threads have let go of it
+    assert gone() is None
+    assert not _own_threads()
+    assert not unraisable
+
+
+def _own_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("expertcast")]
 
 
 def test_the_handle_is_dropped(model: PreTrainedModel, expected: Result) -> None:

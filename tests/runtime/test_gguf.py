@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,16 @@ from tests.runtime.gguf_files import tiny, write
 from tests.runtime.quantised import IDS, same_weights
 
 gguf = pytest.importorskip("gguf")
+
+
+def test_reads_that_give_less_than_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Linux does above 2 GiB, and network file systems at any size."""
+    path, preadv = tmp_path / "model.gguf", os.preadv
+    write(path, tiny("qwen3_moe"), "F16")
+    expected = load_model(path).state_dict()
+    monkeypatch.setattr(os, "preadv", lambda file, views, at: preadv(file, [memoryview(views[0])[:1000]], at))
+    found = load_model(path).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def _by_transformers(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -14,6 +14,23 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process handles is read from /proc")
+def test_signals_of_one_command(tmp_path: Path) -> None:
+    """`benchmarks/faults.md` has the others."""
+    found = tmp_path / "found.json"
+    words = ["--signals", "--only", "train", "--json", str(found)]
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "kill_commands.py"), *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
+    rows = json.loads(found.read_text())
+    assert [(row["moment"], row["status"]) for row in rows] == [
+        (moment, status) for moment in ("start-up", "middle", "writing") for status in (143, 130)
+    ]
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits and mounts are Linux's")
 def test_all_faults_of_two_commands(tmp_path: Path) -> None:
     """`benchmarks/faults.md` has the others, and more kills."""

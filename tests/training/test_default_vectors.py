@@ -41,7 +41,7 @@ CONFIGS: dict[str, PredictorConfig | None] = {"quasi_hidden": None, "linear": No
 def live(
     reference_traces: TraceDataset, reference_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
 ) -> TraceDataset:
-    return as_traffic(reference_traces, reference_model, tmp_path_factory.mktemp("live") / "traces")
+    return as_traffic(reference_traces, reference_model, tmp_path_factory.mktemp("live") / "traces", known=False)
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from tests.package.test_cli import fails
 def live(
     reference_traces: TraceDataset, reference_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
 ) -> TraceDataset:
-    return as_traffic(reference_traces, reference_model, tmp_path_factory.mktemp("live") / "traces")
+    return as_traffic(reference_traces, reference_model, tmp_path_factory.mktemp("live") / "traces", known=False)
 
 
 def saved(predictor: Predictor, traces: TraceDataset, folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from expertcast.data.batch import TraceBatch
 from expertcast.data.collector import collect
 from expertcast.data.models import REFERENCE
 from expertcast.data.text import load_documents
@@ -51,6 +53,21 @@ def test_passages_are_the_beginnings_of_documents_of_several_domains(
         assert passage["token_ids"] == own_T.tolist()
         assert "".join(passage["text"]) == reference_tokenizer.decode(own_T)
         assert {len(found) for found in passage["found"]["router_input"]} == {len(own_T)}
+
+
+class _FromAPrefixCache(TraceDataset):
+    """Documents whose first positions are not 0."""
+
+    def batches(self, *args: Any, **kwargs: Any) -> Iterator[TraceBatch]:
+        for batch in super().batches(*args, **kwargs):
+            yield replace(batch, position_T=batch.position_T + 512)
+
+
+def test_documents_that_begin_behind_a_prefix_cache(
+    examples: dict[str, Any], traces: TraceDataset, predictors: dict[str, Predictor]
+) -> None:
+    later = _FromAPrefixCache.open(traces.folder)
+    assert example_text(predictors, later, "all", passages=3, tokens=TOKENS) == examples
 
 
 def test_found_experts_are_those_of_a_loop_over_tokens(

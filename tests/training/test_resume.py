@@ -64,6 +64,21 @@ class Fatal:
             yield batch
 
 
+class Signalled(Fatal):
+    """A source that sends this process SIGTERM or SIGINT instead."""
+
+    def __init__(self, source: TraceSource, batches: int, number: signal.Signals) -> None:
+        super().__init__(source, batches)
+        self._number = number
+
+    def batches(self, split: str, batch_size: int, **options: Any) -> Iterator[TraceBatch]:
+        try:
+            yield from super().batches(split, batch_size, **options)
+        except KilledError:
+            os.kill(os.getpid(), self._number)
+            raise AssertionError("the signal was not handled") from None
+
+
 def options(folder: Path | None) -> FitOptions:
     return FitOptions(tokens=TOKENS, validation_tokens=300, resume_folder=folder)
 
@@ -200,12 +215,44 @@ def test_only_plain_values_are_kept(tmp_path: Path) -> None:
         write_state(tmp_path / "state", {"what": object()}, {})
 
 
-def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
+def wait_for(path: Path, process: subprocess.Popen[Any]) -> None:
     deadline = time.monotonic() + 200
     while not path.exists():
         assert process.poll() is None, "it ended before it was killed"
         assert time.monotonic() < deadline, "nothing was written"
         time.sleep(0.002)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_the_program(reference_traces: TraceDataset, number: signal.Signals, tmp_path: Path) -> None:
+    """Lightning ended it by SystemExit: without a status after SIGTERM, with 1 after SIGINT."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fit("estimator", Signalled(reference_traces, 20, number), config=ESTIMATOR, options=options(tmp_path))
+        assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_command_interrupted(
+    reference_traces: TraceDataset, number: signal.Signals, status: int, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "expertcast.cli", "train", str(reference_traces.folder), *COMMAND]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, "--out", str(out)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(resume_folder(out) / "ahead1.safetensors", process)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert said.splitlines()[-1] == "expertcast: interrupted; run the same command again to go on"
+    assert "Traceback" not in said
+    assert not out.exists()
 
 
 def train_killed(arguments: list[str], path: Path, after_s: float) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from expertcast.predictors import ExpertcastError
 from expertcast.training.resume import note_of, read_state, write_state
+from tests.irregular import IRREGULAR, in_seconds, put
 
 
 def test_a_damaged_state_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -34,3 +35,13 @@ def test_a_damaged_state_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFi
         else:
             assert note["step"] == 3
             assert str(read_state(path)) == str(whole)
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_what_is_no_file(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "state.safetensors"
+    put(kind, path)
+    with in_seconds(20), caplog.at_level(logging.WARNING):
+        assert note_of(path, "x") is None
+        with pytest.raises(ExpertcastError, match=r"state.safetensors is damaged"):
+            read_state(path)

@@ -43,6 +43,12 @@ def check_config(config: VllmConfig, settings: Settings) -> None:
         _check_graphs(config, settings)
 
 
+def captures_whole_steps(config: VllmConfig) -> bool:
+    """Whether vLLM makes CUDA graphs of whole steps: inside, no host decides."""
+    mode = config.compilation_config.cudagraph_mode
+    return config.device_config.device.type == "cuda" and mode is not None and mode.has_full_cudagraphs()
+
+
 def _check_graphs(config: VllmConfig, settings: Settings) -> None:
     """A captured graph would run the host's part of a step once and for all: graphs end before the MoE layers, or the
     device decides what is copied."""
@@ -50,13 +56,14 @@ def _check_graphs(config: VllmConfig, settings: Settings) -> None:
     mode = compilation.cudagraph_mode
     if mode is None or mode == CUDAGraphMode.NONE:
         return
-    if mode.has_full_cudagraphs() and settings.offload.link != "kernel":
+    whole = captures_whole_steps(config)
+    if whole and settings.offload.link != "kernel":
         raise ExpertcastError(
             "expertcast decides on the host which experts are copied, outside CUDA graphs: start vLLM with "
             '--enforce-eager, with --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\', or give expertcast the '
             'option "link": "kernel", which decides on the device'
         )
-    if mode.has_full_cudagraphs() and settings.collect is not None:
+    if whole and settings.collect is not None:
         raise ExpertcastError(
             "collect reads every step on the host, which whole CUDA graphs leave out: start vLLM with --enforce-eager"
         )
@@ -81,11 +88,9 @@ def check_slots(config: VllmConfig, shape: ModelShape, slots: int) -> None:
     Raises:
         ExpertcastError: one line with what would do.
     """
-    compilation = config.compilation_config
-    mode, largest = compilation.cudagraph_mode, compilation.max_cudagraph_capture_size or 0
-    on_device = config.device_config.device.type == "cuda"
-    if not on_device or mode is None or not mode.has_full_cudagraphs():
+    if not captures_whole_steps(config):
         return
+    largest = config.compilation_config.max_cudagraph_capture_size or 0
     needed = min(largest * shape.top_k, shape.experts)
     if slots < needed:
         fit = slots // shape.top_k

@@ -20,6 +20,7 @@ from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.arguments import make_monitor, resolve_predictor
 from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.speculation import Speculator
+from expertcast_vllm.config_check import captures_whole_steps
 from expertcast_vllm.previous import PreviousTokens
 from expertcast_vllm.watching import Watching
 
@@ -33,7 +34,7 @@ class Foresight:
 
     speculator: Speculator
     drift: DriftMonitor | None
-    """Follows the forecasts' recall."""
+    """Follows the forecasts' recall; None where the device alone knows it."""
 
     @classmethod
     def make(cls, offload: WorkerOffload, watching: Watching | None) -> Self:
@@ -53,7 +54,9 @@ class Foresight:
         _check(predictor, watching, config=offload.config)
         predictor.to(next(view[0].router.parameters()).device)
         speculator = WatchedSpeculator(watching, predictor, ahead=config.ahead, reach=config.reach)
-        return cls(speculator=speculator, drift=make_monitor(config, view, predictor, checkpoint))
+        assert offload.parts is not None
+        on_host = not offload.parts.link.decides_on_device
+        return cls(speculator=speculator, drift=make_monitor(config, view, predictor, checkpoint) if on_host else None)
 
 
 class WatchedSpeculator(Speculator):
@@ -96,8 +99,7 @@ def _check(predictor: Predictor, watching: Watching, config: VllmConfig) -> None
             f"{predictor.name} reads early attention, which vLLM cannot run: train it with --set "
             "inputs=quasi_hidden/router_input/routing/previous, or give linear"
         )
-    graphs = config.compilation_config.cudagraph_mode
-    if predictor.uses_previous_token and config.device_config.device.type == "cuda" and graphs.has_full_cudagraphs():
+    if predictor.uses_previous_token and captures_whole_steps(config):
         raise ExpertcastError(
             f"{predictor.name} keeps the last token's routing on the host, which whole CUDA graphs leave out: give "
             'another predictor, or start vLLM with --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\''

@@ -37,7 +37,8 @@ class OffloadedExperts(RoutedExperts):
         object.__setattr__(self, "offload", WorkerOffload.of(config, settings))
         super().__init__(*args, **kwargs)
         self.index = self.offload.add(self)
-        check_shape(self.offload)
+        if self.index == 0:
+            check_shape(self.offload)
         self._come: set[tuple[str, bool, int]] = set()
         shards = (3 if self.moe_config.is_act_and_mul else 2) * (2 if self.moe_config.has_bias else 1)
         self._expected = shards * self.local_num_experts

@@ -82,6 +82,8 @@ class WorkerOffload:
         self._step: Step | None = None
         self._call: RouterCall | None = None
         """Of the router that ran last."""
+        self._whole = False
+        """Its layer's experts run in one piece."""
         self._metrics: CollectorRegistry | None = None
         predictor = settings.offload.resolved_predictor()
         # a bad name ends it before the weights are read
@@ -187,7 +189,8 @@ class WorkerOffload:
         )  # fmt: skip
         for listener in self.listeners:
             listener.on_router(step, call)
-        if self._fits(index, call.ids_TK):
+        self._whole = self._fits(index, call.ids_TK)
+        if self._whole:
             self.engine.on_router(call)
         return ids_TK
 
@@ -202,9 +205,9 @@ class WorkerOffload:
         if step.tokens < len(hidden_TD):
             output_TD = torch.zeros_like(hidden_TD)
             rows = slice(0, step.tokens)
-            output_TD[rows] = self._run(index, hidden_TD[rows], ids_TK[rows], weights_TK[rows])
+            output_TD[rows] = self._run(index, hidden_TD[rows], weights_TK[rows])
             return output_TD
-        return self._run(index, hidden_TD, ids_TK, weights_TK)
+        return self._run(index, hidden_TD, weights_TK)
 
     def statistics(self) -> Json:
         """What the engine has counted, and what there is."""
@@ -231,11 +234,12 @@ class WorkerOffload:
         limit = self.engine.limit(index)
         return min(ids_TK.numel(), self.shape.experts) <= limit or len(ids_TK.unique()) <= limit
 
-    def _run(self, index: int, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        layer = self.engine.view[index]
-        if self._call is not None and self._call.layer == index:
-            ids_TK = self._call.ids_TK  # the very tensor that was announced: nobody has to compare
-        if self._fits(index, ids_TK):
+    def _run(self, index: int, hidden_TD: Tensor, weights_TK: Tensor) -> Tensor:
+        layer, call = self.engine.view[index], self._call
+        assert call is not None, "experts run behind their router"
+        assert call.layer == index, "and in its order"
+        ids_TK = call.ids_TK  # the very tensor that was announced: nobody has to compare
+        if self._whole:
             return self.engine.run(layer, hidden_TD, ids_TK, weights_TK)
         output_TD = torch.empty_like(hidden_TD)
         parts = groups(ids_TK.cpu(), layer.num_experts, self.engine.limit(index), self.engine.held(index))

@@ -75,7 +75,7 @@ class Parts:
         policy = options.resolved_policies().as_dict()
         return Source(
             stats=engine.stats, link=self.link, pool=self.pool, store=self.store,
-            drift=None if foresight is None or self.link.decides_on_device else foresight.drift,
+            drift=None if foresight is None else foresight.drift,
             info={
                 "model": offload.config.model_config.model,
                 "predictor": "none" if predictor is None else predictor.name,
@@ -109,14 +109,13 @@ def make_engine(offload: WorkerOffload) -> Engine:
     cache = CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=parts.pool.count)
     foresight = offload.foresight or Foresight.make(offload, None)
     made = DeviceEngine if parts.link.decides_on_device else HostEngine
-    drift = None if parts.link.decides_on_device else foresight.drift
     engine = made(
         EngineParts(
             link=parts.link, pool=parts.pool, speculator=foresight.speculator,
-            policies=config.resolved_policies().make(cache), kernel=parts.kernel, drift=drift, keep=config.cache,
-            likely=config.likely, gated=config.forecasts == "worth",
+            policies=config.resolved_policies().make(cache), kernel=parts.kernel, drift=foresight.drift,
+            keep=config.cache, likely=config.likely, gated=config.forecasts == "worth",
         )
     )  # fmt: skip
-    if drift is not None:
-        engine.stats.reports = [drift.as_dict]
+    if foresight.drift is not None:
+        engine.stats.reports = [foresight.drift.as_dict]
     return engine

@@ -14,13 +14,13 @@ from expertcast_vllm.requests import Requests
 
 
 class PreviousTokens:
-    """Router logits of the last token of each request in the last step, all layers: a request that pauses is unknown
-    when it goes on."""
+    """Router logits of the last token of each request in the last step, all layers: a request that pauses, or goes
+    on elsewhere, is unknown."""
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape = shape
-        self._row: dict[str, int] = {}
-        """Of the requests in the present step."""
+        self._row: dict[tuple[str, int], int] = {}
+        """Of the requests in the present step, each with the position behind its tokens."""
         self._last: list[int] = []
         """Row of each request's last token among the step's."""
         self._known_R: list[int] = []
@@ -31,8 +31,14 @@ class PreviousTokens:
 
     def start(self, running: Requests) -> None:
         """A step over these requests' tokens begins."""
-        row, self._row = self._row, {part.request: index for index, part in enumerate(running.parts)}
-        self._known_R = [row.get(part.request, -1) for part in running.parts]
+        row, self._row = (
+            self._row,
+            {
+                (part.request, part.start + part.rows.stop - part.rows.start): index
+                for index, part in enumerate(running.parts)
+            },
+        )
+        self._known_R = [row.get((part.request, part.start), -1) for part in running.parts]
         self._last = [part.rows.stop - 1 for part in running.parts]
         self._before_RLE, self._now_RLE, self._previous_RLE = self._now_RLE, None, None
 

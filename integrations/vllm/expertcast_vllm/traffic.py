@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm.logger import init_logger
 
 from expertcast.data.live import LiveTraces
-from expertcast.data.live_document import LiveDocument, prompt_hash
+from expertcast.data.live_document import LiveDocument
 from expertcast.data.router_call import RouterCall
 from expertcast.predictors.errors import first_line
 from expertcast.predictors.view import ModelShape
@@ -35,6 +35,8 @@ class _Open:
     """A running request."""
 
     hash: str
+    start: int
+    """Position of the first token that is kept."""
     end: int
     """Position after the last token that is kept."""
     token_T: list[Tensor] = field(default_factory=list)
@@ -51,11 +53,18 @@ class TrafficCollector:
     Args:
         live: where to.
         shape: of the model.
+        hash_of: what a request's document is known by, from its prompt's ids.
         most_bytes: of rows that are held.
     """
 
-    def __init__(self, live: LiveTraces, shape: ModelShape, most_bytes: int = MOST_BYTES) -> None:
-        self._live, self._shape, self._most = live, shape, most_bytes
+    def __init__(
+        self,
+        live: LiveTraces,
+        shape: ModelShape,
+        hash_of: Callable[[Sequence[int]], str],
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        self._live, self._shape, self._hash_of, self._most = live, shape, hash_of, most_bytes
         self._open: dict[str, _Open] = {}
         self._ended: set[str] = set()
         """Running requests of which no more is kept."""
@@ -93,7 +102,7 @@ class TrafficCollector:
             if prompt is None or self._held >= self._most:
                 self._ended.add(part.request)
                 return None
-            own = self._open[part.request] = _Open(hash=prompt_hash(prompt), end=part.start)
+            own = self._open[part.request] = _Open(hash=self._hash_of(prompt), start=part.start, end=part.start)
         begin = part.rows.start + max(0, own.end - part.start)  # it may run again from its beginning
         end = min(part.rows.stop, begin + self._live.options.window - own.tokens)
         return slice(begin, end) if begin < end and part.start <= own.end else None
@@ -147,7 +156,7 @@ class TrafficCollector:
         if own.tokens:
             self._left -= own.tokens
             joined = {name: torch.cat(getattr(own, name)) for name in ("token_T", "residual_TLD", "logits_TLE")}
-            self._queue.put(LiveDocument(hash=own.hash, **joined))
+            self._queue.put(LiveDocument(hash=own.hash, start=own.start, **joined))
 
     def _hold(self, nbytes: int) -> None:
         with self._lock:

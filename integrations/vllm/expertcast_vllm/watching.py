@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from vllm.config import CompilationMode
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.tokenizers import cached_tokenizer_from_config
 
 from expertcast.data.exclusive import exclusive
 from expertcast.data.live import LiveOptions, LiveTraces
+from expertcast.data.live_document import Conversations
 from expertcast.data.router_call import RouterCall, capturing
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.view import MoEView
@@ -78,6 +80,9 @@ class Watching:
                                   "with --enforce-eager")  # fmt: skip
         if get_tensor_model_parallel_rank():
             return None
+        tokenizer = cached_tokenizer_from_config(self._runner.vllm_config.model_config)
+        if tokenizer is None:
+            raise ExpertcastError("collect knows requests by their text: start vLLM without --skip-tokenizer-init")
         config, folder = self._runner.vllm_config.model_config, Path(settings.collect)
         self._folder.enter_context(exclusive(folder))
         live = LiveTraces(
@@ -85,7 +90,7 @@ class Watching:
             config=json.loads(config.hf_config.to_json_string(use_diff=False)), logits=torch.float32,
             dtype=str(config.dtype).removeprefix("torch."),
         )  # fmt: skip
-        self.collector = TrafficCollector(live, self.view.shape)
+        self.collector = TrafficCollector(live, self.view.shape, Conversations(tokenizer).hash)
         return self.collector
 
     def seen(self, call: RouterCall) -> RouterCall:

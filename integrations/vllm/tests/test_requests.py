@@ -56,13 +56,14 @@ def test_the_previous_token_is_that_of_the_same_request() -> None:
         [("2", 3, 1), ("1", 5, 1)],  # in another order
         [("1", 6, 1), ("3", 7, 1)],  # one paused, one new
         [("1", 7, 1), ("2", 4, 1), ("3", 8, 1)],  # it goes on
+        [("1", 0, 1), ("2", 5, 1), ("3", 7, 1)],  # two run again
     ):
         step = running(*runs)
         previous.start(step)
         for layer in range(SHAPE.layers):
             previous.see(call(step, layer))
         seen.append(previous.of(call(step, 0))[:, 1, 0].nan_to_num(-1).tolist())
-    assert seen[1:] == [[2002.5, 1004.5], [1005.5, -1], [1006.5, -1, 3007.5]]
+    assert seen[1:] == [[2002.5, 1004.5], [1005.5, -1], [1006.5, -1, 3007.5], [-1, 2004.5, -1]]
 
 
 def collected(
@@ -73,7 +74,7 @@ def collected(
     routers = [LinearRouter(torch.eye(4), RoutingRule(top_k=1)) for _ in range(SHAPE.layers)]
     view = plain_view(SHAPE, routers, norms=[torch.nn.RMSNorm(4) for _ in routers], model_id="made")
     live = LiveTraces(folder, view, made, config={}, logits=torch.float32, dtype="float32")
-    collector = TrafficCollector(live, SHAPE)
+    collector = TrafficCollector(live, SHAPE, lambda ids: f"{ids[0]:016x}")
     names = {request for runs in steps for request, _, _ in runs}
     known = {name: SimpleNamespace(prompt_token_ids=[int(name)]) for name in names}
     for number, runs in enumerate(steps):
@@ -91,6 +92,7 @@ def collected(
     traces = TraceDataset(folder, info)
     rows = TraceBatch.cat(list(traces.batches("all", 1000)))
     assert rows.token_T is not None
+    assert torch.equal(rows.position_T, rows.token_T % 1000)
     values = rows.token_T.float().bfloat16()[:, None, None]
     assert torch.equal(rows.residual_TLD, values.expand_as(rows.residual_TLD))
     assert torch.equal(rows.logits_TLE[:, 1, 0], rows.token_T + 0.5)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from servers import SECONDS, serve
 from transformers import AutoTokenizer
 
-from expertcast.data.live_document import prompt_hash
+from expertcast.data.live_document import Conversations
 
 TOKENS = 96
 """Of each request: three blocks of forwards that a monitor sums."""
@@ -55,7 +55,7 @@ def prompts() -> dict[str, int]:
     """Tokens of the prompts by their hashes."""
     tokenizer = AutoTokenizer.from_pretrained(REFERENCE)
     ids = [tokenizer(text)["input_ids"] for text in PROMPTS]
-    return {prompt_hash(each): len(each) for each in ids}
+    return {Conversations(tokenizer).hash(each): len(each) for each in ids}
 
 
 def recall(ran: Ran) -> dict[int, float]:

@@ -51,8 +51,8 @@ class Shard:
     """Of the plane; a compressed part is shorter."""
 
     def of(self, plane: Tensor) -> Tensor:
-        """What the shard covers of its plane."""
-        return plane[self.start : self.start + self.nbytes]
+        """What the shard covers of its plane; of memory for the shard alone, all."""
+        return plane if len(plane) == self.nbytes else plane[self.start : self.start + self.nbytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Codec(ABC):
         """Write the block, uint8 [block_bytes], that the planes stand for, on the device where all of them lie.
 
         Args:
-            planes: each uint8 [nbytes].
+            planes: each uint8 [nbytes]; of a compressed one perhaps the shard alone (:meth:`Shard.of` takes both).
             block: the slot's, or one in host memory.
             shard: a compressed one, or the only one: write no more than what follows from it and from the plain planes
                 under it; other threads write the rest, from planes of their own. None: all.

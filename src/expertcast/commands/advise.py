@@ -12,7 +12,7 @@ from typing import Annotated
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.advise_disk import advise_on_disk, check_disk
 from expertcast.commands.advise_routing import advise_routing
-from expertcast.commands.bench_target import Target, TargetOptions
+from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
 from expertcast.commands.options import Count, Option, bandwidth_of
 from expertcast.commands.output import Outcome, new_file, say
 from expertcast.data.routing_file import is_routing_file
@@ -147,6 +147,7 @@ def run(options: Options) -> Outcome:
         )  # fmt: skip
     if options.gpu is not None:
         return _run_absent(options, options.gpu)
+    say_if_busy()
     if options.store_folder is not None:
         return advise_on_disk(
             options, Path(options.store_folder), prompt_tokens=options.prompt_tokens, new_tokens=options.new_tokens,

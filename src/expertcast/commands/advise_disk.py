@@ -20,7 +20,7 @@ from expertcast.data.text import bundled_ids
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.advising.disk import DiskFindings, advise_disk
-from expertcast.runtime.advising.disk_survey import Run, packed_codec, survey_disk
+from expertcast.runtime.advising.disk_survey import Run, survey_disk
 from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.offloading import offload
@@ -28,7 +28,7 @@ from expertcast.runtime.option_values import size_bytes
 from expertcast.runtime.recording.observer import Observer
 from expertcast.runtime.simulation.load import Texts, load_trace
 from expertcast.runtime.simulation.trace import Trace
-from expertcast.runtime.storage.store_header import StaleFileError
+from expertcast.runtime.storage.coded_file import packed_codec
 
 TOKENS = 1000
 """Of traces, that are replayed."""
@@ -68,7 +68,7 @@ def advise_on_disk(
         ExpertcastError: no such model, traces of another one, a folder that cannot be written.
     """
     replayed = None if options.replay is None else (str(options.replay), _replayed(options.replay))
-    codec = _packed(folder)
+    codec = packed_codec(folder)
     say("a short run on demand; reading and decoding some experts")
     tokens = prompt_tokens, new_tokens
     if codec is None or options.random:
@@ -85,13 +85,6 @@ def advise_on_disk(
             text += f"; pack with: expertcast store {options.target} --store-folder {folder} --codec "
             text += advice.chosen.codec
     return {**heading, "packed": codec, **advice.as_dict()}, text
-
-
-def _packed(folder: Path) -> str | None:
-    try:
-        return packed_codec(folder)
-    except StaleFileError as reason:
-        raise ExpertcastError(f"the store in {str(folder)!r} {reason}: remove it, and pack it again") from None
 
 
 def _replayed(traces: Path) -> Trace:

@@ -13,7 +13,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from expertcast.commands.bench_target import LinkSetting, Target, TargetOptions
+from expertcast.commands.bench_target import LinkSetting, Target, TargetOptions, say_if_busy
 from expertcast.commands.bench_text import describe
 from expertcast.commands.options import COUNT, Count, Fields, Option, positive_number
 from expertcast.commands.output import Outcome, new_file, say
@@ -124,6 +124,7 @@ class Prompt:
 
 def run(options: Options) -> Outcome:
     """All prompts, one after another."""
+    say_if_busy()
     begin = time.monotonic()
     prompts: list[Prompt] = []
     target = Target.load(options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -27,6 +28,7 @@ from expertcast.commands.options import (
 from expertcast.commands.output import say
 from expertcast.commands.predictors import learned_documents
 from expertcast.data.discovery import find_moe_layers
+from expertcast.data.memory import usable_processors
 from expertcast.data.models import REFERENCE, load_model, load_tokenizer
 from expertcast.data.text import bundled_ids
 from expertcast.data.traces import TraceDataset
@@ -239,6 +241,15 @@ class Target:
             "block_bytes": self.store.layout.block_bytes,
             "routing": "the model's own routers" if process is None else process.tables.source,
         }
+
+
+def say_if_busy() -> None:
+    """Warn of a machine on which others compute: what is measured here is too slow then."""
+    load, processors = os.getloadavg()[0], usable_processors()
+    if load > processors:
+        say(
+            f"warning: the machine's load is {load:.1f} and {processors} processors may be used: times will be too long"
+        )
 
 
 def _load_model(options: TargetOptions) -> PreTrainedModel:

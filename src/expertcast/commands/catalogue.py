@@ -15,7 +15,7 @@ from expertcast.commands.options import lowered
 from expertcast.predictors import names, predictor_class
 from expertcast.predictors.fields import field_docs, settable, written
 from expertcast.predictors.registry import Registry
-from expertcast.runtime.drafts.names import EARLY_EXIT, EarlyExitOptions, draft_names
+from expertcast.runtime.drafts.names import AUTO, EARLY_EXIT, AutoOptions, EarlyExitOptions, draft_names
 from expertcast.runtime.policies import EVICTION, MISS, PRE_EVICTION, PREFETCH, PRESETS, ROUTING, Policies
 from expertcast.runtime.policies.scope import SCOPES
 from expertcast.runtime.storage.codecs import CODECS
@@ -89,7 +89,8 @@ def presets() -> str:
 def drafts() -> str:
     """What a draft is called; lossy policies have the options that :func:`policies` shows."""
     entry = _entry("", ", ".join(draft_names()))
-    return _section("drafts", entry, _entry(EARLY_EXIT, "") + _fields(EarlyExitOptions))
+    options = ((AUTO, AutoOptions), (EARLY_EXIT, EarlyExitOptions))
+    return _section("drafts", entry, *(_entry(name, "") + _fields(cls) for name, cls in options))
 
 
 def codecs() -> str:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 from expertcast.commands.offloaded_options import OffloadedOptions
-from expertcast.commands.options import Count, Data, Model, Option, Text
+from expertcast.commands.options import Count, Data, Model, Option, Text, TextColumn
 from expertcast.commands.output import Outcome, describe_traces
 from expertcast.data.collector import collect
 from expertcast.data.exclusive import exclusive
-from expertcast.data.text import load_documents
+from expertcast.data.text import TEXT_COLUMN, load_documents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,8 @@ class Options(OffloadedOptions):
 
     model: Model
     data: Data
+    text_column: TextColumn = TEXT_COLUMN
+    """Column of --data that holds the text."""
     tokens: Count
     """Tokens to collect."""
     out: Annotated[Path, Option(metavar="TRACES")]
@@ -30,7 +32,7 @@ class Options(OffloadedOptions):
 
 def run(options: Options) -> Outcome:
     """Collect, or finish a collection that was begun."""
-    documents = load_documents(options.data)
+    documents = load_documents(options.data, column=options.text_column, tokens=options.tokens)
     model, tokenizer = options.load(options.model)
     with exclusive(options.out):
         traces = collect(model, tokenizer, documents, options.out, options.text, tokens=options.tokens)

@@ -17,7 +17,7 @@ from expertcast.commands.ledger import ledger_of
 from expertcast.commands.options import Count, Option, positive_number
 from expertcast.commands.output import Outcome, folder, say, write_json
 from expertcast.commands.pace import Allowance, part, threads_that_help
-from expertcast.commands.predictors import EVAL_BATCH, confident_layers, predictor_config
+from expertcast.commands.predictors import EVAL_BATCH, best_on_validation, predictor_config
 from expertcast.commands.scoring import scores
 from expertcast.data.collector import collect
 from expertcast.data.exclusive import exclusive
@@ -113,13 +113,12 @@ def _stages(
     say("3/4 evaluate: recall@k on the test split, documents that no predictor has seen")
     predictors = {name: made.predictor for name, made in fitted.items()}
     evaluation = evaluate(predictors, scored_batches(traces, "test", EVAL_BATCH), traces.view)
-    best = max(names(), key=evaluation.recall)
+    best, layers = best_on_validation(predictors, traces, 1)
     ledger = ledger_of(fitted, traces, "test", 1)
     _save(options.out / CHECKPOINT, fitted[best], traces, ledger[best])
     say("4/4 deploy: an eighth of the experts on the device, the others behind an emulated link")
     unseen = {entry["index"] for entry in traces.info["documents"] if entry["split"] == "test"}
     texts = [document.text for document in documents if document.index in unseen]
-    layers = confident_layers(evaluation.as_dict(), best)
     deployed = deploy(model, tokenizer, texts, predictors[best], layers, allowance)
     scored = {**evaluation.as_dict(), "split": "test", "ledger": ledger}
     write_report(

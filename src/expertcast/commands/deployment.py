@@ -37,7 +37,7 @@ class DeploymentOptions(ModelOptions):
     store_folder: Annotated[str | None, Option(metavar="DIR")] = None
     """Keep the experts packed in this folder, for models larger than memory."""
     codec: Annotated[str | None, Option(metavar="CODEC")] = None
-    """How `expertcast store` packed them there (default: raw)."""
+    """How experts are packed in --store-folder (default: as they are there, else raw)."""
     pools: Annotated[str | None, Option(metavar="C=BYTES,...")] = None
     """With a codec, memory for experts that are kept compressed beside the slots; see `expertcast advise`."""
     offload: Annotated[Given[OffloadConfig], OFFLOAD]

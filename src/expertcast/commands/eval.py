@@ -91,7 +91,7 @@ def run(options: Options) -> Outcome:
     scored = f"scored on split {split!r}, {result['tokens']} tokens"
     tables.append("; ".join(filter(None, (scored, str(left_out)))))
     if options.model:
-        result["quality"] = forecast_quality(options, options.model, predictors, result, traces.info)
+        result["quality"] = forecast_quality(options, options.model, predictors, ahead[0], traces)
         tables.append(quality_table(result["quality"]))
     if options.curve:
         result["learning_curve"] = learning_curve(traces, options.curve, ahead=ahead[0])

@@ -14,6 +14,7 @@ from expertcast.commands.output import Outcome
 from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.plain import Json
+from expertcast.runtime.drafts.names import NONE
 from expertcast.runtime.loading import load_offloaded
 
 
@@ -59,6 +60,8 @@ def run(options: Options) -> Outcome:
     """Load the model offloaded and continue the prompt, printing words as they come; what is returned to be printed is
     what the generation took."""
     config = options.configuration()
+    if options.draft_length is not None and config.draft == NONE:
+        raise ExpertcastError(f"--draft-length {options.draft_length} needs a draft: give --draft too, or leave it out")
     given = options.passed_on(options.model)
     tokenizer = load_tokenizer(options.model, **given)
     if options.chat:
@@ -75,6 +78,7 @@ def run(options: Options) -> Outcome:
         streamer = TimedStreamer(tokenizer, skip_prompt=options.chat)
         output = offloaded.generate(
             **inputs, max_new_tokens=options.new_tokens, draft_length=options.draft_length, streamer=streamer,
+            tokenizer=tokenizer,
             **(options.sampling or {"do_sample": False}),
         )  # fmt: skip
         stats, timing, memory = offloaded.stats.as_dict(), streamer.as_dict(), held(offloaded)

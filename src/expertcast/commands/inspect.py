@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from expertcast.checkpoints import files
+from expertcast.checkpoints.bundled import resolve_model
 from expertcast.checkpoints.kind import holds_predictor
 from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.commands.options import ModelOptions, Option
@@ -49,16 +50,18 @@ def run(options: Options) -> Outcome:
         shown = {key: value for key, value in checkpoint.config.items() if key != "tap_point"}
         text = table({**shown, "recall_at_k": recall})
         return checkpoint.config, f"{text}\n  reads {checkpoint.config['tap_point']}"
-    if folder.is_dir() and not (folder / files.CONFIG).is_file():
+    model = Path(resolve_model(options.target))
+    if model.is_dir() and not (model / files.CONFIG).is_file():
         raise ExpertcastError(
             f"{folder} holds neither a model nor a checkpoint (config.json) nor traces (trace.json); a store is "
             "compared with its digests by --verify"
         )
     given = ModelOptions(revision=options.revision, trust_remote_code=options.trust_remote_code)
     report = asdict(inspect_model(options.target, **given.passed_on(options.target)))
+    if not report["supported"]:
+        raise ExpertcastError(f"{options.target} ({report['architecture']}) is not supported: {report['reason']}")
     shown = {key: value for key, value in report.items() if value != "" and key != "not_early"}
-    if report["supported"]:
-        shown["early_attention"] = f"at {report['early_attention']} of {report['layers']} layers"
+    shown["early_attention"] = f"at {report['early_attention']} of {report['layers']} layers"
     return report, "\n".join([table(shown), *(f"  no early attention at {line}" for line in report["not_early"])])
 
 

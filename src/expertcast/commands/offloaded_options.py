@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.commands.options import COUNT, ModelOptions, Option
-from expertcast.data.distributed import current_share, wait_for_all
+from expertcast.data.distributed import join_ranks, wait_for_all
 from expertcast.data.models import load_tokenizer
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.offloaded import OffloadedModel
-from expertcast.runtime.storage.coded_file import FILE_NAME
-from expertcast.runtime.storage.coded_header import read_coded_header
-from expertcast.runtime.storage.store_header import StaleFileError
 
 _FEW_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
 """oneDNN keeps a kernel for each number of tokens that an expert got, 1,024 of them by default: 1.5 GB beside a model
@@ -45,7 +41,7 @@ class StoredOptions(ModelOptions):
         given = self.passed_on(name)
 
         def opened(config: OffloadConfig) -> OffloadedModel:
-            stored = OffloadConfig.of(config, {"store": "disk", "store_folder": folder, "codec": packed_codec(folder)})
+            stored = OffloadConfig.of(config, {"store": "disk", "store_folder": folder, "codec": None})
             return load_offloaded(name, stored, device=self.device_name, dtype=self.dtype, **given)
 
         return opened
@@ -71,10 +67,9 @@ class OffloadedOptions(StoredOptions):
         if not (self.store_folder or self.slots or self.memory or self.codec):
             return super().load(name)
         os.environ.setdefault(*_FEW_KERNELS)
-        codec = self.codec or ("raw" if self.store_folder is None else packed_codec(self.store_folder))
         config = OffloadConfig(
             slots=self.slots, memory=self.memory, store="memory" if self.store_folder is None else "disk",
-            store_folder=self.store_folder, codec=codec,
+            store_folder=self.store_folder, codec=self.codec,
         )  # fmt: skip
 
         given = self.passed_on(name)
@@ -82,18 +77,7 @@ class OffloadedOptions(StoredOptions):
         def loaded() -> PreTrainedModel:
             return load_offloaded(name, config, device=self.device_name, dtype=self.dtype, **given).model
 
-        share, tokenizer = current_share(), load_tokenizer(name, **given)
+        share, tokenizer = join_ranks(), load_tokenizer(name, **given)
         model = loaded() if share.rank == 0 else None  # the first process packs, the others find what it packed
         wait_for_all(share)
         return loaded() if model is None else model, tokenizer
-
-
-def packed_codec(folder: str) -> str:
-    """The codec by which experts are packed in a folder; `raw` where there are none."""
-    path = Path(folder) / FILE_NAME
-    if not path.is_file():
-        return "raw"
-    try:
-        return read_coded_header(path).codec
-    except StaleFileError:  # it is made again
-        return "raw"

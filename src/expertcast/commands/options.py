@@ -195,6 +195,7 @@ Count = Annotated[int, COUNT]
 """1 or more of something."""
 Model = Annotated[str, Option(positional=True, metavar="MODEL", help=MODEL_HELP)]
 Data = Annotated[tuple[str, ...], Option(metavar="D", help=DATA_HELP)]
+TextColumn = Annotated[str, Option(metavar="NAME")]
 Text = Annotated[TextOptions, Fields(window=COUNT, batch_size=COUNT, early_rank=EARLY)]
 
 

@@ -55,16 +55,20 @@ def describe_traces(traces: TraceDataset) -> str:
     keys = ("model", "fingerprint", "shape", "tokens", "splits", "window", "columns", "collection_s", "command",
             "git_revision", "versions")  # fmt: skip
     values = {key: traces.info[key] for key in keys if key in traces.info}
-    early = traces.info["settings"].get("early_rank", "none")
-    return table({**values, "early_rank": early, "documents": len(traces.info["documents"])})
+    values["columns"] = {name: note.get("shape") for name, note in values["columns"].items() if isinstance(note, dict)}
+    settings = traces.info["settings"]
+    early = {"early_rank": settings.get("early_rank", "none"), "not_early": settings.get("not_early", [])}
+    return table({**values, **early, "documents": len(traces.info["documents"])})
 
 
 def table(values: Json) -> str:
-    """Names and values in two columns; nested values as compact JSON, long ones cut."""
-    shown = [
-        (key, json.dumps(value) if isinstance(value, (dict, list)) else str(value)) for key, value in values.items()
-    ]
-    return aligned([(key, text if len(text) <= 100 else text[:97] + "...") for key, text in shown], left=2)
+    """Names and values in two columns; nested values as compact JSON, long ones of these cut."""
+    return aligned([(key, _shown(value)) for key, value in values.items()], left=2)
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
+    return text[:97] + "..." if text is not value and len(text) > 100 else text
 
 
 def say(text: str) -> None:

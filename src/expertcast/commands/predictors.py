@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Annotated
 
 from expertcast.checkpoints import files
+from expertcast.checkpoints.kind import is_name
 from expertcast.checkpoints.repositories import HubName
 from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.commands.offloaded_options import StoredOptions
-from expertcast.commands.options import Count, Data, Option
+from expertcast.commands.options import Count, Data, Option, TextColumn
 from expertcast.commands.output import say
 from expertcast.commands.same_model import check_routers
 from expertcast.data.experts import experts_of
 from expertcast.data.models import REFERENCE, load_tokenizer
-from expertcast.data.text import Document, load_documents
+from expertcast.data.text import TEXT_COLUMN, Document, load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import (
     ExpertcastError,
@@ -35,6 +36,7 @@ from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, te
 from expertcast.runtime.quality.policies import measure_policies
 from expertcast.training.fit import fit_many
 from expertcast.training.options import FitOptions, Fitted
+from expertcast.training.scoring import check_stand_in, validation_recall
 from expertcast.training.unseen import unseen_documents
 
 EVAL_BATCH = 4096
@@ -65,9 +67,12 @@ def evaluated(wanted: Sequence[str], traces: TraceDataset, ahead: Sequence[int] 
         ahead: how many layers ahead names look.
 
     Raises:
-        ExpertcastError: neither a checkpoint nor a name, or two predictors of one name.
+        ExpertcastError: neither a checkpoint nor a name, two predictors of one name, or a checkpoint that reads early
+            attention as other traces hold it.
     """
     found = {given: loaded(given, traces.view) for given in wanted if is_checkpoint(given)}
+    for given, made in found.items():
+        check_stand_in(made.predictor, traces, given)
     known = names() + names("tokens")
     for given in wanted:
         if given not in found and given not in known:
@@ -123,15 +128,23 @@ def learned_documents(given: Iterable[str | None]) -> frozenset[str]:
 
 
 def is_checkpoint(given: str) -> bool:
-    """Whether a word names a checkpoint: its folder, or what can be a repository of the hub."""
+    """Whether a word names a checkpoint: its folder, or what can be a repository of the hub.
+
+    Raises:
+        ExpertcastError: it is a predictor's name as well.
+    """
+    if is_name(given):
+        return False
     if os.path.lexists(given):
         return any((Path(given) / name).is_file() for name in (files.CONFIG, files.METRICS))
     return HubName.of(given) is not None
 
 
-def unseen_text(documents: Sequence[Document], predictors: Mapping[str, Predictor]) -> list[Document]:
+def unseen_text(
+    documents: Sequence[Document], predictors: Mapping[str, Predictor], chosen_by: frozenset[str] = frozenset()
+) -> list[Document]:
     """:func:`unseen_documents`, saying what is left out."""
-    rest, left_out = unseen_documents(documents, predictors)
+    rest, left_out = unseen_documents(documents, predictors, chosen_by)
     for line in filter(None, (left_out.warning(), str(left_out) and f"text: {left_out}")):
         say(line)
     return rest
@@ -145,6 +158,8 @@ class QualityOptions(StoredOptions):
     """Also measure what speculative execution costs this model."""
     data: Data = ()
     """Text for --model."""
+    text_column: TextColumn = TEXT_COLUMN
+    """Column of --data that holds the text."""
     quality_tokens: Count = 8192
     """Tokens for --model."""
 
@@ -158,48 +173,59 @@ class QualityOptions(StoredOptions):
 
     def documents(self) -> list[Document]:
         """The text that the model is run on."""
-        return load_documents(self.data or REFERENCE)
+        return load_documents(self.data or REFERENCE, column=self.text_column, tokens=self.quality_tokens)
 
 
 def forecast_quality(
-    options: QualityOptions, name: str, predictors: dict[str, Predictor], evaluation: Json, traced: Json
+    options: QualityOptions, name: str, predictors: dict[str, Predictor], ahead: int, traces: TraceDataset
 ) -> Json:
     """What executing forecasts costs a model, per domain, as :func:`measure_quality` has it, on documents that no
     predictor learned from.
 
-    Each predictor is executed at all layers, and the best one also at the layers where it is right often (`hybrid`).
+    Each predictor is executed at all layers, and the one that :func:`best_on_validation` chooses also at the layers
+    that it chooses (`hybrid`).
 
     Args:
         options: what text, and how much of it.
         name: the model's.
         predictors: that were evaluated, by name.
-        evaluation: the result of that.
-        traced: what the traces say of themselves.
+        ahead: the distance at which they were.
+        traces: their validation split chooses.
 
     Raises:
         ExpertcastError: they are of another model.
     """
     texts: dict[str, list[str]] = {}
-    for document in sorted(unseen_text(options.documents(), predictors), key=lambda document: document.domain):
+    chosen_by = frozenset(each.hash for each in traces.chosen("validation") if each.hash)
+    documents = unseen_text(options.documents(), predictors, chosen_by)
+    for document in sorted(documents, key=lambda document: document.domain):
         texts.setdefault(document.domain or "text", []).append(document.text)
     model, tokenizer = options.load(name)
-    check_routers(view := experts_of(model).view, traced)
+    check_routers(view := experts_of(model).view, traces.info)
     count = max(1, options.quality_tokens // FORECAST_WINDOW // len(texts))
     windows = {
         domain: text_windows(tokenizer, its, length=FORECAST_WINDOW, count=count) for domain, its in texts.items()
     }
-    ahead = int(evaluation["ahead"])
     runs = {f"speculate {name}": QualityRun(predictor=p, ahead=ahead) for name, p in predictors.items()}
-    best = max(predictors, key=lambda name: evaluation["recall_at_k"][name]["mean"])
-    layers = confident_layers(evaluation, best)
+    best, layers = best_on_validation(predictors, traces, ahead)
     runs[f"hybrid execution of {best}"] = QualityRun(predictor=predictors[best], layers=layers, ahead=ahead)
     return measure_quality(model, view, windows, runs)
 
 
-def confident_layers(evaluation: Json, name: str) -> list[int]:
-    """Target layers at which a predictor's recall@k is enough for hybrid mode to execute its forecast."""
-    recall, least = evaluation["recall_at_k"][name]["per_layer"], OffloadConfig.min_recall
-    return [layer for layer, value in zip(evaluation["targets"], recall, strict=True) if value >= least]
+def best_on_validation(predictors: Mapping[str, Predictor], traces: TraceDataset, ahead: int) -> tuple[str, list[int]]:
+    """The predictor with the highest recall@k on the validation split, and the target layers at which that is enough
+    for hybrid mode to execute its forecasts.
+
+    Args:
+        predictors: by name; the first of equals is chosen.
+        traces: whose validation split.
+        ahead: the distance.
+    """
+    recall = validation_recall(predictors, traces, ahead, FitOptions())
+    best = max(recall, key=lambda name: float(recall[name].mean()))
+    return best, [
+        layer for layer, value in enumerate(recall[best].tolist(), start=ahead) if value >= OffloadConfig.min_recall
+    ]
 
 
 def policy_quality(

@@ -57,7 +57,7 @@ class PolicyOptions:
     """Published systems' policies, by name."""
     published: bool = False
     """Run presets at their published capacity, bandwidth and precision, where --slots, --capacity and --bandwidth do
-    not say another one; quality is that in the model's own precision."""
+    not say another one; quality is measured in the model's own precision only."""
 
     def chosen(self, predictors: tuple[str, ...], otherwise: Sequence[str]) -> Iterator[Chosen]:
         """Presets, then every combination of the policies that are named, with every predictor.

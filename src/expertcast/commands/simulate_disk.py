@@ -28,7 +28,7 @@ class DiskOptions:
     """
 
     codec: Annotated[str | None, Option(metavar="CODEC")] = None
-    """Experts lie on a disk: raw, or bitsplit."""
+    """Experts lie on a disk, packed so: raw, or bitsplit (default: they lie in memory)."""
     stored: Annotated[float | None, Option(metavar="F", read=positive_number)] = None
     """Of bitsplit, the share of the bytes that it stores (default: 0.68)."""
     decode_rate: Annotated[float | None, Option(metavar="BYTES/S", read=positive_number)] = None

@@ -10,16 +10,17 @@ from expertcast.checkpoints.repositories import HubName, NotOnHubError
 from expertcast.checkpoints.store import save_predictor
 from expertcast.commands.ledger import ledger_of
 from expertcast.commands.offloaded_options import OffloadedOptions
-from expertcast.commands.options import COUNT, Count, Data, Fields, Option, Text
+from expertcast.commands.options import COUNT, Count, Data, Fields, Option, Text, TextColumn
 from expertcast.commands.output import Outcome, folder, say
 from expertcast.commands.predictors import predictor_config
 from expertcast.commands.scoring import scores
 from expertcast.data.default_vectors import NOTE, with_default_vectors
-from expertcast.data.distributed import current_share
+from expertcast.data.distributed import training_share
 from expertcast.data.exclusive import exclusive
 from expertcast.data.layout import TRACE_FILE
 from expertcast.data.online import OnlineTraces
-from expertcast.data.text import load_documents
+from expertcast.data.plan import SPLITS
+from expertcast.data.text import TEXT_COLUMN, load_documents
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import ExpertcastError, predictor_class
 from expertcast.predictors.base import PredictorConfig
@@ -50,6 +51,8 @@ class Options(OffloadedOptions):
     """Fields of the predictor's config."""
     data: Data = ()
     """With MODEL only."""
+    text_column: TextColumn = TEXT_COLUMN
+    """Column of --data that holds the text."""
     default_vectors: Annotated[str | None, Option(metavar="TRACES|CKPT")] = None
     """What experts put out on average, which quasi_hidden, linear and estimator read, is taken from other traces of the
     same model, by `expertcast collect`, or from a checkpoint of one of these: for a server's traffic, which has none
@@ -86,7 +89,7 @@ def _train(options: Options, config: PredictorConfig) -> Outcome:
     metrics["data"] = described(source)
     if "recall_at_k" in test:
         metrics["baselines"] = baseline_recall(source, "test", ahead)
-    if current_share().rank == 0:
+    if training_share().rank == 0:
         extra = {"training": fitted.report}
         save_predictor(fitted.predictor, options.out, view=source.view, metrics=metrics, extra=extra)
         forget(options.out)
@@ -120,9 +123,12 @@ def training_source(options: Options) -> TraceSource:
         if HubName.of(options.source) is None:
             raise ExpertcastError(f"{options.source} is no traces folder: give --data to train online on that model")
         return _hub_traces(options.source)
-    documents = load_documents(options.data)
+    documents = load_documents(options.data, column=options.text_column, tokens=options.fit.tokens)
     model, tokenizer = options.load(options.source)
-    return OnlineTraces(model, tokenizer, documents, options.text, seed=options.fit.seed)
+    source = OnlineTraces(model, tokenizer, documents, options.text, seed=options.fit.seed, tokens=options.fit.tokens)
+    counts = ", ".join(f"{source.token_count(split):,} {split}" for split in SPLITS)
+    say(f"{options.source} is run over {source.token_count():,} tokens of text in each pass ({counts})")
+    return source
 
 
 def _hub_traces(name: str) -> TraceDataset:

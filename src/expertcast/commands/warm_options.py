@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Annotated
 from transformers import PreTrainedTokenizerBase
 
 from expertcast.commands.options import Option
+from expertcast.predictors import ExpertcastError
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.serving.hot_experts import HotExperts
 from expertcast.runtime.serving.warm import prepare, read_prompts
@@ -44,8 +46,15 @@ class WarmOptions:
         """
         hot = None if self.hot_experts is None else HotExperts(self.hot_experts, offloaded)
         said = prepare(offloaded, tokenizer, prompts, hot)
+        failed = True
         try:
             yield said
+            failed = False
         finally:
-            if hot is not None:
-                hot.save()
+            try:
+                if hot is not None:
+                    hot.save()
+            except ExpertcastError as error:
+                if not failed:
+                    raise
+                print(f"hot experts are not written: {error}", file=sys.stderr)  # what failed first is the error

@@ -42,3 +42,12 @@ def test_no_more_than_the_rows_is_read(tmp_path: Path) -> None:
         assert torch.equal(files.tensors["fused"][0:2], _NUMBERS[:2])
         with pytest.raises(OSError, match="is cut off"):
             files.tensors["fused"][2:3]
+
+
+def test_reads_that_give_less_than_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Linux does above 2 GiB, and network file systems at any size."""
+    preadv = os.preadv
+    save_file(_TENSORS, tmp_path / "model.safetensors")
+    monkeypatch.setattr(os, "preadv", lambda file, views, at: preadv(file, [memoryview(views[0])[:50]], at))
+    with SafetensorsFiles(ModelSource.of(tmp_path)) as files:
+        assert torch.equal(files.tensors["float32"][1:6], _NUMBERS[1:6])

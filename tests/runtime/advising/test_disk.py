@@ -97,7 +97,7 @@ def test_memory_where_there_is_room() -> None:
     assert advice.chosen.store == "memory"
     assert advice.chosen.tpot_s == pytest.approx(LAYERS * 2.002)
     given = OffloadConfig(memory="4000", predictor="next_norm")
-    assert advice.config(given, Path("folder")) == OffloadConfig(slots=4)
+    assert advice.config(given, Path("folder")) == OffloadConfig(slots=4, codec="raw")
 
 
 def test_experts_that_the_codec_cannot_hold() -> None:

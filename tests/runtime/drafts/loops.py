@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
-from expertcast.data.models import auto_class
+from expertcast.data.models import REFERENCE, auto_class
 from expertcast.runtime import OffloadedModel
 from expertcast.runtime.drafts.cycle import Cycle
 from expertcast.runtime.drafts.drafts import ProposalDraft
@@ -40,6 +40,7 @@ def tiny(family: str, dtype: torch.dtype = torch.float32, vocabulary: int = 4096
             tensor.data.normal_(std=0.1)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
+    model.name_or_path = REFERENCE  # whose tokenizer has as many tokens
     return model
 
 

@@ -8,9 +8,12 @@ import statistics
 import pytest
 
 from expertcast.predictors import ExpertcastError
+from expertcast.runtime import offload
 from expertcast.runtime.drafts.cycle import Cycle
 from expertcast.runtime.drafts.governor import Governor
 from expertcast.runtime.drafts.lookahead import LookaheadBuffer
+from expertcast.runtime.drafts.names import check_draft
+from tests.runtime.drafts.loops import SLOTS, cycles_of, prompt, tiny
 from tests.runtime.drafts.world import Draft, Run, World, changed, random_world
 
 MS = 1e-3
@@ -237,6 +240,21 @@ def test_the_limit_of_a_cycle_bounds_its_length_but_leaves_one() -> None:
             choice = governor.choose(["a"])
             governor.observe(_cycle(choice.draft, choice.length, accepted=choice.length))
         assert governor.choose(["a"]).longest == longest
+
+
+def test_the_limits_of_a_cycle_are_options_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each generation sets its own."""
+    with offload(tiny("qwen3_moe"), slots=SLOTS) as offloaded:
+        assert offloaded.drafting is not None
+        for name, limits in (("auto:longest=1", (1, 0.5)), ("auto:limit_s=none", (16, None)), ("auto", (16, 0.5))):
+            with cycles_of(monkeypatch) as cycles:
+                offloaded.generate(prompt(), max_new_tokens=12, do_sample=False, draft=name)
+            governor = offloaded.drafting.governors[1]
+            assert (governor.longest, governor.limit_s) == limits
+            assert max(cycle.drafted for cycle in cycles) <= limits[0]
+    for options in ("longest=0", "limit_s=-1", "limit_s=nan"):
+        with pytest.raises(ExpertcastError, match=options.partition("=")[0]):
+            check_draft(f"auto:{options}")
 
 
 def test_what_is_left_to_write_bounds_the_length() -> None:

@@ -24,11 +24,11 @@ from tests.runtime.engine.evictions import eviction
 from tests.runtime.links.manual import ManualLink
 
 
-def made(slots: int) -> tuple[Schedule, Residency, ManualLink]:
+def made(slots: int, link: ManualLink | None = None) -> tuple[Schedule, Residency, ManualLink]:
     view = find_moe_layers(tiny("qwen3_moe"))
     store = ExpertStore(view)
     store.pack(view)
-    pool, link = SlotPool(store.layout, slots, store.device), ManualLink()
+    pool, link = SlotPool(store.layout, slots, store.device), link or ManualLink()
     link.attach(store, pool)
     policies = eviction(layers=3, experts=8, slots=slots)
     residency = Residency(pool, link, policies, RunStatistics(3), experts=8)
@@ -46,10 +46,11 @@ def route(schedule: Schedule, layer: int, ids: list[int], weights: list[float]) 
 
 
 def guided(schedule: Schedule) -> None:
-    """A cycle whose second token is drafted; the first one's routing said nothing."""
+    """A cycle whose second token is drafted; the first one's routing said nothing, and copies take no time."""
     schedule.begin()
     schedule.draft(0)
     schedule.buffer.put(0, 0, [], [])
+    schedule.drafted()
     schedule.draft(1)
 
 
@@ -67,28 +68,49 @@ def asked(link: ManualLink) -> list[int]:
     return [key for key, _ in link.submitted]
 
 
-def test_phases_limit_what_is_on_its_way() -> None:
-    """K is 2: priming sends 1 copy at a time, guided drafting 4, saturation 8. Nearest layer first, confident first.
+class _Measured(ManualLink):
+    """A copy takes a second; the clock is the test's."""
 
-    First token: layer 0 wants 0.1 (.9) and 0.2 (.1, less than half of the mean .5), layer 1 wants 1.1 and 1.2 (.5).
-    Priming: 0.1 goes. Its place is taken until it has arrived. Second token, guided: 4 in all, 3 more, confident ones
-    first: 1.2, 1.1, and then, as confident ones are out, 0.2. Verification: what is left, 2.x, goes in its turn.
+    now = 0.0
+    copy_s = 1.0  # type: ignore[assignment]
+
+    def clock(self) -> float:
+        return self.now
+
+
+def test_phases_follow_the_bandwidth() -> None:
+    """A pass takes 4 s, in which the link brings 4 copies, with one behind them. Nearest layer first, confident first.
+
+    First token: layer 0 wants 0.1 (.9) and 0.2 (.1, less than half of the mean .5), layer 1 wants 1.1 and 1.2 (.5). No
+    pass has been measured: one goes. Second token, guided: it is still on its way, 4 more: 1.2, 1.1, then, as confident
+    ones are out, 0.2, and 1.5. Verification: what is left, however much. First token of the next cycle: half of it.
     """
-    schedule, _, link = made(16)
+    schedule, _, link = made(24, _Measured())
     schedule.begin()
     schedule.draft(0)
     route(schedule, 0, [1, 2], [0.9, 0.1])
     route(schedule, 1, [1, 2], [0.5, 0.5])
+    link.now = 4.0
+    schedule.drafted()
     assert asked(link) == [1]
     schedule.draft(1)
     route(schedule, 0, [1, 2], [0.9, 0.1])  # known already: it only calls for more
     assert asked(link) == [1, 10, 9, 2]
     for layer in (1, 2):
         route(schedule, layer, [4, 5], [0.5, 0.5])
-    assert len(asked(link)) == 4
+    link.now = 8.0
+    schedule.drafted()
+    assert asked(link)[4:] == [13]
     schedule.verify()
-    assert asked(link)[4:] == [13, 12, 21, 20]
+    assert asked(link)[5:] == [12, 21, 20]
     assert [kind for _, kind in link.submitted] == ["forecast"] * 8
+    link.arrive()
+    schedule.end()
+    schedule.begin()
+    schedule.draft(0)
+    route(schedule, 0, [3, 4], [0.5, 0.5])
+    route(schedule, 1, [3, 6], [0.5, 0.5])
+    assert asked(link)[8:] == [4, 3, 14]
 
 
 def test_what_is_given_up() -> None:

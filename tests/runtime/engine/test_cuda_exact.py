@@ -12,7 +12,7 @@ from transformers.integrations.moe import batched_mm_experts_forward
 
 from expertcast.data.discovery import find_moe_layers
 from expertcast.runtime import offload
-from expertcast.runtime.storage.codecs.merge import has_triton
+from expertcast.runtime.links.copy import has_triton
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.links.cuda_helpers import MARKS, cuda_model, prompt
 from tests.runtime.test_canary import _canary_model

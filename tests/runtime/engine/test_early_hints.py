@@ -20,6 +20,7 @@ from expertcast.predictors.quasi_hidden import QuasiHidden
 from expertcast.runtime import offload
 from expertcast.runtime.engine import quick as quick_module
 from expertcast.runtime.engine.quick import FIRST_SEEN, LOOK, QuickForecasts
+from expertcast.runtime.policies import Policies
 from expertcast.training.fit import fit
 from tests.runtime.conftest import assert_same, greedy
 
@@ -146,8 +147,9 @@ def test_further_layers_have_early_attention_where_the_nearest_needs_none(
 
 
 def test_a_distance_that_was_not_trained_is_refused(reference_model: PreTrainedModel, quasi: Predictor) -> None:
-    with pytest.raises(ExpertcastError, match=r"looks .* not 3"):
-        offload(reference_model, predictor=quasi, reach=3)
+    for reach in (3, 10**30):  # no further than there are layers
+        with pytest.raises(ExpertcastError, match=r"looks .* not 3"):
+            offload(reference_model, predictor=quasi, reach=reach)
     with pytest.raises(ExpertcastError, match="reach=1 is nearer than ahead=2"):
         offload(reference_model, predictor=quasi, ahead=2, reach=1)
 
@@ -155,7 +157,7 @@ def test_a_distance_that_was_not_trained_is_refused(reference_model: PreTrainedM
 def test_routers_are_left_out_where_forecasts_are_executed(
     reference_model: PreTrainedModel, quasi: Predictor, one: dict[str, Tensor]
 ) -> None:
-    """Quasi-hidden forecasts read no logits, so that leaving routers out changes nothing but their number."""
+    """Leaving routers out changes nothing but their number."""
     ran: list[int] = []
     routers = [layer.router for layer in quasi.view]
     own = type(routers[0]).forward
@@ -164,11 +166,14 @@ def test_routers_are_left_out_where_forecasts_are_executed(
         ran.append(routers.index(router))
         return own(router, hidden)
 
-    def run(**options: object) -> tuple[Tensor, list[Tensor]]:
-        with offload(reference_model, predictor=quasi, mode="speculate", slots=128, **options) as offloaded:
+    def run(**options: object) -> tuple[Tensor, list[Tensor], list[int]]:
+        policies = Policies(eviction="score")
+        with offload(
+            reference_model, predictor=quasi, mode="speculate", slots=128, policies=policies, **options
+        ) as offloaded:
             starts = reference_model.model.register_forward_pre_hook(lambda *_: ran.clear())
             try:
-                return greedy(offloaded, one, 6)
+                return (*greedy(offloaded, one, 6), [layer.evicted for layer in offloaded.stats.layers])
             finally:
                 starts.remove()
 
@@ -177,7 +182,8 @@ def test_routers_are_left_out_where_forecasts_are_executed(
         patch.setattr(type(routers[0]), "forward", counted)
         with_routers, usual = run(), len(ran)
         without, fewer = run(router_free=True), len(ran)
-    assert_same(without, with_routers)
+    assert_same(without[:2], with_routers[:2])
+    assert without[2] == with_routers[2], "evictions go by the scores of what was executed"
     assert usual == 12 + 11, "in the last step: all layers, and forecasts for all but the first"
     assert fewer == 1 + 11
     assert all("forward" not in vars(router) for router in routers)

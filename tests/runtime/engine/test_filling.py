@@ -25,7 +25,10 @@ class FilledMachine(ResidencyMachine):
             held, free = list(self.pool.slots), len(self.pool.free_slots)
             missing = [key for key in keys if key not in held][:free]
             assert self.residency.fill(keys) == len(missing)
-            assert list(self.pool.slots) == held + missing
+            failed = {copy.key for copy in self.log.copies if copy.error is not None}
+            kept = [key for key in held if key in self.pool.slots]
+            assert list(self.pool.slots) == kept + missing
+            assert failed.issuperset(set(held).difference(kept)), "only what others asked for, and did not get"
             assert not self.residency.copies
 
 

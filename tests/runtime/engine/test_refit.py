@@ -141,6 +141,19 @@ def test_what_is_better_is_used_and_what_turns_bad_is_left(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("predictor", ["linear"], indirect=True)
+def test_what_was_true_of_an_earlier_text_fades(predictor: Linear, states: Iterator[RouterState]) -> None:
+    """1,920 tokens of the second text leave 15% of what was learned from the first."""
+    layer = _layer(predictor)
+    first_RE, second_RE = _shift(layer.part, 0), _shift(layer.part, 1)
+    _follow(layer, states, [first_RE] * 40)
+    _follow(layer, states, [second_RE] * 60)
+    assert layer._change_GE is not None
+    learned_RE = layer._change_GE[: len(second_RE)]
+    assert (learned_RE - second_RE).norm() < 0.3 * (learned_RE - first_RE).norm()
+
+
+@torch.no_grad()
 def test_never_lets_a_worse_one_through(predictor: Linear | Estimator, states: Iterator[RouterState]) -> None:
     """An adversary: what was true of every block before is wrong in the next ones."""
     layer = _layer(predictor)

@@ -153,6 +153,37 @@ def test_a_failed_copy_gives_its_slot_back() -> None:
     _run(residency, 1, [0])
 
 
+def test_a_forecasts_copy_that_fails_is_no_error_of_whoever_takes_its_slot() -> None:
+    residency, link = _residency(2)
+    residency.request([0])
+    residency.wait([0])
+    residency.prefetch([9])
+    link.start(link.queue[0])
+    link.queue[0].error = OSError("lost")
+    residency.request([1])
+    residency.wait([1])
+    assert sorted(residency.pool.resident()) == [0, 1]
+    assert residency.stats.layers[1].evicted == 0, "9 had lost its slot"
+
+
+def test_a_forecasts_copy_that_fails_is_no_error_of_a_filling() -> None:
+    residency, link = _residency(4)
+    residency.prefetch([9])
+    link.queue[0].error = OSError("lost")
+    assert residency.fill([0, 1]) == 2
+    assert sorted(residency.pool.resident()) == [0, 1]
+
+
+def test_promotions_are_in_the_order_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    residency, link = _residency(8)
+    residency.prefetch([8, 9, 10, 11])
+    promoted: list[int] = []
+    monkeypatch.setattr(link, "promote", lambda copy: promoted.append(copy.key))
+    residency.settle(1, [11, 8, 10, 9])
+    residency.request([11, 8, 10, 9])
+    assert promoted == [11, 8, 10, 9]
+
+
 def test_abandon_unpins() -> None:
     residency, _ = _residency(4)
     residency.request([0, 1])

@@ -175,10 +175,14 @@ class _Recorder(RouterInput):
         return super()._forecast(state, target, ahead)
 
 
-def test_previous_logits(reference_model: PreTrainedModel, reference_view: MoEView, four: dict[str, Tensor]) -> None:
-    """Each decode step is told the router logits of the step before, row by row; a new text starts anew."""
+@pytest.mark.parametrize("mode", ["exact", "speculate"])
+def test_previous_logits(
+    mode: str, reference_model: PreTrainedModel, reference_view: MoEView, four: dict[str, Tensor]
+) -> None:
+    """Each decode step is given the router logits of the step before, row by row, or those of the forecast that was
+    executed in their place; a new text starts anew."""
     recorder = _Recorder(reference_view)
-    with offload(reference_model, predictor=recorder, slots=64) as offloaded:
+    with offload(reference_model, predictor=recorder, slots=64, mode=mode) as offloaded:
         greedy(offloaded, four, 5)
         assert len(recorder.now[0]) == 4, "no forecast in the prefill"
         for layer, previous in recorder.previous[11:]:

@@ -167,5 +167,5 @@ def test_auto_measures_on_cuda_only() -> None:
         assert isinstance(make_link(OffloadConfig(link="auto", **options), "cuda"), CudaLink)
         with pytest.raises(ExpertcastError, match=f"on the device, without {next(iter(options))}.* take link='cuda'"):
             make_link(OffloadConfig(link="kernel", **options), "cuda")
-    with pytest.raises(ExpertcastError, match="choose from auto, instant, emulated, disk, gpudirect, cuda, kernel"):
+    with pytest.raises(ExpertcastError, match="choose from auto, instant, emulated, disk, cuda, kernel"):
         OffloadConfig(link="pcie")

@@ -14,9 +14,8 @@ import torch
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.links import copy as device_copy
-from expertcast.runtime.links.copy import HostCopier, KernelCopier
+from expertcast.runtime.links.copy import HostCopier, KernelCopier, has_triton
 from expertcast.runtime.links.tables import Moves
-from expertcast.runtime.storage.codecs.merge import has_triton
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 from tests.runtime.blocks import Blocks

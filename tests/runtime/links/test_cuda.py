@@ -218,6 +218,18 @@ def test_a_refused_copy_is_the_error_of_whoever_waits_for_it() -> None:
     assert link.copies == 1
 
 
+def test_refused_copies_make_no_more_events() -> None:
+    """Each gives the events back that it took."""
+    link, _ = _attached()
+    link.wait(link.submit(1, 0, urgent=True))
+    link.synchronize()
+    before = link.device.events
+    for _ in range(20):
+        link.device.fail_next_copy = True
+        assert link.submit(2, 1, urgent=True).error is not None
+    assert link.device.events <= before + 2
+
+
 def test_window_is_worth_16_mib_of_blocks() -> None:
     assert _attached()[0]._window == (16 << 20) // 256
     with pytest.raises(ExpertcastError, match="window=0"):

@@ -11,12 +11,12 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime import offload
 from expertcast.runtime.graph import GraphDecoder
 from expertcast.runtime.links.carve_out import CarveOut, has_persistent_grouped_mm
+from expertcast.runtime.links.copy import has_triton
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.links.speed import choose
 from expertcast.runtime.links.tables import DeviceResidency, KernelResidency, Moves
-from expertcast.runtime.storage.codecs.merge import has_triton
 from tests.runtime.links import kernel_script
 from tests.runtime.links.cuda_helpers import LONG, MARKS, attached, cuda_model, holds, prompt
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.store_file import FILE_NAME
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
-from tests.runtime.faults import INPUTS
+from tests.runtime.faults import INPUTS, RaiseAt
 
 
 @pytest.mark.parametrize("fields", [{}, {"cache": False}, {"predictor": "next_norm"}, {"slots": 5}])
@@ -78,6 +79,32 @@ def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
     assert_same(greedy(offloaded, INPUTS), before)
     offloaded.close()
     assert_same(greedy(model, INPUTS), before)
+
+
+def test_a_file_that_is_replaced_while_in_use(tmp_path: Path) -> None:
+    """A reader that is opened again, after a forward was interrupted, reads the store's own file."""
+    one, two = tiny_model("qwen3_moe"), tiny_model("qwen3_moe", seed=1)
+    expected = greedy(one, INPUTS)
+    with offload(one, store="disk", store_folder=tmp_path, slots=5) as offloaded:
+        with offload(two, store="disk", store_folder=tmp_path, slots=5):
+            pass
+        interrupt = offloaded.view[2].experts.act_fn.register_forward_hook(RaiseAt(1, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            greedy(offloaded, INPUTS)
+        interrupt.remove()
+        assert_same(greedy(offloaded, INPUTS), expected)
+
+
+def test_a_file_that_is_written_over_while_in_use(tmp_path: Path) -> None:
+    """A reader that is opened again refuses it too."""
+    one, two = tiny_model("qwen3_moe"), tiny_model("qwen3_moe", seed=1)
+    with offload(two, store="disk", store_folder=tmp_path / "two", slots=5):
+        pass
+    with offload(one, store="disk", store_folder=tmp_path / "one", slots=5) as offloaded:
+        shutil.copyfile(tmp_path / "two" / FILE_NAME, tmp_path / "one" / FILE_NAME)
+        for _ in range(2):
+            with pytest.raises(ExpertcastError, match="was changed or cut off while it was in use"):
+                greedy(offloaded, INPUTS)
 
 
 def test_refusals(reference_model: PreTrainedModel) -> None:

@@ -186,9 +186,9 @@ def test_a_block_that_could_not_be_filled_is_free_again(tmp_path: Path) -> None:
 
 
 def test_blocks_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr("expertcast.runtime.links.staging.usable_processors", lambda: 2)
     assert places_of(9 << 20, 4, coded=True) == 5
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr("expertcast.runtime.links.staging.usable_processors", lambda: 64)
     assert places_of(9 << 20, 4, coded=True) == 8
     assert [places_of(mib << 20, 4) for mib in (400, 9, 4, 1)] == [4, 4, 4, 10]
     assert places_of(4096, 4) == 32

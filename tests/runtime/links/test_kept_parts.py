@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertcast.data.discovery import find_moe_layers
+from expertcast.data.models import REFERENCE, meta_model
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import InstantLink, OffloadConfig, offload
+from expertcast.runtime import InstantLink, OffloadConfig, load_offloaded, offload
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.pools.states import State
+from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.part_memory import EVERYTHING, PACKED, PLAIN
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
@@ -114,6 +118,29 @@ def test_full_experts_are_taken_apart(reference_model: PreTrainedModel, one: dic
         before = greedy(offloaded, one, 12)
         assert taken
     assert_same(greedy(reference_model, one, 12), before)
+
+
+def test_few_forecasts_begin_however_much_memory_is_free(reference_model: PreTrainedModel) -> None:
+    """An expert takes a third of a second here: of twenty forecasts two have begun, and the others are dropped."""
+    options = {"codec": "bitsplit", "slots": 100, "pools": "C=4MB", "bandwidth": 1e5}
+    with offload(reference_model, store="disk", **options) as offloaded:  # type: ignore[arg-type]
+        residency = offloaded.residency
+        residency.prefetch(range(20))
+        residency.take_back(range(20))
+        assert sum(not copy.done for copy in residency.copies.values()) == 2
+
+
+@pytest.mark.parametrize("codec", ["bitsplit", "bitsplit:shards=4"])
+def test_memory_is_for_slots_and_for_decoding(codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four threads decode a shard each, of half an expert."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: range(4))
+    block = BlockLayout.of(find_moe_layers(meta_model(REFERENCE))).block_bytes
+    decoding, memory = 4 * block // 2 // (4 if "shards" in codec else 1), 20 * block
+    options = {"store": "disk", "store_folder": tmp_path, "codec": codec, "memory": memory}
+    with load_offloaded(REFERENCE, device="cpu", **options) as offloaded:  # type: ignore[arg-type]
+        assert offloaded.pool.nbytes == memory - -(-decoding // block) * block
+    with pytest.raises(ExpertcastError, match=f"memory={4 * block} holds .* beside {decoding} bytes to decode in"):
+        load_offloaded(REFERENCE, device="cpu", **options | {"memory": 4 * block})  # type: ignore[arg-type]
 
 
 def test_a_forward_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:

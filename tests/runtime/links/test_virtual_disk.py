@@ -20,12 +20,12 @@ def disk(stored: Stored) -> VirtualDisk:
     return VirtualDisk(stored, 1.0, block_bytes=8, lower={"int8": 3})
 
 
-def pooled(stored: Stored) -> VirtualDisk:
-    """With pools, of one layer of eight experts; its slot is no pool."""
+def pooled(stored: Stored, experts: int = 8) -> VirtualDisk:
+    """With pools, of one layer of so many experts; its slot is no pool."""
     link = disk(stored)
     block = Field(name="block", shape=(8,), dtype=torch.uint8, offset=0)
     slots = SlotPool(BlockLayout(fields=(block,), block_bytes=8), 1, torch.device("meta"))
-    link.keep_parts(slots, ModelShape(layers=1, experts=8, top_k=1, hidden=1), passing=1)
+    link.keep_parts(slots, ModelShape(layers=1, experts=experts, top_k=1, hidden=1), passing=1)
     return link
 
 
@@ -124,6 +124,22 @@ def test_forecasts_wait_their_turn() -> None:
     link.wait(queued)
     assert link.now == 24
     assert arrivals(link, 0, 1, 2, 4, 3) == [24, 24, 24, 24, 30]
+
+
+def test_misses_are_asked_for_in_the_order_that_keeps_disk_and_threads_busy() -> None:
+    """Expert 5 is held compressed: a thread decodes it while expert 0 is read."""
+    link = pooled(Stored(plain=4, coded=(2,), decode_s=1.0, pools={State.C: 6}))
+    used(link, 5)
+    arrivals(link, 5)
+    assert states(link, 6)[5] is State.C
+    assert link.in_order([0, 5]) == [5, 0]
+    assert link.in_order([0, 1]) == [0, 1]
+
+
+def test_a_prefill_may_need_any_number_of_experts() -> None:
+    link = pooled(Stored(plain=4, coded=(2,), pools={State.C: 6}), experts=100)
+    used(link, *range(100))
+    assert arrivals(link, *range(100))[-1] == 600
 
 
 def test_a_pool_holds_an_expert() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.pools.cache import PoolCache
+from expertcast.runtime.pools.pools import Pools
 from expertcast.runtime.pools.ranking import Ranking
 from expertcast.runtime.pools.states import POOLS, ExpertBytes, State
 
@@ -44,6 +45,15 @@ def test_by_hand() -> None:
     assert not any(cache.held.values())
     cache.use([3])
     assert states(cache, 5) == "MMMEM", "counts stay: third behind 2 and 0, before 1"
+
+
+def test_layers_share_the_room_and_no_more() -> None:
+    """Three layers use all experts: together they hold as many as there is room for."""
+    pools = Pools(layers=3, experts=8, size=SIZE, room={F: 4, C: 2, S: 5, E: 1})
+    for layer in range(3):
+        pools.use(layer, range(8 * layer, 8 * layer + 8))
+    found = [pools.state(key) for key in range(24)]
+    assert [found.count(state) for state in POOLS] == [4, 2, 5, 1]
 
 
 def test_the_margin_fills_room_that_better_ranks_leave() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import combinations, product
 
 import numpy as np
 import pytest
 
+from expertcast.predictors import ExpertcastError
 from expertcast.runtime.pools.hits import hit_patterns, interval_hits, pattern_chances, poisson_binomials
 from expertcast.runtime.pools.ranks import RankModel, fit_selection, inclusion
 
@@ -96,3 +98,15 @@ def test_ranks_that_are_always_or_never_used() -> None:
     model = RankModel(observed_LR, sizes_LM, np.zeros((1, 7, 6)))
     found = inclusion(model.selection(), sizes_LM)
     assert found == pytest.approx(observed_LR, abs=1e-4)
+
+
+def test_hit_patterns_take_their_own_memory_only() -> None:
+    """A grid of all numbers of hits would be 520 MB for 64 experts; 256 experts have 186 million patterns."""
+    tracemalloc.start()
+    patterns = hit_patterns(64)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(patterns) == 814_385
+    assert peak < 4 * patterns.nbytes
+    with pytest.raises(ExpertcastError, match="up to 256 experts of a layer, too many to plan pools for"):
+        hit_patterns(256)

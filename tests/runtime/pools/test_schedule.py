@@ -106,6 +106,14 @@ def test_beside_the_lower_bounds_on_real_sizes(tensors: int, shards: int) -> Non
     assert sum(ratios) / len(ratios) < 1.12
 
 
+def test_a_block_goes_on_until_no_thread_would_wait() -> None:
+    """Expert 0 is read until 6; with expert 1 both threads are busy until 7. The next block's shards come at 7 and 8: a
+    thread would wait, so expert 2 joins the block."""
+    costs = Costs(read_s=4, ratio=0.5, decode_s=3.5, shards=2, threads=2)
+    tasks = [Task(expert=0, state=State.M), Task(expert=1, state=State.C), Task(expert=2, state=State.C)]
+    assert schedule(tasks, costs).decodes == [1, 2, 0]
+
+
 def test_everything_is_read_and_decoded_once() -> None:
     choose = random.Random(3)
     for _ in range(300):

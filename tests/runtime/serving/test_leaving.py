@@ -88,6 +88,36 @@ def test_what_waits_for_its_turn_never_begins(offloaded: OffloadedModel, referen
         assert running.server.requests.counts.disconnected == 2
 
 
+def _streams(client: openai.OpenAI) -> dict[str, Any]:
+    """A stream of each route, begun."""
+    chat: Any = [{"role": "user", "content": PROMPT}]
+    return {
+        "/v1/completions": client.completions.create(model=NAME, stream=True, **LONG),
+        "/v1/chat/completions": client.chat.completions.create(
+            model=NAME, messages=chat, stream=True, max_tokens=900, temperature=0
+        ),
+        "/v1/responses": client.responses.create(
+            model=NAME, input=PROMPT, stream=True, max_output_tokens=900, temperature=0
+        ),
+    }
+
+
+@BOTH
+def test_streams_end_with_an_error_that_says_why(
+    batching: bool, offloaded: OffloadedModel, reference_tokenizer: Any
+) -> None:
+    with served(offloaded, chatting(reference_tokenizer), batching=batching) as running:
+        streams = _streams(running.client())
+        next(iter(streams["/v1/completions"]))
+        running.server.stop()
+        for route in ("/v1/completions", "/v1/chat/completions"):
+            with pytest.raises(openai.APIError, match="the server is shutting down") as caught:
+                list(streams[route])
+            assert caught.value.type == "server_error"
+        assert [event.type for event in streams["/v1/responses"]][-2:] == ["error", "response.failed"]
+    assert dict(running.server.requests.counts.ended) == {(route, "503"): 1 for route in streams}
+
+
 @BOTH
 def test_the_server_ends_in_the_middle(batching: bool, offloaded: OffloadedModel, reference_tokenizer: Any) -> None:
     told = list[httpx2.Response]()
@@ -124,12 +154,13 @@ def test_a_generation_that_fails_is_told_and_the_server_goes_on(
 ) -> None:
     beams = {"prompt": PROMPT, "generation_config": json.dumps({"num_beams": 2, "max_new_tokens": 3})}
     with served(offloaded, reference_tokenizer) as running:
-        with pytest.raises(openai.APIError):
+        with pytest.raises(openai.APIError, match="`streamer` cannot be used with beam search"):
             list(
                 running.client().completions.create(
                     model=NAME, prompt=PROMPT, stream=True, extra_body={"generation_config": beams["generation_config"]}
                 )
             )
+        until(lambda: running.server.requests.counts.ended["/v1/completions", "500"] == 1)
         assert running.post("/v1/completions", beams).status_code == 200  # beams go, streams of them do not
         bad = json.dumps({"max_new_tokens": 3, "assistant_early_exit": 99})
         answer = running.post("/v1/completions", {"prompt": PROMPT, "generation_config": bad})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import re
 import threading
@@ -50,6 +51,16 @@ class Scraped:
 
     def generate(self, tokens: int = 12, **kwargs: Any) -> None:
         self.offloaded.generate(**INPUTS, max_new_tokens=tokens, do_sample=False, **kwargs)
+
+
+def test_a_page_that_nobody_has_any_more_is_forgotten(model: PreTrainedModel) -> None:
+    with offload(model, slots=12) as offloaded:
+        for _ in range(3):
+            ExpertMetrics(Source.of(offloaded))
+            gc.collect()
+        last = ExpertMetrics(Source.of(offloaded))
+        assert len(offloaded.stats.keepers) == 1
+        assert list(last.collect())
 
 
 @pytest.fixture(scope="module")

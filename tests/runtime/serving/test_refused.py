@@ -26,7 +26,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
 
 REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
-    (ALL, {"temperature": "hot"}, "temperature='hot': give a number of 0 or more"),
+    (ALL, {"temperature": "hot"}, "temperature='hot': give a number from 0 to 2"),
+    (ALL, {"temperature": 5}, "temperature=5: give a number from 0 to 2"),
     (ALL, {"top_p": 1.5}, "top_p=1.5: give a number from 0 to 1"),
     (ALL, {"seed": 2**80}, "give a whole number of 64 bits"),
     (ALL, {"stream": "yes"}, "stream='yes': give true or false"),

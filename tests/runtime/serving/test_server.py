@@ -31,13 +31,13 @@ ACCEPTED = {
 Asked = Callable[[OpenAI, str], tuple[Any, ...]]
 
 
-def _completed(client: OpenAI, prompt: str) -> tuple[Any, ...]:
+def _completed(client: OpenAI, prompt: Any) -> tuple[Any, ...]:
     answer = client.completions.create(model=NAME, prompt=prompt, max_tokens=12, temperature=0)
     assert answer.usage is not None
     return answer.choices[0].text, answer.choices[0].finish_reason, answer.usage.total_tokens
 
 
-def _completed_in_parts(client: OpenAI, prompt: str) -> tuple[Any, ...]:
+def _completed_in_parts(client: OpenAI, prompt: Any) -> tuple[Any, ...]:
     parts = list(client.completions.create(model=NAME, prompt=prompt, max_tokens=12, temperature=0, stream=True))
     return "".join(part.choices[0].text for part in parts), parts[-1].choices[0].finish_reason
 
@@ -140,6 +140,17 @@ def test_the_page_as_prometheus_asks_for_it(running: Running, accept: str, kind:
     assert values["expertcast_generated_tokens_total"] == running.server.requests.counts.generated_tokens > 0
 
 
+def test_unknown_routes_are_one_label(running: Running) -> None:
+    counts = running.server.requests.counts
+    before = counts.ended["other", "404"]
+    for number in range(3):
+        assert running.post(f"/v1/junk{number}", {}).status_code == 404
+    until(lambda: counts.ended["other", "404"] == before + 3)
+    page = httpx2.get(f"{running.address}/metrics").text
+    assert f'expertcast_http_requests_total{{route="other",status="404"}} {before + 3}.0' in page
+    assert "junk" not in page
+
+
 @pytest.mark.parametrize("route", ["/load_model", "/reset", "/v1/audio/transcriptions"])
 def test_nobody_unloads_the_model(running: Running, route: str) -> None:
     assert running.post(route, {"model": "other"}).status_code == 404
@@ -151,17 +162,47 @@ def test_a_client_gets_its_id_back(running: Running) -> None:
     assert answer.headers["x-request-id"] == "mine"
 
 
+def test_prompts_in_every_form(running: Running, tokenizer: Any) -> None:
+    """One prompt as a text, as tokens and in a list, streamed too; several in one request."""
+    client, counts = running.client(), running.server.requests.counts
+    ids = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    expected = [_completed(client, prompt) for prompt in PROMPTS]
+    for prompt in (ids[0], [ids[0]], [PROMPTS[0]]):
+        assert _completed(client, prompt) == expected[0]
+        assert _completed_in_parts(client, prompt) == expected[0][:2]
+    until(lambda: counts.in_flight == 0)
+    for prompts in (PROMPTS, ids):
+        before = counts.prompt_tokens, counts.generated_tokens
+        answer = client.completions.create(model=NAME, prompt=prompts, max_tokens=12, temperature=0)
+        assert [(choice.index, choice.text, choice.finish_reason) for choice in answer.choices] == [
+            (place, *each[:2]) for place, each in enumerate(expected)
+        ]
+        assert answer.usage is not None
+        assert answer.usage.total_tokens == sum(each[2] for each in expected)
+        until(lambda: counts.in_flight == 0)
+        added = counts.prompt_tokens - before[0], counts.generated_tokens - before[1]
+        assert added == (answer.usage.prompt_tokens, answer.usage.completion_tokens)
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
         ({"prompt": "a", "max_tokens": 0}, "max_tokens=0: give a whole number of 1 or more"),
         ({"prompt": "a", "max_tokens": "5"}, "max_tokens='5'"),
-        ({"prompt": "a", "temperature": -1}, "temperature=-1: give a number of 0 or more"),
+        ({"prompt": "a", "temperature": -1}, "temperature=-1: give a number from 0 to 2"),
         ({"prompt": "a", "top_p": 2}, "top_p=2"),
         ({"prompt": "a", "n": 3}, "n=3: give 1"),
         ({"prompt": "a", "stop": 5}, "stop=5"),
-        ({"prompt": ["a"]}, "prompt must be a string"),
+        ({"prompt": 5}, "prompt=5: give a text, a list of tokens, or a list of such"),
+        ({"prompt": []}, "prompt=[]: give a text"),
+        ({"prompt": ["a", 5]}, "prompt=['a', 5]: give a text"),
+        ({"prompt": [5, True]}, "prompt=[5, True]: give a text"),
+        ({"prompt": [5, -1]}, "the prompt has token -1: give tokens from 0 to 4095"),
+        ({"prompt": [[5], [4096]]}, "the prompt has token 4096: give tokens from 0 to 4095"),
+        ({"prompt": ["a", "b"], "stream": True}, "2 prompts are not streamed: leave stream out, or send one prompt"),
         ({"prompt": ""}, "the prompt holds no token"),
+        ({"prompt": [[]]}, "the prompt holds no token"),
+        ({"max_tokens": 3}, "'prompt' is missing"),
         ({"prompt": "river " * 5000}, "the model reads"),
         ({"prompt": "a", "model": "other"}, "pinned to 'reference'"),
         ({"prompt": "a", "generation_config": "{"}, "give a text that holds a JSON object"),

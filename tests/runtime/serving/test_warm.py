@@ -15,6 +15,7 @@ from expertcast.runtime import load_offloaded, offload
 from expertcast.runtime.serving.warm import prepare, read_prompts, warm
 from expertcast.training.fit import fit
 from tests.families.models import tiny_model
+from tests.irregular import IRREGULAR, in_seconds, put
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.faults import Result
 from tests.runtime.serving.byte_tokenizer import ByteTokenizer
@@ -80,3 +81,10 @@ def test_bad_files_of_prompts(name: str, content: bytes | None, line: str, tmp_p
 def test_prompts_in_json_lines(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "two\\nlines", "id": 1}\n\n{"prompt": "b"}\n')
     assert read_prompts(tmp_path / "p.jsonl") == ["two\nlines", "b"]
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_prompts_that_are_no_file(kind: str, tmp_path: Path) -> None:
+    put(kind, tmp_path / "prompts.txt")
+    with in_seconds(20), pytest.raises(ExpertcastError, match=r"^cannot read .*prompts.txt: "):
+        read_prompts(tmp_path / "prompts.txt")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.policies import Policies
+from expertcast.runtime.policies import PRESETS, Policies
 from expertcast.runtime.simulation.bounds import simulate_bypass
 from expertcast.runtime.simulation.machine import Machine, constant_times
 from expertcast.runtime.simulation.summary import summary
@@ -101,6 +101,15 @@ def test_value_waits_with_the_layer_at_work() -> None:
     done = simulate(trace, Policies(prefetch="value"), 6, made.machine(2), predictor="made")
     assert done.steps_s == [4.0, 8.0, 5.0]
     assert done.decode.total.prefetched_used == 2
+
+
+def test_zero_infinity_brings_whole_layers() -> None:
+    """K = 1, two layers of 4 experts, room and time for all: layer 1 has one expert from the prefill, the other three
+    come while layer 0 of t1 runs, and nothing needs them."""
+    trace = made.trace([[[0], [0]]] * 3, experts=4, hints={1: [[0]] * 3})
+    machine = made.machine(2, layer_s=100.0)
+    total = simulate(trace, PRESETS["zero_infinity"].policies, 8, machine, predictor="made").decode.total
+    assert (total.prefetched, total.prefetched_used) == (3, 0)
 
 
 def test_wrong_forecasts_hold_up_the_link() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,21 @@ def lossy_results(folder: Path) -> dict[str, Any]:
     assert [len(names) for names in asked] == [2]  # once, and not once more for the second machine
     write_figures(found["results"], folder)
     return found
+
+
+def test_quality_is_that_of_the_models_own_precision() -> None:
+    """The same policies with experts in int4 have another quality, which nobody measured."""
+    lossy = Case(policies=Policies(miss="drop"), slots=4, machine=made.machine(3))
+    exact = replace(lossy, policies=Policies())
+    packed = [replace(case, machine=replace(case.machine, base="int4")) for case in (lossy, exact)]
+
+    def quality(wanted: Mapping[str, Case]) -> dict[str, dict[str, float]]:
+        assert list(wanted.values()) == [lossy]
+        return {EXACT: {"perplexity": 5.0}, **{key: {"perplexity": 6.0} for key in wanted}}
+
+    work = Workload(trace=made.random_trace(3))
+    found = sweep(work, [lossy, exact, *packed], processes=1, quality=quality)["results"]
+    assert [row["perplexity"] for row in found] == [6.0, 5.0, None, None]
 
 
 def test_quality_is_asked_for_lossy_policies(tmp_path: Path) -> None:

@@ -15,15 +15,18 @@ from transformers import PreTrainedModel
 
 from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors import ExpertcastError, MoEView
+from expertcast.predictors.plain import size_text
 from expertcast.runtime import EmulatedLink, InstantLink, OffloadConfig, offload
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.storage.coded_file import FILE_NAME, CodedFile, verify_coded
 from expertcast.runtime.storage.coded_store import CodedStore
+from expertcast.runtime.storage.direct_reader import DirectReader
 from expertcast.runtime.storage.host_memory import HostMemory
+from expertcast.runtime.storage.part_memory import EVERYTHING
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
-from tests.runtime.faults import INPUTS
+from tests.runtime.faults import INPUTS, RaiseAt
 
 
 def _model(seed: int = 0) -> PreTrainedModel:
@@ -70,6 +73,23 @@ def test_same_blocks_as_in_memory(codec: str, expected: Tensor, tmp_path: Path) 
         assert again.stored_nbytes < 0.95 * again.nbytes
 
 
+def test_an_experts_shards_are_read_before_its_plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the file the plane comes first."""
+    store, view = _store(tmp_path, codec="bitsplit:shards=3")
+    store.pack(view)
+    asked: list[int] = []
+    submit = DirectReader.submit
+    monkeypatch.setattr(DirectReader, "submit", lambda self, read: (asked.append(read.offset), submit(self, read))[1])
+    reader = store.reader(1, None)
+    read = store.read(3, torch.empty(store.layout.block_bytes, dtype=torch.uint8), lambda _read: None, True)
+    reader.submit(read)
+    reader.wait(read)
+    reader.close()
+    plane, *shards = sorted(asked)
+    assert asked == [*shards, plane]
+    store.close()
+
+
 @pytest.mark.parametrize("fields", [{}, {"cache": False}, {"predictor": "next_norm"}, {"slots": 5}])
 def test_same_bits(
     fields: dict[str, object], reference_model: PreTrainedModel, one: dict[str, Tensor], tmp_path: Path
@@ -85,6 +105,23 @@ def test_same_bits(
             assert isinstance(offloaded.link, DiskLink if link is None else InstantLink)
             assert_same(greedy(offloaded, one, 5), before)
     assert_same(greedy(reference_model, one, 5), before)
+
+
+def test_the_codec_that_lies_there(tmp_path: Path) -> None:
+    """It is taken where none is given; where nothing lies there, what will be written is named."""
+    model = _model()
+    with offload(model, store="disk", codec="bitsplit:shards=2", store_folder=tmp_path / "coded", slots=5):
+        pass
+    with offload(model, store="disk", store_folder=tmp_path / "coded", slots=5, pools="C=20KB") as offloaded:
+        assert isinstance(offloaded.store, CodedStore)
+        assert offloaded.store.codec.text == "bitsplit:shards=2"
+        size = size_text(offloaded.store.nbytes)
+    with pytest.warns(UserWarning, match=f"{size} of experts are written to '.*raw' by codec 'raw'"):
+        offload(model, store="disk", store_folder=tmp_path / "raw", slots=5).close()
+    assert [len(list((tmp_path / name).iterdir())) for name in ("coded", "raw")] == [1, 1]
+    (tmp_path / "coded" / FILE_NAME).write_bytes((tmp_path / "coded" / FILE_NAME).read_bytes()[:-100])
+    with pytest.raises(ExpertcastError, match=r"is damaged: .* bytes instead of .*; remove it"):
+        offload(model, store="disk", store_folder=tmp_path / "coded", slots=5)
 
 
 def test_other_weights_or_codec_make_it_again(expected: Tensor, tmp_path: Path) -> None:
@@ -140,6 +177,33 @@ def test_a_damaged_part_is_one_error(tmp_path: Path) -> None:
         verify_coded(store.path)
 
 
+def test_reads_that_give_less_than_was_asked_for(
+    expected: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, view = _store(tmp_path)
+    store.pack(view)
+    pread, preadv = os.pread, os.preadv
+    monkeypatch.setattr(os, "pread", lambda file, size, at: pread(file, min(size, 1000), at))
+    monkeypatch.setattr(os, "preadv", lambda file, views, at: preadv(file, [memoryview(views[0])[:1000]], at))
+    assert torch.equal(_blocks(store), expected)
+
+
+def test_a_callback_that_fails(expected: Tensor, tmp_path: Path) -> None:
+    """Of the reader, which asks what to keep, and of the read: whoever waits gets what it raised."""
+    store, view = _store(tmp_path)
+    store.pack(view)
+    wanted = RaiseAt(1, ZeroDivisionError())
+    reader = store.reader(2, None, kept=(2, 2), wanted=lambda _key: wanted() or EVERYTHING)
+    block = HostMemory(store.layout.block_bytes).bytes
+    raising = RaiseAt(1, KeyboardInterrupt())
+    for key, arrival, error in ((0, None, ZeroDivisionError), (1, raising, KeyboardInterrupt)):
+        read = store.read(key, block, arrival, True)
+        reader.submit(read)
+        with pytest.raises(error):
+            reader.wait(read)
+    reader.close()
+
+
 def test_killed_while_packing(expected: Tensor, tmp_path: Path) -> None:
     """Half a file never has the name, and the next packing removes it."""
     code = (
@@ -176,7 +240,7 @@ def test_refusals(tmp_path: Path) -> None:
         assert offloaded.link.bandwidth == 1e9
     with pytest.raises(ExpertcastError, match="'zip'"):
         OffloadConfig(store="disk", codec="zip")
-    with pytest.raises(ExpertcastError, match="belongs to store='disk'"):
+    with pytest.raises(ExpertcastError, match=r"needs store='disk' \(--store-folder\): give that too"):
         OffloadConfig(codec="bitsplit")
     with pytest.raises(ExpertcastError, match="not bf16 or fp16"):
         offload(tiny_model("qwen3_moe").float(), store="disk", codec="bitsplit")

@@ -15,6 +15,7 @@ from expertcast.runtime.storage import direct_reader
 from expertcast.runtime.storage.direct_read import PIECE, SECTOR, Read
 from expertcast.runtime.storage.direct_reader import DirectReader
 from expertcast.runtime.storage.host_memory import HostMemory
+from tests.runtime.faults import RaiseAt
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +155,89 @@ def test_a_file_that_was_cut_off(path: Path) -> None:
         reader.submit(read)
         with pytest.raises(ExpertcastError, match="changed or cut off"):
             read.wait()
+    reader.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(
+    ("offset", "nbytes", "shift"), [(SECTOR, 2 * PIECE, 0), (5, PIECE + 3, 0), (2 * PIECE, PIECE + 777, 0)]
+)
+def test_reads_that_give_less_than_was_asked_for(
+    direct: bool, offset: int, nbytes: int, shift: int, content: Tensor, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As network file systems may: five sectors and a half at a time."""
+    limited(monkeypatch, 11 * SECTOR // 2)
+    reader = DirectReader(path)
+    reader.direct = direct
+    read = Read(memory(nbytes, shift), offset=offset)
+    reader.submit(read)
+    read.wait()
+    reader.close()
+    assert torch.equal(read.target, content[offset : offset + nbytes])
+
+
+def test_neighbours_that_come_in_parts(content: Tensor, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limited(monkeypatch, 11 * SECTOR // 2)
+    reader = DirectReader(path, threads=1)
+    held = Held(reader)
+    near = [held.ask(str(number), number * SECTOR, 3 * SECTOR) for number in (3, 6, 9, 12)]
+    held.let_go()
+    for read in near:
+        read.wait()
+        assert torch.equal(read.target, content[read.offset : read.offset + read.nbytes])
+    reader.close()
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """The system's reads give no more than so many bytes."""
+    preadv = os.preadv
+
+    def less(file: int, views: list[memoryview], offset: int) -> int:
+        kept, left = [], most
+        for view in views:
+            kept.append(view[:left])
+            left -= len(kept[-1])
+        return preadv(file, [view for view in kept if len(view)], offset)
+
+    monkeypatch.setattr(os, "preadv", less)
+
+
+def test_bytes_are_counted_once(path: Path) -> None:
+    """Of a range in pieces, the last of them a short one; what could not be read is not counted."""
+    reader = DirectReader(path)
+    read = Read(memory(2 * PIECE + 100), offset=SECTOR)
+    reader.submit(read)
+    read.wait()
+    assert reader.bytes_read == 2 * PIECE + 100
+    beyond = Read(memory(SECTOR), offset=10 * PIECE)
+    reader.submit(beyond)
+    with pytest.raises(ExpertcastError, match="cut off"):
+        beyond.wait()
+    reader.close()
+    assert reader.bytes_read == 2 * PIECE + 100
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt()])
+def test_a_callback_that_fails(error: BaseException, content: Tensor, path: Path) -> None:
+    """Whoever waits gets what it raised, and the reader goes on."""
+    reader = DirectReader(path, threads=1)
+    read, following = Read(memory(SECTOR), RaiseAt(1, error), offset=0), Read(memory(SECTOR), offset=SECTOR)
+    for each in (read, following):
+        reader.submit(each)
+    with pytest.raises(type(error)):
+        read.wait()
+    following.wait()
+    reader.close()
+    assert torch.equal(following.target, content[SECTOR : 2 * SECTOR])
+
+
+def test_a_target_that_cannot_be_filled(path: Path) -> None:
+    """Any error of a reader's thread is that of whoever waits."""
+    reader = DirectReader(path, threads=1)
+    read = Read(memory(2 * SECTOR).view(torch.bfloat16), offset=0)
+    reader.submit(read)
+    with pytest.raises(TypeError, match="BFloat16"):
+        read.wait()
     reader.close()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,9 @@ from transformers import PreTrainedModel
 from expertcast.data.discovery import find_moe_layers
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.runtime import EmulatedLink, offload
+from expertcast.runtime.storage.coded_store import CodedStore
 from expertcast.runtime.storage.disk_store import DiskStore, ReadAhead, populate
+from expertcast.runtime.storage.draft import Draft
 from expertcast.runtime.storage.host_memory import HostMemory
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
@@ -171,6 +175,48 @@ def test_a_copied_file_is_verified_once_and_used(expected: Tensor, tmp_path: Pat
     store, _ = _packed(tmp_path / "two")
     assert torch.equal(_blocks(store), expected)
     assert copy.stat().st_mtime == (tmp_path / "one" / NAME).stat().st_mtime
+
+
+@pytest.mark.parametrize("codec", [None, "bitsplit"])
+def test_a_name_that_another_file_takes_at_once(
+    codec: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same shape and without a fingerprint: what was packed is used, not what has the name."""
+    own, other = (find_moe_layers(tiny_model("gpt_oss", seed=seed).bfloat16()) for seed in (0, 1))
+    made = DiskStore if codec is None else partial(CodedStore, codec=codec)
+    taken, store = made(other, tmp_path / "other"), made(own, tmp_path / "own")
+    taken.pack(other)
+    commit = Draft.commit
+
+    def committed(draft: Draft) -> None:
+        commit(draft)
+        os.replace(taken.path, draft.path)
+
+    monkeypatch.setattr(Draft, "commit", committed)
+    expected = torch.cat([p.detach().clone().reshape(-1) for p in own[1].experts.parameters()])
+    store.pack(own)
+    assert torch.equal(
+        torch.cat([store.views(1)[name].reshape(-1) for name, _ in own[1].experts.named_parameters()]), expected
+    )
+
+
+def test_a_store_whose_time_cannot_be_set(tmp_path: Path, expected: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's, or on a read-only file system: its checksums decide, each time."""
+    store, view = _packed(tmp_path)
+    store.pack(view)
+    store.close()
+    os.utime(tmp_path / NAME, (1, 1))
+
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    for _ in range(2):
+        again, _ = _packed(tmp_path)
+        assert torch.equal(_blocks(again), expected)
+    _flip_a_byte(tmp_path / NAME)
+    with pytest.warns(UserWarning, match="is made again: layer 3 is damaged"):
+        _packed(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a store", b"\x02\0\0\0\0\0\0\0{}", b"\xff" * 64])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from expertcast.data.discovery import find_moe_layers
+from expertcast.data.memory import usable_processors
 from expertcast.runtime.storage.coded_reader import CodedReader
 from expertcast.runtime.storage.coded_store import CodedStore
 from tests.families.models import tiny_model
@@ -27,7 +28,7 @@ def store(tmp_path: Path) -> CodedStore:
 @pytest.fixture
 def reader(store: CodedStore) -> Iterator[CodedReader]:
     threads = torch.get_num_threads()
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(usable_processors())
     made = store.reader(2, None)
     made.jobs.held_back = True
     yield made
@@ -62,9 +63,19 @@ def test_one_that_becomes_urgent(store: CodedStore, reader: CodedReader) -> None
     assert torch.equal(block, store.block(2))
 
 
+def test_threads_are_no_more_than_can_be_busy(store: CodedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of the machine's 64 processors are this process's; with all of them, two jobs of each of four experts."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    for affinity, threads in ((2, 2), (64, 8)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _process, count=affinity: range(count))
+        made = store.reader(2, None)
+        assert made.rates().threads == threads
+        made.close()
+
+
 def test_processors_that_torch_leaves_free(store: CodedStore, reader: CodedReader) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
-    if (os.cpu_count() or 1) == 1:
+    torch.set_num_threads(max(1, usable_processors() - 1))
+    if usable_processors() == 1:
         pytest.skip("one processor: torch leaves none free")
     block = torch.zeros(store.layout.block_bytes, dtype=torch.uint8)
     read = store.read(3, block, None, False)

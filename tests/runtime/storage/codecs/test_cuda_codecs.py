@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from expertcast.runtime.storage.codecs import Fp8, Mxfp4, make_codec
-from expertcast.runtime.storage.codecs.merge import has_triton, merge_kernel, merge_plain
 from tests.runtime.links.cuda_helpers import MARKS
 from tests.runtime.storage.codecs.layouts import every_pattern, layout_of
 
@@ -23,15 +21,6 @@ def test_bitsplit() -> None:
     for shard in codec.shards[1:]:
         codec.recover(device_planes, found, shard)
     assert torch.equal(found.cpu(), block)
-
-
-@pytest.mark.skipif(not has_triton(), reason="no triton")
-def test_kernel_and_reference() -> None:
-    low, high = torch.randint(256, (2, 1_000_064), dtype=torch.uint8, device="cuda")
-    found, expected = torch.zeros(2, 1_000_064, dtype=torch.int16, device="cuda")
-    merge_kernel(low, high, found)
-    merge_plain(low, high, expected)
-    assert torch.equal(found, expected)
 
 
 def test_shipped_codes() -> None:

@@ -1,0 +1,47 @@
+"""Write the commands' options and help to the file that the command line reads before torch is imported.
+
+    python scripts/freeze_command_line.py
+
+Run it after an option, its help, a predictor, a policy, a preset, a draft or a codec was changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import Any
+
+from expertcast.cli import COMMANDS, build_parser
+from expertcast.commands.frozen import FILE, TYPES
+
+
+def frozen() -> str:
+    """The file's content, with help for a terminal of 80 columns."""
+    os.environ["COLUMNS"] = "80"
+    commands = next(action for action in build_parser()._actions if action.dest == "command").choices
+    assert isinstance(commands, dict)
+    return json.dumps({name: described(commands[name]) for name in COMMANDS}, indent=1) + "\n"
+
+
+def described(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """A command's options and help, as the file has them."""
+    options = []
+    for action in parser._actions:
+        if action.dest == "help":
+            continue
+        if action.nargs == 0:
+            given: dict[str, Any] = {"action": "store_true"}
+        else:
+            kind = next((name for name, value in TYPES.items() if value is action.type), None)
+            given = {"nargs": action.nargs, "metavar": action.metavar, "type": kind}
+            given["choices"] = action.choices and list(action.choices)
+        if action.option_strings and action.required:
+            given["required"] = True
+        names = action.option_strings or [action.dest]
+        options.append({"names": names, **{key: value for key, value in given.items() if value is not None}})
+    return {"options": options, "help": parser.format_help()}
+
+
+if __name__ == "__main__":
+    FILE.write_text(frozen())

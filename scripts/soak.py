@@ -1,0 +1,641 @@
+"""Run random deployments in exact mode, and compare every result with that of the resident model.
+
+    python scripts/soak.py --requests 1000000 --seed 0 --processes 2 --json soak.json
+
+A case is a model (three families, two of them also as quantised checkpoints, and the bundled one; bf16 or fp32),
+options of an offload, and a few texts: forwards, forwards over a cache, and generations, greedy or sampled, in batches
+with left padding, with drafts or without. The resident model computes them first. Offloaded, the logits must have the
+same bits; what was drafted must have the same tokens. What may come out of a case:
+
+    right       as the resident model
+    wrong       other bits or tokens, or a model that was not put back as it was
+    crashed     an exception, or a signal
+    hung        no end within `--seconds`
+
+Options that are refused in one line are counted by that line, and drawn anew. In bf16 a drafted text may part from the
+plain one where the plain model's two largest logits are equal: a tie, which is counted. The run ends when layers have
+requested enough experts. A case depends on the seed and its number alone: `--only N` runs case N of a seed again. The
+exit status is 1 if any case was not right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from random import Random
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads of tiny operations only wait for each other
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.utils import logging
+
+from expertcast import load_offloaded, offload
+from expertcast.checkpoints.provenance import provenance
+from expertcast.checkpoints.store import save_predictor
+from expertcast.data.collector import collect
+from expertcast.data.discovery import find_moe_layers
+from expertcast.data.models import load_model, load_tokenizer
+from expertcast.data.text import bundled_ids, load_documents
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors import ExpertcastError, NextToken, names, predictor_class
+from expertcast.runtime.config import LINKS
+from expertcast.runtime.drafts.names import AUTO, NONE, draft_names
+from expertcast.runtime.links.emulated import EmulatedLink
+from expertcast.runtime.policies import EVICTION, MISS, PRE_EVICTION, PREFETCH, PRESETS, ROUTING, Policies
+from expertcast.runtime.storage.layout import BlockLayout
+from expertcast.training.fit import fit
+from expertcast.training.options import FitOptions
+
+REFERENCE, FP8, MXFP4 = "reference", "qwen3_moe-fp8", "gpt_oss-mxfp4"
+_COMMON: dict[str, Any] = {
+    "vocab_size": 4096, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "max_position_embeddings": 256, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 0,
+    "eos_token_id": None,
+}  # fmt: skip
+CONFIGS: dict[str, PretrainedConfig] = {
+    "qwen3_moe": Qwen3MoeConfig(
+        **_COMMON, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=16, norm_topk_prob=True
+    ),
+    "gpt_oss": GptOssConfig(
+        **_COMMON, num_local_experts=8, num_experts_per_tok=2, intermediate_size=64, sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **{**_COMMON, "num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
+        qk_rope_head_dim=8, v_head_dim=8, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2,
+        n_shared_experts=1, first_k_dense_replace=1, moe_intermediate_size=16, intermediate_size=48,
+    ),
+}  # fmt: skip
+_MODELS = {"qwen3_moe": 4, "deepseek_v3": 4, "gpt_oss": 4, FP8: 1, MXFP4: 1, REFERENCE: 3}
+"""How often each is drawn."""
+_OPTIONS = {
+    "top_k": ["overfetch=1.5", "overfetch=3.0"], "percentile": ["over=token", "over=mass", "percentile=50.0"],
+    "threshold": ["above=0.1", "of=softmax,above=0.04"], "value": ["eviction=always", "least=0.2"],
+    "next_use": ["hedge=false", "horizon=2"], "forecast": ["idle_loads=0", "idle_loads=3"], "marking": ["seed=7"],
+    "fld": ["distance=absolute"], "least_stale": ["order=layer"], "importance": ["alpha=0.0", "alpha=1.0"],
+    "gap": ["literal=true", "tau=0.2,r_max=4"], "substitute": ["tolerance=1.0"], "drop": ["fetched=1"],
+    "cache_aware": ["strength=1.0"], "early_exit": ["layers=1", "layers=3"], "bitsplit": ["shards=1", "shards=3"],
+}  # fmt: skip
+"""Options of policies, drafts and codecs that are drawn beside the defaults."""
+_ESTIMATOR = {"parameters": 80_000, "steps": 8, "step_tokens": 64}
+_PREDICTORS = {
+    "estimator": _ESTIMATOR, "next_token": {"steps": 8, "width": 16},
+    "hybrid": {"candidates": ["linear", "estimator"], "member_configs": {"estimator": _ESTIMATOR}},
+}  # fmt: skip
+_TRACE_TOKENS = 1500
+DRAFTS = [name for name in draft_names() if name != NONE]
+FREE = ("router_input", "next_norm")
+"""Predictors that need no training."""
+LOSSY = Policies(prefetch="none", miss="drop")
+TOTALS = ("requests", "cases", "right", "wrong", "crashed", "hung", "drafted texts", "ties")
+
+
+@dataclass(kw_only=True)
+class Text:
+    """What a model computes."""
+
+    kind: str
+    """forward, cached (forwards over one cache) or generate."""
+    start: int
+    """Of the prompts in the bundled text."""
+    lengths: tuple[int, ...]
+    """Of the prompts, one a row."""
+    new: int = 0
+    sampling: dict[str, float] = field(default_factory=dict)
+    """Greedy where empty."""
+    ends: bool = False
+    """Whether a token that is generated half-way is the last of its row."""
+    draft: str = NONE
+    draft_length: int | None = None
+
+
+@dataclass(kw_only=True)
+class Case:
+    """A model, how it is offloaded, and what it computes."""
+
+    model: str
+    dtype: str
+    kernel: str
+    loaded: bool
+    """From its files, rather than from the resident model."""
+    options: dict[str, Any]
+    texts: list[Text]
+
+
+class Refused(Exception):  # noqa: N818
+    """Options that do not go together."""
+
+
+class World:
+    """Models and what belongs to them, made when they are first used.
+
+    Args:
+        folder: holds the models' files.
+        own: of this process: traces, predictors, stores.
+    """
+
+    def __init__(self, folder: Path, own: Path) -> None:
+        self._folder, self.own = folder, own
+        self.models: dict[tuple[str, str], PreTrainedModel] = {}
+        self._traces: dict[tuple[str, str], TraceDataset] = {}
+        self.ids = bundled_ids(load_tokenizer(REFERENCE), 20_000)
+
+    def path(self, model: str) -> str:
+        return REFERENCE if model == REFERENCE else str(self._folder / model)
+
+    def model(self, name: str, dtype: str) -> PreTrainedModel:
+        """The resident model."""
+        if (name, dtype) not in self.models:
+            self.models[name, dtype] = without_end(load_model(self.path(name), dtype=dtype))
+        return self.models[name, dtype]
+
+    def checkpoint(self, name: str, dtype: str, predictor: str) -> str:
+        """The folder of a predictor that was trained for the model."""
+        folder = self.own / f"{name}-{dtype}" / predictor
+        if not folder.exists():
+            if (name, dtype) not in self._traces:
+                self._traces[name, dtype] = collect(
+                    self.model(name, dtype), load_tokenizer(REFERENCE), load_documents(REFERENCE),
+                    self.own / f"{name}-{dtype}-traces", tokens=_TRACE_TOKENS, window=32, batch_size=8,
+                )  # fmt: skip
+            cls = predictor_class(predictor)
+            ahead = {} if predictor == NextToken.name else {"ahead": (1, 2)}
+            config = cls.config_class(**ahead, **_PREDICTORS.get(predictor, {}))
+            traces = self._traces[name, dtype]
+            fitted = fit(predictor, traces, config=config, options=FitOptions(progress=False))
+            save_predictor(fitted.predictor, folder, view=traces.view)
+        return str(folder)
+
+    @cached_property
+    def assistant(self) -> PreTrainedModel:
+        """A dense model that drafts."""
+        return made(Qwen3Config(**_COMMON, intermediate_size=32))
+
+
+def made(config: PretrainedConfig) -> PreTrainedModel:
+    """A random model, in fp32."""
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if "bias" in name:
+            tensor.data.normal_(std=0.1)
+    return without_end(model)
+
+
+def without_end(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, whose texts end by their length."""
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def make_models(folder: Path) -> None:
+    """Write the families' models, and two of them quantised, into the folder."""
+    tokenizer = load_tokenizer(REFERENCE)
+    for name in (*CONFIGS, FP8, MXFP4):
+        made(CONFIGS[name.partition("-")[0]]).bfloat16().save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    block = (16, 16)
+    _quantise(folder / FP8, _fp8, quant_method="fp8", weight_block_size=block, activation_scheme="dynamic")
+    _quantise(folder / MXFP4, _mxfp4, quant_method="mxfp4", modules_to_not_convert=["lm_head"])
+
+
+def _quantise(folder: Path, convert: Any, **settings: Any) -> None:
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    tensors = load_file(weights)
+    for name in list(tensors):
+        convert(tensors, name)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": settings}))
+
+
+def _fp8(tensors: dict[str, Tensor], name: str) -> None:
+    """Codes, and a scale for each block of 16 x 16."""
+    if ".mlp.experts." not in name and "_proj" not in name:
+        return
+    weight_RC = tensors[name].float()
+    tiles = weight_RC.view(weight_RC.shape[0] // 16, 16, -1, 16)
+    scales = tiles.abs().amax((1, 3)) / 448
+    tensors[name] = (tiles / scales[:, None, :, None]).view_as(weight_RC).to(torch.float8_e4m3fn)
+    tensors[f"{name}_scale_inv"] = scales
+
+
+def _mxfp4(tensors: dict[str, Tensor], name: str) -> None:
+    if name.endswith(("gate_up_proj", "down_proj")):
+        experts, inner, outer = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(256, (experts, outer, inner // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 126, (experts, outer, inner // 32), dtype=torch.uint8)
+
+
+def draw(choose: Random, world: World) -> Case:
+    """A case; some are refused."""
+    model = choose.choices(list(_MODELS), list(_MODELS.values()))[0]
+    dtype = "bf16" if model in (FP8, MXFP4) else choose.choice(("bf16", "bf16", "fp32"))
+    kernel = choose.choice(("grouped_mm", "grouped_mm", "batched_mm"))
+    view = find_moe_layers(world.model(model, dtype))
+    shape, block = view.shape, BlockLayout.of(view).block_bytes
+    options = _forecasts(choose, shape.layers) | _transport(choose, model, dtype)
+    pools = options.pop("pools", {})
+    if pools and choose.random() < 0.9:
+        options |= {"policies": {"prefetch": _named(choose, choose.choice(PREFETCH.names()))}, "cache": True}
+        options.pop("overfetch", None)
+    most = shape.layers * shape.experts
+    slots = min(most, int(shape.top_k * (most / shape.top_k) ** choose.random()) + choose.randrange(2))
+    chosen = options.get("policies", {})
+    scope = PRESETS[chosen].policies.scope if isinstance(chosen, str) else chosen.get("scope")
+    if scope == "layer" and choose.random() < 0.9:
+        slots = max(slots, shape.layers * shape.top_k)
+    if pools or choose.random() < 0.1:
+        options["memory"] = block * (slots + sum(pools.values())) + choose.randrange(block)
+    elif choose.random() < 0.95:
+        options["slots"] = slots
+    if pools:
+        options["pools"] = ",".join(f"{state}={count * block}" for state, count in pools.items())
+    drafts = choose.random() < 0.35
+    if drafts and choose.random() < 0.3:
+        options["draft"] = _named(choose, choose.choice(DRAFTS))
+    texts = [_text(choose, drafts, options) for _ in range(choose.randint(1, 6))]
+    loaded = model in (FP8, MXFP4) or choose.random() < 0.3
+    return Case(model=model, dtype=dtype, kernel=kernel, loaded=loaded, options=options, texts=texts)
+
+
+def _named(choose: Random, name: str) -> str:
+    return f"{name}:{choose.choice(_OPTIONS[name])}" if name in _OPTIONS and choose.random() < 0.4 else name
+
+
+def _forecasts(choose: Random, layers: int) -> dict[str, Any]:
+    """What is forecast, and what policies make of it."""
+    options: dict[str, Any] = {}
+    if choose.random() < 0.15:
+        lossless = [name for name, preset in PRESETS.items() if not preset.policies.lossy]
+        options["policies"] = choose.choice(lossless)
+    elif choose.random() < 0.7:
+        eviction = [cls.name for cls in EVICTION.classes() if not cls.offline]
+        options["policies"] = {
+            "eviction": _named(choose, choose.choice(eviction)),
+            "prefetch": _named(choose, choose.choice(PREFETCH.names())),
+            "pre_eviction": _named(choose, choose.choices(PRE_EVICTION.names(), (3, 1))[0]),
+            "miss": choose.choice([cls.name for cls in MISS.classes() if not cls.lossy]),
+            "routing": choose.choice([cls.name for cls in ROUTING.classes() if not cls.lossy]),
+            "scope": choose.choice(("global", "global", "layer")),
+        }
+    elif choose.random() < 0.3:
+        options["overfetch"] = choose.choice((1.5, 2.0))
+    if choose.random() < 0.7:
+        predictor = options["predictor"] = choose.choice([name for name in names() if name != NextToken.name])
+        if choose.random() < 0.3 and predictor not in FREE:
+            options["ahead"] = 2
+        if choose.random() < 0.3:
+            options["reach"] = choose.randint(1, layers)
+        if choose.random() < 0.3:
+            options["forecasts"] = "worth"
+        if choose.random() < (0.6 if predictor in ("linear", "estimator") else 0.02):
+            options["refit"] = choose.choice((0.1, 1.0))
+        if choose.random() < 0.1:
+            options["drift"] = False
+    if choose.random() < 0.25:
+        options["next_token"] = NextToken.name
+        options["likely"] = choose.choice((0.01, 0.2, 1.0))
+    if choose.random() < 0.2:
+        options["cache"] = False
+    return options
+
+
+def _transport(choose: Random, model: str, dtype: str) -> dict[str, Any]:
+    """Where experts lie and how they come. Pools are in experts."""
+    options: dict[str, Any] = {}
+    if choose.random() < 0.4:
+        shipped = {FP8: "fp8", MXFP4: "mxfp4"}.get(model)
+        codec = "raw" if choose.random() < 0.3 else shipped if shipped and choose.random() < 0.6 else "bitsplit"
+        codec = codec if dtype == "bf16" or choose.random() < 0.1 else "raw"
+        options["store"] = "disk"
+        if codec != "raw":
+            options["codec"] = _named(choose, codec)
+            if choose.random() < 0.5:
+                states = choose.sample(("C", "S", "E"), choose.randint(1, 3))
+                options["pools"] = {state: choose.randint(1, 12) for state in states}
+        if choose.random() < 0.5:
+            options["store_folder"] = f"store-{options.get('codec', 'raw').replace(':', '-')}"
+    links = ("auto", "disk", "paced") if "store" in options else ("auto", "instant", "emulated", "timed", "jitter")
+    link = choose.choice(links) if choose.random() < 0.95 else choose.choice(LINKS)
+    if link == "timed":
+        options |= {"bandwidth": choose.choice((3e8, 1e9, 4e9)), "latency": choose.choice((0.0, 1e-5))}
+    elif link == "paced":
+        options["bandwidth"] = choose.choice((3e8, 4e9))
+    elif link == "jitter":
+        options["link"] = {"bandwidth": 1e9, "latency": 1e-5, "jitter": 1e-4, "seed": choose.randrange(1000)}
+    elif link != "auto":
+        options["link"] = link
+    return options
+
+
+def _text(choose: Random, drafts: bool, options: dict[str, Any]) -> Text:
+    kind = "generate" if drafts else choose.choice(("forward", "cached", "generate", "generate", "generate"))
+    rows, longest = choose.randint(1, 4), choose.choice((4, 12, 40))
+    lengths = tuple(choose.randint(1, longest) for _ in range(rows))
+    if choose.random() < 0.3:
+        lengths = (max(lengths),) * rows
+    text = Text(kind=kind, start=choose.randrange(19_000), lengths=lengths)
+    if kind == "generate":
+        text.new, text.ends = choose.randint(1, 24), choose.random() < 0.2
+        if drafts and choose.random() < 0.8:
+            of_offload = "draft" in options and choose.random() < 0.5
+            text.draft = "config" if of_offload else _named(choose, choose.choice((*DRAFTS, "policies", "assistant")))
+            text.draft_length = None if text.draft == AUTO else choose.choice((None, 1, 2, 3, 5))
+        if choose.random() < 0.3:  # a draft's samples are others of the same distribution: the likeliest alone
+            text.sampling = {"top_k": 1} if text.draft != NONE else choose.choice(
+                ({"temperature": 0.7}, {"top_p": 0.9, "temperature": 1.3}, {"top_k": 20})
+            )  # fmt: skip
+    return text
+
+
+def open_offload(case: Case, world: World) -> Any:
+    """The case's model, offloaded.
+
+    Raises:
+        ExpertcastError: these options do not go together.
+    """
+    fields = dict(case.options)
+    for kind in ("predictor", "next_token"):
+        if fields.get(kind) not in (None, *FREE):
+            fields[kind] = world.checkpoint(case.model, case.dtype, fields[kind])
+    if isinstance(fields.get("policies"), dict):
+        fields["policies"] = Policies(**fields["policies"])
+    if isinstance(fields.get("link"), dict):
+        fields["link"] = EmulatedLink(**fields["link"])
+    if "store_folder" in fields:
+        fields["store_folder"] = world.own / f"{case.model}-{case.dtype}-{case.loaded}-{fields['store_folder']}"
+    if not case.loaded:
+        return offload(world.model(case.model, case.dtype), **fields)
+    options = {"dtype": case.dtype, "device": "cpu", "experts_implementation": case.kernel}
+    offloaded = load_offloaded(world.path(case.model), **options, **fields)
+    without_end(offloaded.model)
+    return offloaded
+
+
+def compute(model: Any, text: Text, world: World, end: int | None = None, **draft: Any) -> tuple[Tensor, list[Tensor]]:
+    """Tokens [B, S], and logits of every forward.
+
+    Args:
+        model: resident or offloaded.
+        text: what it computes.
+        world: has the prompts.
+        end: a token that ends a row.
+        draft: arguments of an offload's `generate`.
+    """
+    longest = max(text.lengths)
+    ids_BS, mask_BS = torch.zeros(2, len(text.lengths), longest, dtype=torch.long)
+    for row, length in enumerate(text.lengths):
+        first = text.start + row * 100
+        ids_BS[row, longest - length :] = torch.tensor(world.ids[first : first + length])
+        mask_BS[row, longest - length :] = 1
+    torch.manual_seed(text.start)
+    if text.kind == "generate":
+        output = model.generate(
+            input_ids=ids_BS, attention_mask=mask_BS, max_new_tokens=text.new, do_sample=bool(text.sampling),
+            eos_token_id=end, return_dict_in_generate=True, output_logits=True, **text.sampling, **draft,
+        )  # fmt: skip
+        return output.sequences, list(output.logits)
+    cuts = range(max(1, longest // 2), longest)[-5:] if text.kind == "cached" else ()
+    past, logits = None, []
+    for begin, stop in itertools.pairwise([0, *cuts, longest]):
+        output = model(
+            input_ids=ids_BS[:, begin:stop], attention_mask=mask_BS[:, :stop], past_key_values=past,
+            use_cache=text.kind == "cached",
+        )  # fmt: skip
+        past, logits = output.past_key_values, [*logits, output.logits]
+    return ids_BS, logits
+
+
+def parted(plain: tuple[Tensor, list[Tensor]], drafted_BS: Tensor, dtype: str) -> tuple[int, str]:
+    """Ties at which drafted rows part from plain ones, and a line about the first row that parts otherwise."""
+    ties, (plain_BS, logits) = 0, plain
+    shared, prompt = min(plain_BS.shape[1], drafted_BS.shape[1]), plain_BS.shape[1] - len(logits)
+    for row in range(len(plain_BS)):
+        differs = (plain_BS[row, :shared] != drafted_BS[row, :shared]).nonzero()
+        if len(differs):
+            first = int(differs[0]) - prompt
+            highest = logits[first][row].float().topk(2).values.tolist()
+            if dtype != "bf16" or highest[0] != highest[1]:
+                return ties, f"row {row} parts at new token {first}, where the plain model's logits are {highest}"
+            ties += 1
+    same = plain_BS.shape == drafted_BS.shape or ties
+    return ties, "" if same else f"{drafted_BS.shape[1]} columns, {plain_BS.shape[1]} without a draft"
+
+
+def run(case: Case, world: World, counts: Counter[str]) -> str:
+    """The resident model's results, then the offload's. What is wrong, in a line.
+
+    Raises:
+        Refused: the project refuses these options.
+    """
+    resident = world.model(case.model, case.dtype)
+    resident.set_experts_implementation(case.kernel)
+    plain, ends = [], []
+    for text in case.texts:
+        found = compute(resident, text, world)
+        ends.append(int(found[0][0, -(text.new // 2) - 1]) if text.ends else None)
+        plain.append(compute(resident, text, world, ends[-1]) if text.ends else found)
+    try:
+        opened = open_offload(case, world)
+    except ExpertcastError as error:
+        raise Refused(str(error)) from error
+    with opened as offloaded:
+        for number, (text, right, end) in enumerate(zip(case.texts, plain, ends, strict=True)):
+            line = compare(offloaded, text, right, world, end, counts, case.dtype)
+            if line:
+                return f"text {number}: {line}"
+        total = offloaded.stats.total
+        counts["requests"] += total.requests
+        counts["steps in chunks"] += total.chunks > total.steps
+    if total.hits + total.misses != total.requests:
+        return f"{total.hits} hits and {total.misses} misses of {total.requests} requests"
+    again = plain[0] if case.loaded else compute(resident, case.texts[0], world, ends[0])
+    return "" if all(map(torch.equal, again[1], plain[0][1])) else "the model was not put back as it was"
+
+
+def compare(
+    offloaded: Any, text: Text, right: tuple[Tensor, list[Tensor]], world: World, end: int | None,
+    counts: Counter[str], dtype: str,
+) -> str:  # fmt: skip
+    """What is wrong with a text's result, in a line; ties are counted."""
+    if text.draft == NONE:
+        tokens, logits = compute(offloaded, text, world, end, **({"draft": NONE} if text.kind == "generate" else {}))
+        if not torch.equal(tokens, right[0]) or len(logits) != len(right[1]):
+            return "other tokens"
+        return "" if all(map(torch.equal, logits, right[1])) else "other logits"
+    objects = {"policies": LOSSY, "assistant": world.assistant, "config": None}
+    draft = objects.get(text.draft, text.draft)
+    try:
+        drafted_BS, _ = compute(offloaded, text, world, end, draft=draft, draft_length=text.draft_length)
+    except ExpertcastError as error:
+        raise Refused(str(error)) from error
+    ties, line = parted(right, drafted_BS, dtype)
+    counts.update({"drafted texts": 1, "ties": ties})
+    return line
+
+
+def run_case(seed: int, number: int, world: World, told: Callable[[Case], None]) -> tuple[str, str, Counter[str]]:
+    """Outcome, a line about it and counts of the first case of this number that is not refused."""
+    counts: Counter[str] = Counter()
+    for attempt in itertools.count():
+        case = draw(Random(f"{seed}:{number}:{attempt}"), world)
+        told(case)
+        own = Counter({f"{name}={value}": 1 for name, value in drawn(case)})
+        try:
+            line = run(case, world, own)
+        except Refused as error:
+            counts["refused: " + re.sub(r"\d[\d.e+-]*", "N", str(error).replace(str(world.own), ""))] += 1
+            continue
+        except Exception as error:
+            traceback.print_exc()
+            at, lines = traceback.extract_tb(error.__traceback__)[-1], [*str(error).splitlines(), ""]
+            world.models.pop((case.model, case.dtype), None)  # it may be offloaded still
+            return "crashed", f"{type(error).__name__}: {lines[0]} ({Path(at.filename).name}:{at.lineno})", counts
+        return ("wrong" if line else "right"), line, counts + own
+    raise AssertionError
+
+
+def drawn(case: Case) -> Iterator[tuple[str, object]]:
+    """What the case tries, for the counts."""
+    yield from {"model": case.model, "dtype": case.dtype, "kernel": case.kernel, "loaded": case.loaded}.items()
+    for name, value in case.options.items():
+        if isinstance(value, dict):
+            yield from value.items() if name == "policies" else [(name, "jitter")]
+        elif name not in ("memory", "slots", "store_folder", "pools"):
+            yield name, value
+        else:
+            yield name, "given"
+    for text in case.texts:
+        yield "text", text.kind
+        yield "rows", len(text.lengths)
+        if text.kind == "generate":
+            yield "draft", text.draft
+
+
+def work(connection: Connection, folder: Path, own: Path, args: argparse.Namespace, first: int) -> None:
+    """Cases one after another, until the process is ended."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    own.mkdir()
+    with torch.no_grad():
+        world = World(folder, own)
+        for number in itertools.count(first, args.processes):
+            faulthandler.dump_traceback_later(args.seconds, exit=True)
+            connection.send(run_case(args.seed, number, world, lambda case: connection.send(str(case))))
+
+
+def results(folder: Path, args: argparse.Namespace) -> Iterator[tuple[int, str, str, str, Counter[str]]]:
+    """Number, text, outcome, a line about it and counts of every case, as they end.
+
+    Cases run in forks. The process that forks runs no tensor operation itself: threads that those start would not be
+    there in the fork. A process that a case ended is followed by another one.
+    """
+    context, started = multiprocessing.get_context("fork"), itertools.count()
+    maker = context.Process(target=make_models, args=(folder,))
+    maker.start()
+    maker.join()
+    running: dict[Any, tuple[Any, int, str, float]] = {}
+
+    def start(number: int) -> None:
+        here, there = context.Pipe(duplex=False)
+        own = folder / f"process-{next(started)}"
+        process = context.Process(target=work, args=(there, folder, own, args, number), daemon=True)
+        process.start()
+        there.close()
+        running[here] = process, number, "", time.monotonic()
+
+    for index in range(args.processes):
+        start(index if args.only is None else args.only)
+    try:
+        while True:
+            for connection in wait(list(running)):
+                process, number, case, begun = running[connection]
+                try:
+                    said = connection.recv()
+                except EOFError:
+                    process.join()
+                    hung = time.monotonic() - begun >= args.seconds
+                    del running[connection]
+                    start(number + args.processes)
+                    yield number, case, "hung" if hung else "crashed", f"exit status {process.exitcode}", Counter()
+                    continue
+                if isinstance(said, str):
+                    running[connection] = process, number, said, begun
+                    continue
+                running[connection] = process, number + args.processes, "", time.monotonic()
+                yield number, case, *said
+    finally:
+        for process, *_ in running.values():
+            process.terminate()
+            process.join()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run it; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1_000_000, help="expert requests (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=1, help="that run cases (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=300, help="after which a case hangs (default: %(default)s)")
+    parser.add_argument("--only", type=int, metavar="N", help="case N alone")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
+    args = parser.parse_args(argv)
+    args.processes = args.processes if args.only is None else 1
+    begun, counts, failures = time.monotonic(), Counter[str](), []
+    with tempfile.TemporaryDirectory() as temporary, closing(results(Path(temporary), args)) as cases:
+        for number, case, outcome, line, own in cases:
+            counts.update({**own, "cases": 1, outcome: 1})
+            again = f"--seed {args.seed} --only {number}"
+            print(f"{again}: {case}: {outcome}, {own['requests']} requests {line}", flush=True)
+            if outcome != "right":
+                failures.append({"run again": again, "case": case, "outcome": outcome, "line": line})
+            last = args.only is not None or counts["requests"] >= args.requests
+            if last or counts["cases"] % 20 == 0:
+                totals = ", ".join(f"{counts[name]} {name}" for name in TOTALS)
+                print(f"[{time.monotonic() - begun:.0f} s] {totals}", flush=True)
+            if last:
+                break
+    if args.json:
+        about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "seed": args.seed, **provenance()}
+        totals = {name: counts.pop(name, 0) for name in TOTALS}
+        values = {**about, "seconds": time.monotonic() - begun, **totals, "failures": failures, "counts": dict(counts)}
+        args.json.write_text(json.dumps(values, indent=2) + "\n")
+    return int(bool(failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
