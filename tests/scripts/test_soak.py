@@ -41,19 +41,20 @@ def test_what_hangs_is_counted_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("logits", "dtype", "ties", "line"),
+    ("logits", "dtype", "rounding", "ties", "line"),
     [
-        ([[0.0, 3.0, 3.0]], "bf16", 1, ""),
-        ([[0.0, 3.0, 2.0]], "bf16", 0, "row 0 parts at new token 0, where the plain model's logits are [3.0, 2.0]"),
-        ([[0.0, 3.0, 3.0]], "fp32", 0, "row 0 parts at new token 0, where the plain model's logits are [3.0, 3.0]"),
+        ([0.0, 3.0, 3.0], "bf16", 0.0, {"ties": 1}, ""),
+        ([0.0, 3.0, 2.0], "bf16", 1.0, {"near ties": 1}, ""),
+        ([0.0, 3.0, 2.0], "bf16", 0.9, {}, "row 0 parts at new token 0, where the plain model's token leads by 1.0"),
+        ([0.0, 3.0, 3.0], "fp32", 9.0, {}, "row 0 parts at new token 0, where the plain model's token leads by 0.0"),
     ],
 )
-def test_drafts_part_at_ties_alone(
-    logits: list[list[float]], dtype: str, ties: int, line: str, monkeypatch: pytest.MonkeyPatch
+def test_drafts_part_where_rounding_decides(
+    logits: list[float], dtype: str, rounding: float, ties: dict[str, int], line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     from soak import parted
 
-    plain = torch.tensor([[7, 1]]), [torch.tensor(logits)]
-    assert parted(plain, torch.tensor([[7, 1]]), dtype) == (0, "")
-    assert parted(plain, torch.tensor([[7, 2]]), dtype) == (ties, line)
+    plain = torch.tensor([[7, 1]]), [torch.tensor([logits])]
+    assert parted(plain, torch.tensor([[7, 1]]), dtype, lambda *_: rounding) == ({}, "")
+    assert parted(plain, torch.tensor([[7, 2]]), dtype, lambda *_: rounding) == (ties, line)
