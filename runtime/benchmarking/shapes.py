@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from expertcast.checkpoints.bundled import BUNDLED
+from expertcast.checkpoints.files import CONFIG
 from expertcast.data.devices import free_memory
 from expertcast.data.models import REFERENCE, meta_model, torch_dtype
 from expertcast.predictors import ExpertcastError
@@ -101,6 +103,22 @@ SHAPES = {
     ),
     REFERENCE: Shape(hub_id="the bundled model", model_type="qwen3_moe", values=_reference_values()),
 }
+
+
+def is_shape(name: str) -> bool:
+    """Whether a word is a shape's name; a path never is.
+
+    Raises:
+        ExpertcastError: a model lies here in a folder of that name.
+    """
+    if name not in SHAPES:
+        return False
+    here = Path(name)
+    if (here / CONFIG).is_file() and not here.samefile(BUNDLED):
+        raise ExpertcastError(
+            f"{name!r} is a shape, and {here.absolute()} is a model's folder: give ./{name} for the folder, or rename it"
+        )
+    return True
 
 
 def build_shape(
