@@ -64,9 +64,7 @@ def load_model(model_id: str | Path, *, dtype: str = "auto", device: str = "cpu"
     return model.eval()
 
 
-def _check_room(
-    source: ModelSource, config: PretrainedConfig, dtype: torch.dtype | None, device: torch.device
-) -> None:
+def _check_room(source: ModelSource, config: PretrainedConfig, dtype: torch.dtype | None, device: torch.device) -> None:
     """Say that a model does not fit, before the system ends the process that loads it.
 
     Raises:
@@ -79,8 +77,8 @@ def _check_room(
     if available is not None and needed > available:
         kind = "" if device.type == "cpu" else f"{device.type} "
         raise ExpertcastError(
-            f"{source.name!r} needs {needed} bytes of {kind}memory and {available} are available: run it from a disk by "
-            "--store-folder of generate, serve, collect, train or eval (in Python load_offloaded with store='disk')"
+            f"{source.name!r} needs {needed} bytes of {kind}memory and {available} are available: run it from a disk "
+            "by --store-folder of generate, serve, collect, train or eval (in Python load_offloaded with store='disk')"
         )
 
 

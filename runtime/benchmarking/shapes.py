@@ -116,7 +116,8 @@ def is_shape(name: str) -> bool:
     here = Path(name)
     if (here / CONFIG).is_file() and not here.samefile(BUNDLED):
         raise ExpertcastError(
-            f"{name!r} is a shape, and {here.absolute()} is a model's folder: give ./{name} for the folder, or rename it"
+            f"{name!r} is a shape, and {here.absolute()} is a model's folder: give ./{name} for the folder, or rename "
+            "it for the shape"
         )
     return True
 

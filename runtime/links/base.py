@@ -22,7 +22,6 @@ from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
-
 MOST_LATENCY_S = 3600
 
 

@@ -151,9 +151,7 @@ def curve_table(curve: dict[str, dict[str, float]]) -> str:
     return aligned(rows)
 
 
-def _write_report(
-    out: Path, result: Json, traces: TraceDataset, fitted: Mapping[str, Fitted], chosen: str
-) -> Path:
+def _write_report(out: Path, result: Json, traces: TraceDataset, fitted: Mapping[str, Fitted], chosen: str) -> Path:
     predictors = {name: fitted[name].predictor for name in result["recall_at_k"]}
     return write_report(
         out,
