@@ -46,7 +46,7 @@ def _luminance(colour: str) -> float:
 
 
 def views(evaluation: Json, examples: Json | None, chosen: str) -> Json:
-    """What the template reads beside the rows of :func:`routing_rows`; `chosen` is the predictor that is shown first."""
+    """What the template reads beside the rows of :func:`routing_rows`; the `chosen` predictor is shown first."""
     recall = evaluation["recall_at_k"]
     columns = [[result["mean"], *result["per_layer"]] for result in recall.values()]
     return {

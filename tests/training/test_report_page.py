@@ -118,9 +118,8 @@ def test_what_validation_chose_is_marked_and_not_the_best_on_test(values: dict[s
         if {found.get("class") for _, found, _ in row[1:]} & {"best", "chosen"}
     ]
     assert {name for _, name in marked} == {"same"}
-    assert {"mean over layers, chained", "recall@k per layer, teacher-forced", "calibration error"} <= dict(
-        marked
-    ).keys()
+    captions = {"mean over layers, chained", "recall@k per layer, teacher-forced", "calibration error"}
+    assert captions <= {caption for caption, _ in marked}
     for said in ("same, which had the highest recall@k on the validation split, is marked", "forecast: here by same,"):
         assert any(said in text for _, _, text in page.texts), said
 
