@@ -129,6 +129,8 @@ class OffloadConfig:
             raise ExpertcastError(f"refit={self.refit}: give milliseconds per token, 0 to {MOST_REFIT_MS:g}")
         if self.store_folder is not None and self.store != "disk":
             raise ExpertcastError("store_folder belongs to store='disk': leave it out")
+        if self.store_folder == "":
+            raise ExpertcastError("store_folder='': give a folder, '.' for the current one")
         if self.codec not in (None, "raw"):
             check_codec(self.codec)
             if self.store != "disk":
