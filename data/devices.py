@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from expertcast.data.memory import available_memory
 from expertcast.predictors.errors import ExpertcastError
 
 
@@ -42,3 +43,12 @@ def with_index(device: str | torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can be allocated on a device now: a GPU's own memory, with what torch has reserved there and does not
+    use, or the host's; None where the system does not say."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    return available_memory() if device.type == "cpu" else None

@@ -22,9 +22,9 @@ from transformers import (
 
 from expertcast.checkpoints.bundled import REFERENCE as REFERENCE
 from expertcast.checkpoints.bundled import resolve_model as resolve_model
+from expertcast.data.devices import free_memory
 from expertcast.data.devices import torch_device as torch_device
 from expertcast.data.devices import torch_dtype as torch_dtype
-from expertcast.data.memory import available_memory
 from expertcast.data.quantisation import FP8, MXFP4, Quantised, forget_quantisation
 from expertcast.data.release import check_release
 from expertcast.data.source import ModelSource
@@ -40,7 +40,8 @@ _DEQUANTISED = {FP8: FineGrainedFP8Config, MXFP4: Mxfp4Config}
 def load_model(model_id: str | Path, *, dtype: str = "auto", device: str = "cpu", **options: object) -> PreTrainedModel:
     """A causal LM (or one that reads images beside text) in eval mode, from a local folder, the hub or a GGUF file.
 
-    What is quantised is dequantised.
+    What is quantised is dequantised. Each tensor goes to the device as soon as it is read: host memory never holds the
+    whole of a model for a GPU.
 
     Args:
         model_id: whose.
@@ -48,46 +49,50 @@ def load_model(model_id: str | Path, *, dtype: str = "auto", device: str = "cpu"
         options: of `from_pretrained`, such as `revision`.
 
     Raises:
-        ExpertcastError: it cannot be loaded, is quantised in a form that is not read, or needs more memory than there
-            is; the line carries the reason.
+        ExpertcastError: it cannot be loaded, is quantised in a form that is not read, or needs more of the device's
+            memory than there is; the line carries the reason.
     """
-    source, wanted = ModelSource.of(model_id, options), torch_dtype(dtype)
+    source, wanted, target = ModelSource.of(model_id, options), torch_dtype(dtype), torch.device(device)
     config = load_config(source)
     form = form_of(config, source)
-    _check_room(source, config, wanted)
+    _check_room(source, config, wanted, target)
     if form is None or form.method in _DEQUANTISED:
-        model = _by_transformers(source, config, form, wanted)
+        model = _by_transformers(source, config, form, wanted, target)
     else:
-        model = _tensor_by_tensor(source, config, form, wanted)
+        model = _tensor_by_tensor(source, config, form, wanted, target)
     model.config._name_or_path = source.name
-    loaded: PreTrainedModel = model.to(torch.device(device)).eval()
-    return loaded
+    return model.eval()
 
 
-def _check_room(source: ModelSource, config: PretrainedConfig, dtype: torch.dtype | None) -> None:
+def _check_room(source: ModelSource, config: PretrainedConfig, dtype: torch.dtype | None, device: torch.device) -> None:
     """Say that a model does not fit, before the system ends the process that loads it.
 
     Raises:
-        ExpertcastError: its weights need more memory than there is.
+        ExpertcastError: its weights need more of the device's memory than there is.
     """
-    available, own = available_memory(), deepcopy(config)
+    available, own = free_memory(device), deepcopy(config)
     forget_quantisation(own)
     model = meta_model(own, dtype or getattr(config, "dtype", None) or torch.bfloat16, source=source)
     needed = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     if available is not None and needed > available:
+        kind = "" if device.type == "cpu" else f"{device.type} "
         raise ExpertcastError(
-            f"{source.name!r} needs {needed} bytes of memory and {available} are available: run it from a disk by "
-            "--store-folder of generate, serve, collect, train or eval (in Python load_offloaded with store='disk')"
+            f"{source.name!r} needs {needed} bytes of {kind}memory and {available} are available: run it from a disk "
+            "by --store-folder of generate, serve, collect, train or eval (in Python load_offloaded with store='disk')"
         )
 
 
 def _by_transformers(
-    source: ModelSource, config: PretrainedConfig, form: Quantised | None, wanted: torch.dtype | None
+    source: ModelSource,
+    config: PretrainedConfig,
+    form: Quantised | None,
+    wanted: torch.dtype | None,
+    device: torch.device,
 ) -> PreTrainedModel:
     plain = {} if form is None else {"quantization_config": _DEQUANTISED[form.method](dequantize=True)}
     try:
         model: PreTrainedModel = auto_class(config).from_pretrained(
-            source.path, config=config, dtype=wanted or "auto", **source.options, **plain
+            source.path, config=config, dtype=wanted or "auto", device_map={"": device}, **source.options, **plain
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:  # missing or damaged
         raise source.failure(error) from error
@@ -99,13 +104,13 @@ def _by_transformers(
 
 
 def _tensor_by_tensor(
-    source: ModelSource, config: PretrainedConfig, form: Quantised, wanted: torch.dtype | None
+    source: ModelSource, config: PretrainedConfig, form: Quantised, wanted: torch.dtype | None, device: torch.device
 ) -> PreTrainedModel:
     forget_quantisation(config)
     model = meta_model(config, wanted, source=source)
     wanted = wanted or getattr(config, "dtype", None)
     with open_weights(source, form, model, wanted) as files:
-        return model_of(model.to(wanted or files.dtype), files.tensors, source)
+        return model_of(model.to(wanted or files.dtype), files.tensors, source, device)
 
 
 def load_tokenizer(model_id: str | Path, **options: object) -> PreTrainedTokenizerBase:

@@ -18,7 +18,7 @@ from expertcast.predictors.artefacts import read_json
 from expertcast.predictors.fields import field_docs
 from expertcast.predictors.plain import Json
 from expertcast.runtime.drafts.names import NONE, check_draft
-from expertcast.runtime.links.base import Link
+from expertcast.runtime.links.base import Link, check_rate
 from expertcast.runtime.option_values import check_types, from_plain, pool_bytes, size_bytes, to_plain
 from expertcast.runtime.policies import PRESETS, Policies
 from expertcast.runtime.storage.codecs import check_codec
@@ -118,12 +118,19 @@ class OffloadConfig:
             raise ExpertcastError("give slots or memory, not both")
         if self.memory is not None:
             size_bytes(self.memory)
+        check_rate(self.bandwidth, self.latency)
+        if self.ahead < 1:
+            raise ExpertcastError(f"ahead={self.ahead}: give a number of layers, 1 or more")
+        if not 0 <= self.min_recall <= 1:
+            raise ExpertcastError(f"min_recall={self.min_recall}: give a share of 0 to 1, such as 0.9")
         if not 0 < self.likely <= 1:
             raise ExpertcastError(f"likely={self.likely}: give a probability above 0 and up to 1, such as 0.2")
         if not 0 <= self.refit <= MOST_REFIT_MS:
             raise ExpertcastError(f"refit={self.refit}: give milliseconds per token, 0 to {MOST_REFIT_MS:g}")
         if self.store_folder is not None and self.store != "disk":
             raise ExpertcastError("store_folder belongs to store='disk': leave it out")
+        if self.store_folder == "":
+            raise ExpertcastError("store_folder='': give a folder, '.' for the current one")
         if self.codec not in (None, "raw"):
             check_codec(self.codec)
             if self.store != "disk":

@@ -35,7 +35,7 @@ from expertcast.runtime.arguments import slot_count
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.offloaded import OffloadedModel
 from expertcast.runtime.offloading import offload
-from expertcast.runtime.recording.observer import Observer
+from expertcast.runtime.recording.observer import Observer, check_observers
 from expertcast.runtime.storage.coded_store import CodedStore
 from expertcast.runtime.storage.expert_sources import ExpertSources
 from expertcast.runtime.storage.shipped_experts import Shipped, ShippedExperts
@@ -79,6 +79,7 @@ def load_offloaded(
     check_release("offloading")
     options, own = ModelSource.split(fields, [field.name for field in dataclasses.fields(OffloadConfig)])
     config = OffloadConfig.of(config, own)
+    check_observers(observers)
     target, source = torch_device(device), ModelSource.of(model_id, options)
     wanted = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype or "auto")
     skeleton = meta_model(source)

@@ -29,7 +29,7 @@ from expertcast.runtime.engine.seam import EXPERTS_NAME, is_attached
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.offload_parts import OffloadParts
 from expertcast.runtime.offloaded import OffloadedModel
-from expertcast.runtime.recording.observer import Observer
+from expertcast.runtime.recording.observer import Observer, check_observers
 from expertcast.runtime.storage.layout import device_of
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_link, make_store
@@ -51,11 +51,13 @@ def offload(
         in mode 'exact', or have no effect, are warned of.
 
     Raises:
-        ExpertcastError: no model, too few slots, an unknown option, mode, link or predictor, a predictor of another
-            model, a model that is offloaded already, has no weights or is not supported; or transformers is too old.
+        ExpertcastError: no model, too few slots, an unknown option, mode, link or predictor, other observers, a
+            predictor of another model, a model that is offloaded already, has no weights or is not supported; or
+            transformers is too old.
     """
     check_release("offloading")
     config = OffloadConfig.of(config, fields)
+    check_observers(observers)
     if not hasattr(model, "modules"):
         raise ExpertcastError(f"{reprlib.repr(model)} is no loaded model: expertcast.load_offloaded(...) loads one")
     _refuse_offloaded(model)

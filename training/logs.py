@@ -31,7 +31,7 @@ def log_evaluation(folder: Path, name: str, evaluation: Json, settings: Json) ->
     metrics = {f"test/{metric}": evaluation[metric][name]["mean"] for metric in _METRICS}
     metrics["test/ece"] = evaluation["calibration"][name]["ece"]
     with SummaryWriter(str(run)) as writer:
-        for file_name, figure in figures_of(evaluation).items():
+        for file_name, figure in figures_of(evaluation, name).items():
             writer.add_figure(Path(file_name).stem, figure)
         writer.add_hparams(parameters, metrics, run_name=".", global_step=0)
     return run

@@ -98,7 +98,7 @@ function heatMap() {
 function passages() {
   const box = document.getElementById("passages");
   if (!box) return;
-  let predictor = data.predictors.indexOf(data.best), layer = 0;
+  let predictor = data.predictors.indexOf(data.chosen), layer = 0;
   const show = () => {
     document.querySelectorAll("#passages p.text").forEach((text, index) => {
       const found = data.passages[index][data.predictors[predictor]];

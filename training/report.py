@@ -9,7 +9,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -25,7 +25,7 @@ from expertcast.training import figures
 from expertcast.training.inline_svg import inline_svg
 from expertcast.training.report_rows import curve_rows, distance_rows, quality_rows, routing_rows
 from expertcast.training.report_sources import now
-from expertcast.training.report_views import band_class, best_predictor, views
+from expertcast.training.report_views import band_class, views
 from expertcast.training.results import Curve
 
 PAGE = "index.html"
@@ -35,8 +35,6 @@ RECALL, RANKS, CALIBRATION = "recall.png", "rank_alignment.png", "calibration.pn
 COVERED, CURVE, QUALITY, EXPERTS = "weight_covered.png", "learning_curve.png", "quality.png", "experts.png"
 FILES = (PAGE, DATA, RECALL, COVERED, EXPERTS, RANKS, CALIBRATION, CURVE, QUALITY)
 DPI = 110
-LOWER_IS_BETTER = {"mismatch", "ECE"}
-NOT_RANKED = {"soft match"}
 Cell = str | float | int | None
 
 
@@ -44,6 +42,7 @@ def write_report(
     folder: Path | str,
     evaluation: Json,
     *,
+    chosen: str,
     learning_curve: Curve | None = None,
     quality: Json | None = None,
     examples: Json | None = None,
@@ -60,11 +59,13 @@ def write_report(
         calibration.png       reliability of the forecast probabilities
         learning_curve.png    recall against training tokens (when given)
         quality.png           what each way to run costs the model (when given)
-        report.json           the numbers: evaluation, learning_curve, quality, examples, provenance
+        report.json           the numbers: evaluation, chosen, learning_curve, quality, examples, provenance
 
     Args:
         folder: where to; made if it is not there.
         evaluation: `Evaluation.as_dict()`; further keys are kept in report.json.
+        chosen: name of the predictor with the highest recall@k on the validation split; the page marks it, and never
+            the best of the numbers that it shows.
         learning_curve: per predictor, mean recall@k by number of training tokens.
         quality: result of the quality harness, or its `runs`.
         examples: text with what was forecast of each token (:func:`expertcast.training.example_text.example_text`).
@@ -80,12 +81,13 @@ def write_report(
     """
     folder = Path(folder)
     _check(folder)
-    drawn = figures_of(evaluation, learning_curve, quality)
+    drawn = figures_of(evaluation, chosen, learning_curve, quality)
     data = {
         "format": FORMAT,
         "title": title,
         "provenance": {"date": now(), **running_provenance()} if provenance is None else dict(provenance),
         "evaluation": dict(evaluation),
+        "chosen": chosen,
         "learning_curve": learning_curve,
         "quality": quality,
         "examples": examples,
@@ -96,8 +98,10 @@ def write_report(
     return folder / PAGE
 
 
-def figures_of(evaluation: Json, learning_curve: Curve | None = None, quality: Json | None = None) -> dict[str, Figure]:
-    """The report's figures by file name."""
+def figures_of(
+    evaluation: Json, chosen: str, learning_curve: Curve | None = None, quality: Json | None = None
+) -> dict[str, Figure]:
+    """The report's figures by file name; `chosen` is the predictor whose experts are drawn."""
     drawn = {
         RECALL: figures.recall_by_layer(evaluation),
         COVERED: figures.recall_by_layer(evaluation, "weight_covered"),
@@ -105,7 +109,7 @@ def figures_of(evaluation: Json, learning_curve: Curve | None = None, quality: J
         CALIBRATION: figures.calibration(evaluation),
     }
     if "per_expert" in evaluation:
-        drawn[EXPERTS] = figures.expert_recall(evaluation, best_predictor(evaluation))
+        drawn[EXPERTS] = figures.expert_recall(evaluation, chosen)
     if learning_curve:
         drawn[CURVE] = figures.learning_curve(learning_curve)
     if quality:
@@ -165,33 +169,15 @@ def page(data: Json, drawn: Mapping[str, Figure]) -> str:
     shown |= (
         distance_rows(data["evaluation"])
         | quality_rows(data["quality"] or {})
-        | views(data["evaluation"], data["examples"])
+        | views(data["evaluation"], data["examples"], data["chosen"])
     )
     environment.globals |= {
-        "best_cells": best_cells,
         "band_class": band_class,
         "cell": cell,
         "picture": lambda name, description: inline_svg(drawn[name], Path(name).stem, description),
         "script": Markup((here / "report.js").read_text()),
     }
     return environment.get_template("report.html").render(**data, **shown)
-
-
-def best_cells(headings: Sequence[str], rows: Sequence[Sequence[Cell]], ranked: str | None) -> list[Cell]:
-    """The best value of each column, None where it has none to mark.
-
-    Args:
-        ranked: what every column measures, "" when each column's heading says it, None to mark nothing.
-    """
-    best: list[Cell] = [None]
-    for column, heading in enumerate(headings[1:], start=1):
-        what = ranked or heading
-        values = [value for row in rows if isinstance(value := row[column], int | float)]
-        if ranked is None or what in NOT_RANKED or len(set(values)) < 2:
-            best.append(None)
-        else:
-            best.append(min(values) if what in LOWER_IS_BETTER else max(values))
-    return best
 
 
 def cell(value: Cell, digits: int | str = 3) -> str:

@@ -45,30 +45,22 @@ def _luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def best_predictor(evaluation: Json) -> str:
-    """The one with the highest mean recall@k."""
+def views(evaluation: Json, examples: Json | None, chosen: str) -> Json:
+    """What the template reads beside the rows of :func:`routing_rows`; the `chosen` predictor is shown first."""
     recall = evaluation["recall_at_k"]
-    best: str = max(recall, key=lambda name: recall[name]["mean"] or 0.0)
-    return best
-
-
-def views(evaluation: Json, examples: Json | None) -> Json:
-    """What the template reads beside the rows of :func:`routing_rows`."""
-    recall, best = evaluation["recall_at_k"], best_predictor(evaluation)
     columns = [[result["mean"], *result["per_layer"]] for result in recall.values()]
     return {
         "predictors": list(recall),
-        "best_predictor": best,
         "bands": BANDS,
         "band_colours": band_colours(),
         "heat": [list(row) for row in zip(*columns, strict=True)],
         "chance_row": [evaluation["chance"]["recall_at_k"]] * len(recall),
         "passages": []
         if examples is None
-        else [_passage(each, best, evaluation["k"]) for each in examples["passages"]],
+        else [_passage(each, chosen, evaluation["k"]) for each in examples["passages"]],
         "note": None if examples is None else examples["note"],
-        **_rare_experts(evaluation, best),
-        "script_data": _script_data(evaluation, examples, best),
+        **_rare_experts(evaluation, chosen),
+        "script_data": _script_data(evaluation, examples, chosen),
     }
 
 
@@ -80,12 +72,12 @@ def _passage(passage: Json, name: str, top_k: int) -> Json:
     return {"document": passage["document"], "domain": passage["domain"], "tokens": tokens}
 
 
-def _rare_experts(evaluation: Json, best: str) -> Json:
-    """The experts that the best predictor finds least often, with what the others find of them."""
+def _rare_experts(evaluation: Json, chosen: str) -> Json:
+    """The experts that the chosen predictor finds least often, with what the others find of them."""
     if "per_expert" not in evaluation:
         return {"rare": [], "rare_headings": []}
     used, found = evaluation["per_expert"]["used"], evaluation["per_expert"]["found"]
-    names = [best, *(name for name in found if name != best)]
+    names = [chosen, *(name for name in found if name != chosen)]
     least = LEAST_USE * evaluation["tokens"] * evaluation["k"] / evaluation["experts"]
     rows = [
         [f"layer {layer}, expert {expert}", count, count / evaluation["tokens"]]
@@ -100,7 +92,7 @@ def _rare_experts(evaluation: Json, best: str) -> Json:
     }
 
 
-def _script_data(evaluation: Json, examples: Json | None, best: str) -> Json:
+def _script_data(evaluation: Json, examples: Json | None, chosen: str) -> Json:
     heat = {}
     for form, suffix, names in forms_of(evaluation):
         for key, heading in shown_metrics(evaluation).items():
@@ -117,7 +109,7 @@ def _script_data(evaluation: Json, examples: Json | None, best: str) -> Json:
         heat[f"recall@k, {distance} layers ahead"] = {"values": values, "chance": chance}
     return {
         "bands": BANDS,
-        "best": best,
+        "chosen": chosen,
         "predictors": list(evaluation["recall_at_k"]),
         "targets": [str(layer) for layer in evaluation["targets"]],
         "k": evaluation["k"],

@@ -62,21 +62,25 @@ def open_weights(
 
 
 def model_of(
-    model: PreTrainedModel, tensors: Mapping[str, Tensor | TensorFile], source: ModelSource
+    model: PreTrainedModel,
+    tensors: Mapping[str, Tensor | TensorFile],
+    source: ModelSource,
+    device: str | torch.device = "cpu",
 ) -> PreTrainedModel:
-    """A model in eval mode, on the CPU, by transformers' own loading.
+    """A model in eval mode, by transformers' own loading.
 
     Args:
         model: without weights, in the dtype to load; its configuration says nothing of quantisation.
         tensors: by the names that transformers reads.
         source: whose.
+        device: where each tensor goes as soon as it is read.
 
     Raises:
         ExpertcastError: transformers refuses them.
     """
     try:
         made: PreTrainedModel = type(model).from_pretrained(
-            None, config=model.config, state_dict=dict(tensors), dtype=model.dtype
+            None, config=model.config, state_dict=dict(tensors), dtype=model.dtype, device_map={"": device}
         )
         if "gguf_file" not in source.options:
             made.generation_config = _generation_config(source)

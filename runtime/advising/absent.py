@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -19,7 +18,7 @@ from expertcast.runtime.advising.advice import milliseconds
 from expertcast.runtime.advising.advise import WORTH
 from expertcast.runtime.arguments import recall_per_layer, slot_count
 from expertcast.runtime.benchmarking.routing_tables import RoutingOptions
-from expertcast.runtime.benchmarking.shapes import SHAPES, Shape
+from expertcast.runtime.benchmarking.shapes import SHAPES, Shape, is_shape
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.timed.compare import as_graph, compare
@@ -49,13 +48,9 @@ class AbsentModel:
 
         Raises:
             ExpertcastError: no config there, a family whose launches were not counted, layers without experts, or not
-                so many layers.
+                so many layers; or a shape's name that is a model's folder here, too.
         """
-        shape = (
-            SHAPES[name]
-            if name in SHAPES and not Path(name).exists()
-            else Shape.of(load_config(ModelSource.of(name, options)))
-        )
+        shape = SHAPES[name] if is_shape(name) else Shape.of(load_config(ModelSource.of(name, options)))
         step_costs(shape)  # which refuses a family
         most = shape.layers
         if layers is not None and not 1 <= layers <= most:

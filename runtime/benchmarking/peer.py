@@ -6,7 +6,6 @@ a module's weights before its forward and drop them after it; what fits the memo
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import statistics
 
@@ -20,7 +19,6 @@ from expertcast.runtime.benchmarking.decoding import Decoding, decode_greedily, 
 from expertcast.runtime.benchmarking.shapes import weight_bytes
 from expertcast.runtime.engine.kernels import kernel_name
 
-MISSING = "accelerate is not installed: pip install accelerate to compare with its CPU offload"
 ON_CPU = (
     "the model computes on the CPU, where its weights are: accelerate moves nothing here, so its time shows what its "
     "hooks cost and not what its copies cost; moved_bytes is what it would move per token, and least_tpot_s those "
@@ -48,10 +46,8 @@ def measure_peer(
         truth: the first tokens of what it must decode.
 
     Returns:
-        `tpot_s`, `ttft_s`, `moved_bytes` per token, `identical`, `note`; or only `skipped`, with the reason.
+        `tpot_s`, `ttft_s`, `moved_bytes` per token, `identical`, `note`.
     """
-    if importlib.util.find_spec("accelerate") is None:
-        return {"skipped": MISSING}
     device = prompt_ids.device
     model.to("cpu")
     try:

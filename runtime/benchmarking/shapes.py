@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from expertcast.checkpoints.bundled import BUNDLED
-from expertcast.data.memory import available_memory
+from expertcast.checkpoints.files import CONFIG
+from expertcast.data.devices import free_memory
 from expertcast.data.models import REFERENCE, meta_model, torch_dtype
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.plain import Json
@@ -104,6 +105,23 @@ SHAPES = {
 }
 
 
+def is_shape(name: str) -> bool:
+    """Whether a word is a shape's name; a path never is.
+
+    Raises:
+        ExpertcastError: a model lies here in a folder of that name.
+    """
+    if name not in SHAPES:
+        return False
+    here = Path(name)
+    if (here / CONFIG).is_file() and not here.samefile(BUNDLED):
+        raise ExpertcastError(
+            f"{name!r} is a shape, and {here.absolute()} is a model's folder: give ./{name} for the folder, or rename "
+            "it for the shape"
+        )
+    return True
+
+
 def build_shape(
     name: str,
     *,
@@ -170,7 +188,7 @@ def check_memory(name: str, layers: int, dtype: torch.dtype, device: torch.devic
     per_layer, rest = two - one, 2 * one - two
     # one more layer: while experts are packed, one layer exists twice
     needed = rest + (layers + 1) * per_layer
-    if needed <= free:
+    if free is None or needed <= free:
         return
     fit = (free - rest) // per_layer - 1
     remedy = f"give --layers {fit} or fewer" if fit >= 1 else "take a smaller shape; not even --layers 1 fits"
@@ -178,14 +196,6 @@ def check_memory(name: str, layers: int, dtype: torch.dtype, device: torch.devic
         f"{name} with {layers} layers needs {needed / 1e9:.1f} GB of {device.type} memory, "
         f"{free / 1e9:.1f} GB are free: {remedy}"
     )
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can be allocated on the device now."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    free = available_memory()
-    return sys.maxsize if free is None else free
 
 
 def weight_bytes(model: nn.Module) -> int:

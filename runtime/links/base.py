@@ -22,6 +22,24 @@ from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
+MOST_LATENCY_S = 3600
+
+
+def check_rate(bandwidth: float | None, latency: float = 0.0) -> None:
+    """Refuse a link on which a copy takes no finite time.
+
+    Args:
+        bandwidth: bytes per second; None: the device's own.
+        latency: seconds per copy.
+
+    Raises:
+        ExpertcastError: one of them is out of range.
+    """
+    if bandwidth is not None and not bandwidth >= 1:
+        raise ExpertcastError(f"bandwidth={bandwidth}: give bytes per second, 1 or more, such as 4e9")
+    if not 0 <= latency <= MOST_LATENCY_S:
+        raise ExpertcastError(f"latency={latency}: give seconds, 0 to {MOST_LATENCY_S}")
+
 
 @dataclass(slots=True, eq=False)
 class Copy:

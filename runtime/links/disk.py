@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.links.base import Copy, Link
+from expertcast.runtime.links.base import Copy, Link, check_rate
 from expertcast.runtime.links.kept_parts import KeptParts
 from expertcast.runtime.pools.states import State
 from expertcast.runtime.storage.arrival import Arrival, Reader
@@ -181,5 +181,4 @@ def check_disk(threads: int, bandwidth: float | None) -> None:
     """
     if threads < 1:
         raise ExpertcastError(f"threads={threads}: give 1 or more")
-    if bandwidth is not None and not bandwidth > 0:
-        raise ExpertcastError(f"bandwidth={bandwidth}: give bytes per second above 0, such as 5e8")
+    check_rate(bandwidth)

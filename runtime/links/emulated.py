@@ -15,8 +15,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.links.base import Copy, Link
+from expertcast.runtime.links.base import Copy, Link, check_rate
 from expertcast.runtime.storage.precision import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -53,10 +52,7 @@ class EmulatedLink(Link):
 
     def __init__(self, bandwidth: float, latency: float = 0.0, *, jitter: float = 0.0, seed: int = 0) -> None:
         super().__init__()
-        if not bandwidth > 0:
-            raise ExpertcastError(f"bandwidth={bandwidth}: give bytes per second above 0, such as 4e9")
-        if latency < 0:
-            raise ExpertcastError(f"latency={latency}: give seconds of 0 or more")
+        check_rate(bandwidth, latency)
         self.bandwidth = bandwidth
         self.latency = latency
         self._jitter = jitter

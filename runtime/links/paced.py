@@ -7,6 +7,7 @@ device's multiprocessors nor the host have more to do than to queue the padding.
 from __future__ import annotations
 
 from expertcast.predictors.errors import ExpertcastError
+from expertcast.runtime.links.base import check_rate
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.driver import copy_seconds
 from expertcast.runtime.storage.slots import SlotPool
@@ -29,10 +30,7 @@ class PacedCudaLink(CudaLink):
 
     def __init__(self, bandwidth: float | None, latency: float = 0.0, window: int | None = None) -> None:
         super().__init__(window)
-        if bandwidth is not None and not bandwidth > 0:
-            raise ExpertcastError(f"bandwidth={bandwidth}: give bytes per second above 0, such as 4e9")
-        if latency < 0:
-            raise ExpertcastError(f"latency={latency}: give seconds of 0 or more")
+        check_rate(bandwidth, latency)
         self.bandwidth, self.latency = bandwidth, latency
         self.rate = 0.0
         """Bytes per second of the device's own link; known once attached."""

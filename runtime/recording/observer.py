@@ -5,12 +5,15 @@ T tokens, D hidden size, E routed experts per layer. An expert's key is layer * 
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from inspect import isfunction
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from expertcast.predictors.errors import ExpertcastError
 
 State = Literal["compute", "forecast", "wait", "policy"]
 
@@ -87,6 +90,17 @@ class Observer:
         """Seconds of a finished CUDA event on this observer's clock; 0 where it keeps none."""
         del event
         return 0.0
+
+
+def check_observers(given: object) -> None:
+    """
+    Raises:
+        ExpertcastError: not a list of observers.
+    """
+    if not isinstance(given, Sequence) or not all(isinstance(each, Observer) for each in given):
+        raise ExpertcastError(
+            f"observers={reprlib.repr(given)}: give a list of Observer objects, such as [Recorder('cpu')]"
+        )
 
 
 class Observers(Observer):

@@ -179,7 +179,7 @@ def test_chained_scores_are_left_out_of_tables(traces: TraceDataset, tmp_path: P
     assert set(values["recall_at_k"]) >= set(predictors)
     assert "early_attention" not in values["recall_at_k_chained"]
     assert "next_norm" in values["recall_at_k_chained"]
-    write_report(tmp_path / "report", values)
+    write_report(tmp_path / "report", values, chosen="next_norm")
     assert "early_attention" in (tmp_path / "report" / "index.html").read_text()
 
 

@@ -14,16 +14,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from expertcast.checkpoints import files
-from expertcast.checkpoints.store import load_predictor
+from expertcast.checkpoints.store import load_predictor, save_predictor
 from expertcast.cli import main
-from expertcast.commands.predictors import QualityOptions, forecast_quality
+from expertcast.commands.predictors import QualityOptions, best_on_validation, forecast_quality
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import PredictorConfig
+from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig
 from expertcast.predictors.artefacts import SEAL
+from expertcast.predictors.hybrid import HybridConfig
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import FITTERS
 from expertcast.training.options import FitOptions
+from expertcast.training.selection import select_hybrid
 from tests.package.test_cli import fails
 from tests.sealed import edit_json
 
@@ -155,7 +157,8 @@ def test_text_that_was_learned_from_measures_no_quality(made: Made, tmp_path: Pa
     assert rows[0] == rows[1]
 
 
-def test_validation_chooses_what_hybrid_execution_is_measured_with(reference_traces: TraceDataset) -> None:
+@pytest.fixture(scope="module")
+def fitted(reference_traces: TraceDataset) -> dict[str, Predictor]:
     """Two predictors, one fitted on the documents of the validation split, the other on those of the test split."""
     fitted = {}
     for split in ("validation", "test"):
@@ -163,10 +166,41 @@ def test_validation_chooses_what_hybrid_execution_is_measured_with(reference_tra
         own = {each.index for each in reference_traces.documents if each.split == split}
         source.documents = [replace(each, split="train") for each in reference_traces.documents if each.index in own]
         fitted[split] = FITTERS["frequency"](source, PredictorConfig(), FitOptions()).predictor.bind(source.view)
+    return fitted
+
+
+def test_validation_chooses_what_hybrid_execution_is_measured_with(
+    fitted: dict[str, Predictor], reference_traces: TraceDataset
+) -> None:
     recall = evaluate(fitted, reference_traces.batches("test", 4096), reference_traces.view).as_dict()["recall_at_k"]
     assert recall["test"]["mean"] > recall["validation"]["mean"]
-    found = forecast_quality(QualityOptions(quality_tokens=512), "reference", fitted, 1, reference_traces)
+    chosen = best_on_validation(fitted, reference_traces, 1)
+    found = forecast_quality(QualityOptions(quality_tokens=512), "reference", fitted, 1, reference_traces, chosen)
     assert [name for name in found["runs"] if "hybrid" in name] == ["hybrid execution of validation"]
+
+
+def test_a_report_marks_what_validation_chose(
+    fitted: dict[str, Predictor], reference_traces: TraceDataset, tmp_path: Path
+) -> None:
+    """Not what is best on the test split, of which the report is."""
+    view, config = reference_traces.view, HybridConfig(candidates=["frequency"])
+    hybrid = select_hybrid({"frequency": fitted["validation"]}, reference_traces, config, FitOptions()).predictor
+    save_predictor(hybrid, tmp_path / "validation", view=view)
+    save_predictor(fitted["test"], tmp_path / "test", view=view)
+    command = ["eval", str(reference_traces.folder), "--split", "test", "--report", str(tmp_path / "report")]
+    assert main([*command, "--predictor", str(tmp_path / "test"), str(tmp_path / "validation")]) == 0
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    recall = report["evaluation"]["recall_at_k"]
+    assert recall["frequency"]["mean"] > recall["hybrid"]["mean"]
+    assert report["chosen"] == "hybrid"
+
+
+def test_several_predictors_and_nothing_to_choose_by(fitted: dict[str, Predictor], made: Made) -> None:
+    traces = TraceDataset.open(made.traces)
+    traces.documents = [each for each in traces.documents if each.split != "validation"]
+    assert best_on_validation({"one": fitted["test"]}, traces, 1) == ("one", [])
+    with pytest.raises(ExpertcastError, match="no tokens in the validation split to choose by"):
+        best_on_validation(fitted, traces, 1)
 
 
 def test_before_there_were_hashes(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

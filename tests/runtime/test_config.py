@@ -6,6 +6,7 @@ import dataclasses
 import json
 import types
 import typing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from expertcast.predictors.fields import field_docs
 from expertcast.runtime import InstantLink, OffloadConfig, load_offloaded, offload
 from expertcast.runtime.config import FORECASTS, LINKS, MODES
 from expertcast.runtime.policies import PRESETS, Policies
+from expertcast.runtime.recording.observer import Observer
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 _COUNT = st.integers(0, 2**63)
-_NUMBER = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(10**6), 10**6)
 _PLACES = st.none() | _TEXT
 _POLICIES = st.builds(
     Policies,
@@ -42,15 +43,15 @@ def _field_values() -> dict[str, st.SearchStrategy[Any]]:
         "predictor": _PLACES,
         "mode": st.sampled_from(MODES),
         "cache": st.booleans(),
-        "bandwidth": st.none() | _NUMBER,
-        "latency": _NUMBER,
+        "bandwidth": st.none() | st.floats(1, allow_infinity=False) | st.integers(1, 10**6),
+        "latency": st.floats(0, 3600) | st.integers(0, 3600),
         "link": st.sampled_from(LINKS),
         "next_token": _PLACES,
         "likely": st.floats(0.001, 1),
         "forecasts": st.sampled_from(FORECASTS),
-        "ahead": _COUNT,
+        "ahead": st.integers(1, 2**63),
         "layers": st.none() | st.lists(_COUNT).map(tuple),
-        "min_recall": _NUMBER,
+        "min_recall": st.floats(0, 1) | st.integers(0, 1),
         "true_weights": st.booleans(),
         "speculate_prefill": st.booleans(),
         "drift": st.booleans(),
@@ -79,7 +80,7 @@ def configs(draw: st.DrawFn) -> OffloadConfig:
         policies=policies,
         overfetch=draw(st.floats(1.0, 9.0)) if policies is None else 1.0,
         store=store,
-        store_folder=draw(_PLACES) if store == "disk" else None,
+        store_folder=draw(_PLACES.filter(lambda place: place != "")) if store == "disk" else None,
         codec=codec,
         draft=draw(st.sampled_from(["none", "auto", "int4", "drop:fetched=1"])) if exact else "none",
         pools=draw(st.sampled_from(["C=2GB", "C=1000,S=500MiB,E=1KB"])) if pooled else "",
@@ -206,6 +207,38 @@ def test_every_field_refuses_values_of_another_type() -> None:
         with pytest.raises(ExpertcastError, match=f"{name}=True: give"):
             OffloadConfig(**{name: True})
     assert OffloadConfig(slots=np.int64(9), latency=np.float32(1)) == OffloadConfig(slots=9, latency=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"min_recall": 7.0}, "min_recall=7.0: give a share of 0 to 1, such as 0.9"),
+        ({"min_recall": -0.1}, "min_recall=-0.1: give a share"),
+        ({"min_recall": float("nan")}, "min_recall=nan: give a share"),
+        ({"ahead": 0}, "ahead=0: give a number of layers, 1 or more"),
+        ({"ahead": -1, "reach": -1}, "ahead=-1: give a number of layers"),
+        ({"bandwidth": 0.0}, "bandwidth=0.0: give bytes per second, 1 or more, such as 4e9"),
+        ({"bandwidth": 1e-300}, "bandwidth=1e-300: give bytes per second"),
+        ({"bandwidth": float("nan")}, "bandwidth=nan: give bytes per second"),
+        ({"latency": -1.0}, "latency=-1.0: give seconds, 0 to 3600"),
+        ({"latency": float("nan")}, "latency=nan: give seconds"),
+        ({"latency": float("inf")}, "latency=inf: give seconds"),
+        ({"store": "disk", "store_folder": ""}, r"store_folder='': give a folder, '\.' for the current one"),
+    ],
+)
+def test_values_out_of_range(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ExpertcastError, match=f"^{message}") as error:
+        OffloadConfig(**fields)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("observers", [3, None, [3], "ab", [Observer], Observer()])
+def test_what_are_no_observers(observers: Any, reference_model: PreTrainedModel) -> None:
+    """load_offloaded says so before it looks for the model."""
+    for call in (partial(offload, reference_model), partial(load_offloaded, "no/such-model")):
+        with pytest.raises(ExpertcastError, match=r"^observers=.*: give a list of Observer objects") as error:
+            call(observers=observers)
+        assert "\n" not in str(error.value)
 
 
 def test_what_is_no_model_or_no_configuration(reference_model: PreTrainedModel) -> None:

@@ -27,12 +27,12 @@ def values() -> dict[str, Any]:
 
 
 def test_report_json_holds_what_was_given(values: dict[str, Any], tmp_path: Path) -> None:
-    write_report(tmp_path / "r", values, quality=QUALITY)
+    write_report(tmp_path / "r", values, chosen="same", quality=QUALITY)
     assert {path.name for path in (tmp_path / "r").iterdir()} == set(FILES) - {CURVE}
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
     data = json.loads((tmp_path / "r" / "report.json").read_text())
     assert data["evaluation"] == values
-    assert (data["quality"], data["learning_curve"]) == (QUALITY, None)
+    assert (data["chosen"], data["quality"], data["learning_curve"]) == ("same", QUALITY, None)
     assert data["provenance"]["versions"]["torch"]
     assert data["provenance"]["date"].endswith("UTC")
 
@@ -40,7 +40,7 @@ def test_report_json_holds_what_was_given(values: dict[str, Any], tmp_path: Path
 def test_own_report_is_replaced_and_its_old_pictures_go(values: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps({"format": FORMAT}))
     (tmp_path / "quality.png").write_bytes(b"of an earlier one")
-    write_report(tmp_path, values, title="second", provenance=PROVENANCE)
+    write_report(tmp_path, values, chosen="same", title="second", provenance=PROVENANCE)
     assert not (tmp_path / "quality.png").exists()
     assert "second" in (tmp_path / "index.html").read_text()
 
@@ -49,7 +49,7 @@ def test_own_report_is_replaced_and_its_old_pictures_go(values: dict[str, Any], 
 def test_folder_with_other_things_is_refused_and_left_alone(values: dict[str, Any], tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")
     with pytest.raises(ExpertcastError, match="name an empty or a new folder"):
-        write_report(tmp_path, values)
+        write_report(tmp_path, values, chosen="same")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
 
 
@@ -57,13 +57,13 @@ def test_stranger_in_an_own_report_is_named(values: dict[str, Any], tmp_path: Pa
     (tmp_path / "report.json").write_text(json.dumps({"format": FORMAT}))
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(ExpertcastError, match=r"thesis\.tex"):
-        write_report(tmp_path, values)
+        write_report(tmp_path, values, chosen="same")
 
 
 def test_file_in_the_way_is_named(values: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "report").write_text("")
     with pytest.raises(ExpertcastError, match="is a file"):
-        write_report(tmp_path / "report", values)
+        write_report(tmp_path / "report", values, chosen="same")
 
 
 def lines_of(figure: Figure, panel: int) -> dict[str, list[float]]:

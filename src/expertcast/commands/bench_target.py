@@ -39,7 +39,7 @@ from expertcast.runtime.benchmarking.hardware import hardware
 from expertcast.runtime.benchmarking.lent_store import LentStore, without_experts_to
 from expertcast.runtime.benchmarking.routing_process import RoutingProcess
 from expertcast.runtime.benchmarking.routing_tables import RoutingOptions, drawn, replayed
-from expertcast.runtime.benchmarking.shapes import SHAPES, build_shape, check_shape
+from expertcast.runtime.benchmarking.shapes import SHAPES, build_shape, check_shape, is_shape
 from expertcast.runtime.config import OffloadConfig
 
 DEFAULT_PREDICTOR = "next_norm"
@@ -106,9 +106,12 @@ class TargetOptions(ModelOptions):
 
     @property
     def random(self) -> bool:
-        """Whether the target is a shape; `reference` is the bundled model unless `layers` cuts it."""
-        name = self.target
-        return name in SHAPES and not Path(name).exists() and (name != REFERENCE or self.layers is not None)
+        """Whether the target is a shape; `reference` is the bundled model unless `layers` cuts it.
+
+        Raises:
+            ExpertcastError: it is a shape's name and a model's folder.
+        """
+        return (self.target != REFERENCE or self.layers is not None) and is_shape(self.target)
 
     @property
     def emulated(self) -> bool:

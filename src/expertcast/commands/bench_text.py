@@ -90,8 +90,6 @@ def runs_table(runs: Json) -> str:
 
 def peer_text(found: Json) -> str:
     """accelerate's time per token, and what it means here."""
-    if "skipped" in found:
-        return str(found["skipped"])
     text = f"{found['tpot_s'] * 1e3:.2f} ms per token, moves {found['moved_bytes'] / 1e6:.1f} MB per token"
     if found["least_tpot_s"] is not None:
         text += f" (at least {found['least_tpot_s'] * 1e3:.1f} ms over this link)"

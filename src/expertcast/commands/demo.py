@@ -124,6 +124,7 @@ def _stages(
     write_report(
         options.out / REPORT,
         scored,
+        chosen=best,
         quality=deployed["quality"],
         examples=example_text(predictors, traces, "test"),
         title=f"Forecasts for {REFERENCE}",

@@ -14,6 +14,7 @@ from expertcast.commands.options import BANDWIDTH, Count, Option, positive_numbe
 from expertcast.commands.output import Outcome, folder, say
 from expertcast.commands.predictors import (
     QualityOptions,
+    best_on_validation,
     evaluated,
     forecast_quality,
     is_checkpoint,
@@ -82,6 +83,8 @@ def run(options: Options) -> Outcome:
         found, token_table = scores(tokens_ahead, unseen, split)
         result |= found
         tables.append(token_table)
+    if options.model or options.report:
+        chosen = best_on_validation(predictors, traces, ahead[0])
     if predictors:
         windows = {name: _windows(options, traces.view, ledger[name]) for name in predictors}
         found, table = scores_ahead(predictors, unseen, split, ahead, windows)
@@ -91,13 +94,13 @@ def run(options: Options) -> Outcome:
     scored = f"scored on split {split!r}, {result['tokens']} tokens"
     tables.append("; ".join(filter(None, (scored, str(left_out)))))
     if options.model:
-        result["quality"] = forecast_quality(options, options.model, predictors, ahead[0], traces)
+        result["quality"] = forecast_quality(options, options.model, predictors, ahead[0], traces, chosen)
         tables.append(quality_table(result["quality"]))
     if options.curve:
         result["learning_curve"] = learning_curve(traces, options.curve, ahead=ahead[0])
         tables.append(curve_table(result["learning_curve"]))
     if options.report:
-        tables.append(f"wrote {_write_report(options.report, result, unseen, fitted)}")
+        tables.append(f"wrote {_write_report(options.report, result, unseen, fitted, chosen[0])}")
     return {**result, **provenance()}, "\n\n".join(tables)
 
 
@@ -148,11 +151,12 @@ def curve_table(curve: dict[str, dict[str, float]]) -> str:
     return aligned(rows)
 
 
-def _write_report(out: Path, result: Json, traces: TraceDataset, fitted: Mapping[str, Fitted]) -> Path:
+def _write_report(out: Path, result: Json, traces: TraceDataset, fitted: Mapping[str, Fitted], chosen: str) -> Path:
     predictors = {name: fitted[name].predictor for name in result["recall_at_k"]}
     return write_report(
         out,
         result,
+        chosen=chosen,
         learning_curve=result.get("learning_curve"),
         quality=result.get("quality"),
         examples=example_text(predictors, traces, result["split"], ahead=result["ahead"]),

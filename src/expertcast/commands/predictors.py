@@ -35,7 +35,7 @@ from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
 from expertcast.runtime.quality.policies import measure_policies
 from expertcast.training.fit import fit_many
-from expertcast.training.options import FitOptions, Fitted
+from expertcast.training.options import NO_VALIDATION, FitOptions, Fitted
 from expertcast.training.scoring import check_stand_in, validation_recall
 from expertcast.training.unseen import unseen_documents
 
@@ -177,20 +177,25 @@ class QualityOptions(StoredOptions):
 
 
 def forecast_quality(
-    options: QualityOptions, name: str, predictors: dict[str, Predictor], ahead: int, traces: TraceDataset
+    options: QualityOptions,
+    name: str,
+    predictors: dict[str, Predictor],
+    ahead: int,
+    traces: TraceDataset,
+    chosen: tuple[str, list[int]],
 ) -> Json:
     """What executing forecasts costs a model, per domain, as :func:`measure_quality` has it, on documents that no
     predictor learned from.
 
-    Each predictor is executed at all layers, and the one that :func:`best_on_validation` chooses also at the layers
-    that it chooses (`hybrid`).
+    Each predictor is executed at all layers, and the chosen one also at the chosen layers (`hybrid`).
 
     Args:
         options: what text, and how much of it.
         name: the model's.
         predictors: that were evaluated, by name.
         ahead: the distance at which they were.
-        traces: their validation split chooses.
+        traces: whose documents of the validation split are left out.
+        chosen: a predictor and layers, by :func:`best_on_validation`.
 
     Raises:
         ExpertcastError: they are of another model.
@@ -207,7 +212,7 @@ def forecast_quality(
         domain: text_windows(tokenizer, its, length=FORECAST_WINDOW, count=count) for domain, its in texts.items()
     }
     runs = {f"speculate {name}": QualityRun(predictor=p, ahead=ahead) for name, p in predictors.items()}
-    best, layers = best_on_validation(predictors, traces, ahead)
+    best, layers = chosen
     runs[f"hybrid execution of {best}"] = QualityRun(predictor=predictors[best], layers=layers, ahead=ahead)
     return measure_quality(model, view, windows, runs)
 
@@ -220,7 +225,12 @@ def best_on_validation(predictors: Mapping[str, Predictor], traces: TraceDataset
         predictors: by name; the first of equals is chosen.
         traces: whose validation split.
         ahead: the distance.
+
+    Raises:
+        ExpertcastError: several predictors, and the validation split is empty.
     """
+    if len(predictors) > 1 and not traces.token_count("validation"):
+        raise ExpertcastError(NO_VALIDATION)
     recall = validation_recall(predictors, traces, ahead, FitOptions())
     best = max(recall, key=lambda name: float(recall[name].mean()))
     return best, [

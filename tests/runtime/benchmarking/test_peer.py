@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
-import pytest
 import torch
 
 from expertcast.data.discovery import experts_implementation, find_moe_layers
@@ -17,7 +14,6 @@ PROMPT_IDS = torch.arange(6).unsqueeze(0)
 
 
 def test_peer_decodes_the_same_and_leaves_the_model() -> None:
-    pytest.importorskip("accelerate")
     model = tiny_model("qwen3_moe")
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     with experts_implementation(model, "grouped_mm"):
@@ -37,7 +33,6 @@ def test_peer_decodes_the_same_and_leaves_the_model() -> None:
 
 
 def test_more_memory_moves_less() -> None:
-    pytest.importorskip("accelerate")
     model = tiny_model("qwen3_moe")
     whole = weight_bytes(model)
     moved = [
@@ -45,10 +40,3 @@ def test_more_memory_moves_less() -> None:
         for memory in (whole * 9 // 10, whole // 2)
     ]
     assert moved[0] < moved[1]
-
-
-def test_without_accelerate_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    found = measure_peer(tiny_model("qwen3_moe"), PROMPT_IDS, memory=10**9)
-    assert list(found) == ["skipped"]
-    assert "pip install accelerate" in found["skipped"]
