@@ -153,10 +153,10 @@ class CodedReader:
 
     def rates(self) -> Rates:
         """What was measured so far, else what is common."""
-        read_s, done_s = self._disk.busy_s, self._decoding_s
+        came = self._disk.bytes_read
         return Rates(
-            disk=self._disk.bytes_read / read_s if read_s else _COMMON_DISK,
-            decoding=self._decoded / done_s if done_s else _COMMON_DECODING,
+            disk=came / self._disk.busy_s if came else _COMMON_DISK,
+            decoding=self._decoded / self._decoding_s if self._decoded else _COMMON_DECODING,
             threads=len(self._decoders),
         )
 
@@ -233,9 +233,10 @@ class CodedReader:
                 read.running -= 1
                 read.undone -= 1
                 self.jobs.done(early)
-                self._decoded += read.nbytes / len(self._plan.jobs)
-                self._decoding_s += time.perf_counter() - start
-                if error is not None:
+                if error is None:
+                    self._decoding_s += time.perf_counter() - start  # first: rates are asked for meanwhile
+                    self._decoded += read.nbytes / len(self._plan.jobs)
+                else:
                     read.fail(error)
                 over = read.over
             if over:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -186,6 +187,42 @@ def test_reads_that_give_less_than_was_asked_for(
     monkeypatch.setattr(os, "pread", lambda file, size, at: pread(file, min(size, 1000), at))
     monkeypatch.setattr(os, "preadv", lambda file, views, at: preadv(file, [memoryview(views[0])[:1000]], at))
     assert torch.equal(_blocks(store), expected)
+
+
+def test_what_failed_counts_for_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expert 0 cannot be read, and of expert 1 all parts are damaged: how fast decoding is stays unknown."""
+    store, view = _store(tmp_path)
+    store.pack(view)
+    _change(store.path, CodedFile(store.path).offsets[1].tolist())
+    reader, block = store.reader(2, None), torch.empty(store.layout.block_bytes, dtype=torch.uint8)
+    unknown = reader.rates()
+
+    def fail(key: int, message: str) -> None:
+        read = store.read(key, block, None, True)
+        reader.submit(read)
+        with pytest.raises(ExpertcastError, match=message):
+            reader.wait(read)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EIO, "no disk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", refuse)
+        fail(0, "cannot be read: no disk")
+    assert reader.rates() == unknown
+    fail(1, "is damaged")
+    reader.close()
+    assert reader.rates().decoding == unknown.decoding
+
+
+def _change(path: Path, places: list[int]) -> None:
+    """Flip a bit of some bytes; the file's time stays."""
+    content, times = bytearray(path.read_bytes()), path.stat()
+    for place in places:
+        content[place] ^= 1
+    with path.open("r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def test_a_callback_that_fails(expected: Tensor, tmp_path: Path) -> None:
