@@ -66,7 +66,10 @@ def with_default_vectors(source: Source, given: str | Path) -> Source:
     made = copy.copy(source)
     made.defaults, made.defaults_learned_from = defaults, learned
     made.documents = _held_out(source, learned, str(given))
-    made.info = {**source.info, NOTE: {"given": without_folders(str(given)), "traces": traces, "digest": _digest_of(defaults)}}
+    made.info = {
+        **source.info,
+        NOTE: {"given": without_folders(str(given)), "traces": traces, "digest": _digest_of(defaults)},
+    }
     return made
 
 

@@ -40,7 +40,12 @@ def save_live_skeleton(view: MoEView, config: Json, folder: Path) -> None:
     for name, content in files.items():
         write_atomically(folder / name, content)
     digests = {name: digest(content) for name, content in files.items()}
-    description = {"model_id": without_folders(view.model_id), "top_k": view.shape.top_k, "layers": FOUND, "files": digests}
+    description = {
+        "model_id": without_folders(view.model_id),
+        "top_k": view.shape.top_k,
+        "layers": FOUND,
+        "files": digests,
+    }
     write_atomically(folder / LAYERS, json.dumps(seal(description), indent=2).encode())
 
 
