@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -16,10 +17,9 @@ PACKAGES = ("torch", "transformers", "lightning", "datasets", "safetensors")
 
 
 def provenance(command: str | None = None) -> Json:
-    """Command line (the running one when None), git revision of the code (None outside a work tree) and versions, as
-    plain JSON values."""
-    # the program by its name only: its path says nothing on another machine
-    running = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """Command line (the running one when None, its absolute paths by their last names), git revision of the code (None
+    outside a work tree) and versions, as plain JSON values."""
+    running = " ".join([Path(sys.argv[0]).name, *map(_without_folders_in, sys.argv[1:])])
     return {
         "expertcast_version": expertcast.__version__,
         "command": running if command is None else command,
@@ -27,6 +27,18 @@ def provenance(command: str | None = None) -> Json:
         "python_version": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
     }
+
+
+def without_folders(name: str) -> str:
+    """The last name of an absolute path, whose folders are this machine's and may be published; other names as they
+    are."""
+    return Path(name).name or name if os.path.isabs(name) else name
+
+
+def _without_folders_in(word: str) -> str:
+    """A word of a command line, also of the form option=path."""
+    option, equals, value = word.rpartition("=")
+    return f"{option}{equals}{without_folders(value)}"
 
 
 @cache

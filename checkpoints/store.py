@@ -29,7 +29,7 @@ from expertcast.checkpoints.documents import documents_text, read_documents
 from expertcast.checkpoints.downloads import blamed, located
 from expertcast.checkpoints.fingerprints import check_fingerprints, fingerprints
 from expertcast.checkpoints.kind import CHECKPOINT, holds_predictor
-from expertcast.checkpoints.provenance import provenance
+from expertcast.checkpoints.provenance import provenance, without_folders
 from expertcast.checkpoints.replacing import recover, replace_folder
 from expertcast.checkpoints.schema import REMEDY, ConfigFile, read_config, read_metrics
 from expertcast.checkpoints.weights import check_tensors, load_into
@@ -180,7 +180,7 @@ def describe(predictor: Predictor, view: MoEView) -> Json:
         "format": files.FORMAT,
         "predictor": predictor.name,
         "predictor_config": predictor.config.as_dict(),
-        "model_id": view.model_id,
+        "model_id": without_folders(view.model_id),
         **fingerprints(view),
         "shape": predictor.shape.as_dict(),
         "tap_point": _reads(predictor),

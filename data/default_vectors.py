@@ -14,6 +14,7 @@ import torch
 
 from expertcast.checkpoints.fingerprints import different_part
 from expertcast.checkpoints.kind import holds_predictor
+from expertcast.checkpoints.provenance import without_folders
 from expertcast.checkpoints.repositories import HubName, NotOnHubError, OutOfReachError
 from expertcast.checkpoints.store import PredictorCheckpoint
 from expertcast.data.plan import PlannedDocument
@@ -65,7 +66,10 @@ def with_default_vectors(source: Source, given: str | Path) -> Source:
     made = copy.copy(source)
     made.defaults, made.defaults_learned_from = defaults, learned
     made.documents = _held_out(source, learned, str(given))
-    made.info = {**source.info, NOTE: {"given": str(given), "traces": traces, "digest": _digest_of(defaults)}}
+    made.info = {
+        **source.info,
+        NOTE: {"given": without_folders(str(given)), "traces": traces, "digest": _digest_of(defaults)},
+    }
     return made
 
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 import torch
 
 from expertcast.checkpoints.fingerprints import fingerprints
-from expertcast.checkpoints.provenance import provenance
+from expertcast.checkpoints.provenance import provenance, without_folders
 from expertcast.data import layout
 from expertcast.data.live_document import LiveDocument as LiveDocument
 from expertcast.data.live_skeleton import LAYERS, save_live_skeleton
@@ -178,7 +178,7 @@ class LiveTraces:
             "complete": True,
             "settings": settings,
             "columns": self._columns.note(),
-            "model": view.model_id,
+            "model": without_folders(view.model_id),
             **prints,
             "shape": view.shape.as_dict(),
             "window": self.options.window,

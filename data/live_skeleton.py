@@ -9,6 +9,7 @@ from pathlib import Path
 from safetensors.torch import save
 from torch import nn
 
+from expertcast.checkpoints.provenance import without_folders
 from expertcast.data.shard_file import write_atomically
 from expertcast.predictors.artefacts import digest, seal
 from expertcast.predictors.plain import Json
@@ -39,7 +40,12 @@ def save_live_skeleton(view: MoEView, config: Json, folder: Path) -> None:
     for name, content in files.items():
         write_atomically(folder / name, content)
     digests = {name: digest(content) for name, content in files.items()}
-    description = {"model_id": view.model_id, "top_k": view.shape.top_k, "layers": FOUND, "files": digests}
+    description = {
+        "model_id": without_folders(view.model_id),
+        "top_k": view.shape.top_k,
+        "layers": FOUND,
+        "files": digests,
+    }
     write_atomically(folder / LAYERS, json.dumps(seal(description), indent=2).encode())
 
 

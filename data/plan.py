@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expertcast.checkpoints.fingerprints import fingerprints
-from expertcast.checkpoints.provenance import provenance
+from expertcast.checkpoints.provenance import provenance, without_folders
 from expertcast.data.text import Document
 from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.plain import Json
@@ -134,7 +134,7 @@ class Plan(Documented):
     def account(self, view: MoEView) -> Json:
         """What traces say of where they come from: the model that is run, the text, the documents, the versions."""
         return {
-            "model": view.model_id,
+            "model": without_folders(view.model_id),
             **fingerprints(view),
             "shape": view.shape.as_dict(),
             "tokens": self.token_count(),

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 from typing_extensions import TypedDict
 
+from expertcast.checkpoints.provenance import without_folders
 from expertcast.data.discovery import find_moe_layers
 from expertcast.data.live_skeleton import CONFIG, FOUND, LAYERS, LIVE_REMEDY, WEIGHTS, kept
 from expertcast.data.models import meta_model
@@ -89,7 +90,7 @@ def save_skeleton(view: MoEView, model: PreTrainedModel, folder: Path) -> None:
     weights = save({name: tensor.detach().cpu().contiguous() for name, tensor in _tensors(view).items()})
     (folder / WEIGHTS).write_bytes(weights)
     description = {
-        "model_id": view.model_id,
+        "model_id": without_folders(view.model_id),
         "top_k": view.shape.top_k,
         "layers": [paths_of(layer) for layer in view],
         "files": {CONFIG: file_digest(folder / CONFIG), WEIGHTS: digest(weights)},

@@ -14,10 +14,10 @@ same bits; what was drafted must have the same tokens. What may come out of a ca
 
 Options that are refused in one line are counted by that line, and drawn anew. In fp32 a drafted text is the plain one.
 In bf16 it may part from it at a tie (the plain model's two largest logits are equal) and at a near tie: the resident
-model's own rounding is as large as the lead of its token, for the same tokens read in forwards of other lengths move the
-difference of the two logits by at least that lead. Both are counted. The run ends when layers have requested enough
-experts. A case depends on the seed and its number alone: `--only N` runs case N of a seed again. The exit status is 1 if
-any case was not right.
+model's own rounding is as large as the lead of its token. That is measured: the same tokens are read in forwards of
+other lengths, and the difference of the two logits moves by at least that lead. Both are counted. The run ends when
+layers have requested enough experts. A case depends on the seed and its number alone: `--only N` runs case N of a seed
+again. The exit status is 1 if any case was not right.
 """
 
 from __future__ import annotations

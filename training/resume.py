@@ -2,9 +2,10 @@
 
 `expertcast train ... --out CKPT` keeps it in CKPT.partial, a file per training (a distance, a trial of a temperature),
 and removes the folder when CKPT is written. A file holds the network, the optimiser's state, the learning rate's, the
-step, the best round's network and its score, the random states, and the position in the order of the tokens. It
-replaces the one before it whole, so that a kill at any moment leaves one that can be used. A training goes on only
-from a file of its very configuration, data and versions. On the CPU it ends bit for bit as if nothing had happened.
+step, the best round's network and its score, the random states, the position in the order of the tokens, and the
+folder of its TensorBoard logs. It replaces the one before it whole, so that a kill at any moment leaves one that can be
+used. A training goes on only from a file of its very configuration, data and versions. On the CPU it ends bit for bit
+as if nothing had happened.
 
 Under torchrun the first rank writes and all ranks read: the folder must be one that they share, as --out is.
 
@@ -25,6 +26,7 @@ import lightning
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -38,6 +40,7 @@ from expertcast.predictors.plain import Json
 SAVES = 20
 """Times that a training's state is saved."""
 _RANDOM = "expertcast_random_states"
+_LOGS = "expertcast_logs"
 
 log = logging.getLogger(__name__)
 
@@ -204,19 +207,23 @@ class KeepState(Callback):  # type: ignore[misc]
     def on_train_batch_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: object, batch_idx: int
     ) -> None:
-        """Save, where it is time to.
+        """Save, where it is time to, and count the steps of the logs right.
 
         Of Lightning's arguments only `trainer` is looked at, not `pl_module`, `batch` and `batch_idx`.
         """
+        # Lightning counts one too many when it goes on from a state that a validation round came just before
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
         if trainer.global_step and trainer.global_step % self._every == 0:
             trainer.save_checkpoint(self._path)
 
     def on_save_checkpoint(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, object]
     ) -> None:
-        """Add the random states, and take back that the next batch was fetched."""
+        """Add the random states and the folder of the logs, and take back that the next batch was fetched."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         checkpoint[_RANDOM] = {"cpu": torch.get_rng_state(), "cuda": cuda}
+        if trainer.logger is not None:
+            checkpoint[_LOGS] = os.path.abspath(trainer.logger.log_dir)
         _before_the_batch(checkpoint)
 
     def on_load_checkpoint(
@@ -224,6 +231,27 @@ class KeepState(Callback):  # type: ignore[misc]
     ) -> None:
         """Keep the random states until the data is set up, which draws from them."""
         self._random = checkpoint[_RANDOM]
+
+
+def logger_of(folder: Path | None, name: str, start: Path | None) -> TensorBoardLogger | None:
+    """TensorBoard's logger of a training; None without a folder.
+
+    Args:
+        folder: of all logs.
+        name: the training's.
+        start: the state that it goes on from. If it logged in this folder it keeps its version there, and TensorBoard
+            leaves out what was logged after the state. Without a state the version is a new one.
+
+    Raises:
+        ExpertcastError: the state is damaged.
+    """
+    if folder is None:
+        return None
+    state = {} if start is None else read_state(start)
+    logs = Path(state.get(_LOGS, ""))
+    if logs.parent != Path(os.path.abspath(folder / name)):
+        return TensorBoardLogger(str(folder), name=name)
+    return TensorBoardLogger(str(folder), name=name, version=logs.name, purge_step=state["global_step"])
 
 
 def _before_the_batch(checkpoint: Json) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 
 import expertcast
@@ -25,7 +24,7 @@ from expertcast.data.traces import TraceSource
 from expertcast.predictors.progress import Progress
 from expertcast.training.network_training import Examples, NetworkTraining, TrainingData
 from expertcast.training.options import FitOptions
-from expertcast.training.resume import SAVES, KeepState, PlainCheckpoints, note_of, read_state, write_state
+from expertcast.training.resume import SAVES, KeepState, PlainCheckpoints, logger_of, note_of, read_state, write_state
 
 ROUNDS = 12
 """Validation rounds in a full run."""
@@ -128,7 +127,7 @@ def _fit(
     states: PlainCheckpoints | None = None,
     start: Path | None = None,
 ) -> None:
-    logger = None if options.log_folder is None else TensorBoardLogger(str(options.log_folder), name=name)
+    logger = logger_of(options.log_folder, name, start)
     stopping = EarlyStopping(module.watched, mode=module.mode, patience=module.config.patience, min_delta=1e-4)
     with _quiet():
         trainer = lightning.Trainer(

@@ -81,6 +81,8 @@ class Link(ABC):
 
     def __init__(self) -> None:
         self.bytes_moved = 0
+        self.bytes_read = 0
+        """Bytes read from a disk for the experts that arrived: fewer than `bytes_moved` where they lie compressed."""
         self.copies = 0
         self.busy_s = 0.0
         """Seconds in which a copy was under way."""
@@ -225,7 +227,7 @@ class Link(ABC):
 
     def reset(self) -> None:
         """Set the counters to zero."""
-        self.bytes_moved, self.copies, self.busy_s = 0, 0, 0.0
+        self.bytes_moved, self.bytes_read, self.copies, self.busy_s = 0, 0, 0, 0.0
 
     def restart(self) -> None:
         """Drop what is queued; no copy is under way afterwards, and new ones may come."""

@@ -114,6 +114,7 @@ class DiskLink(Link):
                     with self._counting:  # reads overlap: the time in which any was under way is counted once
                         start, self._free_at = max(read.start, self._free_at), max(read.end, self._free_at)
                         self._count(copy, min(start, read.end), read.end)
+                        self.bytes_read += read.bytes_read
             finally:
                 copy.error, copy.done = read.error, True
 

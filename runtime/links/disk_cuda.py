@@ -168,6 +168,7 @@ class CudaDiskLink(CudaLink):
             return
         assert copy.read is not None
         busy_s, read = self.busy_s, copy.read
+        self.bytes_read += read.bytes_read
         super()._count(copy, start - copy.age, end)
         self.busy_s = busy_s + max(0.0, read.end - max(read.start, self._free_at))  # reads overlap: counted once
         self._free_at = max(self._free_at, read.end)

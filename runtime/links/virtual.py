@@ -34,8 +34,6 @@ class VirtualLink(QueuedLink):
     """
 
     name = "virtual"
-    bytes_read = 0
-    """From a disk."""
 
     def __init__(
         self, copy_s: float, *, lower: Mapping[str, tuple[int, float]] | None = None, window: int = 1,

@@ -129,7 +129,6 @@ class VirtualDisk(VirtualLink):
         self._kept: KeptParts | None = None
         self._threads: list[list[tuple[float, float]]] = [[] for _ in range(stored.threads)]
         """What each is going to do: first and last second, in order."""
-        self.bytes_read = 0
 
     def keep_parts(self, slots: SlotPool, shape: ModelShape, *, passing: int) -> None:
         """Have the pools that were asked for, if any, decide from now on; `pools` are theirs.

@@ -36,6 +36,11 @@ class Arrival:
         """What is lower comes first."""
         return _URGENT if self.urgent else _FORECAST
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the file that are read for it."""
+        return self.target.numel()
+
     def expect(self) -> None:
         """It has been asked for: whoever waits does so until `arrive`."""
         self._arrived.acquire()

@@ -40,6 +40,10 @@ class CodedRead(Arrival):
         return self.target.numel()
 
     @property
+    def bytes_read(self) -> int:
+        return sum(part.bytes_read for part in self.reads)
+
+    @property
     def over(self) -> bool:
         """Whether nothing more happens: all is done, or something failed and nothing touches its memory any more."""
         return not self.running and not self.reading and (not self.undone or self.error is not None)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
 
+from expertcast.checkpoints.bundled import BUNDLED
 from tests.hub.fake_repos import WRITER, FakeHub
 from tests.hub.worker import Done, Worker
 
@@ -59,6 +61,25 @@ def test_the_card_says_what_metrics_and_config_do(hub: FakeHub, work: Path) -> N
     assert "collect reference --data few.parquet" in facts["text"]
     assert traces["settings"]["text"] in facts["SHA-256 of the text, as tokens"]
     assert facts["bytes"].replace(",", "") == str(metrics["ledger"]["linear"]["bytes"])
+
+
+def test_nothing_that_is_pushed_names_a_folder_of_this_machine(hub: FakeHub, worker: Worker, work: Path) -> None:
+    """Given by absolute paths: the model, its text, traces, default vectors and checkpoints."""
+    model = work / "models" / "mine"
+    shutil.copytree(BUNDLED, model)
+    data, traces, out = (str(work / name) for name in ("few.parquet", "local", "local-ckpt"))
+    right(worker.run("collect", str(model), "--data", data, "--tokens", "700", f"--out={traces}"))
+    given = f"--default-vectors={work / 'traces'}"
+    right(worker.run("train", traces, "--predictor", "linear", "--out", out, given))
+    right(worker.run("push", traces, "me/local", token=WRITER))
+    right(worker.run("push", out, "me/local-ckpt", token=WRITER))
+    for kind, name in (("dataset", "me/local"), ("model", "me/local-ckpt")):
+        tree = hub.tree(kind, name)
+        assert [path for path, content in tree.items() if str(work).encode() in content] == []
+    card = tree["README.md"].decode()
+    assert "`expertcast train local --predictor linear --out local-ckpt --default-vectors=traces`" in card
+    assert "`expertcast collect mine --data few.parquet --tokens 700 --out=local`" in card
+    assert ModelCard(card).data.base_model is None
 
 
 def test_the_cards_snippet_runs(hub: FakeHub, worker: Worker) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from transformers import PreTrainedModel
 
 import expertcast
@@ -14,7 +17,7 @@ from expertcast.cli import main
 from expertcast.data import release
 from expertcast.data.collector import collect
 from expertcast.data.models import load_model, load_tokenizer
-from expertcast.data.release import check_release
+from expertcast.data.release import OLDEST, check_release
 from expertcast.data.text import load_documents
 from expertcast.predictors import ExpertcastError
 from tests.families.models import tiny_model
@@ -84,6 +87,20 @@ def test_an_old_release_is_refused_in_one_line(
     assert not (tmp_path / "traces").exists()
     assert main(["inspect", "reference"]) == 2
     assert capsys.readouterr().err.strip().endswith(LINE.strip())
+
+
+def test_what_is_installed_loads_models() -> None:
+    """The extras that run models ask for the release that loading does. The package alone takes the one that vLLM is
+    installed with too, for the plug-in, which needs none of these models."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = f"transformers>={'.'.join(map(str, OLDEST))},<6"
+    for extra, needed in project["optional-dependencies"].items():
+        assert [each.replace("[serving]", "") for each in needed if each.startswith("transformers")] == [oldest], extra
+    (alone,) = (Requirement(each) for each in project["dependencies"] if each.startswith("transformers"))
+    for constraints in ("constraints.txt", "integrations/vllm/constraints.txt"):
+        (pin,) = re.findall(r"^transformers==(.*)$", (ROOT / constraints).read_text(), re.MULTILINE)
+        assert pin in alone.specifier, constraints
+    assert not alone.specifier.contains("6.0")
 
 
 @pytest.mark.parametrize("version", ["5.23.0", "5.23.0.dev0", "5.24.1", "6.0.0"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from expertcast.cli import main
 from expertcast.data.models import resolve_model
+from expertcast.predictors.plain import size_text
 from tests.package.test_cli import fails
 
 PROMPT = "It is a truth"
@@ -79,6 +81,30 @@ def test_what_it_took(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert memory["device_bytes"] == 192 * expert
     assert slots.startswith("slots: 192 of 768 experts, ")
     assert slots.endswith("in memory; link emulated at 1 GB/s")
+
+
+def test_bytes_read_from_a_compressed_store(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Beside the bytes moved, which are those of expanded experts."""
+    read = 0
+    preadv = os.preadv
+
+    def counted(*given: Any) -> int:
+        nonlocal read
+        came = preadv(*given)
+        read += came
+        return came
+
+    stored = ["--store-folder", str(tmp_path / "store")]
+    assert main(["store", "reference", *stored]) == 0
+    monkeypatch.setattr(os, "preadv", counted)
+    found = generated(tmp_path, *stored)
+    stats, memory = found["stats"], found["memory"]
+    shown = capsys.readouterr().out
+    assert memory["bytes_read"] == read > 0
+    assert memory["bytes_read"] < 0.8 * stats["bytes_moved"]
+    assert f" a token), {size_text(read)} read from disk, " in shown
 
 
 def test_drafts_stream_the_same_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -69,6 +69,14 @@ def test_policies_presets_and_predictors(
         assert entry(said, name).strip()
 
 
+def test_commands_agree_about_the_codec(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in ("collect", "train", "eval", "generate", "serve"):
+        said = " ".join(help_of(capsys, monkeypatch, command).split())
+        assert "how experts are packed in --store-folder (default: as they are there, else raw)" in said, command
+    packing = " ".join(help_of(capsys, monkeypatch, "store").split())
+    assert "generate and the others take what the folder was packed with (default: bitsplit)" in packing
+
+
 def test_drafts_and_codecs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     said = help_of(capsys, monkeypatch, "generate")
     drafts = " ".join(said[said.index("\ndrafts:") :].split())

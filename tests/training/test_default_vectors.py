@@ -182,12 +182,14 @@ def test_the_command_notes_where_they_come_from(
     train = ["train", folder, "--default-vectors", given, "--out", str(out), "--predictor"]
     assert main([*train, "linear"]) == 0
     note = PredictorCheckpoint.open(out).config["training"][NOTE]
-    assert (note["given"], note["traces"]) == (given, reference_traces.info["id"])
-    assert f"| default vectors from | `{given}`, digest `{note['digest']}` |" in (out / "README.md").read_text()
+    assert (note["given"], note["traces"]) == (reference_traces.folder.name, reference_traces.info["id"])
+    assert f"| default vectors from | `{note['given']}`, digest `{note['digest']}` |" in (out / "README.md").read_text()
     direct = fit("linear", with_default_vectors(live, given)).predictor
     assert same(load_predictor(out), direct)
     scored = tmp_path / "scored.json"
     assert main(["eval", folder, "--predictor", str(out), "--split", "test", "--json", str(scored)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("split by conversation: tokens of a system prompt or template that several begin with") == 2
     metrics = json.loads((out / "metrics.json").read_text())
     assert json.loads(scored.read_text())["recall_at_k"] == metrics["recall_at_k"]
     # of a checkpoint that took them from elsewhere, the origin is theirs

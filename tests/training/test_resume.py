@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -79,8 +80,8 @@ class Signalled(Fatal):
             raise AssertionError("the signal was not handled") from None
 
 
-def options(folder: Path | None) -> FitOptions:
-    return FitOptions(tokens=TOKENS, validation_tokens=300, resume_folder=folder)
+def options(folder: Path | None, logs: Path | None = None) -> FitOptions:
+    return FitOptions(tokens=TOKENS, validation_tokens=300, resume_folder=folder, log_folder=logs)
 
 
 def tensors_of(fitted: Fitted) -> dict[str, Tensor]:
@@ -111,6 +112,38 @@ def test_estimator(reference_traces: TraceDataset, alone: Fitted, kills: tuple[i
     resumed = fit("estimator", reference_traces, config=ESTIMATOR, options=options(tmp_path))
     assert_same(tensors_of(resumed), tensors_of(alone))
     assert report_of(resumed) == report_of(alone)
+
+
+def curves_of(version: Path) -> dict[str, list[tuple[int, float]]]:
+    """Steps and values of each curve, as TensorBoard shows them."""
+    events = EventAccumulator(str(version)).Reload()
+    tags = events.Tags()["scalars"]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+def test_a_training_that_goes_on_is_one_version_of_the_logs(reference_traces: TraceDataset, tmp_path: Path) -> None:
+    """What was logged between the last state and the kill is replaced, not shown twice."""
+    config = EstimatorConfig(parameters=80_000, steps=80, step_tokens=128, passes=20, patience=80)
+    states, logs, whole = tmp_path / "states", tmp_path / "logs", tmp_path / "whole"
+    fit("estimator", reference_traces, config=config, options=options(None, whole))
+    for batches in (32, 24):
+        with pytest.raises(KilledError):
+            fit("estimator", Fatal(reference_traces, batches), config=config, options=options(states, logs))
+    fit("estimator", reference_traces, config=config, options=options(states, logs))
+    assert sorted(path.name for path in (logs / "ahead1").iterdir()) == ["version_0"]
+    shown = curves_of(logs / "ahead1" / "version_0")
+    assert shown == curves_of(whole / "ahead1" / "version_0")
+    assert len(shown["recall"]) > 5
+
+
+def test_logs_in_another_folder_are_a_version_of_their_own(reference_traces: TraceDataset, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    (second / "ahead1" / "version_0").mkdir(parents=True)
+    with pytest.raises(KilledError):
+        fit("estimator", Fatal(reference_traces, 12), config=ESTIMATOR, options=options(tmp_path / "states", first))
+    fit("estimator", reference_traces, config=ESTIMATOR, options=options(tmp_path / "states", second))
+    assert not any((second / "ahead1" / "version_0").iterdir())
+    assert "recall" in curves_of(second / "ahead1" / "version_1")
 
 
 @pytest.mark.slow

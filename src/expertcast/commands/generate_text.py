@@ -70,7 +70,7 @@ def chat_inputs(tokenizer: PreTrainedTokenizerBase, prompt: str, system: str | N
 
 def held(offloaded: OffloadedModel) -> Json:
     """What the run's experts take: `slots` of `experts` with their bytes on the device, `store` with its bytes, and
-    the link between them."""
+    the link between them, with the bytes that it read from a disk."""
     store, pool, link = offloaded.store, offloaded.pool, offloaded.link
     drafts = 0 if offloaded.drafting is None else sum(offloaded.drafting.memory.values())
     return {
@@ -82,6 +82,7 @@ def held(offloaded: OffloadedModel) -> Json:
         "store": store.name,
         "store_bytes": getattr(store, "stored_nbytes", store.nbytes),
         "link": link.name,
+        "bytes_read": link.bytes_read,
         "bandwidth": getattr(link, "bandwidth", None),
     }
 
@@ -101,7 +102,10 @@ def account(timing: Json, stats: Json, where: Json) -> str:
     if timing["tokens_per_s"] is not None:
         speed.append(f"{timing['tokens_per_s']:.1f} tokens/s after it")
     hits = f"experts: {stats['hits']:,} of {stats['requests']:,} requests hit ({stats['hit_rate']:.1%}), "
-    hits += f"{size_text(moved)} moved ({size_text(moved / max(1, count))} a token), {stats['waited_s']:.2f} s waited"
+    hits += f"{size_text(moved)} moved ({size_text(moved / max(1, count))} a token), "
+    if where["bytes_read"]:
+        hits += f"{size_text(where['bytes_read'])} read from disk, "
+    hits += f"{stats['waited_s']:.2f} s waited"
     draft = f", drafts {size_text(where['draft_bytes'])}" if where["draft_bytes"] else ""
     rate = "" if where["bandwidth"] is None else f" at {size_text(where['bandwidth'])}/s"
     device, kept = size_text(where["device_bytes"]), size_text(where["store_bytes"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from expertcast.commands.predictors import EVAL_BATCH
+from expertcast.data.trace_file import is_live
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import NextToken, Predictor
 from expertcast.predictors.plain import Json
@@ -14,12 +15,17 @@ from expertcast.training.results import link_table, recall_table
 from expertcast.training.scoring import scored_batches
 from expertcast.training.token_evaluation import evaluate_tokens, tokens_table
 
+SHARED = (
+    "a server's traffic is split by conversation: tokens of a system prompt or template that several begin with stand "
+    "in every split, and count in these scores"
+)
+
 
 def scores(predictor: Predictor, source: TraceSource, split: str) -> tuple[Json, str]:
     """One predictor scored at all its distances, or tokens ahead if it looks that way: results and their tables."""
     if isinstance(predictor, NextToken):
         found = evaluate_tokens(predictor, source, split)
-        return found, tokens_table(found["tokens_ahead"])
+        return found, "\n\n".join([tokens_table(found["tokens_ahead"]), *_notes(source)])
     return scores_ahead({predictor.name: predictor}, source, split, predictor.ahead)
 
 
@@ -57,4 +63,9 @@ def scores_ahead(
             result.setdefault("further", {})[str(distance)] = evaluation.as_dict()
         else:
             result = dict(evaluation.as_dict())
-    return result, "\n\n".join(tables)
+    return result, "\n\n".join([*tables, *_notes(source)])
+
+
+def _notes(source: TraceSource) -> list[str]:
+    """What must be known of the tokens that score."""
+    return [SHARED] if is_live(source.info) else []

@@ -21,7 +21,10 @@ from expertcast.runtime.storage.coded_store import CodedStore
 from expertcast.runtime.storage.store import ExpertStore
 
 _LOSSLESS = ", ".join(name for name in CODECS.names() if CODECS.get(name).lossless)
-_HELP = f"{_LOSSLESS}; the latter two move checkpoints that are in such a form as they are"
+_HELP = (
+    f"{_LOSSLESS}; the latter two move checkpoints that are in such a form as they are; generate and the others take "
+    "what the folder was packed with"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

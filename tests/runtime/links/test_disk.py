@@ -38,6 +38,16 @@ def test_same_bits(
     assert_same(greedy(reference_model, one, 5), before)
 
 
+def test_bytes_read(reference_model: PreTrainedModel, one: dict[str, Tensor]) -> None:
+    """Those of the experts where they are not compressed; set to zero with the others."""
+    with offload(reference_model, store="disk", slots=60) as offloaded:
+        greedy(offloaded, one, 3)
+        link = offloaded.link
+        assert link.bytes_read == link.bytes_moved > 0
+        offloaded.reset_stats()
+        assert link.bytes_read == link.bytes_moved == 0
+
+
 def test_a_slower_disk(reference_model: PreTrainedModel, one: dict[str, Tensor]) -> None:
     """No more bytes per second than were asked for, in all and by the link's own books."""
     bandwidth = 20e6

@@ -138,6 +138,7 @@ def test_same_bits(codec: str, fields: dict[str, object], tmp_path: Path) -> Non
         assert_same(greedy(offloaded, INPUTS), before)
         stats = offloaded.stats.as_dict()
         assert stats["bytes_moved"] >= stats["misses"] * offloaded.store.layout.block_bytes > 0
+        assert offloaded.link.bytes_read > 0
     assert_same(greedy(model, INPUTS), before)
     assert not device.races
 
