@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 
 REFERENCE = "reference"
 """Its name, and that of its folder."""

@@ -16,15 +16,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from expertcast.data.batch import RouterCall
 from expertcast.data.early import EarlyAttention
 from expertcast.data.experts import Experts, experts_of
-from expertcast.data.kept_outputs import Outputs
 from expertcast.data.means import MeanOutputs, adds_block, adds_experts
-from expertcast.data.router_call import RouterCall
+from expertcast.data.stand_in import Outputs
 from expertcast.data.taps import RouterTaps
-from expertcast.predictors.rule_check import RuleCheck
-from expertcast.predictors.stand_in import StandIn
-from expertcast.predictors.view import MoELayer, MoEView
+from expertcast.predictors.early_attention import StandIn
+from expertcast.predictors.view import MoELayer, MoEView, RuleCheck
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,20 +9,411 @@ T tokens, B sequences, S tokens per sequence, D hidden size, L MoE layers.
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
-from expertcast.data.cache_reading import growing_layer, reading_copy
-from expertcast.data.early_block import Block, Call, ReachedError
-from expertcast.data.early_layers import cache_index, kind_of, static_refusals, takes_masks, told
-from expertcast.data.early_masks import beside, own_rows
-from expertcast.data.early_program import EarlyProgram
-from expertcast.predictors.view import MoEView
+from expertcast.data.batch import capturing
+from expertcast.data.means import adds_block
+from expertcast.data.taps import unrecorded
+from expertcast.data.tracing import Program, traced
+from expertcast.predictors.view import MoELayer, MoEView
+
+# Reading a key-value cache without writing to it: a copy that shares the past, and takes what is written.
+#
+# Which layers of a cache can be read is decided by their class alone: of a class that is not known here, nobody can say
+# what a write would change.
+
+_COPIED = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
+"""Layers that put new tensors in the place of old ones: a shallow copy leaves them as they were."""
+_CLONED = (StaticLayer, StaticSlidingWindowLayer)
+"""Those that write into their tensors."""
+
+
+def reading_copy(past: Cache, index: int) -> Cache | None:
+    """The cache with a copy of its layer `index`, which takes what is written there; None where it cannot be read so:
+    a cache that quantises, moves its layers to the host, or is of a class of its own."""
+    if not _readable(past):
+        return None
+    reader = copy.copy(past)
+    reader.layers = list(past.layers)
+    if index >= len(past.layers):  # it grows by what is written first
+        return reader if past.layer_class_to_replicate in _COPIED else None
+    kind = type(past.layers[index])
+    if kind not in (*_COPIED, *_CLONED):
+        return None
+    mirrored = reader.layers[index] = copy.copy(past.layers[index])
+    if kind in _CLONED:
+        for name, value in vars(mirrored).items():
+            if isinstance(value, Tensor):
+                setattr(mirrored, name, value.clone())
+    return reader
+
+
+def growing_layer(past: Cache, index: int) -> CacheLayerMixin | None:
+    """The cache's layer `index`, where it holds something and a write puts new tensors in the place of its own."""
+    if not _readable(past) or index >= len(past.layers):
+        return None
+    layer = past.layers[index]
+    return layer if type(layer) in _COPIED and layer.is_initialized else None
+
+
+def _readable(past: Cache) -> bool:
+    return getattr(type(past), "update", None) is Cache.update and not past.offloading
+
+
+# Masks of early attention over whole texts, where each token reads the true past and its own stand-in.
+#
+# B sequences, S tokens per sequence, D hidden size.
+
+
+def beside(mask: Tensor | None, hidden_BSD: Tensor) -> Tensor:
+    """The mask [B or 1, 1, S, 2S] of queries that read the true keys before their own position, and their own stand-in.
+
+    `mask` is what the block was called with: None stands for causal attention.
+    """
+    length = hidden_BSD.shape[1]
+    own_SS = torch.eye(length, dtype=torch.bool, device=hidden_BSD.device)
+    if mask is None:
+        before_SS = torch.ones_like(own_SS).tril(-1)
+        return torch.cat([before_SS, own_SS], dim=1)[None, None]
+    never = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    parts = [mask.masked_fill(own_SS, never), mask.masked_fill(~own_SS, never)]
+    return torch.cat(parts, dim=-1)
+
+
+def own_rows(mask: Tensor | None, hidden_BSD: Tensor) -> Tensor | None:
+    """[B, S]: tokens that see themselves, as those of padding need not; None for all."""
+    if mask is None:
+        return None
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    return seen.diagonal(dim1=-2, dim2=-1)[:, 0].expand(hidden_BSD.shape[:2])
+
+
+# Which layers' attention can be run early, as far as a model's structure tells; no weight is read.
+
+FIRST = "no MoE layer stands before it"
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers, as configurations name them, whose cache holds keys and values."""
+_MASKED = ("sdpa", "eager")
+"""Attention implementations that take any mask, which whole texts need."""
+
+
+def static_refusals(model: PreTrainedModel, view: MoEView, *, whole: bool = False) -> dict[int, str]:
+    """By MoE layer, why its block cannot be run early: layers that can be are left out.
+
+    Args:
+        model: may be on the meta device.
+        view: its MoE layers.
+        whole: over whole texts, as collection does.
+    """
+    paths = {module: name for name, module in model.named_modules()}
+    refused = {0: FIRST}
+    for layer in view.layers[1:]:
+        before, own = paths[view[layer.index - 1].decoder], paths[layer.decoder]
+        reason = _refusal(before, own, kind_of(model, layer.decoder), cache_index(layer.decoder))
+        if not reason and not adds_block(view[layer.index - 1]):
+            reason = "the layer before it adds more to the residual stream than its block's output, or another thing"
+        if not reason and not layer.norm_name:
+            reason = "no norm stands before its router, where its block could be left"
+        if not reason and whole and not takes_masks(model):
+            reason = f"attention by {_implementation(model)} takes no mask of ours (sdpa does)"
+        if reason:
+            refused[layer.index] = reason
+    return refused
+
+
+def takes_masks(model: PreTrainedModel) -> bool:
+    """Whether attention follows any mask that it is given."""
+    return _implementation(model) in _MASKED
+
+
+def _implementation(model: PreTrainedModel) -> str:
+    return str(model.config.get_text_config()._attn_implementation)
+
+
+def _refusal(before: str, own: str, kind: str | None, index: int | None) -> str:
+    if index is None:
+        return "its block has no layer_idx, by which a cache is read"
+    stem, _, number = own.rpartition(".")
+    if not number.isdigit() or before != f"{stem}.{int(number) - 1}":
+        return "another layer stands between it and the MoE layer before it"
+    if kind is not None and kind not in _ATTENTION:
+        return f"{kind.replace('_', ' ')} keeps a state that a read would change"
+    return ""
+
+
+def kind_of(model: PreTrainedModel, decoder: nn.Module) -> str | None:
+    """What a model's configuration calls a block's attention; blocks of one kind are called with the same mask and
+    positions. None where it makes no difference between blocks."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    index = cache_index(decoder)
+    return str(kinds[index]) if kinds and index is not None and index < len(kinds) else None
+
+
+def cache_index(decoder: nn.Module) -> int | None:
+    """The number by which a block knows its own layer of a cache."""
+    for module in decoder.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int):
+            return index
+    return None
+
+
+def told(refused: Mapping[int, str]) -> list[str]:
+    """A line for each reason, with the layers that it holds for; that the first MoE layer has none before it is not
+    worth a line."""
+    by_reason: dict[str, list[int]] = {}
+    for layer, reason in sorted(refused.items()):
+        if reason != FIRST:
+            by_reason.setdefault(reason, []).append(layer)
+    return [f"layer{'s' * (len(layers) > 1)} {ranges(layers)}: {reason}" for reason, layers in by_reason.items()]
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Rising numbers in words: `1-3, 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+# One layer's block as early attention runs it: from its input to the norm before its router.
+
+_CLOSE = 2e-2
+"""How far a residual may be from the block's own, in parts of its size, when the block is given its own input."""
+
+
+class ReachedError(Exception):
+    """The norm before the router has its input: as far as a block is run."""
+
+    def __init__(self, residual: Tensor) -> None:
+        super().__init__()
+        self.residual = residual
+
+
+@dataclass(slots=True)
+class Call:
+    """How a block was called: everything but its input."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dtype: torch.dtype
+    """Of its input."""
+
+
+@dataclass(slots=True)
+class Block:
+    """One layer's block, and what is known of it in the forward that runs."""
+
+    layer: MoELayer
+    kind: str | None
+    """Blocks of one kind are called with the same masks and positions."""
+    cache_index: int | None
+    checked: bool = False
+    """Whether it has given its own residual for its own input."""
+    running: bool = False
+    """Now, beside the model."""
+    expected: Tensor | None = None
+    """In a check: what early attention made of the block's own input."""
+    rows: Tensor | None = None
+    """In a check: which rows count; None for all."""
+    written: Cache | None = field(default=None, repr=False)
+    """Of a forward over whole texts: what holds the true keys and values."""
+    call: Call | None = None
+
+    def clear(self) -> None:
+        """Forget the forward."""
+        self.written = self.expected = self.rows = self.call = None
+
+    def reach(self, hidden: Tensor, call: Call, past: Cache | None) -> Tensor:
+        """The residual that the block reaches its router's norm with, whose hook ends the run by a `ReachedError`.
+
+        Args:
+            hidden: its input [B, S, D].
+            call: what it is called with besides.
+            past: the cache that it is called with in place of the call's own; is written to.
+        """
+        with unrecorded(), torch.no_grad():
+            self.running = True
+            try:
+                self.layer.decoder(hidden.to(call.dtype), *call.args, **{**call.kwargs, "past_key_values": past})
+            except ReachedError as reached:
+                return reached.residual
+            finally:
+                self.running = False
+        raise AssertionError("the block ran without its router's norm")
+
+    def check(self, residual: Tensor) -> bool:
+        """Whether what the block made of its own input early is what it makes of it in the model, `residual`."""
+        expected, rows = self.expected, self.rows
+        self.expected, self.rows, self.checked = None, None, True
+        assert expected is not None
+        if rows is not None:
+            expected, residual = expected[rows], residual[rows]
+        size = residual.float().square().mean().sqrt()
+        off = (expected.float() - residual.float()).square().mean().sqrt()
+        return bool(off <= _CLOSE * size)
+
+
+# A block's early run in decode steps as a traced program: its tensor operations without modules, hooks and a cache.
+#
+# The trace is taken from the block's own run, and used once it has given that run's own bits in several steps. Keys and
+# values of the past are inputs of it: nothing is copied, and nothing written.
+#
+# B sequences, D hidden size.
+
+_CHECKED = 3
+"""Steps, the traced one included, in which a program is compared with the block."""
+_AGAIN = 256
+"""And again after so many, for what changes only with the length of a text."""
+_TRIALS = 4
+"""Steps in which a trace is tried: where a length is by chance some other size of the model, it fails."""
+_MOST = 8
+"""Shapes and flags that a block has programs for."""
+
+
+class _Made:
+    """A program for calls of one form, if there is one, and how often it was called and tried."""
+
+    __slots__ = ("calls", "run", "trials")
+
+    def __init__(self) -> None:
+        self.run: Program | None = None
+        self.calls = 0
+        self.trials = _TRIALS
+
+
+class EarlyProgram:
+    """The programs of one block."""
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+        self._made: dict[tuple[Any, ...], _Made] = {}
+
+    def run(self, hidden_B1D: Tensor, call: Call, own: Callable[[], Tensor | None]) -> Tensor | None:
+        """The residual [B, 1, D] that the block reaches its router's norm with.
+
+        Args:
+            hidden_B1D: its input.
+            call: what it is called with besides.
+            own: runs the block itself, which is done where there is no program.
+        """
+        past, index = call.kwargs.get("past_key_values"), self._block.cache_index
+        layer = None if past is None or index is None else growing_layer(past, index)
+        if layer is None or not self._block.checked:
+            return own()
+        held = {name: value for name, value in vars(layer).items() if isinstance(value, Tensor)}
+        tensors = [hidden_B1D, *held.values()]
+        try:
+            form = (hidden_B1D.shape, hidden_B1D.dtype, call.dtype, type(layer), *held, _form(call, tensors))
+        except TypeError:  # it is called with what is neither a tensor nor a flag
+            return own()
+        made = self._made.get(form)
+        if made is None:
+            if len(self._made) == _MOST:
+                return own()
+            made = self._made[form] = _Made()
+        if made.run is None or made.calls < _CHECKED or made.calls % _AGAIN == 0:
+            return own() if capturing() else self._checked(made, call, held, tensors, own)
+        made.calls += 1
+        return made.run(*tensors)[0]
+
+    def _checked(
+        self, made: _Made, call: Call, held: dict[str, Tensor], tensors: list[Tensor], own: Callable[[], Tensor | None]
+    ) -> Tensor | None:
+        """What `own` gives, compared with what the program gives, which is made if there is none.
+
+        Args:
+            made: the program.
+            call: what the block is called with.
+            held: the past's tensors.
+            tensors: all inputs of the program.
+            own: as for :meth:`run`.
+        """
+        expected = own()
+        if made.run is None and made.trials:
+            made.trials -= 1
+            made.run = self._trace(call, held, tensors)
+        if made.run is not None and expected is not None:
+            made.calls += 1
+            if not torch.equal(made.run(*tensors)[0], expected):
+                made.run, made.trials = None, 0
+        return expected
+
+    def _trace(self, call: Call, held: dict[str, Tensor], tensors: list[Tensor]) -> Program | None:
+        past, index = call.kwargs["past_key_values"], self._block.cache_index
+        assert index is not None
+
+        def reached(hidden_B1D: Tensor, *given: Tensor) -> tuple[Tensor]:
+            reader: Cache = copy.copy(past)
+            reader.layers = list(past.layers)
+            layer = reader.layers[index] = copy.copy(past.layers[index])
+            for name, tensor in zip(held, given, strict=False):
+                setattr(layer, name, tensor)
+            args, kwargs = _filled((call.args, _besides(call)), iter(given[len(held) :]))
+            return (self._block.reach(hidden_B1D, Call(args, kwargs, call.dtype), reader),)
+
+        lengths = {tensor.shape[-2] + more for tensor in held.values() if tensor.dim() > 2 for more in (0, 1)}
+        return traced(reached, tuple(tensors), [self._block.layer.decoder], lengths=lengths)
+
+
+def _besides(call: Call) -> dict[str, Any]:
+    return {name: value for name, value in call.kwargs.items() if name != "past_key_values"}
+
+
+def _form(call: Call, tensors: list[Tensor]) -> tuple[Any, ...]:
+    """What a block is called with, as something to compare; its tensors are added to `tensors`.
+
+    Raises:
+        TypeError: it is called with anything but tensors, flags and collections of these.
+    """
+    found: list[Any] = [_formed(value, tensors) for value in call.args]
+    for name, value in _besides(call).items():
+        found += name, _formed(value, tensors)
+    return tuple(found)
+
+
+def _formed(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return value.dtype
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(_formed(each, tensors) for each in value)
+    if isinstance(value, dict):
+        return tuple((name, _formed(each, tensors)) for name, each in value.items())
+    raise TypeError(type(value))
+
+
+def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """The same with other tensors, in the order in which :func:`_formed` finds them."""
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, tuple | list):
+        return type(value)(_filled(each, tensors) for each in value)
+    if isinstance(value, dict):
+        return {name: _filled(each, tensors) for name, each in value.items()}
+    return value
 
 
 class EarlyAttention:

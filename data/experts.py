@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from expertcast.data.discovery import experts_implementation, find_moe_layers
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.data.moe_layers import experts_implementation, find_moe_layers
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
 
 OFFLOAD = "_expertcast"

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from huggingface_hub import DatasetCard, DatasetCardData
 
-from expertcast.checkpoints.card_tables import markdown_table
-from expertcast.checkpoints.repositories import HubName
-from expertcast.checkpoints.uploads import CARD, push, require_digests
-from expertcast.data import layout
-from expertcast.data.trace_file import TRACES
+from expertcast.checkpoints.card import markdown_table
+from expertcast.checkpoints.hub import CARD, HubName, push, require_digests
+from expertcast.data import trace_format as layout
+from expertcast.data.trace_format import TRACES
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 
 _SHARDS = "data-*.arrow"
 TEMPLATE = """---
@@ -65,7 +64,7 @@ def push_traces(
         license: of the traces, which hold the text as ids of tokens.
 
     Returns:
-        As :func:`expertcast.checkpoints.uploads.push`, and the card's `license`.
+        As :func:`expertcast.checkpoints.hub.push`, and the card's `license`.
 
     Raises:
         ExpertcastError: the traces are not right, or from before there were digests; or as there.

@@ -11,16 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.early_layers import static_refusals, told
+from expertcast.data.early import static_refusals, told
 from expertcast.data.means import adds_experts
-from expertcast.data.models import meta_model
-from expertcast.data.quantisation import Quantised
-from expertcast.data.source import ModelSource
+from expertcast.data.models import form_of, meta_model
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.source import ModelSource, Quantised
 from expertcast.data.weights.files import weight_files
 from expertcast.data.weights.gguf import GgufFile
-from expertcast.data.weights.opening import form_of
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, OwnTensor
 
 

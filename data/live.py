@@ -7,27 +7,119 @@ deleted by the next writer.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import pyarrow as pa
 import torch
+from torch import Tensor
 
-from expertcast.checkpoints.fingerprints import fingerprints
-from expertcast.checkpoints.provenance import provenance, without_folders
-from expertcast.data import layout
-from expertcast.data.live_document import LiveDocument as LiveDocument
-from expertcast.data.live_skeleton import LAYERS, save_live_skeleton
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint, holds_predictor
+from expertcast.checkpoints.hub import HubName, NotOnHubError, OutOfReachError
+from expertcast.checkpoints.provenance import different_part, fingerprints, provenance, without_folders
+from expertcast.data import trace_format as layout
+from expertcast.data.batch import TraceBatch
 from expertcast.data.plan import HELD_OUT_SHARE, MIN_DOCUMENTS, SPLITS, PlannedDocument, assign_splits
-from expertcast.data.shard_file import write_shard
-from expertcast.data.trace_file import TraceInfo, documents_in, is_live, read_info, shard_names, write_info
+from expertcast.data.text import text_hash
+from expertcast.data.trace_format import (
+    LAYERS,
+    TRACE_FILE,
+    TraceInfo,
+    documents_in,
+    is_live,
+    read_info,
+    save_live_skeleton,
+    shard_names,
+    tensors_digest,
+    write_info,
+    write_shard,
+)
+from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors.artefacts import check_file, file_digest
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.plain import Json
+from expertcast.predictors.base import Predictor
+from expertcast.predictors.baselines import DefaultVectors, QuasiInput
+from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import MoEView
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+# A request to a server as a document of traces. T tokens, D hidden size, L MoE layers, E routed experts per layer.
+
+_MARKS = ("first-question", "an-answer", "second-question")
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveDocument:
+    """What a request showed of a model."""
+
+    hash: str
+    """:meth:`Conversations.hash`"""
+    token_T: Tensor
+    residual_TLD: Tensor
+    """bf16, on the CPU."""
+    logits_TLE: Tensor
+    """On the CPU."""
+    start: int = 0
+    """Position of the first row in the request: more than 0 where its beginning was in a prefix cache."""
+
+    def rows(self, index: int) -> tuple[TraceBatch, Tensor]:
+        """As a shard takes them, under this number, with the tokens' ids."""
+        tokens = len(self.token_T)
+        batch = TraceBatch(
+            residual_TLD=self.residual_TLD,
+            logits_TLE=self.logits_TLE,
+            document_T=torch.full((tokens,), index),
+            position_T=torch.arange(self.start, self.start + tokens),
+        )
+        return batch, self.token_T
+
+
+class Conversations:
+    """Knows requests by their conversation: by the text of its first user message, which all turns of a chat share and
+    a system prompt before it does not change; without a chat template by the text of the whole prompt. The hash is
+    that of a document with this text (:attr:`expertcast.data.text.Document.hash`).
+
+    Args:
+        tokenizer: the model's, with its chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self._before, self._behind = tokenizer, "", ""
+        if getattr(tokenizer, "chat_template", None):
+            roles = ("user", "assistant", "user")
+            turns = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS, strict=True)]
+            first, whole = (
+                str(tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=True))
+                for part in (turns[:1], turns)
+            )
+            head, _, tail = first.partition(_MARKS[0])
+            again = whole.partition(_MARKS[1])[2].partition(_MARKS[2])[0]
+            self._behind = _common(tail, whole.partition(_MARKS[0])[2])
+            self._before = _common(head[::-1], again[::-1])[::-1]
+
+    def hash(self, token_ids: Sequence[int]) -> str:
+        """What the document of a request with this prompt is known by."""
+        text = str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        end = text.find(self._behind) if self._behind else -1
+        begin = text.rfind(self._before, 0, end) if self._before and end >= 0 else -1
+        if begin < 0:
+            return text_hash(str(self._tokenizer.decode(token_ids, skip_special_tokens=True)))
+        return text_hash(text[begin + len(self._before) : end])
+
+
+def _common(one: str, other: str) -> str:
+    """The beginning that two texts share."""
+    return "".join(first for first, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
 
 SHARD_BYTES = 32 << 20
 """Of rows that are buffered before they are committed, which is also what a kill can cost."""
@@ -55,7 +147,7 @@ class LiveOptions:
 
 
 class LiveTraces:
-    """A folder of traces that grows. Nobody else may write it: see :mod:`expertcast.data.exclusive`."""
+    """A folder of traces that grows. Nobody else may write it: see :mod:`expertcast.data.processes`."""
 
     def __init__(
         self, folder: Path, view: MoEView, options: LiveOptions, *, config: Json, logits: torch.dtype, dtype: str
@@ -243,3 +335,117 @@ def _rows_in(path: Path) -> int:
     """How many rows a shard has."""
     with pa.memory_map(str(path)) as source:
         return int(pa.ipc.open_stream(source).read_all().num_rows)
+
+
+# Default vectors from elsewhere: they are of the model, whatever text they were collected on.
+#
+# Traces of a server's traffic hold none, so they are taken from other traces of the model, or from a checkpoint.
+
+NOTE = "default_vectors_from"
+"""In `TraceSource.info` and a fit's report: where the default vectors come from."""
+_GIVE = "give traces of this model by expertcast collect, or a checkpoint of quasi_hidden, linear or estimator"
+
+Source = TypeVar("Source", bound=TraceSource)
+
+
+def with_default_vectors(source: Source, given: str | Path) -> Source:
+    """The same source with default vectors from elsewhere, whether or not it has any of its own.
+
+    Documents of its test split that these come from are left out of it: they are not held out any more.
+
+    Args:
+        source: traces on disk, or a running model.
+        given: traces of the same model by :func:`expertcast.data.collect.collect`, or a checkpoint that holds default
+            vectors: the folder, or `user/repo` or `user/repo@revision` of the hub.
+
+    Raises:
+        ExpertcastError: neither is there, or a file of it is not right; it holds no default vectors, or another
+            model's; or they come from all documents of the source's test split.
+    """
+    found = _opened(str(given))
+    if isinstance(found, TraceDataset):
+        recorded, traces = {**found.info, "model_id": found.info["model"]}, found.info["id"]
+    else:
+        recorded, traces = found.config, _origin(found.config.get("training", {}))
+    different = different_part(recorded, source.view, str(given))
+    if different:
+        raise ExpertcastError(
+            f"{given} is of {recorded['model_id']!r} and its {different} are not those of {source.view.model_id!r}, "
+            f"so neither are its default vectors: {_GIVE}"
+        )
+    if isinstance(found, TraceDataset):
+        defaults, documents = found.defaults, {document.hash for document in found.chosen("train")}
+        learned = None if None in documents else frozenset(filter(None, documents))
+    else:
+        defaults, learned = _held(found), found.learned_from
+    made = copy.copy(source)
+    made.defaults, made.defaults_learned_from = defaults, learned
+    made.documents = _held_out(source, learned, str(given))
+    made.info = {
+        **source.info,
+        NOTE: {"given": without_folders(str(given)), "traces": traces, "digest": _digest_of(defaults)},
+    }
+    return made
+
+
+def holder_in(predictor: Predictor) -> QuasiInput | None:
+    """The predictor itself, or the member of a hybrid, that holds default vectors; None where none does."""
+    parts = (part for part in predictor.modules() if isinstance(part, QuasiInput) and hasattr(part, "expert_LED"))
+    return next(parts, None)
+
+
+def _opened(given: str) -> TraceDataset | PredictorCheckpoint:
+    if (Path(given) / TRACE_FILE).is_file():
+        return TraceDataset.open(given)
+    if holds_predictor(given):
+        return PredictorCheckpoint.open(given)
+    if Path(given).exists() or HubName.of(given) is None:
+        raise ExpertcastError(f"{given} holds neither traces ({TRACE_FILE}) nor a predictor checkpoint: {_GIVE}")
+    try:
+        return TraceDataset.open(given)
+    except (NotOnHubError, OutOfReachError):
+        return PredictorCheckpoint.open(given)
+
+
+def _origin(training: Json) -> object:
+    """The id of the traces that a checkpoint's default vectors come from."""
+    note = training.get(NOTE)
+    return (note if isinstance(note, dict) else training).get("traces")
+
+
+def _held(checkpoint: PredictorCheckpoint) -> DefaultVectors:
+    """The default vectors in a checkpoint, which has the means and not their counts.
+
+    Raises:
+        ExpertcastError: there are none in it, or its weights are not right.
+    """
+    holder = holder_in(checkpoint.load())
+    if holder is None:
+        raise ExpertcastError(f"{checkpoint.folder} is of {checkpoint.name} and holds no default vectors: {_GIVE}")
+    counts_LE = torch.zeros(holder.expert_LED.shape[:2], dtype=torch.int64)
+    return DefaultVectors(expert_LED=holder.expert_LED, shared_LD=holder.shared_LD, count_LE=counts_LE, token_count=0)
+
+
+def _held_out(source: TraceSource, learned: frozenset[str] | None, given: str) -> list[PlannedDocument]:
+    """The source's documents without those of its test split that the default vectors come from."""
+    known = all(document.hash is not None for document in source.documents)
+    if learned is None or not known:
+        what = given if learned is None else "what is trained on"
+        warnings.warn(
+            f"{what} is from before documents were known by their hashes: default vectors may come from what scores "
+            "here; collect again to be sure",
+            stacklevel=3,
+        )
+        return list(source.documents)
+    rest = [document for document in source.documents if document.split != "test" or document.hash not in learned]
+    if not any(document.split == "test" for document in rest) and source.chosen("test"):
+        raise ExpertcastError(
+            f"the default vectors of {given} come from every document of the test split, none is left to score: give "
+            "those of another text"
+        )
+    return rest
+
+
+def _digest_of(defaults: DefaultVectors) -> str:
+    """Of the values that a predictor takes."""
+    return tensors_digest({"expert_LED": defaults.expert_LED, "shared_LD": defaults.shared_LD})

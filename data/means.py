@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from expertcast.predictors.quasi_hidden import DefaultVectors
+from expertcast.predictors.baselines import DefaultVectors
 from expertcast.predictors.view import Adds, MoELayer, MoEView
 
 if TYPE_CHECKING:

@@ -2,36 +2,129 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
     FineGrainedFP8Config,
+    GenerationConfig,
     Mxfp4Config,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from expertcast.checkpoints.bundled import REFERENCE as REFERENCE
-from expertcast.checkpoints.bundled import resolve_model as resolve_model
-from expertcast.data.devices import free_memory
-from expertcast.data.devices import torch_device as torch_device
-from expertcast.data.devices import torch_dtype as torch_dtype
-from expertcast.data.quantisation import FP8, MXFP4, Quantised, forget_quantisation
-from expertcast.data.release import check_release
-from expertcast.data.source import ModelSource
-from expertcast.data.weights.gguf import check_package, complete_config
-from expertcast.data.weights.opening import form_of, model_of, open_weights
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.errors import first_line as first_line
+from expertcast.data.machine import free_memory, torch_dtype
+from expertcast.data.source import (
+    BITSANDBYTES,
+    FP8,
+    GGUF,
+    MXFP4,
+    ModelSource,
+    Quantised,
+    check_release,
+    forget_quantisation,
+    quantised_form,
+)
+from expertcast.data.weights.files import SafetensorsFiles, TensorFile, WeightFiles
+from expertcast.data.weights.gguf import GgufFile, check_package, complete_config, gguf_form
+from expertcast.data.weights.packed import join_bnb, join_packed, join_scales
+from expertcast.predictors.messages import ExpertcastError, first_line
+
+# Opening a checkpoint in whatever form it lies, and making a model of its tensors.
+
+
+def form_of(config: PretrainedConfig, source: ModelSource) -> Quantised | None:
+    """The form in which a model's checkpoint lies; None: its weights are plain floats in safetensors.
+
+    Raises:
+        ExpertcastError: a form that is not read; the line names it.
+    """
+    path = source.gguf()
+    return quantised_form(config, source.name) if path is None else gguf_form(path, source.name)
+
+
+def open_weights(
+    source: ModelSource, form: Quantised | None, model: PreTrainedModel, dtype: torch.dtype | None = None
+) -> WeightFiles:
+    """A checkpoint's tensors; quantised ones are dequantised when they are read, but for MXFP4's blocks and scales.
+
+    Args:
+        source: whose.
+        form: what :func:`form_of` says.
+        model: without weights; of a GGUF file the tensors get its names.
+        dtype: to load; None: the checkpoint's.
+
+    Raises:
+        ExpertcastError: no weights there, damaged ones, or quantised ones without their scales.
+    """
+    if form is not None and form.method == GGUF:
+        path = source.gguf()
+        assert path is not None
+        return GgufFile(path, model, dtype)
+    files = SafetensorsFiles(source)
+    try:
+        if form is not None and form.method == FP8:
+            files.tensors = join_scales(files.tensors, form.settings.get("weight_block_size"))
+        elif form is not None and form.method == BITSANDBYTES:
+            files.tensors = join_bnb(files.tensors)
+        elif form is not None and form.method != MXFP4:
+            files.tensors = join_packed(files.tensors, form.method, form.settings)
+    except BaseException:
+        files.close()
+        raise
+    return files
+
+
+def model_of(
+    model: PreTrainedModel,
+    tensors: Mapping[str, Tensor | TensorFile],
+    source: ModelSource,
+    device: str | torch.device = "cpu",
+) -> PreTrainedModel:
+    """A model in eval mode, by transformers' own loading.
+
+    Args:
+        model: without weights, in the dtype to load; its configuration says nothing of quantisation.
+        tensors: by the names that transformers reads.
+        source: whose.
+        device: where each tensor goes as soon as it is read.
+
+    Raises:
+        ExpertcastError: transformers refuses them.
+    """
+    try:
+        made: PreTrainedModel = type(model).from_pretrained(
+            None, config=model.config, state_dict=dict(tensors), dtype=model.dtype, device_map={"": device}
+        )
+        if "gguf_file" not in source.options:
+            made.generation_config = _generation_config(source)
+    except ExpertcastError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ExpertcastError(f"cannot load model {source.name!r}: {first_line(error)}") from error
+    made.name_or_path = made.config._name_or_path = source.name
+    return made.eval()
+
+
+def _generation_config(source: ModelSource) -> GenerationConfig:
+    """As `from_pretrained` finds it: in its own file, else in the model's configuration."""
+    try:
+        return GenerationConfig.from_pretrained(source.path, **source.files)
+    except OSError:
+        return GenerationConfig.from_pretrained(
+            source.path, config_file_name="config.json", _from_model_config=True, **source.files
+        )
+
 
 _DEQUANTISED = {FP8: FineGrainedFP8Config, MXFP4: Mxfp4Config}
 """Told to dequantise, they have transformers load plain floats."""

@@ -10,19 +10,17 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.distributed import documents_of, join_ranks, sum_over_ranks
+from expertcast.data.collect import ActivationStream, plan_stand_in, try_early
 from expertcast.data.early import EarlyAttention
-from expertcast.data.early_trial import try_early
 from expertcast.data.experts import Offload, experts_of, model_of
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import PlannedDocument, TextOptions, Window, first_tokens, make_plan
-from expertcast.data.stand_in_plan import plan_stand_in
-from expertcast.data.stream import ActivationStream
+from expertcast.data.processes import documents_of, join_ranks, sum_over_ranks
 from expertcast.data.text import Document
 from expertcast.data.traces import TraceSource
-from expertcast.predictors.progress import tokens_read
-from expertcast.predictors.quasi_hidden import DefaultVectors
-from expertcast.predictors.stand_in import StandIn
+from expertcast.predictors.baselines import DefaultVectors
+from expertcast.predictors.early_attention import StandIn
+from expertcast.predictors.messages import tokens_read
 
 BUFFER_TOKENS = 16_384
 
@@ -42,7 +40,7 @@ class OnlineTraces(TraceSource):
         buffer_tokens: int = BUFFER_TOKENS,
         **fields: object,
     ) -> None:
-        """Takes what :func:`expertcast.data.collector.collect` takes, and raises what it raises.
+        """Takes what :func:`expertcast.data.collect.collect` takes, and raises what it raises.
 
         Args:
             model, tokenizer, documents, options, fields: as there.

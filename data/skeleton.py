@@ -27,11 +27,9 @@ from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 from typing_extensions import TypedDict
 
 from expertcast.checkpoints.provenance import without_folders
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.live_skeleton import CONFIG, FOUND, LAYERS, LIVE_REMEDY, WEIGHTS, kept
 from expertcast.data.models import meta_model
-from expertcast.data.named_layers import LayerPaths, layers_by_name, paths_of
-from expertcast.data.tensor_files import read_tensors
+from expertcast.data.moe_layers import LayerPaths, find_moe_layers, layers_by_name, paths_of
+from expertcast.data.trace_format import CONFIG, FOUND, LAYERS, LIVE_REMEDY, WEIGHTS, kept, read_tensors
 from expertcast.predictors.artefacts import (
     CLOSED,
     SEAL,
@@ -42,7 +40,7 @@ from expertcast.predictors.artefacts import (
     seal,
     warn_unsealed,
 )
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView, OwnTensor
 
 REMEDY = "collect the traces again"

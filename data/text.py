@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from expertcast.checkpoints.bundled import BUNDLED, is_bundled
-from expertcast.predictors.errors import ExpertcastError, first_line
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import ExpertcastError, Json, first_line
 
 if TYPE_CHECKING:
     from datasets import IterableDataset

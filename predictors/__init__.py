@@ -1,18 +1,21 @@
 """Predictors of expert routing. Every registration is here; the order is the order of tables."""
 
-from expertcast.predictors.base import Forecast, Predictor, PredictorConfig, RouterState
+from expertcast.predictors.base import (
+    Forecast,
+    Predictor,
+    PredictorConfig,
+    RouterState,
+    names,
+    predictor_class,
+    register,
+)
+from expertcast.predictors.baselines import DefaultVectors, Frequency, NextNorm, PreviousToken, QuasiHidden, RouterInput
 from expertcast.predictors.early_attention import EarlyAttention
-from expertcast.predictors.errors import ExpertcastError
 from expertcast.predictors.estimator import Estimator
-from expertcast.predictors.frequency import Frequency
 from expertcast.predictors.hybrid import Hybrid
 from expertcast.predictors.linear import Linear
-from expertcast.predictors.next_norm import NextNorm
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.next_token import NextToken
-from expertcast.predictors.previous_token import PreviousToken
-from expertcast.predictors.quasi_hidden import DefaultVectors, QuasiHidden
-from expertcast.predictors.registry import names, predictor_class, register
-from expertcast.predictors.router_input import RouterInput
 from expertcast.predictors.view import ModelShape, MoELayer, MoEView
 
 register(Frequency)

@@ -26,8 +26,7 @@ from typing import Any, BinaryIO, TypeVar
 import xxhash
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import ExpertcastError, Json
 
 T = TypeVar("T")
 

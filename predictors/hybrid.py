@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from typing_extensions import TypedDict
 
 from expertcast.predictors.artefacts import CLOSED
-from expertcast.predictors.base import Forecast, Predictor, PredictorConfig, RouterState
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.fields import check_between, from_values
-from expertcast.predictors.plain import Json
-from expertcast.predictors.registry import names, predictor_class
+from expertcast.predictors.base import Forecast, Predictor, PredictorConfig, RouterState, names, predictor_class
+from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.predictors.options import check_between, from_values
 from expertcast.predictors.view import ModelShape, MoEView
 
 CANDIDATES = (

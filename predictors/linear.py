@@ -1,7 +1,7 @@
 """Ridge regression from q_l, or s_l, to the target router's logits, one map per layer.
 
 T tokens, D hidden size, E routed experts per layer, P = L - ahead pairs of layers (source l, target l + ahead).
-The fit is closed form (:mod:`expertcast.training.fit_linear`); this module only applies it.
+The fit is closed form (:mod:`expertcast.training.linear`); this module only applies it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from expertcast.predictors.base import PredictorConfig, RouterState
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.quasi_hidden import QuasiInput
+from expertcast.predictors.baselines import QuasiInput
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
 
 READS = ("quasi_hidden", "router_input")

@@ -16,14 +16,91 @@ from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.fields import check_between, check_finite, written
-from expertcast.predictors.next_token_network import NextTokenNetwork
+from expertcast.predictors.messages import ExpertcastError
+from expertcast.predictors.options import check_between, check_finite, written
 from expertcast.predictors.routing_rule import goes_by_logits, route_all
 from expertcast.predictors.view import ModelShape, MoEView
+
+# The network of `next_token`: what the text has routed so far, the last residual and the coming token's id, to the
+# routing of that token and of those after it.
+#
+# B sequences (or examples), N = L * E experts of all layers, J = L * K experts that a token uses, A averages, P numbers
+# that stand for an expert, D hidden size, V known token ids, W width, S tokens forecast one by one.
+#
+#     u   = averages over the text of the sum of its experts' P numbers        kept up to date, never computed anew
+# z_0 = z + mix(z),  z = SiLU(norm(state(u) + residual's map + token's row))     z_h = z_0 + step_h(z_0)
+# the h-th token after it; h = S: later ones     logits_h = head(z_h) + bias_h
+#
+# A token names J of the N experts: what reading it costs, and what a forecast reads, does not grow with N but for the
+# head. An earlier form took the averages of all N experts themselves, and stepped from token to token: five times the
+# work.
+
+GAIN = 4.0
+"""What rows of ids are multiplied by: each is trained by few examples, and must get somewhere in them."""
+
+
+class NextTokenNetwork(nn.Module):
+    """Logits of every expert's use at S tokens, and in the mean of the tokens after them.
+
+    Args:
+        experts: N.
+        used: J.
+        hidden: D.
+        averages: A moving averages of the routing.
+        inner: P.
+        known_ids: V.
+        steps: S.
+        width: W.
+    """
+
+    def __init__(
+        self, *, experts: int, used: int, hidden: int, averages: int, inner: int, known_ids: int, steps: int, width: int
+    ) -> None:
+        super().__init__()
+        self.expert_NP = nn.Parameter(torch.randn(experts, inner) / used**0.5)
+        self.state = nn.Linear(averages * inner, width)
+        self.residual = nn.Linear(hidden, width)
+        self.token_VW = nn.Parameter(torch.zeros(known_ids + 1, width))
+        """Row V is of ids that are not known."""
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
+        self.step = nn.Linear(width, steps * width)
+        self.head = nn.Linear(width, experts, bias=False)
+        nn.init.zeros_(self.head.weight)  # it begins with how often experts are used
+        self.bias_RN = nn.Parameter(torch.zeros(steps + 1, experts))
+
+    def stand_ins(self, ids_XJ: Tensor) -> Tensor:
+        """What stands for tokens that use some experts (numbered 0..N-1): [X, P]."""
+        return functional.embedding_bag(ids_XJ, self.expert_NP, mode="sum")
+
+    def first(self, text_BF: Tensor, residual_BD: Tensor, row_B: Tensor) -> Tensor:
+        """z_0 [B, W], from averages `text_BF` [B, A * P], standardised residuals and the rows of the tokens' ids."""
+        x_BW = self.state(text_BF) + self.residual(residual_BD) + GAIN * self.token_VW[row_B]
+        z_BW = functional.silu(self.norm(x_BW))
+        return z_BW + self.mix(z_BW)  # type: ignore[no-any-return]
+
+    def row(self, z_BW: Tensor, row: int) -> Tensor:
+        """Logits [B, N] of one row, from z_0: of the token itself (0), the `row`-th after it, or all later ones (S)."""
+        if row:
+            part = slice((row - 1) * z_BW.shape[1], row * z_BW.shape[1])
+            z_BW = z_BW + functional.linear(z_BW, self.step.weight[part], self.step.bias[part])
+        logits_BN: Tensor = self.head(z_BW) + self.bias_RN[row]
+        return logits_BN
+
+    def forward(self, text_BF: Tensor, residual_BD: Tensor, row_B: Tensor) -> Tensor:
+        """Logits [B, S + 1, N] of all rows; arguments are those of :meth:`first`."""
+        z_BW = self.first(text_BF, residual_BD, row_B)
+        z_B1W = z_BW[:, None]
+        z_BRW = torch.cat([z_B1W, z_B1W + self.step(z_BW).view(len(z_BW), -1, z_BW.shape[1])], dim=1)
+        if len(z_BRW) == 1:  # the same, in one operation
+            return torch.addmm(self.bias_RN, z_BRW[0], self.head.weight.t())[None]
+        logits_BRN: Tensor = self.head(z_BRW) + self.bias_RN
+        return logits_BRN
+
 
 MOST_MEMORIES = 64
 PRIOR = 2.0
@@ -246,3 +323,66 @@ class NextToken(Predictor):
         total_B = self.count_V[row_B] + PRIOR
         own_BCE.mul_(PRIOR).add_(self.count_VCE[row_B]).div_(total_B[:, None, None])
         return probability_BHLE
+
+
+# Following a run with `next_token`, layer by layer: the same object for a running model and for stored traces.
+#
+# B sequences, S tokens of each in a pass, T = B x S, E routed experts, D hidden size, H rows of a forecast.
+
+
+class NextTokenTracker:
+    """Feeds a predictor what each router says, and gives its forecast when a pass of one token per sequence begins."""
+
+    def __init__(self, predictor: NextToken) -> None:
+        self._predictor = predictor
+        self._state: TextState | None = None
+        self._logits: list[Tensor] = []
+        """[T, E] of each layer of this pass."""
+
+    @torch.no_grad()
+    def start(self, fresh: bool, token_BS: Tensor | None = None) -> Tensor | None:
+        """A pass begins, with new texts if `fresh`; `token_BS`: the ids of its tokens, None where they are not known.
+
+        Returns:
+            In a pass of one token per sequence of texts that go on, the probability that at least one sequence uses an
+            expert, [H, L, E]: by that token (h = 0), by the h-th after it, and in the last row by each later one.
+        """
+        self._logits.clear()
+        if fresh:
+            self._state = None
+        state = self._state
+        if state is None or (token_BS is not None and token_BS.shape != (len(state.residual_BD), 1)):
+            return None
+        return any_sequence(self._predictor.tokens_ahead(state, None if token_BS is None else token_BS[:, 0]))
+
+    def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
+        """The router of `layer` has run: its norm read `residual_TD`, it gave `logits_TE`, for B `sequences` one after
+        another."""
+        predictor = self._predictor
+        if len(self._logits) != layer:
+            self._logits.clear()  # a pass was cut short
+            if layer:
+                return
+        self._logits.append(logits_TE)
+        if layer == predictor.shape.layers - 1:
+            self._read(residual_TD, sequences)
+
+    @torch.no_grad()
+    def _read(self, residual_TD: Tensor, sequences: int) -> None:
+        """All routers of a pass have run."""
+        predictor, state = self._predictor, self._state
+        if state is None or len(state.residual_BD) != sequences:
+            state = predictor.start(sequences)
+        logits_TLE = torch.stack(self._logits, dim=1)
+        self._logits.clear()
+        ids_TJ = predictor.chosen(logits_TLE)
+        tokens = len(ids_TJ) // sequences
+        last_BD = residual_TD[tokens - 1 :: tokens].bfloat16()  # as traces hold it
+        self._state = predictor.read(state, ids_TJ.view(sequences, tokens, -1), last_BD)
+
+
+def any_sequence(probability_BHLE: Tensor) -> Tensor:
+    """Probability [H, L, E] that at least one of B independent sequences uses an expert."""
+    if len(probability_BHLE) == 1:
+        return probability_BHLE[0]
+    return 1 - (1 - probability_BHLE).prod(dim=0)

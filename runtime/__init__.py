@@ -10,15 +10,14 @@ from expertcast import UNSUPPORTED
 if TYPE_CHECKING:
     from expertcast.runtime.benchmarking.bench import benchmark
     from expertcast.runtime.config import OffloadConfig
-    from expertcast.runtime.engine.speculate import speculate
-    from expertcast.runtime.graph import GraphDecoder
+    from expertcast.runtime.engine.front import speculate
+    from expertcast.runtime.experimental.graph_decoder import GraphDecoder
+    from expertcast.runtime.experimental.kernel_link import KernelLink
     from expertcast.runtime.links.base import InstantLink, Link
     from expertcast.runtime.links.cuda import CudaLink
     from expertcast.runtime.links.emulated import EmulatedLink
-    from expertcast.runtime.links.kernel import KernelLink
     from expertcast.runtime.loading import load_offloaded
-    from expertcast.runtime.offloaded import OffloadedModel
-    from expertcast.runtime.offloading import offload
+    from expertcast.runtime.offloading import OffloadedModel, offload
     from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
 
 if UNSUPPORTED:
@@ -45,18 +44,18 @@ __all__ = [
 _LAZY = {
     "CudaLink": "expertcast.runtime.links.cuda",
     "EmulatedLink": "expertcast.runtime.links.emulated",
-    "GraphDecoder": "expertcast.runtime.graph",
+    "GraphDecoder": "expertcast.runtime.experimental.graph_decoder",
     "InstantLink": "expertcast.runtime.links.base",
-    "KernelLink": "expertcast.runtime.links.kernel",
+    "KernelLink": "expertcast.runtime.experimental.kernel_link",
     "Link": "expertcast.runtime.links.base",
     "OffloadConfig": "expertcast.runtime.config",
-    "OffloadedModel": "expertcast.runtime.offloaded",
+    "OffloadedModel": "expertcast.runtime.offloading",
     "QualityRun": "expertcast.runtime.quality.forecasts",
     "benchmark": "expertcast.runtime.benchmarking.bench",
     "load_offloaded": "expertcast.runtime.loading",
     "measure_quality": "expertcast.runtime.quality.forecasts",
     "offload": "expertcast.runtime.offloading",
-    "speculate": "expertcast.runtime.engine.speculate",
+    "speculate": "expertcast.runtime.engine.front",
     "text_windows": "expertcast.runtime.quality.forecasts",
 }
 

@@ -4,26 +4,184 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import numbers
+import os
+import re
+import reprlib
+import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from pydantic import JsonValue
 
-from expertcast.data.writer import write_where_told
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint, is_name, recover
+from expertcast.checkpoints.hub import HubName
+from expertcast.data.trace_writer import write_where_told
 from expertcast.predictors import ExpertcastError, Predictor
+from expertcast.predictors import names as predictor_names
 from expertcast.predictors.artefacts import read_json
-from expertcast.predictors.fields import field_docs
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
+from expertcast.predictors.options import field_docs
 from expertcast.runtime.drafts.names import NONE, check_draft
 from expertcast.runtime.links.base import Link, check_rate
-from expertcast.runtime.option_values import check_types, from_plain, pool_bytes, size_bytes, to_plain
 from expertcast.runtime.policies import PRESETS, Policies
+from expertcast.runtime.pools.states import State
 from expertcast.runtime.storage.codecs import check_codec
-from expertcast.runtime.storage.coded_file import packed_codec
+from expertcast.runtime.storage.expert_file import packed_codec
 from expertcast.runtime.storage.store import ExpertStore
+
+# Values of options: their types, what a JSON file holds of them, and sizes as people write them.
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+_JSON_TYPES: dict[object, str] = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    types.NoneType: "leave it out",
+    Policies: "Policies(...), in a file an object with a text for each kind of policy",
+}
+"""What JSON may hold for a field of such a type; for others (links, stores, predictors) it holds nothing."""
+_ALIKE = {int: numbers.Integral, float: numbers.Real}
+"""Types of numbers that are taken as well, such as numpy's."""
+
+
+def check_types(config: object) -> None:
+    """Refuse a configuration in which a field holds a value of another type.
+
+    Raises:
+        ExpertcastError: the line names the first such field, its value, and what may be given.
+    """
+    cls: type = type(config)
+    for name, hint in typing.get_type_hints(cls).items():
+        value = getattr(config, name)
+        if not any(_is_of(kind, value) for kind in _members(hint)):
+            meaning = re.split("[:;(]", field_docs(cls)[name])[0].strip().rstrip(".")
+            raise ExpertcastError(f"{name}={reprlib.repr(value)}: give {_allowed(hint)} ({name} is: {meaning})")
+
+
+def _is_of(kind: object, value: object) -> bool:
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is_of(typing.get_args(kind)[0], element) for element in value)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, _ALIKE.get(kind, kind))  # type: ignore[arg-type, call-overload]
+
+
+def to_plain(name: str, value: object, hint: object) -> object:
+    """A field's value as JSON has it; the field's name and type are for the error.
+
+    Raises:
+        ExpertcastError: JSON cannot hold it: an object that was made already, or a number without end.
+    """
+    if isinstance(value, Policies):
+        return value.as_dict()
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, tuple):
+        return list(value)
+    if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    what = value if isinstance(value, float) else f"a {type(value).__name__}"
+    raise ExpertcastError(f"{name} is {what}, which no file can hold: give {_allowed(hint)}")
+
+
+def from_plain(name: str, value: object, hint: object) -> object:
+    """A value from JSON as a field of this type has it, if it is one; :func:`check_types` refuses others.
+
+    Raises:
+        ExpertcastError: a text with NUL, or policies that are none.
+    """
+    if isinstance(value, str) and "\0" in value:
+        raise ExpertcastError(f"{name}={value!r}: give a text without NUL, which no path can have")
+    if isinstance(value, list):
+        return tuple(value)
+    return _policies(value) if isinstance(value, dict) and Policies in _members(hint) else value
+
+
+def size_bytes(memory: str | int) -> int:
+    """Bytes of a size: a number of them, or a text such as `2GB` or `512MiB`.
+
+    Raises:
+        ExpertcastError: another text.
+    """
+    if not isinstance(memory, str):
+        return int(memory)
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMG]?I?)B?\s*", memory.upper())
+    try:
+        if match is None:
+            raise ValueError
+        return int(float(match[1]) * _UNITS[match[2]])
+    except (ValueError, KeyError, OverflowError):
+        raise ExpertcastError(f"memory={memory!r} is no size: write bytes, or text such as '2GB' or '512MiB'") from None
+
+
+def pool_bytes(text: str) -> dict[State, int]:
+    """Bytes of each pool of a text such as `C=2GB,S=500MB`; none for an empty one.
+
+    Raises:
+        ExpertcastError: another text, or a state twice.
+    """
+    found: dict[State, int] = {}
+    for entry in filter(None, text.split(",")):
+        name, _, size = entry.partition("=")
+        state = next((state for state in (State.C, State.S, State.E) if state.name == name.strip()), None)
+        if state is None or state in found:
+            raise ExpertcastError(
+                f"pools={text!r}: give sizes by state, each once, of C (compressed), S (signs and mantissas) and E "
+                "(exponents), such as 'C=2GB,E=300MB'; full experts have the slots"
+            )
+        try:
+            found[state] = size_bytes(size)
+        except ExpertcastError:
+            raise ExpertcastError(f"pools={text!r}: {size!r} is no size: write it as '2GB' or '512MiB'") from None
+    return found
+
+
+def _members(hint: object) -> tuple[object, ...]:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _allowed(hint: object) -> str:
+    """What JSON may hold for a field of this type, in words."""
+    words = []
+    for kind in _members(hint):
+        if typing.get_origin(kind) is tuple:
+            words.append(f"a list, each of it {_allowed(typing.get_args(kind)[0])}")
+        elif kind in _JSON_TYPES:
+            words.append(_JSON_TYPES[kind])
+    return " or ".join(words)
+
+
+def _policies(given: Mapping[str, object]) -> Policies:
+    kinds = list(Policies().as_dict())
+    for kind, text in given.items():
+        if kind not in kinds or not isinstance(text, str):
+            raise ExpertcastError(f"policies {kind}={text!r}: give texts by kind, of {', '.join(kinds)}")
+    return Policies(**given)  # type: ignore[arg-type]
+
+
+def named_checkpoint(given: str | Path) -> PredictorCheckpoint | None:
+    """The checkpoint that a `predictor` or `next_token` names: a folder, or a repository of the hub, which is
+    downloaded; None for a registered predictor's name.
+
+    Raises:
+        ExpertcastError: it names none of these, a predictor and a folder, or a checkpoint that is not right.
+    """
+    recover(Path(given))
+    if is_name(given):
+        return None
+    if not os.path.exists(given) and HubName.of(given) is None:  # no error for a text that can be no path
+        raise ExpertcastError(
+            f"predictor {str(given)!r} is neither a folder nor one of {', '.join(predictor_names())}, nor user/repo "
+            "of the hub: give a checkpoint's folder"
+        )
+    return PredictorCheckpoint.open(given)
+
 
 MODES = ("exact", "speculate", "hybrid")
 STORES = ("memory", "disk")
@@ -90,7 +248,7 @@ class OffloadConfig:
     """Forecast and execute in prefill steps too; they are exact otherwise."""
     draft: str = NONE
     """What `generate` drafts with unless it is told otherwise: none, auto, int4, int8, resident, a lossy policy, ...
-    (see :mod:`expertcast.runtime.drafts.drafts`); with `memory`, what int4 or int8 take is taken from it."""
+    (see :mod:`expertcast.runtime.drafts.kinds`); with `memory`, what int4 or int8 take is taken from it."""
     drift: bool = True
     """Follow the forecasts' recall, and warn once when it falls below the checkpoint's."""
     refit: float = 0.0
@@ -282,3 +440,52 @@ def _check_names(given: Iterable[str], known: Sequence[str]) -> None:
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
     if not isinstance(value, Link | ExpertStore) and value not in known:
         raise ExpertcastError(f"unknown {name} {value!r}: choose from {', '.join(known)}")
+
+
+# What options do to the output, or do not do at all: said when a model is offloaded, a line each.
+
+
+def remarks(config: OffloadConfig) -> list[str]:
+    """What a user should know of options that were taken as they are: which change the output, which have no effect."""
+    policies = config.resolved_policies()
+    found = list(_lossy(config, policies))
+    for condition, names in _idle(config, policies):
+        given = list(dict.fromkeys(names))
+        if given:
+            found.append(f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect {condition}")
+    return found
+
+
+def _lossy(config: OffloadConfig, policies: Policies) -> Iterator[str]:
+    """Mode 'exact' says that forecasts change nothing; policies may."""
+    if config.mode == "exact" and policies.lossy:
+        miss, routing = policies.miss, policies.routing
+        found = {f"miss {miss.name!r}": miss.cls.lossy, f"routing {routing.name!r}": routing.cls.lossy}
+        named = " and ".join(name for name, lossy in found.items() if lossy)
+        where = f" of preset {config.policies!r}" if isinstance(config.policies, str) else ""
+        yield f"{named}{where} may change the output, in mode 'exact' too: only lossless policies leave every bit"
+
+
+def _idle(config: OffloadConfig, policies: Policies) -> Iterator[tuple[str, Iterable[str]]]:
+    """When, and which options that are not at their defaults have no effect then."""
+    fields = [field.name for field in dataclasses.fields(config) if getattr(config, field.name) != field.default]
+
+    def changed(*names: str) -> list[str]:
+        return [name for name in fields if name in names]
+
+    if config.mode == "exact":
+        yield "in mode 'exact'", changed("layers", "min_recall", "true_weights", "speculate_prefill")
+    elif config.mode == "speculate" or config.layers is not None:
+        yield "unless mode 'hybrid' chooses its layers by it", changed("min_recall")
+    if config.resolved_predictor() is None:
+        of_policies = {"prefetch": policies.prefetch, "pre_eviction": policies.pre_eviction}
+        usual = (Policies.prefetch, "none")
+        named = [f"{kind} {str(own)!r}" for kind, own in of_policies.items() if str(own) not in usual]
+        named = named if config.policies is not None else []  # without, it is `overfetch` that says it
+        overfetch = changed("overfetch") if config.cache else []  # else the default number of slots goes by it
+        yield "without a predictor", [*changed("ahead", "reach", "forecasts"), *overfetch, *named]
+    elif not config.cache:
+        yield "without a cache", changed("forecasts")
+    if config.next_token is None:
+        reads = [f"looking ahead by eviction {str(policies.eviction)!r}"] if policies.eviction.cls.reads_tokens else []
+        yield "without next_token", [*changed("likely"), *reads]

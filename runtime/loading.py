@@ -21,24 +21,17 @@ from transformers import Mxfp4Config, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
 
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.memory import available_memory
-from expertcast.data.models import first_line, meta_model, torch_device, torch_dtype
-from expertcast.data.quantisation import FP8, MXFP4, Quantised, forget_quantisation
-from expertcast.data.release import check_release
-from expertcast.data.source import ModelSource
+from expertcast.data.machine import available_memory, torch_device, torch_dtype
+from expertcast.data.models import form_of, meta_model, model_of, open_weights
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.source import FP8, MXFP4, ModelSource, Quantised, check_release, forget_quantisation
 from expertcast.data.weights.files import TensorFile, WeightFiles
-from expertcast.data.weights.opening import form_of, model_of, open_weights
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.progress import Progress
-from expertcast.runtime.arguments import slot_count
+from expertcast.predictors.messages import ExpertcastError, Progress, first_line
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.offloaded import OffloadedModel
-from expertcast.runtime.offloading import offload
-from expertcast.runtime.recording.observer import Observer, check_observers
-from expertcast.runtime.storage.coded_store import CodedStore
-from expertcast.runtime.storage.expert_sources import ExpertSources
-from expertcast.runtime.storage.shipped_experts import Shipped, ShippedExperts
+from expertcast.runtime.offloading import OffloadedModel, offload, slot_count
+from expertcast.runtime.recording.recorder import Observer, check_observers
+from expertcast.runtime.storage.checkpoint_experts import ExpertSources, Shipped, ShippedExperts
+from expertcast.runtime.storage.disk_store import CodedStore
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_store
 

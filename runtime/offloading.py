@@ -3,36 +3,580 @@
 from __future__ import annotations
 
 import reprlib
+import threading
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
 
-from transformers import PreTrainedModel
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint
 from expertcast.data.early import EarlyAttention
-from expertcast.data.release import check_release
-from expertcast.predictors import ExpertcastError
-from expertcast.runtime.arguments import (
-    executed_layers,
-    make_monitor,
-    make_refit,
-    recall_per_layer,
-    resolve_next_token,
-    resolve_predictor,
-    slot_count,
+from expertcast.data.experts import OFFLOAD
+from expertcast.data.moe_layers import experts_implementation, find_moe_layers
+from expertcast.data.source import check_release
+from expertcast.data.taps import RouterTaps
+from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor, predictor_class
+from expertcast.predictors.next_token import NextTokenTracker
+from expertcast.predictors.view import ModelShape, overfetched
+from expertcast.runtime.config import OffloadConfig, named_checkpoint, pool_bytes, remarks, size_bytes
+from expertcast.runtime.drafts.drafting import Drafting, DraftOptions
+from expertcast.runtime.drafts.names import NONE, QUANTISED
+from expertcast.runtime.drafts.quantised import expected_bytes
+from expertcast.runtime.engine import front as seam
+from expertcast.runtime.engine.cache import Residency
+from expertcast.runtime.engine.drift import DriftMonitor
+from expertcast.runtime.engine.engine import EngineParts, HostEngine, LayerFlow
+from expertcast.runtime.engine.front import (
+    EXPERTS_NAME,
+    ForwardGuard,
+    in_use,
+    is_attached,
+    refuse_shared,
+    weights_guarded,
 )
-from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.effects import remarks
-from expertcast.runtime.engine.guards import refuse_shared
-from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
-from expertcast.runtime.engine.seam import EXPERTS_NAME, is_attached
+from expertcast.runtime.engine.kernels import SlotKernel, decode_kernel_followed, kernel_of
+from expertcast.runtime.engine.refit import OnlineRefit
 from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.offload_parts import OffloadParts
-from expertcast.runtime.offloaded import OffloadedModel
-from expertcast.runtime.recording.observer import Observer, check_observers
-from expertcast.runtime.storage.layout import device_of
+from expertcast.runtime.engine.whole_texts import SlotExperts
+from expertcast.runtime.experimental.device_engine import DeviceEngine
+from expertcast.runtime.links.base import Link
+from expertcast.runtime.links.speed import fastest_link
+from expertcast.runtime.policies import CacheShape, Policies
+from expertcast.runtime.policies.eviction import Eviction, Pooled
+from expertcast.runtime.recording.recorder import Observer, Observers, check_observers
+from expertcast.runtime.storage.codecs import make_codec
+from expertcast.runtime.storage.coded_reader import decoding_bytes
+from expertcast.runtime.storage.disk_store import CodedStore
+from expertcast.runtime.storage.layout import BlockLayout, device_of
+from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_link, make_store
+
+# What a model is offloaded with, once its options have been understood.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadParts:
+    """What a model is offloaded with; :func:`expertcast.offload` makes them from its options."""
+
+    store: ExpertStore
+    slots: int
+    """How many experts fit on the device."""
+    link: Link | None
+    """None: the one that measures fastest on this CUDA device."""
+    policies: Policies
+    speculator: Speculator
+    """Which knows the model's MoE layers."""
+    next_token: NextToken | None
+    """Forecasts the next tokens' routing."""
+    kernel: SlotKernel
+    cache: bool
+    """False frees an expert's slot as soon as its layer has run."""
+    likely: float
+    """The least probability by `next_token` at which an expert is loaded when a token begins."""
+    gated: bool = False
+    """With a cache, make only forecasts that are expected to save more waiting than they cost."""
+    drift: DriftMonitor | None = None
+    """Follows the forecasts' recall."""
+    draft: str = NONE
+    """What `generate` drafts with unless it is told otherwise."""
+    observers: Sequence[Observer] = ()
+
+
+# What the options of an :class:`OffloadConfig` stand for on one model: predictor, layers, slots, what follows them.
+
+
+def resolve_predictor(
+    given: str | Path | Predictor | None, view: MoEView
+) -> tuple[Predictor | None, PredictorCheckpoint | None]:
+    """What `predictor` (or `next_token`) stands for: bound to the model, and the checkpoint it came from.
+
+    Raises:
+        ExpertcastError: unknown name, one that must be trained first, or a checkpoint of another model.
+    """
+    if given is None:
+        return None, None
+    if isinstance(given, Predictor):
+        return given.bind(view), None
+    checkpoint = named_checkpoint(given)
+    if checkpoint is not None:
+        return checkpoint.load(view), checkpoint
+    cls = predictor_class(str(given))
+    made = cls(cls.config_class(), view.shape)
+    if made.state_dict():
+        raise ExpertcastError(
+            f"predictor {given!r} must be trained for a model: give the folder that `expertcast train` wrote"
+        )
+    return made.bind(view), None
+
+
+def executed_layers(config: OffloadConfig, layers: int, recall: Mapping[int, float] | None) -> list[int]:
+    """What `mode`, `layers` and `min_recall` stand for: the layers that execute their forecast.
+
+    Args:
+        layers: L of the model.
+        recall: recall@k of the forecasts by target layer, where it is known.
+
+    Raises:
+        ExpertcastError: no predictor to execute, or nothing that says where a hybrid should.
+    """
+    if config.mode == "exact":
+        return []
+    if config.resolved_predictor() is None:
+        raise ExpertcastError(f"mode {config.mode!r} executes forecasts: give a predictor")
+    if config.layers is not None:
+        return list(config.layers)
+    if config.mode == "speculate":
+        return list(range(layers))
+    if recall is None:
+        raise ExpertcastError(
+            "mode 'hybrid' needs to know where forecasts are good: give layers=[...], or a checkpoint with recall_at_k "
+            "in its metrics.json"
+        )
+    return [layer for layer, value in recall.items() if value >= config.min_recall]
+
+
+def recall_per_layer(checkpoint: PredictorCheckpoint | None, ahead: int = 1) -> dict[int, float] | None:
+    """Recall@k by target layer on the validation split, as metrics.json has it; of whatever it has, without one.
+
+    Args:
+        checkpoint: whose.
+        ahead: the distance; where metrics.json does not have it, recall is at the shortest one that was scored.
+    """
+    if checkpoint is None:
+        return None
+    metrics = checkpoint.metrics.get("validation", checkpoint.metrics)
+    metrics = metrics.get("further", {}).get(str(ahead), metrics)
+    per_layer = metrics.get("recall_at_k", {}).get(checkpoint.name, {}).get("per_layer")
+    if per_layer is None:
+        return None
+    targets = metrics.get("targets", range(1, len(per_layer) + 1))
+    return {int(layer): float(value) for layer, value in zip(targets, per_layer, strict=True)}
+
+
+def make_monitor(
+    config: OffloadConfig, view: MoEView, predictor: Predictor | None, checkpoint: PredictorCheckpoint | None
+) -> DriftMonitor | None:
+    """What `drift` stands for: compares forecasts with their checkpoint's recall at the distance that they are made at.
+
+    Args:
+        config: the options.
+        view: the model's MoE layers.
+        predictor: what forecasts; None where nothing does.
+        checkpoint: where it comes from.
+    """
+    if predictor is None or not config.drift:
+        return None
+    expected = recall_per_layer(checkpoint, config.ahead)
+    if expected is not None and min(expected, default=0) != config.ahead:
+        expected = None
+    return DriftMonitor(view.shape.layers, view.shape.top_k, expected, predictor.name)
+
+
+def make_refit(config: OffloadConfig, predictor: Predictor | None) -> OnlineRefit | None:
+    """What `refit` stands for; `predictor` is bound to the model and on its device.
+
+    Raises:
+        ExpertcastError: nothing to refit.
+    """
+    if not config.refit:
+        return None
+    if predictor is None:
+        raise ExpertcastError("refit changes forecasts: give a predictor")
+    return OnlineRefit(predictor, config.ahead, config.refit)
+
+
+def slot_count(config: OffloadConfig, view: MoEView) -> int:
+    """Slots to make, at most one per expert: what `slots`, `memory`, or else `cache` and `overfetch` stand for.
+
+    Raises:
+        ExpertcastError: too few for one token.
+    """
+    if config.memory is None:
+        return slots_for(config, view.shape, 0)
+    layout, store, decoding = BlockLayout.of(view), config.store, 0
+    drafts = expected_bytes(view, config.draft) if config.draft in QUANTISED else 0
+    if isinstance(store, CodedStore) and store.device.type == "cpu":
+        decoding = decoding_bytes(store.codec)
+    elif (codec := config.resolved_codec()) != "raw" and device_of(view).type == "cpu":
+        decoding = decoding_bytes(make_codec(codec, layout))
+    return slots_for(config, view.shape, layout.block_bytes, drafts, decoding)
+
+
+def slots_for(config: OffloadConfig, shape: ModelShape, block_bytes: int, drafts: int = 0, decoding: int = 0) -> int:
+    """The same for a model of this shape.
+
+    Args:
+        config: the options.
+        shape: of the model.
+        block_bytes: bytes of one expert; read where `memory` is given.
+        drafts, decoding: bytes that drafts, and threads that decode, take of `memory`.
+
+    Raises:
+        ExpertcastError: too few for one token.
+    """
+    slots, everything = config.slots, shape.layers * shape.experts
+    if config.memory is not None:
+        pools = sum(pool_bytes(config.pools).values())
+        slots = (size_bytes(config.memory) - drafts - decoding - pools) // block_bytes
+        if slots < shape.top_k:
+            beside = f" beside pools={config.pools!r}" if config.pools else ""
+            beside += f" beside {drafts} bytes for draft={config.draft!r}" if drafts else ""
+            beside += f" beside {decoding} bytes to decode in" if decoding else ""
+            raise ExpertcastError(
+                f"memory={config.memory!r} holds {max(0, slots)} experts of {block_bytes} bytes{beside}, one token "
+                f"needs {shape.top_k}: give {shape.top_k * block_bytes} bytes or more{beside}"
+            )
+    elif slots is None:
+        # the running layer's, a forecast's, and those of a wrong forecast whose copies are under way
+        least = shape.top_k + 2 * overfetched(config.overfetch, shape.top_k, shape.experts)
+        slots = max(least, everything // 4) if config.cache else least
+    if slots < shape.top_k:
+        raise ExpertcastError(
+            f"slots={slots} is fewer than the {shape.top_k} experts one token needs: give slots={shape.top_k} or more"
+        )
+    return min(slots, everything)
+
+
+def resolve_next_token(
+    given: str | Path | Predictor | None, view: MoEView, policies: Policies, device: torch.device
+) -> NextToken | None:
+    """What `next_token` stands for: the forecaster of the next tokens, bound to the model and on its device.
+
+    Args:
+        given: a checkpoint's folder, or the predictor itself; None where nothing looks tokens ahead.
+        view: the model's MoE layers.
+        policies: which must do something with its forecasts.
+        device: where the model computes.
+
+    Raises:
+        ExpertcastError: another predictor, or no policy that does anything with its forecasts.
+    """
+    if given is None:
+        return None
+    found, _ = resolve_predictor(given, view)
+    if not isinstance(found, NextToken):
+        raise ExpertcastError(
+            f"next_token={str(given)!r} forecasts no tokens: give what `expertcast train --predictor next_token` wrote"
+        )
+    if not policies.eviction.cls.reads_tokens and policies.prefetch.name == "none":
+        raise ExpertcastError(
+            f"next_token serves prefetching and the eviction policy 'forecast', here are prefetch 'none' and eviction "
+            f"{policies.eviction.name!r}: give policies=Policies(eviction='forecast'), or another prefetch"
+        )
+    return found.to(device)
+
+
+# What tools look for on a model, found on its offload: they take either.
+#
+# Pipelines, harnesses, trainers and servers read a model's device, dtype, configuration and class, move it to where it
+# is, and call it. An offload answers all of that with the model's own, and runs what is called through itself.
+
+
+class StandIn:
+    """Answers for `self.model` where it has no answer of its own; `isinstance` takes it for one of the model's class.
+
+    What belongs to both, such as `generate`, is the offload's.
+    """
+
+    model: PreTrainedModel
+    """The model that is stood in for."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # type: ignore[override]
+        """The model's class: tools look it up in their tables. `type` says what this really is."""
+        return type(self.__dict__.get("model", self))
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the model has.
+
+        Raises:
+            AttributeError: it has no such attribute either.
+        """
+        model = self.__dict__.get("model")
+        if model is None or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(model, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """What only the model has is set there."""
+        model = self.__dict__.get("model")
+        own = model is None or name in self.__dict__ or hasattr(type(self), name) or not hasattr(model, name)
+        if own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(model, name, value)
+
+    def __dir__(self) -> list[str]:
+        """Both's names."""
+        return sorted({*object.__dir__(self), *dir(self.model)})
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """The model stays where it is, and as it is.
+
+        Raises:
+            ExpertcastError: that is not what was asked for.
+        """
+        self.model.to(*args, **kwargs)
+        return self
+
+    def eval(self) -> Self:
+        """The model's own, for its norms and dropout."""
+        self.model.eval()
+        return self
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        """Neither `pickle`, `torch.save` nor `copy` can take slots and threads along.
+
+        Raises:
+            ExpertcastError: always.
+        """
+        raise ExpertcastError(
+            "an offload cannot be pickled, saved by torch.save or copied: save its OffloadConfig, close it and save "
+            "the model"
+        )
+
+
+# A model whose experts live in host memory, and a few of them on the device.
+#
+# L MoE layers, E routed experts per layer, K experts per token.
+
+
+class OffloadedModel(StandIn):
+    """A model with its experts in host memory and a few of them in slots on the device.
+
+    Made by :func:`expertcast.offload`. The model itself stays what it was: `model.generate`, a pipeline or a plain
+    forward run as ever, and find their experts in the slots. `close()`, or leaving the `with` block, puts everything
+    back bit for bit. A model from :func:`expertcast.load_offloaded` has nowhere to put its experts: closing frees them,
+    and the model refuses to run from then on.
+    """
+
+    def __init__(self, model: PreTrainedModel, parts: OffloadParts) -> None:
+        speculator = parts.speculator
+        self.model = model
+        self.view = view = speculator.view
+        self.predictor = speculator.predictor
+        self.refit = speculator.refit
+        """Refits the forecasts while the model runs, where it was asked to."""
+        self.policies = parts.policies
+        """Which policies decide what is kept, loaded and dropped."""
+        self.lossy = parts.policies.lossy
+        """Whether policies may change what is computed."""
+        self.executed_layers = speculator.layers
+        """Layers that execute their forecast when there is one."""
+        self.store = store = parts.store
+        observer = Observers(parts.observers)
+        observer.attached(view.shape.experts)
+        self._stack = ExitStack()
+        self._closed = False
+        with torch.inference_mode(False), ExitStack() as undo:  # slots and weights outlive an inference_mode
+            self._reloadable = not next(view[0].experts.parameters()).is_meta
+            if not self._reloadable:
+                undo.callback(_refuse_use, view)
+            undo.enter_context(in_use(parts.link, store, speculator.predictor))
+            undo.callback(self._put_back)
+            store.pack(view)
+            policies = parts.policies.make(
+                CacheShape(layers=len(view), experts=view.shape.experts, top_k=view.shape.top_k, slots=parts.slots)
+            )
+            if policies.miss.precisions:
+                store.add_copies(policies.miss.precisions)
+            self.pool = SlotPool(store.layout, parts.slots, store.device)
+            undo.callback(self.pool.free)
+            self.link = link = fastest_link(store, self.pool) if parts.link is None else parts.link
+            link.observer = observer
+            link.attach(store, self.pool)
+            if link.pools is not None:
+                policies.eviction = Eviction.over_all(Pooled(link.pools), len(view))
+            undo.callback(link.close)
+            dropped = weakref.finalize(
+                model, _close_dropped, link
+            )  # whose thread would keep the store of a dropped model
+            dropped.atexit = False
+            undo.callback(dropped.detach)
+            self.drift = None if link.decides_on_device else parts.drift
+            """Follows the forecasts' recall; None where nothing forecasts, or the link decides on the device."""
+            made = DeviceEngine if link.decides_on_device else HostEngine
+            engine_parts = EngineParts(
+                link=link, pool=self.pool, speculator=speculator, policies=policies, kernel=parts.kernel,
+                tokens_ahead=None if parts.next_token is None else NextTokenTracker(parts.next_token),
+                drift=self.drift, keep=parts.cache, likely=parts.likely, gated=parts.gated,
+            )  # fmt: skip
+            self._engine = engine = made(engine_parts)
+            self.stats = engine.stats
+            self.experts = SlotExperts(engine, engine_parts, store)
+            """What collecting and measuring run whole texts through."""
+            self.stats.reports = [each.as_dict for each in (self.drift, speculator.refit) if each is not None]
+            self.drafting: Drafting | None = None
+            """Drafts of this model and what was learnt of them; None where the link decides on the device."""
+            if isinstance(engine, HostEngine):
+                self.drafting = Drafting(model, engine, engine_parts, store)
+                undo.callback(self.drafting.close)
+                self.stats.reports.append(self.drafting.report)
+            self._draft = parts.draft
+            for layer in view:
+                undo.callback(seam.detach, layer)
+                seam.attach(engine, layer)
+            if speculator.refit is not None:
+                undo.callback(speculator.refit.restore)
+            undo.enter_context(weights_guarded(model, view))
+            speculator.prepare()
+            self._guard = ForwardGuard(model, view, seam.EXPERTS_NAME)
+            undo.callback(self._guard.close)
+            undo.enter_context(speculator.following())
+            taps = RouterTaps(model, view, engine.on_router, engine.on_start)
+            undo.callback(taps.close)
+            undo.enter_context(decode_kernel_followed(model, parts.kernel))
+            undo.enter_context(experts_implementation(model, seam.EXPERTS_NAME))
+            model.__dict__[OFFLOAD] = self  # a model whose offload nobody holds stays offloaded
+            undo.callback(model.__dict__.pop, OFFLOAD)
+            self._stack = undo.pop_all()
+
+    @property
+    def flow(self) -> LayerFlow:
+        """What happens at one layer after another, by which policies.
+
+        Raises:
+            ExpertcastError: the link decides on the device: there is no flow on the host.
+        """
+        return self._engine.flow
+
+    @property
+    def residency(self) -> Residency:
+        """Which experts have a slot, and by which rules they lose it.
+
+        Raises:
+            ExpertcastError: the link decides on the device: its tables say so.
+        """
+        return self._engine.flow.residency
+
+    def generate(
+        self, *args: Any, draft: str | Policies | PreTrainedModel | None = None, draft_length: int | None = None,
+        assistant_tokenizer: PreTrainedTokenizerBase | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """transformers' own `generate`, with a draft if there is one: the same tokens sooner, or, with sampling, others
+        of the same distribution. Passes over several tokens round differently: in bf16 and fp16 a greedy text may go on
+        differently where the two largest logits are equal, or a step or two of the dtype apart.
+
+        Args:
+            args: those of transformers.
+            draft: what writes tokens ahead, of which those stay that the exact model would have chosen: a name of
+                :func:`expertcast.runtime.drafts.names.draft_names`, lossy policies, or an assistant model; `auto`
+                chooses by what this run's own cycles took, `none` is plain decoding. By default what the offload was
+                made with.
+            draft_length: tokens drafted in every cycle; by default as many as pay, none included.
+            assistant_tokenizer: of an assistant with other tokens than the model, beside `tokenizer`.
+            kwargs: those of transformers.
+
+        Raises:
+            ExpertcastError: no such draft, or something that a draft does not go with.
+        """
+        self._check_open()
+        chosen = self._draft if draft is None else draft
+        if assistant_tokenizer is not None and not isinstance(chosen, PreTrainedModel):
+            kwargs["assistant_tokenizer"] = assistant_tokenizer
+        if chosen == NONE:
+            if draft_length is not None:
+                raise ExpertcastError(f"draft_length={draft_length} needs a draft: give draft, or leave it out")
+            return self.model.generate(*args, **kwargs)
+        if self.drafting is None:
+            raise ExpertcastError("drafts need their experts' copies decided on the host: offload with link='cuda'")
+        if self.executed_layers or self.lossy:
+            raise ExpertcastError(
+                "a draft is verified by the exact model, and this one is offloaded with executed forecasts or lossy "
+                "policies: offload it in mode 'exact', and give these as the draft"
+            )
+        options = DraftOptions(draft=chosen, length=draft_length, assistant_tokenizer=assistant_tokenizer)
+        return self.drafting.generate(options, args, kwargs)
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        self._check_open()
+        return self.model(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        experts = f"{self.pool.count} of {self.store.layers * self.store.experts} experts in slots"
+        forecasts = "no predictor" if self.predictor is None else f"predictor {self.predictor.name}"
+        end = ", closed" if self._closed else ""
+        return f"<OffloadedModel of {self.view.model_id}: {experts}, {forecasts}, {self.link.name} link{end}>"
+
+    def __enter__(self) -> OffloadedModel:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def reset_stats(self) -> None:
+        """Set the counters of the run and of the link to zero."""
+        with self.stats.resetting():
+            self.stats.reset()
+            self.link.reset()
+        if self.drift is not None:
+            self.drift.reset()
+
+    def close(self) -> None:
+        """Put weights, experts implementation and hooks back; a second call does nothing.
+
+        Raises:
+            ExpertcastError: a forward is running; or the device has no memory for the experts: free some, call again.
+        """
+        if self._closed:
+            return
+        self._guard.stop()
+        self.link.close()
+        self.pool.free()
+        self._put_back()
+        self._closed = True
+        self._stack.close()
+
+    def _put_back(self) -> None:
+        """Weights first: until they are all there, the model refuses to run."""
+        try:
+            with torch.inference_mode(False):
+                self.store.unpack()
+        except torch.OutOfMemoryError as error:
+            raise ExpertcastError(
+                f"{self.store.device} has no memory to put the experts back: free some and call close() again"
+            ) from error
+        self.store.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            if not self._reloadable:
+                raise ExpertcastError(_EXPERTS_FREED)
+            raise ExpertcastError("this offload is closed: call expertcast.offload(model) again, or use the model")
+
+
+_EXPERTS_FREED = "this model was loaded offloaded and closed, its experts are freed: call load_offloaded again"
+
+
+def _close_dropped(link: Link) -> None:
+    """Close the link of a model that nobody holds. Its own threads, in which garbage may be collected, cannot wait for
+    their end: another one does."""
+    if threading.current_thread() is threading.main_thread():
+        link.close()
+    else:
+        threading.Thread(target=link.close, name="expertcast-close").start()
+
+
+def _refuse_use(view: MoEView) -> None:
+    """The experts are gone for good: neither a forward nor a saved file may come out of this model."""
+
+    def refuse(*_args: object) -> None:
+        raise ExpertcastError(_EXPERTS_FREED)
+
+    for layer in view:
+        layer.experts.register_forward_pre_hook(refuse)
+        layer.experts.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 def offload(

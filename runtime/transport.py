@@ -8,22 +8,18 @@ from collections.abc import Callable
 import torch
 
 from expertcast.predictors import ExpertcastError, MoEView
-from expertcast.predictors.plain import size_text
-from expertcast.runtime.config import OffloadConfig
+from expertcast.predictors.messages import size_text
+from expertcast.runtime.config import OffloadConfig, pool_bytes
+from expertcast.runtime.experimental.kernel_link import KernelLink
 from expertcast.runtime.links.base import InstantLink, Link
-from expertcast.runtime.links.cuda import CudaLink
+from expertcast.runtime.links.cuda import CudaLink, PacedCudaLink
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.links.disk_cuda import CudaDiskLink
 from expertcast.runtime.links.emulated import EmulatedLink
-from expertcast.runtime.links.kernel import KernelLink
-from expertcast.runtime.links.paced import PacedCudaLink
-from expertcast.runtime.option_values import pool_bytes
 from expertcast.runtime.policies import LRU, Fetch, Standard, TopK
-from expertcast.runtime.storage.coded_store import CodedStore
-from expertcast.runtime.storage.direct_reader import can_read_directly
-from expertcast.runtime.storage.disk_store import DiskStore
-from expertcast.runtime.storage.file_store import FileStore
+from expertcast.runtime.storage.disk_store import CodedStore, DiskStore, FileStore
 from expertcast.runtime.storage.layout import ExpertsForm
+from expertcast.runtime.storage.reader import can_read_directly
 from expertcast.runtime.storage.store import ExpertStore
 
 

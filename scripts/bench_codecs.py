@@ -21,10 +21,10 @@ from torch import Tensor
 
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.output import new_file, write_json
-from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import load_model
-from expertcast.predictors.plain import Json
-from expertcast.runtime.benchmarking.hardware import hardware
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.predictors.messages import Json
+from expertcast.runtime.benchmarking.bench import hardware
 from expertcast.runtime.storage.codecs import Codec, Fp8, Mxfp4, Part, exponent_histogram, make_codec
 from expertcast.runtime.storage.layout import BlockLayout, Field
 

@@ -27,18 +27,16 @@ import torch
 from transformers import PreTrainedModel
 
 from expertcast.checkpoints.provenance import provenance
-from expertcast.data import layout
-from expertcast.data.discovery import experts_implementation, find_moe_layers
-from expertcast.data.expert_maps import TOKENS
+from expertcast.data import trace_format as layout
+from expertcast.data.collect import ActivationStream, plan_stand_in
 from expertcast.data.means import MeanOutputs
 from expertcast.data.models import load_model, load_tokenizer
-from expertcast.data.plan import make_plan
-from expertcast.data.stand_in_plan import plan_stand_in
-from expertcast.data.stream import ActivationStream
+from expertcast.data.moe_layers import experts_implementation, find_moe_layers
+from expertcast.data.plan import WindowBatch, make_plan, window_batches
+from expertcast.data.stand_in import TOKENS
 from expertcast.data.text import load_documents
-from expertcast.data.window_batch import WindowBatch, window_batches
-from expertcast.data.writer import ShardWriter
-from expertcast.predictors.stand_in import StandIn
+from expertcast.data.trace_writer import ShardWriter
+from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.view import MoEView
 
 PLAIN = ("plain_default", "plain_grouped_mm", "plain_with_head")

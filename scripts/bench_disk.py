@@ -37,8 +37,8 @@ from earlier_result import earlier_result
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.output import say, write_json
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.plain import Json
-from expertcast.runtime.benchmarking.hardware import hardware
+from expertcast.predictors.messages import Json
+from expertcast.runtime.benchmarking.bench import hardware
 
 SETTINGS = ("layers", "small", "prompt", "warm", "new_tokens", "peer_steps", "threads")
 """Runs of a file with the same ones are kept."""

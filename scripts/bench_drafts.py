@@ -35,9 +35,9 @@ from earlier_result import earlier_result
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.output import say, write_json
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.plain import Json
-from expertcast.runtime.benchmarking.hardware import hardware
-from expertcast.runtime.drafts.cycle import Cycle
+from expertcast.predictors.messages import Json
+from expertcast.runtime.benchmarking.bench import hardware
+from expertcast.runtime.drafts.costs import Cycle
 
 SETTINGS = ("small", "prompt", "new_tokens", "wide_tokens", "expert_bytes", "threads")
 """Runs of a file with the same ones are kept."""

@@ -36,8 +36,7 @@ from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.runtime import offload
 from expertcast.training.fit import fit
-from expertcast.training.options import FitOptions
-from expertcast.training.scoring import validation_recall
+from expertcast.training.scoring import FitOptions, validation_recall
 
 OWN = ("prose", "drama", "scripture", "speeches")
 BEFORE = 4096

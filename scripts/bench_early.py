@@ -26,22 +26,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from expertcast.checkpoints.bundled import REFERENCE
+from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
 from expertcast.checkpoints.provenance import provenance
-from expertcast.checkpoints.store import load_predictor, save_predictor
 from expertcast.commands.output import write_json
-from expertcast.data.collector import collect
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.models import REFERENCE, load_model, load_tokenizer
+from expertcast.data.collect import collect
+from expertcast.data.models import load_model, load_tokenizer
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.plan import make_plan
 from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig
 from expertcast.predictors.early_attention import EarlyConfig
 from expertcast.predictors.estimator import INPUTS, EstimatorConfig
-from expertcast.predictors.fields import parse_settings
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
+from expertcast.predictors.options import parse_settings
 from expertcast.runtime import offload
-from expertcast.runtime.quality.chains import chained_recall
+from expertcast.runtime.quality.forecasts import chained_recall
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit
 

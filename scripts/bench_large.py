@@ -28,11 +28,11 @@ from disk_sides.runs import run
 
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.output import say, write_json
-from expertcast.data.memory import usable_processors
+from expertcast.data.machine import usable_processors
 from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.plain import Json, aligned
-from expertcast.runtime.benchmarking.hardware import hardware
+from expertcast.predictors.messages import Json, aligned
+from expertcast.runtime.benchmarking.bench import hardware
 
 _RUN = "disk_sides.collect_run"
 _CAGED = ("store", "collect")

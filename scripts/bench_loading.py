@@ -29,9 +29,9 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 import expertcast
 from expertcast.checkpoints.provenance import provenance
 from expertcast.data.models import load_model
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 from expertcast.runtime import OffloadedModel
-from expertcast.runtime.benchmarking.hardware import hardware
+from expertcast.runtime.benchmarking.bench import hardware
 
 METHODS = ("load_offloaded memory", "load_offloaded disk", "from_pretrained", "from_pretrained then offload")
 

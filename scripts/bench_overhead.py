@@ -26,19 +26,18 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from expertcast.checkpoints.provenance import provenance
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.taps import RouterCall
+from expertcast.data.batch import RouterCall
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.engine.base import EngineParts
 from expertcast.runtime.engine.drift import DriftMonitor
-from expertcast.runtime.engine.host import HostEngine
+from expertcast.runtime.engine.engine import EngineParts, HostEngine
 from expertcast.runtime.engine.kernels import SlotKernel, kernel_of
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.links.base import Copy, Link
 from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.recording.statistics import RunStatistics
-from expertcast.runtime.storage.precision import FULL
+from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 

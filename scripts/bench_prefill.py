@@ -21,11 +21,11 @@ from transformers import PreTrainedModel
 
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.output import write_json
-from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import load_model
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime import OffloadConfig, offload
-from expertcast.runtime.benchmarking.hardware import hardware
+from expertcast.runtime.benchmarking.bench import hardware
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.layout import BlockLayout
 

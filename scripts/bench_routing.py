@@ -24,14 +24,13 @@ from pathlib import Path
 import numpy as np
 
 from expertcast.checkpoints.provenance import provenance
-from expertcast.data.routing import Routing
-from expertcast.data.routing_file import read_routing
+from expertcast.data.routing_file import Routing, read_routing
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors.plain import Json
-from expertcast.runtime.benchmarking.hardware import hardware
+from expertcast.predictors.messages import Json
+from expertcast.runtime.benchmarking.bench import hardware
 from expertcast.runtime.policies import EVICTION, CacheShape, Eviction
-from expertcast.runtime.simulation.load import Texts, load_trace
-from expertcast.runtime.simulation.replay import ByteCache, Event, ReplayCounts, forwards_of, replay
+from expertcast.runtime.simulation.byte_cache import ByteCache, Event, ReplayCounts, forwards_of, replay
+from expertcast.runtime.simulation.trace import Texts, load_trace
 
 ROUTING = Path(__file__).resolve().parents[1] / "benchmarks" / "routing"
 REAL = ("gpt-oss-120b-k2", "qwen3-30b-a3b-k6")

@@ -41,8 +41,8 @@ from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.numbers import positive, positive_number
 from expertcast.commands.output import new_file, say, write_json
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.plain import Json
-from expertcast.runtime.benchmarking.hardware import hardware
+from expertcast.predictors.messages import Json
+from expertcast.runtime.benchmarking.bench import hardware
 
 BEGIN, END = "<!-- serving -->", "<!-- end of serving -->"
 SETTINGS = ("clients", "requests", "new_tokens", "slots", "bandwidth", "threads", "train_tokens")

@@ -27,21 +27,20 @@ from simulator_agreement import compare, measure
 from torch import Tensor
 
 from expertcast.checkpoints.provenance import provenance
-from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import load_model, load_tokenizer
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.text import load_documents
 from expertcast.predictors import ModelShape, NextToken
-from expertcast.predictors.next_token_tracker import NextTokenTracker
-from expertcast.predictors.plain import Json
-from expertcast.runtime.benchmarking.hardware import hardware
-from expertcast.runtime.benchmarking.routing_tables import RoutingOptions, drawn
+from expertcast.predictors.messages import Json
+from expertcast.predictors.next_token import NextTokenTracker
+from expertcast.runtime.benchmarking.bench import hardware
+from expertcast.runtime.benchmarking.routing import RoutingOptions, drawn
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.policies import EVICTION, Policies
-from expertcast.runtime.recording.layer_times import LayerTimes
+from expertcast.runtime.recording.recorder import LayerTimes
 from expertcast.runtime.simulation.machine import Case, Machine, constant_times
 from expertcast.runtime.simulation.simulator import simulate
-from expertcast.runtime.simulation.token_table import TokenTable
-from expertcast.runtime.simulation.trace import Routes, Trace, trace_of
+from expertcast.runtime.simulation.trace import Routes, TokenTable, Trace, trace_of
 
 SHAPE = ModelShape(layers=16, experts=64, top_k=8, hidden=1)
 CAPACITIES = (0.25, 0.5)

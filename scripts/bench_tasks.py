@@ -27,18 +27,16 @@ from task_table.rows import RESIDENT, Row, choices, fitted_predictors, forecast_
 
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.output import write_json
-from expertcast.data.collector import collect
+from expertcast.data.collect import collect
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.hybrid import HybridConfig
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 from expertcast.runtime.quality.forecasts import text_windows
 from expertcast.runtime.quality.policies import measure_policies
-from expertcast.runtime.quality.tasks import TaskScore, make_tasks, measure_tasks
-from expertcast.runtime.quality.tasks.copying import copying
-from expertcast.runtime.quality.tasks.passages import Passages
+from expertcast.runtime.quality.tasks import Passages, TaskScore, copying, make_tasks, measure_tasks
 from expertcast.runtime.simulation.trace import PREFILL
 
 CONTROL = "_control"

@@ -24,8 +24,7 @@ import torch
 
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.output import write_json
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.timed.compare import GRAPH_DRIVER, as_graph, compare
 from expertcast.runtime.timed.costs import HOSTS, LINKS, MEMORY_BANDWIDTH, DriverCosts, StepCosts, step_costs
 from expertcast.runtime.timed.run import TimedCase

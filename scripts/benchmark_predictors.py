@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from expertcast.checkpoints.provenance import provenance
-from expertcast.data.collector import collect
+from expertcast.data.collect import collect
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, names, predictor_class
 from expertcast.predictors.estimator import EstimatorConfig
-from expertcast.training.curve import PAPER, PAPER_PARAMETERS, learning_curve
-from expertcast.training.evaluation import evaluate
+from expertcast.training.evaluation import PAPER, PAPER_PARAMETERS, evaluate, learning_curve
 from expertcast.training.fit import fit, fit_many
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"

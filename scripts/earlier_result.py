@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 
 
 def earlier_result(path: Path, settings: Json) -> Json | None:

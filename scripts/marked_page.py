@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from expertcast.data.writer import write_where_told
+from expertcast.data.trace_writer import write_where_told
 from expertcast.predictors import ExpertcastError
 
 

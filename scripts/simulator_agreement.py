@@ -13,23 +13,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, Forecast, MoEView, Predictor
-from expertcast.predictors.next_token import NextToken
-from expertcast.predictors.next_token_tracker import NextTokenTracker
-from expertcast.predictors.plain import Json
-from expertcast.runtime.arguments import resolve_next_token, resolve_predictor
-from expertcast.runtime.benchmarking.decoding import decode_greedily
+from expertcast.predictors.messages import Json
+from expertcast.predictors.next_token import NextToken, NextTokenTracker
+from expertcast.runtime.benchmarking.runs import decode_greedily
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.offloading import offload
-from expertcast.runtime.recording.layer_times import LayerTimes, layer_times
-from expertcast.runtime.recording.observer import Observer
-from expertcast.runtime.recording.recorder import Recorder
+from expertcast.runtime.offloading import offload, resolve_next_token, resolve_predictor
+from expertcast.runtime.recording.recorder import LayerTimes, Observer, Recorder, layer_times
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.simulation.machine import Case, Machine
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import Hints, Routes, Trace, trace_of
-from expertcast.runtime.storage.precision import FULL, PRECISIONS
+from expertcast.runtime.storage.layout import FULL, PRECISIONS
 
 COUNTS = ("requests", "hits", "misses", "collisions", "skipped", "bytes_moved")
 

@@ -64,11 +64,11 @@ from transformers import (
 from transformers.utils import logging
 
 from expertcast import load_offloaded, offload
+from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.checkpoints.provenance import provenance
-from expertcast.checkpoints.store import save_predictor
-from expertcast.data.collector import collect
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.collect import collect
 from expertcast.data.models import load_model, load_tokenizer
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.text import bundled_ids, load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, NextToken, names, predictor_class
@@ -78,7 +78,7 @@ from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.policies import EVICTION, MISS, PRE_EVICTION, PREFETCH, PRESETS, ROUTING, Policies
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.training.fit import fit
-from expertcast.training.options import FitOptions
+from expertcast.training.scoring import FitOptions
 
 REFERENCE, FP8, MXFP4 = "reference", "qwen3_moe-fp8", "gpt_oss-mxfp4"
 _COMMON: dict[str, Any] = {

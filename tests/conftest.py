@@ -14,16 +14,17 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from expertcast.data.collector import collect
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.models import REFERENCE, load_model, load_tokenizer
+from expertcast.checkpoints.bundled import REFERENCE
+from expertcast.data.collect import collect
+from expertcast.data.models import load_model, load_tokenizer
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import names
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.view import MoEView
 from expertcast.training.fit import fit_many
-from expertcast.training.options import Fitted
+from expertcast.training.scoring import Fitted
 
 tqdm.monitor_interval = 0  # no thread of its own: tests count threads
 os.getloadavg = lambda: (0.0, 0.0, 0.0)  # commands warn of a busy machine, and tests make it one

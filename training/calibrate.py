@@ -2,7 +2,7 @@
 
 T tokens, E routed experts per layer, K experts per token, P layer pairs.
 
-Three numbers of :class:`expertcast.predictors.log_odds.LogOdds`, by Newton's method on the cross-entropy of all
+Three numbers of :class:`expertcast.predictors.base.LogOdds`, by Newton's method on the cross-entropy of all
 (token, expert) pairs: a convex function of them, each step halved until it gains.
 """
 
@@ -17,9 +17,8 @@ from torch.nn import functional
 from expertcast.data.batch import TraceBatch
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import Predictor
-from expertcast.predictors.log_odds import LogOdds, margin, signed_root
-from expertcast.training.options import FitOptions, validation_tokens
-from expertcast.training.scoring import states_of, validation_pass
+from expertcast.predictors.base import LogOdds, margin, signed_root
+from expertcast.training.scoring import FitOptions, states_of, validation_pass, validation_tokens
 
 TOKENS = 4096
 """Tokens that calibrate, evenly spread over the validation split: three numbers need no more."""

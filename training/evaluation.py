@@ -11,32 +11,149 @@ model (`expertcast.runtime.quality.forecasts`), and no trace can tell it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from expertcast.data.batch import TraceBatch
+from expertcast.data.traces import TraceDataset, TraceSource
+from expertcast.predictors import PredictorConfig, predictor_class
 from expertcast.predictors.base import Forecast, Predictor, RouterState
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.plain import Json
+from expertcast.predictors.baselines import Frequency, PreviousToken
+from expertcast.predictors.estimator import EstimatorConfig
+from expertcast.predictors.linear import LinearConfig
+from expertcast.predictors.messages import ExpertcastError, Json, Progress, aligned, tokens_read
+from expertcast.predictors.next_token import NextToken
 from expertcast.predictors.view import ModelShape, MoEView
-from expertcast.training.comparison import RankedRouting, compare, rank_routing
-from expertcast.training.metrics.calibration import Calibration
-from expertcast.training.metrics.experts import ExpertRecall
-from expertcast.training.metrics.routing import (
+from expertcast.training.fit import fit, fit_counts
+from expertcast.training.metrics import (
     BUDGETS,
+    Calibration,
+    ExpertRecall,
     PerLayerMetric,
+    RankedRouting,
+    TokenMean,
+    Windows,
     budget,
     chance_levels,
+    compare,
+    rank_routing,
+    ratio_windows,
     routing_metrics,
+    timely_metrics,
 )
-from expertcast.training.metrics.timely import Windows, ratio_windows, timely_metrics
-from expertcast.training.results import CHAINED, Evaluation, expert_counts, reliability, summary
-from expertcast.training.scoring import device_of, states_of
+from expertcast.training.next_token import WINDOW, TokenExamples, token_chunks
+from expertcast.training.scoring import FitOptions, device_of, states_of
+
+# What an evaluation gives back: plain numbers in one form for every metric, and a table of them.
+
+Curve = Mapping[str, Mapping[str, float]]
+"""Per predictor, recall by number of training tokens (a number, or the text that JSON makes of it)."""
+CHAINED = "_chained"
+"""Ending of a metric's name where forecasts were made from executed forecasts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The result of :func:`evaluate`: plain numbers, ready for JSON."""
+
+    values: Json
+
+    def as_dict(self) -> Json:
+        """`{metric: {predictor: {"mean": x, "per_layer": [..]}}}`, plus `chance`, `tokens`, `k` and so on."""
+        return self.values
+
+    def recall(self, predictor: str) -> float:
+        """Mean recall@k of a predictor, teacher-forced."""
+        value: float = self.values["recall_at_k"][predictor]["mean"]
+        return value
+
+
+def recall_table(evaluation: Evaluation, metric: str = "recall_at_k") -> str:
+    """A text table for the terminal: a row per predictor, the mean first, then the target layers."""
+    values = evaluation.as_dict()
+    if metric not in values:
+        raise ExpertcastError(f"no metric {metric!r} in this evaluation: choose from {', '.join(sorted(values))}")
+    rows = [["predictor", "mean", *(str(layer) for layer in values["targets"])]]
+    for name, result in values[metric].items():
+        rows.append([name, _decimal(result["mean"]), *(_decimal(value) for value in result["per_layer"])])
+    chance = values["chance"].get(metric.removesuffix(CHAINED))
+    if chance is not None:
+        rows.append(["chance", *[_decimal(chance)] * (len(rows[0]) - 1)])
+    return aligned(rows)
+
+
+def link_table(evaluation: Evaluation) -> str:
+    """A text table for the terminal: what forecasts bring in time, and whether their probabilities mean what they say.
+
+    A row per predictor: recall of whole experts and of bytes for each link, then the calibration error over all pairs
+    and over likely ones, as the logits stand and as they were calibrated.
+    """
+    values = evaluation.as_dict()
+    timely = [name for name in values if name.startswith("timely") and not name.endswith(CHAINED)]
+    rows = [["predictor", *timely, "ECE before", "after", "likely before", "after"]]
+    for name, result in values["calibration"].items():
+        errors = [each[key] for key in ("ece", "ece_likely") for each in (result["before"], result)]
+        means = [values[metric][name]["mean"] for metric in timely]
+        rows.append([name, *map(_decimal, means), *("-" if error is None else f"{error:.4f}" for error in errors)])
+    return aligned(rows)
+
+
+def summary(value_L: Tensor) -> Json:
+    """`mean` over the layers that have a value, and `per_layer` with None where there is none."""
+    return {"mean": plain(value_L.double().nanmean(dim=0)), "per_layer": plain(value_L.double())}
+
+
+def expert_counts(metrics: Mapping[str, ExpertRecall]) -> Json:
+    """`used` [L][E], the tokens that needed each expert, and `found` [L][E] of them by predictor."""
+    counts = {name: metric.compute() for name, metric in metrics.items()}
+    used_LE = next(iter(counts.values()))["used"]
+    return {"used": used_LE.tolist(), "found": {name: each["found"].tolist() for name, each in counts.items()}}
+
+
+def chained_apart(evaluation: Json) -> list[str]:
+    """The predictors whose chained recall@k is another than the teacher-forced one, at any layer."""
+    chained = evaluation.get("recall_at_k" + CHAINED, {})
+    return [name for name, result in chained.items() if result != evaluation["recall_at_k"][name]]
+
+
+def reliability(result: dict[str, Tensor]) -> Json:
+    """Expected calibration error over all layers, the same of likely pairs, per layer, and the bins of equal width."""
+    number = len(result["count_B"])
+    bins = [
+        {
+            "low": index / number,
+            "high": (index + 1) / number,
+            "count": int(result["count_B"][index]),
+            "confidence": plain(result["confidence_B"][index]),
+            "frequency": plain(result["frequency_B"][index]),
+        }
+        for index in range(number)
+    ]
+    errors = {name: plain(result[name]) for name in ("ece", "ece_likely")}
+    return {**errors, "ece_per_layer": plain(result["ece_L"].reshape(-1)), "bins": bins}
+
+
+def quality_runs(quality: Json) -> dict[str, Json]:
+    """Runs by name, each with `per_domain`, from what the quality harness gives (its whole result or its `runs`)."""
+    runs = quality.get("runs", quality)
+    return {name: {**run, "per_domain": run.get("per_domain", run.get("domains", {}))} for name, run in runs.items()}
+
+
+def plain(values: Tensor) -> object:
+    """A number or nested lists of them, None for NaN."""
+    array = values.cpu().numpy()
+    return np.where(np.isnan(array), np.array(None), array).tolist()
+
+
+def _decimal(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
 
 CHUNK_TOKENS = 2048
 """Tokens scored at a time: a chunk's [T, E] tensors stay in the processor's cache."""
@@ -229,3 +346,227 @@ def _values(plain: dict[str, _Score], chains: dict[str, _Score], shape: ModelSha
         "layers": shape.layers,
         "budgets": {name: budget(factor, shape) for name, factor in BUDGETS.items()},
     }
+
+
+# Recall of forecasts some tokens ahead, at all layers: `next_token` against frequencies and the last token's routing.
+#
+# B tokens, L MoE layers, E routed experts, N = L * E, K experts per token, S tokens ahead.
+
+FURTHER = 3
+"""Experts beyond K that the wider recall allows."""
+TOKENS_BATCH = 512
+RECALLS = ("recall_at_k", f"recall_at_k_plus_{FURTHER}")
+
+
+@torch.no_grad()
+def evaluate_tokens(predictor: NextToken, source: TraceSource, split: str) -> Json:
+    """Score a split, all forecasts on the same tokens.
+
+    Returns:
+        `tokens` that were forecast one ahead, and `tokens_ahead`: per forecast, the mean share of a token's experts
+        that are among the K, and the K + 3, forecast ones of their layer: `mean` [S] over layers and `per_layer`
+        [S][L], one token ahead first. `next_token` knows the text before a token, `next_token_by_id` that token's own
+        id as well: its first number is of that very token.
+
+    Raises:
+        ExpertcastError: the split holds no token with one before it, or the source does not know its tokens' ids.
+    """
+    scores: dict[str, _Recall] = {}
+    chunks = token_chunks(predictor, source, split)
+    for chunk in tokens_read(chunks, f"scoring on split {split!r}", source.token_count(split)):
+        follows_T = chunk.document_T == chunk.document_T.roll(1)
+        follows_T[0] = False  # its token before is in another chunk, if anywhere
+        for window_W in torch.split(torch.arange(chunk.windows, device=follows_T.device), TOKENS_BATCH // WINDOW):
+            examples = chunk.examples(window_W)
+            examples = examples.only(follows_T[examples.index_B])
+            if not len(examples):
+                continue
+            for name, rank_BSN in _forecasts(predictor, examples):
+                if name not in scores:
+                    scores[name] = _Recall(predictor).to(rank_BSN.device)
+                scores[name].update(rank_BSN, examples)
+    if not scores:
+        raise ExpertcastError(f"no tokens to score: split {split!r} is empty; collect more tokens or choose another")
+    return {
+        "tokens": int(scores["frequency"].count_L[0]),
+        "tokens_ahead": {name: score.as_dict() for name, score in scores.items()},
+    }
+
+
+def tokens_table(tokens_ahead: Mapping[str, Json]) -> str:
+    """A text table for the terminal: a row per forecast and recall, a column per token ahead."""
+    steps = len(next(iter(tokens_ahead.values()))[RECALLS[0]]["mean"])
+    rows = [["tokens ahead", *(str(step + 1) for step in range(steps))]]
+    for recall in RECALLS:
+        for name, values in tokens_ahead.items():
+            means = (f"{value:.3f}" for value in values[recall]["mean"])
+            rows.append([f"{name} {recall}", *means])
+    return aligned(rows)
+
+
+def _forecasts(predictor: NextToken, examples: TokenExamples) -> Iterator[tuple[str, Tensor]]:
+    """Name, and something to rank experts by [B, S, N]."""
+    steps, chunk = predictor.config.tokens, examples.chunk
+    text_BF, row_B = examples.text(), examples.row_B
+    unknown_B = torch.full_like(row_B, predictor.config.known_ids)
+    for name, given_B in (("next_token", unknown_B), ("next_token_by_id", row_B)):
+        yield name, predictor.probability(text_BF, examples.residual_BD, given_B)[:, :steps]
+    yield "frequency", predictor.usual_LE.flatten().expand(len(examples), steps, -1)
+    # the last token's own experts in front, whatever the router's rule, then its next likeliest ones
+    before_B = examples.index_B - 1
+    last_BN = chunk.logits_TLE[before_B.cpu()].float().softmax(dim=-1).flatten(1).to(row_B.device)
+    yield "previous_token", (chunk.membership(before_B) + last_BN)[:, None].expand(-1, steps, -1)
+
+
+class _Recall(TokenMean):
+    """Recall [S, 2, L] per token ahead, among K and among K + 3 forecast experts, and layer."""
+
+    def __init__(self, predictor: NextToken) -> None:
+        self._shape = predictor.shape
+        self._budgets = (self._shape.top_k, min(self._shape.experts, self._shape.top_k + FURTHER))
+        super().__init__(predictor.config.tokens, len(self._budgets) * self._shape.layers, sync_on_compute=False)
+
+    def update(self, rank_BSN: Tensor, examples: TokenExamples) -> None:
+        """Add some tokens, their experts ranked by `rank_BSN`."""
+        rank_BSLE = rank_BSN.reshape(*rank_BSN.shape[:2], self._shape.layers, self._shape.experts)
+        for step in range(rank_BSLE.shape[1]):
+            known_B = examples.known(step).nonzero().flatten()
+            ids_BLW = rank_BSLE[known_B, step].topk(self._budgets[-1], dim=-1).indices
+            hits_BLW = examples.used(step, known_B).view(-1, *rank_BSLE.shape[2:]).gather(2, ids_BLW)
+            hits = [hits_BLW[..., :budget].sum(dim=(0, 2)) for budget in self._budgets]
+            self.total_LR[step] += torch.cat(hits) / self._shape.top_k
+            self.count_L[step] += len(known_B)
+
+    def as_dict(self) -> Json:
+        """Per recall `mean` [S] over layers and `per_layer` [S][L]."""
+        mean_S2L = self.compute().view(-1, 2, self._shape.layers)
+        return {
+            name: {"mean": plain(mean_SL.nanmean(dim=1)), "per_layer": [plain(mean_L) for mean_L in mean_SL]}
+            for name, mean_SL in zip(RECALLS, mean_S2L.unbind(1), strict=True)
+        }
+
+
+# The learning curve: recall against training tokens (Fig. 9 of Speculating Experts).
+
+PAPER = "estimator (paper's form)"
+PAPER_PARAMETERS = 200_000
+"""One network serves all layers there, so a parameter costs as many times more work as there are layer pairs."""
+CURVE_BATCH = 4096
+VALIDATION_SHARE = 8
+"""Choosing costs tokens too: a budget of N tokens has N / 8 validation tokens beside it, as the split itself has."""
+
+
+def learning_curve(traces: TraceDataset, counts: Sequence[int], *, ahead: int = 1) -> dict[str, dict[str, float]]:
+    """Mean recall@k on the test split of `linear` and both forms of `estimator`, each fitted on so many tokens.
+
+    Returns:
+        Per form `{str(tokens): recall}`.
+
+    Raises:
+        ExpertcastError: a count is under 1 or above the tokens of the train split.
+    """
+    available = traces.token_count("train")
+    for count in counts:
+        if not 1 <= count <= available:
+            raise ExpertcastError(
+                f"learning curve at {count} tokens: give 1 to {available}, what the train split has, or collect more"
+            )
+    forms: dict[str, tuple[str, PredictorConfig]] = {
+        "linear": ("linear", LinearConfig(ahead=(ahead,))),
+        "estimator": ("estimator", EstimatorConfig(ahead=(ahead,))),
+        PAPER: ("estimator", EstimatorConfig(ahead=(ahead,), form="paper", parameters=PAPER_PARAMETERS)),
+    }
+    curve: dict[str, dict[str, float]] = {form: {} for form in forms}
+    fits = [(count, form) for count in counts for form in forms]
+    for count, form in (bar := Progress("learning curve", unit="fit", steps=fits)):
+        options = FitOptions(tokens=count, validation_tokens=max(1, count // VALIDATION_SHARE), progress=False)
+        name, config = forms[form]
+        predictor = fit(name, traces, config=config, options=options).predictor
+        evaluation = evaluate(
+            {form: predictor}, traces.batches("test", CURVE_BATCH), traces.view, ahead=ahead, chained=False
+        )
+        curve[form][str(count)] = evaluation.recall(form)
+        bar.set_postfix_str(f"{form} at {count}: {curve[form][str(count)]:.4f}", refresh=False)
+    return curve
+
+
+# What a predictor is compared with in its checkpoint's metrics and card: recall of forecasts that need no training.
+
+TOKENS = 50_000
+"""That are counted at most: a running model would be run over all its text once more."""
+BATCH = 4096
+
+
+def baseline_recall(source: TraceSource, split: str, ahead: int) -> Json:
+    """Recall@k of the most used experts and of the previous token's.
+
+    Args:
+        source: whose train split is counted.
+        split: that scores.
+        ahead: layers ahead that forecasts look.
+
+    Returns:
+        By predictor, `mean` and `per_layer`, target layers `ahead`..L-1.
+
+    Raises:
+        ExpertcastError: a split without tokens.
+    """
+    counted = fit_counts(Frequency, source, Frequency.config_class(ahead=(ahead,)), FitOptions(tokens=TOKENS)).predictor
+    made: dict[str, Predictor] = {}
+    for name in (Frequency.name, PreviousToken.name):
+        cls = predictor_class(name)
+        predictor = cls(cls.config_class(ahead=(ahead,)), source.view.shape)
+        predictor.load_state_dict(counted.state_dict())
+        made[name] = predictor.to(device_of(source.view)).bind(source.view).eval()
+    found = evaluate(made, source.batches(split, BATCH), source.view, ahead=ahead, chained=False).as_dict()
+    return dict(found["recall_at_k"])
+
+
+# What a predictor costs: numbers it keeps, bytes, time per forecast, and the seconds it took to get there.
+
+COLUMNS = (
+    ("parameters", "parameters", "{:,}"),
+    ("bytes", "bytes", "{:,}"),
+    ("forecast_ms", "ms per forecast", "{:.3f}"),
+    ("training_s", "training s", "{:.1f}"),
+    ("collection_s", "collection s", "{:.1f}"),
+)
+"""Members of an entry, with their headings in tables and how they are written."""
+
+
+def ledger_entry(predictor: Predictor, report: Json, forecast_s: float | None) -> Json:
+    """One predictor's costs, None where one is not known.
+
+    Args:
+        predictor: its state dict is what it keeps, default vectors and counts included, and the numbers of its
+            calibration.
+        report: of its fit, in a checkpoint the member `training`.
+        forecast_s: seconds of one forecast for one token on this machine, mean over layers.
+
+    Returns:
+        `parameters`, `bytes`, `forecast_ms`; `training_s`, with the seconds of candidates that were fitted before; and
+        `collection_s` of the traces, None where they say nothing of it or the model was run in training itself.
+    """
+    tensors = list(predictor.state_dict().values())
+    readings = 3 * sum(len(pairs) for pairs in predictor.calibration.values())
+    trained = report.get("seconds")
+    return {
+        "parameters": sum(tensor.numel() for tensor in tensors) + readings,
+        "bytes": sum(tensor.nbytes for tensor in tensors) + 8 * readings,
+        "forecast_ms": None if forecast_s is None else 1e3 * forecast_s,
+        "training_s": None if trained is None else trained + report.get("known_seconds", 0.0),
+        "collection_s": report.get("collection_s"),
+    }
+
+
+def ledger_rows(ledger: Mapping[str, Json]) -> list[list[str]]:
+    """A row of text per predictor, a dash for what is not known."""
+    return [
+        [name, *("-" if entry.get(key) is None else form.format(entry[key]) for key, _, form in COLUMNS)]
+        for name, entry in ledger.items()
+    ]
+
+
+def ledger_table(ledger: Mapping[str, Json]) -> str:
+    """A text table for the terminal."""
+    return aligned([["predictor", *(heading for _, heading, _ in COLUMNS)], *ledger_rows(ledger)])

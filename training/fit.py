@@ -10,21 +10,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from expertcast.data.default_vectors import NOTE, holder_in
-from expertcast.data.distributed import join_ranks, sum_over_ranks, training_share
+from expertcast.data.live import NOTE, holder_in
+from expertcast.data.processes import join_ranks, sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, PredictorConfig, predictor_class
+from expertcast.predictors.baselines import Frequency, PreviousToken, QuasiHidden
 from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
-from expertcast.predictors.frequency import Frequency
 from expertcast.predictors.hybrid import CANDIDATES, Hybrid, HybridConfig
-from expertcast.predictors.previous_token import PreviousToken
-from expertcast.predictors.quasi_hidden import QuasiHidden
 from expertcast.training.calibrate import calibrate
-from expertcast.training.fit_estimator import fit_estimator
-from expertcast.training.fit_linear import fit_linear
-from expertcast.training.fit_next_token import fit_next_token
-from expertcast.training.options import NO_TRAINING, FitOptions, Fitted, train_tokens
-from expertcast.training.scoring import device_of, known_stand_in, train_batches
+from expertcast.training.estimator import fit_estimator
+from expertcast.training.linear import fit_linear
+from expertcast.training.next_token import fit_next_token
+from expertcast.training.scoring import (
+    NO_TRAINING,
+    FitOptions,
+    Fitted,
+    device_of,
+    known_stand_in,
+    train_batches,
+    train_tokens,
+)
 from expertcast.training.selection import select_hybrid
 
 Fitter = Callable[[TraceSource, PredictorConfig, FitOptions], Fitted]

@@ -9,24 +9,414 @@ import io
 import json
 import os
 import re
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 
+import matplotlib
+import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from pydantic import JsonValue
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+from transformers import PreTrainedTokenizerBase
 
+from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.provenance import provenance as running_provenance
+from expertcast.data.batch import TraceBatch
+from expertcast.data.models import load_tokenizer
+from expertcast.data.plan import PlannedDocument
+from expertcast.data.traces import TraceSource
 from expertcast.predictors.artefacts import read_json
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.plain import Json
+from expertcast.predictors.base import Predictor
+from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.training import figures
-from expertcast.training.inline_svg import inline_svg
-from expertcast.training.report_rows import curve_rows, distance_rows, quality_rows, routing_rows
-from expertcast.training.report_sources import now
-from expertcast.training.report_views import band_class, views
-from expertcast.training.results import Curve
+from expertcast.training.evaluation import CHAINED, Curve, chained_apart, ledger_rows, quality_runs
+from expertcast.training.evaluation import COLUMNS as LEDGER_COLUMNS
+from expertcast.training.figures import inline_svg
+from expertcast.training.metrics import compare, rank_routing
+from expertcast.training.scoring import Fitted, states_of
+
+# What a report says of where its numbers come from: command, date, traces, and how the predictors were made.
+
+_OF_TRACES = (
+    "model", "id", "tokens", "splits", "window", "seed", "shape", "settings", "collection_s", "command",
+    "expertcast_version", "git_revision", "python_version", "versions",
+)  # fmt: skip
+
+
+def now() -> str:
+    """The date and time in UTC, to the minute."""
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def report_sources(source: TraceSource, fitted: Mapping[str, Fitted]) -> Json:
+    """Where an evaluation's numbers come from, as plain values.
+
+    Args:
+        source: the traces that were scored, and fitted on.
+        fitted: the predictors by name, with the reports of their fits.
+
+    Returns:
+        `date`, this process's command, revision and versions; `traces`, with the tokens of each domain; `predictors`,
+        each with its config and how it was trained.
+    """
+    domains: dict[str, int] = {}
+    for document in source.documents:
+        domain = document.domain or "(none named)"
+        domains[domain] = domains.get(domain, 0) + document.tokens
+    traces = {key: source.info[key] for key in _OF_TRACES if key in source.info}
+    return {
+        "date": now(),
+        **provenance(),
+        "traces": {**traces, "documents": len(source.documents), "tokens by domain": domains},
+        "predictors": {
+            name: {"config": made.predictor.config.as_dict(), "training": dict(made.report)}
+            for name, made in fitted.items()
+        },
+    }
+
+
+# Text of an evaluation, token by token: how many of its experts each forecast named, at every layer.
+#
+# T tokens, K experts per token, L target layers.
+
+PASSAGES, TOKENS = 4, 400
+"""Passages of an example, and tokens of all together."""
+_BATCH = 4096
+_HALF = "\ufffd"
+"""What a tokenizer makes of a part of a character."""
+
+
+@torch.no_grad()
+def example_text(
+    predictors: Mapping[str, Predictor], source: TraceSource, split: str, *, ahead: int = 1,
+    passages: int = PASSAGES, tokens: int = TOKENS,
+) -> Json:  # fmt: skip
+    """The beginnings of some documents, of as many domains as there are, and what was forecast of each token's experts.
+
+    Args:
+        predictors: by name; bound to the source's model.
+        source: whose documents.
+        split: which of them.
+        ahead: layers between a state and what it forecasts.
+        passages: how many beginnings.
+        tokens: of all together, at most.
+
+    Returns:
+        `passages`, each with `document` (its index), `domain`, `token_ids` (None where the source does not know them),
+        `text` (a piece for each token; None where no tokenizer is at hand) and `found`: by predictor, [L][T] how many
+        of the token's K experts are among the forecast's K. `note` says why text is missing, None where it is not.
+    """
+    chosen = _choose(source.chosen(split), passages)
+    rows = _beginnings(source, split, [document.index for document in chosen], tokens // len(chosen))
+    found = _found(predictors, source, TraceBatch.cat(rows), ahead)
+    known = all(batch.token_T is not None for batch in rows)
+    tokenizer, note = _tokenizer(source) if known else (None, "the traces do not hold their tokens' ids")
+    shown, begin = [], 0
+    for document, batch in zip(chosen, rows, strict=True):
+        ids = None if batch.token_T is None else batch.token_T.tolist()
+        end = begin + len(batch)
+        shown.append(
+            {
+                "document": document.index,
+                "domain": document.domain,
+                "token_ids": ids,
+                "text": None if tokenizer is None or ids is None else pieces(tokenizer, ids),
+                "found": {name: found_LT[:, begin:end].tolist() for name, found_LT in found.items()},
+            }
+        )
+        begin = end
+    return {"passages": shown, "note": note}
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+    """The text of each token: joined, the text of them all. A character of several tokens is the last one's."""
+    found, done = [], ""
+    for end in range(1, len(ids) + 1):
+        text = str(tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False))
+        whole = text if end == len(ids) else text.rstrip(_HALF)
+        found.append(whole[len(done) :])
+        done = whole if len(whole) > len(done) else done
+    return found
+
+
+def _choose(documents: Sequence[PlannedDocument], count: int) -> list[PlannedDocument]:
+    """The first document of each domain, then the others, in the order in which they lie."""
+    first: dict[str, PlannedDocument] = {}
+    for document in documents:
+        first.setdefault(document.domain, document)
+    rest = [document for document in documents if first[document.domain] is not document]
+    return sorted([*first.values(), *rest][:count], key=documents.index)
+
+
+def _beginnings(source: TraceSource, split: str, wanted: Sequence[int], tokens: int) -> list[TraceBatch]:
+    """The first tokens of some documents."""
+    parts: dict[int, list[TraceBatch]] = {index: [] for index in wanted}
+    for batch in source.batches(split, _BATCH):
+        for index, own in parts.items():
+            row_T = (batch.document_T == index).nonzero().flatten()[: tokens - sum(map(len, own))]
+            if len(row_T):
+                own.append(batch[row_T])
+    return [TraceBatch.cat(own) for own in parts.values()]
+
+
+def _found(
+    predictors: Mapping[str, Predictor], source: TraceSource, batch: TraceBatch, ahead: int
+) -> dict[str, Tensor]:
+    """[L, T] by predictor."""
+    states = states_of(source.view, batch)
+    truths = [rank_routing(state) for state in states]
+    found: dict[str, Tensor] = {}
+    for name, predictor in predictors.items():
+        places = [
+            compare(predictor.forecast(state, ahead), truths[state.layer + ahead]).place_TK
+            for state in states[: len(states) - ahead]
+        ]
+        found[name] = torch.stack([(place_TK < place_TK.shape[1]).sum(dim=1) for place_TK in places]).cpu()
+    return found
+
+
+def _tokenizer(source: TraceSource) -> tuple[PreTrainedTokenizerBase | None, str | None]:
+    """That of the source's model where it lies on this machine, or why there is none: a report waits for no hub."""
+    name = str(source.info["model"])
+    try:
+        return load_tokenizer(name, local_files_only=True, trust_remote_code=False), None
+    except ExpertcastError as error:
+        if Path(name).exists():
+            return None, str(error)
+        return None, f"no tokenizer for {name!r} on this machine: load it once, with the model or alone"
+
+
+# The tables of a report: rows of an evaluation's numbers, the first cell of each names it.
+
+METRICS = {
+    "recall_at_k": "recall@k",
+    "recall_at_1.5k": "recall@1.5k",
+    "recall_at_2k": "recall@2k",
+    "weight_covered": "weight covered",
+    "exact_set": "exact set",
+    "hard_match": "hard match",
+    "soft_match": "soft match",
+    "mismatch": "mismatch",
+    "cosine": "cosine",
+}
+"""Metrics with one number per layer, and their headings; those of timely recall go by their links."""
+SCORES = ("perplexity", "top1_agreement", "kl")
+
+
+def forms_of(evaluation: Json) -> list[tuple[str, str, list[str]]]:
+    """The forms that are shown: name, ending of their metrics, and predictors; chained, only those that differ."""
+    forms = [("teacher-forced", "", list(evaluation["recall_at_k"]))]
+    apart = chained_apart(evaluation)
+    return [*forms, ("chained", CHAINED, apart)] if apart else forms
+
+
+def chained_words(evaluation: Json) -> str:
+    """One sentence on whose chained scores are left out, and why; none where none are."""
+    chained, apart = evaluation.get("recall_at_k" + CHAINED, {}), chained_apart(evaluation)
+    same = [name for name in chained if name not in apart]
+    return f"Chained, {', '.join(same)} score as they do teacher-forced and are not shown again." if same else ""
+
+
+def shown_metrics(evaluation: Json) -> dict[str, str]:
+    """Metrics of one number per layer, with their headings."""
+    timely = [key for key in evaluation if key.startswith("timely") and not key.endswith(CHAINED)]
+    return METRICS | {key: key.replace("_", " ") for key in timely}
+
+
+def routing_rows(evaluation: Json) -> Json:
+    """Rows of the tables of forecasts; the first cell names the row."""
+    means, layers, targets = [], [], [str(layer) for layer in evaluation["targets"]]
+    metrics = shown_metrics(evaluation)
+    timely = {key: heading for key, heading in metrics.items() if key not in METRICS}
+    for form, suffix, names in forms_of(evaluation):
+        for what, group in ((form, METRICS), (f"{form}, in time", timely)):
+            shown = {key: heading for key, heading in group.items() if key + suffix in evaluation}
+            rows = [[name, *(evaluation[key + suffix][name]["mean"] for key in shown)] for name in names]
+            chance = [["chance", *(evaluation["chance"].get(key) for key in shown)]] if group is METRICS else []
+            if shown:
+                means.append((what, list(shown.values()), rows, chance))
+    for key, heading in metrics.items():
+        tables = [
+            (form, [[name, results[name]["mean"], *results[name]["per_layer"]] for name in names])
+            for form, suffix, names in forms_of(evaluation)
+            if (results := evaluation.get(key + suffix))
+        ]
+        layers.append((heading, tables))
+    ranks, calibration = evaluation["rank_alignment"].items(), evaluation["calibration"].items()
+    return {
+        "means": means,
+        "layers": layers,
+        "targets": targets,
+        "chained_words": chained_words(evaluation),
+        "ranks": [f"rank {rank + 1}" for rank in range(evaluation["k"])],
+        "ledger": ledger_rows(evaluation.get("ledger", {})),
+        "costs": [heading for _, heading, _ in LEDGER_COLUMNS],
+        "rank_means": [[name, *result["mean"]] for name, result in ranks],
+        "rank_layers": [
+            [f"{name}, layer {layer}", *row]
+            for name, result in ranks
+            for layer, row in zip(targets, result["per_layer"], strict=True)
+        ],
+        "errors": [
+            [name, *(each[key] for key in ("ece", "ece_likely") for each in (result["before"], result))]
+            for name, result in calibration
+        ],
+        "layer_errors": [[name, *result["ece_per_layer"]] for name, result in calibration],
+        "bins": [
+            [f"{name}, {b['low']:.1f} to {b['high']:.1f}", b["count"], b["confidence"], b["frequency"]]
+            for name, result in calibration
+            for b in result["bins"]
+        ],
+    }
+
+
+def distance_rows(evaluation: Json) -> Json:
+    """Rows of mean recall@k by distance, none where one distance was scored."""
+    scored = {str(evaluation["ahead"]): evaluation} | evaluation.get("further", {})
+    if len(scored) < 2:
+        return {"distances": [], "distance_rows": []}
+    names = evaluation["recall_at_k"]
+    rows = [[name, *(each["recall_at_k"].get(name, {}).get("mean") for each in scored.values())] for name in names]
+    return {"distances": [f"{distance} ahead" for distance in scored], "distance_rows": rows}
+
+
+def curve_rows(curve: Curve) -> Json:
+    """Rows of the learning curve."""
+    known = {name: {int(tokens): recall for tokens, recall in points.items()} for name, points in curve.items()}
+    sizes = sorted({tokens for points in known.values() for tokens in points})
+    rows = [[name, *(points.get(size) for size in sizes)] for name, points in known.items()]
+    return {"sizes": [f"{size:,}" for size in sizes], "curve": rows}
+
+
+def quality_rows(quality: Json) -> Json:
+    """Rows of what executing forecasts costs, in the mean and per domain."""
+    runs = quality_runs(quality)
+    domains = [
+        [f"{name}, {domain}", *(values.get(key) for key in SCORES)]
+        for name, run in runs.items()
+        for domain, values in run["per_domain"].items()
+    ]
+    return {"runs": [[name, *(run.get(key) for key in SCORES)] for name, run in runs.items()], "domains": domains}
+
+
+# What a report shows beside its tables: colours of shares, heat map, example text, each expert, what scripts read.
+
+BANDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
+"""Lower ends of the shares that have a colour of their own: narrower where good forecasts differ."""
+RARE = 20
+"""Experts that the table of the worst forecast ones lists."""
+LEAST_USE = 0.25
+"""Of an even share of the tokens: experts needed less often are left out of that table, by chance they are anywhere."""
+
+
+def band_class(share: float | None) -> str:
+    """The class of the colour of a share of 0..1; no class for none."""
+    # the same tolerance as the page's script: a mean of exact counts is not put below its bound by rounding
+    return "" if share is None else f"b{bisect_right(BANDS, share + 1e-9) - 1}"
+
+
+def band_colours() -> list[tuple[str, str]]:
+    """Background and ink of each band: matplotlib's viridis, in which colour-blind readers see the same order, and
+    black or white, whichever stands out more."""
+    scale = matplotlib.colormaps["viridis"]
+    backgrounds = [to_hex(scale(index / (len(BANDS) - 1))) for index in range(len(BANDS))]
+    return [(colour, max(("#000000", "#ffffff"), key=lambda ink: contrast(ink, colour))) for colour in backgrounds]
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast ratio of two colours, 1 to 21 (WCAG 2)."""
+    low, high = sorted(_luminance(colour) for colour in (one, other))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    linear: list[float] = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def views(evaluation: Json, examples: Json | None, chosen: str) -> Json:
+    """What the template reads beside the rows of :func:`routing_rows`; the `chosen` predictor is shown first."""
+    recall = evaluation["recall_at_k"]
+    columns = [[result["mean"], *result["per_layer"]] for result in recall.values()]
+    return {
+        "predictors": list(recall),
+        "bands": BANDS,
+        "band_colours": band_colours(),
+        "heat": [list(row) for row in zip(*columns, strict=True)],
+        "chance_row": [evaluation["chance"]["recall_at_k"]] * len(recall),
+        "passages": []
+        if examples is None
+        else [_passage(each, chosen, evaluation["k"]) for each in examples["passages"]],
+        "note": None if examples is None else examples["note"],
+        **_rare_experts(evaluation, chosen),
+        "script_data": _script_data(evaluation, examples, chosen),
+    }
+
+
+def _passage(passage: Json, name: str, top_k: int) -> Json:
+    """Each token's text, share of experts forecast (mean over layers) and the same in words."""
+    texts = passage["text"] or [f"{token} " for token in passage["token_ids"] or ["?"] * len(passage["found"][name][0])]
+    means = [sum(column) / len(column) for column in zip(*passage["found"][name], strict=True)]
+    tokens = [(text, mean / top_k, f"{mean:.1f} of {top_k}") for text, mean in zip(texts, means, strict=True)]
+    return {"document": passage["document"], "domain": passage["domain"], "tokens": tokens}
+
+
+def _rare_experts(evaluation: Json, chosen: str) -> Json:
+    """The experts that the chosen predictor finds least often, with what the others find of them."""
+    if "per_expert" not in evaluation:
+        return {"rare": [], "rare_headings": []}
+    used, found = evaluation["per_expert"]["used"], evaluation["per_expert"]["found"]
+    names = [chosen, *(name for name in found if name != chosen)]
+    least = LEAST_USE * evaluation["tokens"] * evaluation["k"] / evaluation["experts"]
+    rows = [
+        [f"layer {layer}, expert {expert}", count, count / evaluation["tokens"]]
+        + [found[name][index][expert] / count for name in names]
+        for index, layer in enumerate(evaluation["targets"])
+        for expert, count in enumerate(used[index])
+        if count and count >= least
+    ]
+    return {
+        "rare": sorted(rows, key=lambda row: (row[3], -row[1]))[:RARE],
+        "rare_headings": ["expert", "tokens", "share of tokens", *names],
+    }
+
+
+def _script_data(evaluation: Json, examples: Json | None, chosen: str) -> Json:
+    heat = {}
+    for form, suffix, names in forms_of(evaluation):
+        for key, heading in shown_metrics(evaluation).items():
+            results = evaluation.get(key + suffix, {})
+            values = {name: [results[name]["mean"], *results[name]["per_layer"]] for name in names if name in results}
+            if values:
+                chance = evaluation["chance"].get(key)
+                heat[heading + (f", {form}" if suffix else "")] = {"values": values, "chance": chance}
+    for distance, further in evaluation.get("further", {}).items():  # its first targets are of no forecast so far off
+        missing = [None] * (further["ahead"] - evaluation["ahead"])
+        found = further["recall_at_k"].items()
+        values = {name: [result["mean"], *missing, *result["per_layer"]] for name, result in found}
+        chance = further["chance"]["recall_at_k"]
+        heat[f"recall@k, {distance} layers ahead"] = {"values": values, "chance": chance}
+    return {
+        "bands": BANDS,
+        "chosen": chosen,
+        "predictors": list(evaluation["recall_at_k"]),
+        "targets": [str(layer) for layer in evaluation["targets"]],
+        "k": evaluation["k"],
+        "tokens": evaluation["tokens"],
+        "heat": heat,
+        "experts": evaluation.get("per_expert"),
+        "passages": [] if examples is None else [each["found"] for each in examples["passages"]],
+    }
+
 
 PAGE = "index.html"
 DATA = "report.json"
@@ -68,9 +458,9 @@ def write_report(
             the best of the numbers that it shows.
         learning_curve: per predictor, mean recall@k by number of training tokens.
         quality: result of the quality harness, or its `runs`.
-        examples: text with what was forecast of each token (:func:`expertcast.training.example_text.example_text`).
+        examples: text with what was forecast of each token (:func:`expertcast.training.report.example_text`).
         title: heading of the page.
-        provenance: where the numbers come from (:func:`expertcast.training.report_sources.report_sources`); this
+        provenance: where the numbers come from (:func:`expertcast.training.report.report_sources`); this
             process's command, revision and versions, and the date, if not given.
 
     Returns:
@@ -190,3 +580,38 @@ def cell(value: Cell, digits: int | str = 3) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return "-" if value is None else value
+
+
+# What TensorBoard shows of a trained predictor beside its curves: the evaluation's figures, and the HPARAMS tab.
+
+_METRICS = ("recall_at_k", "recall_at_1.5k", "recall_at_2k", "weight_covered", "exact_set")
+
+
+def log_evaluation(folder: Path, name: str, evaluation: Json, settings: Json) -> Path:
+    """Add an evaluation's figures and hyperparameters to TensorBoard's logs, as a run of its own.
+
+    Args:
+        folder: of the logs.
+        name: the predictor's, as `evaluation` has it.
+        evaluation: `Evaluation.as_dict()`.
+        settings: the hyperparameters, plain values. Lists are shown as text, None as "none".
+
+    Returns:
+        The run's folder, `evaluation/NAME_N`: N is the first that is free, so that the HPARAMS tab compares trainings.
+    """
+    run = next(path for number in count() if not (path := folder / "evaluation" / f"{name}_{number}").exists())
+    parameters = {key: value if isinstance(value, bool | int | float | str) else _words(value)
+                  for key, value in settings.items()}  # fmt: skip
+    metrics = {f"test/{metric}": evaluation[metric][name]["mean"] for metric in _METRICS}
+    metrics["test/ece"] = evaluation["calibration"][name]["ece"]
+    with SummaryWriter(str(run)) as writer:
+        for file_name, figure in figures_of(evaluation, name).items():
+            writer.add_figure(Path(file_name).stem, figure)
+        writer.add_hparams(parameters, metrics, run_name=".", global_step=0)
+    return run
+
+
+def _words(value: object) -> str:
+    if value is None:
+        return "none"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -20,8 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.hybrid import PAPER, Choice, Hybrid, HybridConfig
-from expertcast.training.options import FitOptions, Fitted
-from expertcast.training.scoring import states_of, validation_batch, validation_recall
+from expertcast.training.scoring import FitOptions, Fitted, states_of, validation_batch, validation_recall
 
 
 def select_hybrid(

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from expertcast.data.default_vectors import NOTE
+from expertcast.data.live import NOTE
 from expertcast.data.text import Document
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor
-from expertcast.predictors.plain import Json
-from expertcast.training.options import Fitted
+from expertcast.predictors.messages import Json
+from expertcast.training.scoring import Fitted
 
 
 @dataclass(kw_only=True)

@@ -20,7 +20,7 @@ from benchmarks.disk_claims.claims import claims
 from benchmarks.study.found import VERDICTS
 from benchmarks.study.tables import wrapped
 from expertcast.checkpoints.provenance import provenance
-from expertcast.data.writer import write_atomically
+from expertcast.data.trace_format import write_atomically
 
 PAGE, JSON = "disk-claims.md", "results/disk-claims.json"
 _ROWS = ("coding", "planned", "evicted", "dropped", "claims")

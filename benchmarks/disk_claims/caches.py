@@ -10,16 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from expertcast.data.routing import Routing
-from expertcast.data.routing_file import read_routing
+from expertcast.data.routing_file import Routing, read_routing
 from expertcast.runtime.policies import EVICTION
 from expertcast.runtime.pools.cache import PoolCache
-from expertcast.runtime.pools.costs import Costs
 from expertcast.runtime.pools.planner import Plan, plans
 from expertcast.runtime.pools.ranks import rank_model
-from expertcast.runtime.pools.replay import Found, mean_makespan, replay_pools
-from expertcast.runtime.pools.states import ExpertBytes, State
-from expertcast.runtime.simulation.replay import forwards_of, replay
+from expertcast.runtime.pools.schedule import Found, mean_makespan, replay_pools
+from expertcast.runtime.pools.states import Costs, ExpertBytes, State
+from expertcast.runtime.simulation.byte_cache import forwards_of, replay
 
 ROUTING = Path(__file__).resolve().parents[1] / "routing"
 RECORDED = ("gpt-oss-120b-k2", "qwen3-30b-a3b-k6")

@@ -8,8 +8,14 @@ from typing import Any
 import numpy as np
 from tests.runtime.pools.test_hits import draws
 
-from expertcast.runtime.pools.hits import hit_patterns, interval_hits, pattern_chances, poisson_binomials
-from expertcast.runtime.pools.ranks import fit_selection, inclusion
+from expertcast.runtime.pools.ranks import (
+    fit_selection,
+    hit_patterns,
+    inclusion,
+    interval_hits,
+    pattern_chances,
+    poisson_binomials,
+)
 
 RANKS, MOST = 9, 4
 

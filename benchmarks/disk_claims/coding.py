@@ -10,8 +10,9 @@ import torch
 import zstandard
 from torch import Tensor
 
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.models import REFERENCE, load_model
+from expertcast.checkpoints.bundled import REFERENCE
+from expertcast.data.models import load_model
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime.storage.codecs import exponent_histogram, make_codec
 from expertcast.runtime.storage.layout import BlockLayout, Field
 

@@ -8,10 +8,8 @@ from typing import Any
 from tests.runtime.pools.brute_force import optimum
 from tests.runtime.pools.test_schedule import one_by_one, small
 
-from expertcast.runtime.pools.bounds import lower_bounds
-from expertcast.runtime.pools.costs import Costs
-from expertcast.runtime.pools.schedule import schedule
-from expertcast.runtime.pools.simulate import Task, simulate
+from expertcast.runtime.pools.schedule import Task, lower_bounds, schedule, simulate
+from expertcast.runtime.pools.states import Costs
 
 INSTANCES, MOST = 3000, 4000
 _CLOSE = 1e-9

@@ -25,18 +25,19 @@ from benchmarks.study.figures import colliding, write_figures
 from benchmarks.study.page import page
 from benchmarks.study.quality import Decoding, add_quality, split_windows
 from benchmarks.study.study import LEAST_TOKENS, QUICK, SHARED, Scale, Study
+from expertcast.checkpoints.bundled import REFERENCE
+from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
 from expertcast.checkpoints.provenance import provenance
-from expertcast.checkpoints.store import load_predictor, save_predictor
 from expertcast.commands.predictors import evaluated, is_checkpoint
-from expertcast.data.collector import collect
-from expertcast.data.models import REFERENCE, load_model, load_tokenizer
+from expertcast.data.collect import collect
+from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.text import load_documents
+from expertcast.data.trace_format import write_atomically
 from expertcast.data.traces import TraceDataset
-from expertcast.data.writer import write_atomically
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.next_token import NextToken, NextTokenConfig
 from expertcast.training.fit import fit
-from expertcast.training.options import FitOptions
+from expertcast.training.scoring import FitOptions
 
 PAGE, RESULTS, JSON = "policies.md", "results", "policies.json"
 COLLECTED, QUICK_COLLECTED = 510_000, 12_000

@@ -15,11 +15,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.study.study import PREFILL
-from expertcast.data.memory import usable_processors
+from expertcast.data.machine import usable_processors
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.text import load_documents
+from expertcast.data.trace_format import write_atomically
 from expertcast.data.traces import TraceDataset
-from expertcast.data.writer import write_atomically
 from expertcast.predictors import Predictor
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.policies import Policies

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from expertcast.runtime.policies import EVICTION, CacheShape
-from expertcast.runtime.policies.scope import Eviction
+from expertcast.runtime.policies.eviction import Eviction
 from expertcast.runtime.simulation.trace import Forward, Trace
 
 

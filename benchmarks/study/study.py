@@ -12,19 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from expertcast.data.batch import TraceBatch
+from expertcast.data.trace_format import write_atomically
 from expertcast.data.traces import TraceDataset
-from expertcast.data.writer import write_atomically
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
-from expertcast.predictors.next_token import NextToken
-from expertcast.predictors.next_token_tracker import NextTokenTracker
+from expertcast.predictors.next_token import NextToken, NextTokenTracker
 from expertcast.runtime.policies import EVICTION, MISS, PRESETS
-from expertcast.runtime.simulation.load import Texts, load_trace
 from expertcast.runtime.simulation.machine import Case, Machine, constant_times
 from expertcast.runtime.simulation.sweep import CAPACITIES, Workload, slots_of, sweep
-from expertcast.runtime.simulation.trace import Trace
-from expertcast.runtime.storage.layout import BlockLayout
+from expertcast.runtime.simulation.trace import Texts, Trace, load_trace
+from expertcast.runtime.storage.layout import FULL, PRECISIONS, BlockLayout
 from expertcast.runtime.storage.packed import PackedLayout
-from expertcast.runtime.storage.precision import FULL, PRECISIONS
 
 LAYER_S = 1e-3
 """Seconds that a layer computes in the simulations; everything else is relative to it."""

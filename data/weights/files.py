@@ -22,8 +22,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from expertcast.data.source import ModelSource
-from expertcast.data.tensor_files import read_range
-from expertcast.predictors.errors import ExpertcastError, first_line
+from expertcast.data.trace_format import read_range
+from expertcast.predictors.messages import ExpertcastError, first_line
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES = _FLOATS | {

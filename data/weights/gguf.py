@@ -24,10 +24,10 @@ from transformers.integrations.gguf.kernels import dequantize_blocks
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 from transformers.utils import is_gguf_available
 
-from expertcast.data.quantisation import GGUF, Quantised
-from expertcast.data.tensor_files import read_range
+from expertcast.data.source import GGUF, Quantised
+from expertcast.data.trace_format import read_range
 from expertcast.data.weights.files import Part, TensorFile, WeightFiles
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 
 _UNMAPPED = {
     "expert_feed_forward_length": "moe_intermediate_size",

@@ -12,17 +12,138 @@ model's dtype) and compressed-tensors' `dequantize` (in the scales' dtype).
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from expertcast.data.quantisation import AWQ, COMPRESSED, GPTQ
+from expertcast.data.source import AWQ, COMPRESSED, GPTQ
 from expertcast.data.weights.files import Part, TensorFile
-from expertcast.data.weights.fp8 import FP8_CODES, Fp8Tensor
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
+
+# FP8 weights of a checkpoint: two tensors, codes and scales, read as the one that they stand for.
+#
+#     x.weight              float8 [R, C] or [E, R, C]
+#     x.weight_scale_inv    [R / rows, C / columns], one number, or the same for each of E experts
+#
+# R rows and C columns of a matrix, E experts. The last blocks of a matrix may be cut off.
+
+FP8_CODES = ("F8_E4M3", "F8_E5M2")
+"""As safetensors names them."""
+_WEIGHT = ".weight"
+_SCALES = (".weight_scale_inv", ".scale", ".qscale_weight")
+"""What the scales of `.weight` are called; transformers renames the latter two."""
+_ACTIVATIONS = (".activation_scale", ".input_scale", ".qscale_act")
+"""Scales of what weights are multiplied by: of no use to weights that are dequantised."""
+
+
+class Fp8Tensor:
+    """A weight as the float32 that its codes and scales stand for; transformers rounds those to the model's dtype.
+
+    Args:
+        name: of the codes.
+        codes: float8 [R, C] or [E, R, C].
+        scales: see above.
+        block: rows and columns that share a scale, as the configuration says; None: as many as divide the matrix.
+
+    Raises:
+        ExpertcastError: codes of another type, or scales that do not fit them.
+    """
+
+    def __init__(self, name: str, codes: TensorFile, scales: TensorFile, block: Sequence[int] | None = None) -> None:
+        self._codes, self._scales = codes, scales
+        self.shape = tuple(codes.get_shape())
+        """Of the weight."""
+        *outer, rows, columns = self.shape
+        self._outer = len(outer)
+        found = scales.get_shape()
+        inner = found[self._outer :]
+        if len(inner) < 2:
+            inner = [*inner, 1, 1][:2]
+        self.grid = (*found[: self._outer], *inner)
+        """Of the scales: [gR, gC] or [E, gR, gC]; one number for each row are gR = R and gC = 1."""
+        wanted = block or (None, None)
+        self.block = tuple(map(_shared, (rows, columns), self.grid[-2:], wanted))
+        """Rows and columns that share a scale."""
+        if self.grid[:-2] != self.shape[:-2] or 0 in self.block:
+            raise ExpertcastError(
+                f"the checkpoint's {name} is {list(self.shape)}, its scales are {found}: not supported"
+            )
+
+    @property
+    def whole(self) -> bool:
+        """Whether no block is cut off."""
+        return all(size % shared == 0 for size, shared in zip(self.shape[-2:], self.block, strict=True))
+
+    def get_shape(self) -> list[int]:
+        """Of the weight."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """Of the codes."""
+        return self._codes.get_dtype()
+
+    def codes(self, part: Part = ...) -> Tensor:
+        """As shipped, of some experts or all."""
+        return self._codes[part]
+
+    def scales(self, part: Part = ...) -> Tensor:
+        """float32 [gR, gC] or [E, gR, gC], of some experts or all."""
+        scales = self._scales[part] if self._outer else self._scales[...]
+        # a byte is an exponent (MXFP8): transformers' formula
+        floats = (scales.float() - 127.0).exp2() if scales.dtype == torch.uint8 else scales.float()
+        return floats.reshape(*((-1,) if self._outer else ()), *self.grid[-2:])
+
+    def __getitem__(self, part: Part) -> Tensor:
+        codes, scales = self.codes(part), self.scales(part)
+        if self.whole:
+            read: Tensor = Fp8Dequantize(None)._dequantize_one(codes, scales, output_dtype=torch.float32)
+            return read
+        for dim, (size, shared) in enumerate(zip(self.shape[-2:], self.block, strict=True), start=-2):
+            scales = scales.repeat_interleave(shared, dim).narrow(dim, 0, size)
+        return codes.float() * scales
+
+
+def join_scales(tensors: Mapping[str, TensorFile], block: Sequence[int] | None) -> dict[str, TensorFile]:
+    """A checkpoint's tensors by name, where each weight in FP8 has taken up its scales.
+
+    Args:
+        tensors: codes and scales by themselves.
+        block: see :class:`Fp8Tensor`.
+
+    Raises:
+        ExpertcastError: an FP8 weight without scales, or as :class:`Fp8Tensor`.
+    """
+    joined, used = dict(tensors), set()
+    for name, tensor in tensors.items():
+        if tensor.get_dtype() not in FP8_CODES:
+            continue
+        stem = name.removesuffix(_WEIGHT)
+        scales = [stem + suffix for suffix in _SCALES] if stem != name else [f"{name}_scale_inv"]
+        found = next((each for each in scales if each in tensors), None)
+        if found is None:
+            raise ExpertcastError(f"the checkpoint's {name} is in FP8 and has no {scales[0]}: it is incomplete")
+        joined[name] = Fp8Tensor(name, tensor, tensors[found], block)
+        used |= {found, *(stem + suffix for suffix in _ACTIVATIONS), f"{name}_activation_scale"}
+    for name in tensors:  # scales whose weight is in another type, such as packed FP4
+        partner = name.removesuffix("_scale_inv")
+        if partner != name and name not in used and partner in tensors:
+            raise ExpertcastError(f"the checkpoint's {partner} is {tensors[partner].get_dtype()} with scales, not FP8")
+    return {name: tensor for name, tensor in joined.items() if name not in used}
+
+
+def _shared(size: int, count: int, wanted: int | None) -> int:
+    """Rows (or columns) that share a scale when there are so many scales; 0: none fits."""
+    if wanted and -(-size // wanted) == count:
+        return min(wanted, size)
+    return 0 if count < 1 or size % count else size // count
+
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word the codes of eight rows lie."""
@@ -60,7 +181,7 @@ def join_packed(tensors: Mapping[str, TensorFile], method: str, settings: Mappin
 
     Args:
         tensors: as they lie in the files.
-        method: one of :mod:`expertcast.data.quantisation`'s.
+        method: one of :mod:`expertcast.data.source`'s.
         settings: the configuration's section on quantisation.
 
     Raises:
@@ -209,3 +330,89 @@ def _weights_of(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     found = [group for group in groups if any(map(names, group["targets"]))]
     found += [group for group in groups if any(target.isidentifier() for target in group["targets"])]
     return (found or groups)[0]["weights"]  # type: ignore[no-any-return]
+
+
+# Weights of a checkpoint as bitsandbytes ships them, read as the ones that they stand for.
+#
+#     4 bits  x [N/2 bytes], x.absmax [N/B], x.quant_map [16], x.quant_state.bitsandbytes__nf4 (JSON: shape, B, dtype)
+#             nested: x.absmax are bytes, x.nested_quant_map [256], x.nested_absmax [N/B/256]
+#     8 bits  x.weight int8 [R, C], x.SCB [R]
+#
+# N numbers in blocks of B, two codes a byte, the first one in the high bits. R rows and C columns. Source:
+# bitsandbytes' `functional.dequantize_4bit` and `int8_vectorwise_dequant` (their CPU kernels), to whose bits this
+# computes.
+
+_STATE = ".quant_state.bitsandbytes__"
+_OF_127 = 7.874015718698502e-3
+"""1 / 127, as bitsandbytes writes it."""
+
+
+class FourBits:
+    """A weight in 4 bits, computed when it is read.
+
+    Args:
+        parts: the tensors by what follows the weight's name: ``, `absmax`, `quant_map`, `state`, ...
+    """
+
+    def __init__(self, parts: Mapping[str, TensorFile]) -> None:
+        self._parts = parts
+
+    @cached_property
+    def _state(self) -> dict[str, Any]:
+        read: dict[str, Any] = json.loads(bytes(self._parts["state"][...].tolist()))
+        return read
+
+    def get_shape(self) -> list[int]:
+        """Of the weight."""
+        return list(self._state["shape"])
+
+    def get_dtype(self) -> str:
+        """As safetensors names it."""
+        return {"bfloat16": "BF16", "float16": "F16"}.get(self._state["dtype"], "F32")
+
+    def __getitem__(self, part: Part) -> Tensor:
+        shape, each = self.get_shape(), int(self._state["blocksize"])
+        count = math.prod(shape)
+        octets = self._parts[""][...].reshape(-1).view(torch.uint8)
+        codes = torch.stack((octets >> 4, octets & 15), -1).flatten()[:count]
+        largest = self._parts["absmax"][...].reshape(-1)
+        if "nested_absmax" in self._parts:
+            outer = self._parts["nested_absmax"][...].repeat_interleave(int(self._state["nested_blocksize"]))
+            factors = self._parts["nested_quant_map"][...][largest.long()] * outer[: len(largest)]
+            largest = factors + float(self._state["nested_offset"])
+        made = self._parts["quant_map"][...][codes.int()].mul_(largest.float().repeat_interleave(each)[:count])
+        whole = made.view(shape).to(getattr(torch, self._state["dtype"]))
+        return whole if part is ... else whole[part]
+
+
+def join_bnb(tensors: Mapping[str, TensorFile]) -> dict[str, TensorFile]:
+    """A checkpoint's tensors by name, where each weight in 4 or 8 bits is one.
+
+    Raises:
+        ExpertcastError: one lacks its tables or scales.
+    """
+    joined, used = dict(tensors), set[str]()
+    for name, tensor in tensors.items():
+        if _STATE in name:
+            weight = name.partition(_STATE)[0]
+            needed = {"": weight, **{key: f"{weight}.{key}" for key in ("absmax", "quant_map")}, "state": name}
+            nested = {key: f"{weight}.{key}" for key in ("nested_absmax", "nested_quant_map")}
+            if missing := [each for each in needed.values() if each not in tensors]:
+                raise ExpertcastError(f"the checkpoint has no {missing[0]}: it is incomplete")
+            found = {**needed, **{key: each for key, each in nested.items() if each in tensors}}
+            joined[weight] = FourBits({key: tensors[each] for key, each in found.items()})
+            used |= set(found.values()) - {weight}
+        elif name.endswith(".weight") and tensor.get_dtype() == "I8":
+            stem = name.removesuffix(".weight")
+            if (scales := tensors.get(f"{stem}.SCB")) is None:
+                raise ExpertcastError(f"the checkpoint has no {stem}.SCB: it is incomplete")
+            joined[name] = _eight_bits(tensor, scales)
+            used |= {f"{stem}.SCB", f"{stem}.weight_format"}
+    return {name: tensor for name, tensor in joined.items() if name not in used}
+
+
+def _eight_bits(codes: TensorFile, scales: TensorFile) -> PackedTensor:
+    def make() -> Tensor:
+        return codes[...].float().mul_(scales[...].float().view(-1, 1)).mul_(_OF_127)
+
+    return PackedTensor(codes.get_shape(), "F32", make)

@@ -5,26 +5,288 @@ Recorded routing is replayed in virtual time with what this machine was measured
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from expertcast.data.routing import ABSENT, Routing
-from expertcast.runtime.advising.advice import milliseconds
-from expertcast.runtime.advising.disk_advice import DiskAdvice, DiskOption
-from expertcast.runtime.links.virtual_disk import Stored
+from expertcast.data.machine import available_memory, usable_processors
+from expertcast.data.routing_file import ABSENT, Routing
+from expertcast.predictors.messages import ExpertcastError, Json, aligned
+from expertcast.runtime.advising.advise import milliseconds
+from expertcast.runtime.advising.survey import Watcher, without_copies
+from expertcast.runtime.benchmarking.runs import decode_greedily
+from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.links.base import InstantLink
+from expertcast.runtime.links.virtual import Stored
+from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.pools.costs import Costs
 from expertcast.runtime.pools.planner import Plan, plans
 from expertcast.runtime.pools.ranks import rank_model
-from expertcast.runtime.pools.replay import best_by_replay
-from expertcast.runtime.pools.states import POOLS, ExpertBytes, State
-from expertcast.runtime.recording.layer_times import LayerTimes
+from expertcast.runtime.pools.schedule import best_by_replay
+from expertcast.runtime.pools.states import POOLS, Costs, ExpertBytes, State
+from expertcast.runtime.recording.recorder import LayerTimes, Observer, Recorder, layer_times
 from expertcast.runtime.simulation.machine import Case, Machine, Simulation, no_times
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import Trace
-from expertcast.runtime.storage.precision import FULL
+from expertcast.runtime.storage.codecs import Codec, Part, make_codec
+from expertcast.runtime.storage.disk_store import CodedStore, FileStore
+from expertcast.runtime.storage.expert_file import CodedFile
+from expertcast.runtime.storage.layout import FULL
+from expertcast.runtime.storage.memory import HostMemory
+from expertcast.runtime.storage.reader import SECTOR, THREADS, DirectReader, Read, sectors
+from expertcast.runtime.storage.store import ExpertStore
+
+# What experts cost that lie on a disk of this machine: the disk's rate, and what decoding takes.
+#
+# N experts of all layers, P parts of each.
+
+MOST_READ = 256 << 20
+"""Bytes that are read to measure a disk, at most."""
+_PASSES = 2
+_DECODINGS = 3
+
+
+def disk_rate(path: Path, block_bytes: int, *, most: int = MOST_READ) -> float:
+    """Bytes per second of direct reads of one expert's size, one after another in a file, several in flight.
+
+    Args:
+        path: of the file, of one sector or more.
+        block_bytes: of one expert.
+        most: bytes that are read.
+
+    Raises:
+        ExpertcastError: it cannot be read, or holds less than a sector.
+    """
+    nbytes = min(path.stat().st_size, max(most, block_bytes)) // SECTOR * SECTOR
+    if not nbytes:
+        raise ExpertcastError(f"{str(path)!r} is too short to measure a disk by: pack the store again")
+    size = min(sectors(block_bytes), nbytes)
+    memory = HostMemory(size * min(THREADS + 1, nbytes // size)).bytes.view(-1, size).unbind(0)
+    seconds = []
+    reader = DirectReader(path, threads=THREADS)
+    try:
+        for _ in range(_PASSES):
+            start = time.perf_counter()
+            _read_all(reader, memory, nbytes // size)
+            seconds.append(time.perf_counter() - start)
+    finally:
+        reader.close()
+    return nbytes // size * size / min(seconds)
+
+
+def _read_all(reader: DirectReader, memory: Sequence[Tensor], count: int) -> None:
+    """Read so many blocks; a block of memory is read into again when it has been filled."""
+    reads: list[Read] = []
+    for number in range(count):
+        if number >= len(memory):
+            reads[number - len(memory)].wait()
+        target = memory[number % len(memory)]
+        reads.append(Read(target, None, True, offset=number * len(target)))
+        reader.submit(reads[-1])
+    for read in reads[-len(memory) :]:
+        read.wait()
+
+
+def scratch_rate(folder: Path, block_bytes: int, *, most: int = MOST_READ) -> float:
+    """The same of a file of random bytes that is written there and removed again.
+
+    Raises:
+        ExpertcastError: the folder cannot be made or written.
+    """
+    size = sectors(max(block_bytes, min(most, MOST_READ)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="expertcast-", suffix=".scratch") as file:
+            random_ = np.random.default_rng(0)
+            for start in range(0, size, 1 << 24):
+                file.write(random_.bytes(min(1 << 24, size - start)))
+            file.flush()
+            os.fsync(file.fileno())
+            return disk_rate(Path(file.name), block_bytes, most=most)
+    except OSError as error:
+        raise ExpertcastError(
+            f"cannot write to {str(folder)!r} ({error.strerror or error}): give another --store-folder, or --bandwidth"
+        ) from error
+
+
+def decoding_seconds(codec: Codec, coded: Sequence[Sequence[Part]], *, threads: int) -> float:
+    """Seconds that one of so many threads takes to decode an expert while the others decode too.
+
+    Args:
+        codec: that made the parts.
+        coded: the parts of some experts.
+        threads: L
+    """
+    block_bytes = codec.layout.block_bytes
+
+    def decode_all(number: int) -> list[float]:
+        block, seconds = torch.empty(block_bytes, dtype=torch.uint8), []
+        for _ in range(_DECODINGS):
+            for parts in coded:
+                start = time.perf_counter()
+                codec.decode(parts, block)
+                seconds.append(time.perf_counter() - start)
+        return seconds
+
+    with ThreadPoolExecutor(threads) as pool:
+        return statistics.median(each for own in pool.map(decode_all, range(threads)) for each in own)
+
+
+def stored_in(file: CodedFile, codec: Codec, *, decoding_s: float, threads: int) -> Stored:
+    """What lies in a file of coded experts, in whole sectors as it is read.
+
+    Args:
+        file: the file.
+        codec: that made it.
+        decoding_s: seconds of a thread for one expert.
+        threads: L
+    """
+    nbytes_NP = -(-file.nbytes // SECTOR) * SECTOR
+    return _stored(nbytes_NP.tolist(), codec, decoding_s=decoding_s, threads=threads)
+
+
+def stored_as(codec: Codec, coded: Sequence[Sequence[Part]], *, decoding_s: float, threads: int) -> Stored:
+    """What a file of coded experts would hold, by the parts of some of them; else as :func:`stored_in`."""
+    sizes = [[sectors(len(part.data)) for part in parts] for parts in coded]
+    mean = [[round(statistics.fmean(column)) for column in zip(*sizes, strict=True)]]
+    return _stored(mean, codec, decoding_s=decoding_s, threads=threads)
+
+
+def _stored(nbytes_NP: list[list[int]], codec: Codec, *, decoding_s: float, threads: int) -> Stored:
+    compressed = [codec.planes[shard.plane].compressed for shard in codec.shards]
+    shards = sum(compressed)
+    coded = [sum(count for count, own in zip(sizes, compressed, strict=True) if own) for sizes in nbytes_NP]
+    plain = [sum(count for count, own in zip(sizes, compressed, strict=True) if not own) for sizes in nbytes_NP]
+    return Stored(
+        codec=codec.text,
+        plain=plain[0],
+        coded=tuple(coded) if shards else (),
+        shards=max(1, shards),
+        decode_s=decoding_s / max(1, shards),
+        threads=threads,
+    )
+
+
+# What :func:`expertcast.runtime.advising.disk.advise_disk` gives back: plain numbers, and a text for the terminal.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskOption:
+    """One way to keep the experts, and what is expected of it on demand. Times are medians over decode steps."""
+
+    store: str
+    """`disk` or `memory`."""
+    codec: str = "raw"
+    pools: str = ""
+    """Bytes beside the slots, as `C=2000000,E=300000`."""
+    slots: int
+    tpot_s: float
+    wait_s: float
+    """Waiting for experts, per token."""
+    hit_rate: float
+    """Of the slots."""
+    read_per_token: float
+    """Bytes from the disk."""
+
+    @property
+    def name(self) -> str:
+        """For a sentence."""
+        if self.store == "memory":
+            return "experts in memory"
+        return f"codec {self.codec}" + (f" with pools {self.pools}" if self.pools else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskAdvice:
+    """How to keep the experts, what to expect, and why."""
+
+    chosen: DiskOption
+    options: list[DiskOption]
+    """All that was considered, raw on disk first."""
+    reasons: list[str]
+    disk_rate: float
+    """Bytes per second."""
+    disk_source: str
+    """`given`, or what was measured."""
+    decode_rate: float | None
+    """Bytes of weights per second and thread; None: nothing was compressed."""
+    decoders: int
+    stored_share: float | None
+    """Of the bytes, that the codec stores."""
+    block_bytes: int
+    experts: int
+    """Of all layers together."""
+    memory_bytes: int
+    """For slots and pools."""
+    routing: str
+    """What was replayed."""
+    tokens: int
+    layer_compute_s: list[float] = field(default_factory=list)
+    """Per layer, measured."""
+    unexplained_s: float = 0.0
+    """Added to the event model's time per token: what it missed of the short run from the store that is there."""
+
+    def config(self, given: OffloadConfig, folder: Path) -> OffloadConfig:
+        """What is advised, as a configuration to run with; other options stay as they are in what was given."""
+        chosen = self.chosen
+        sized = replace(given, slots=chosen.slots, memory=None, predictor=None, bandwidth=None, link="auto")
+        if chosen.store == "memory":
+            return replace(sized, store="memory", store_folder=None, codec="raw", pools="")
+        return replace(sized, store="disk", store_folder=str(folder), codec=chosen.codec, pools=chosen.pools)
+
+    def as_dict(self) -> Json:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """For the terminal."""
+        decoder = ""
+        if self.decode_rate is not None:
+            decoder = f"; {self.decoders} x {self.decode_rate / 1e9:.3g} GB/s decoded, {self.stored_share:.3f} stored"
+        late = ""
+        if self.unexplained_s:
+            late = f"\nthe event model misses the short run by {milliseconds(self.unexplained_s)} per token"
+        return "\n".join(
+            [
+                f"advice: {self.chosen.name}; expect {milliseconds(self.chosen.tpot_s)} per token on demand",
+                "",
+                *(f"- {reason}" for reason in self.reasons),
+                "",
+                _table(self.options),
+                "",
+                f"disk {self.disk_rate / 1e9:.3g} GB/s ({self.disk_source}){decoder}; an expert is "
+                f"{self.block_bytes:,} bytes, {self.memory_bytes / 1e6:.4g} MB for some of {self.experts}; "
+                f"{self.tokens} tokens replayed, routing: {self.routing}{late}",
+            ]
+        )
+
+
+def _table(options: Sequence[DiskOption]) -> str:
+    rows = [["store", "codec", "pools", "slots", "ms/token", "waiting", "hit rate", "MB read"]]
+    for option in options:
+        rows.append(
+            [
+                option.store,
+                option.codec,
+                option.pools or "-",
+                str(option.slots),
+                f"{1e3 * option.tpot_s:.2f}",
+                f"{1e3 * option.wait_s:.2f}",
+                f"{option.hit_rate:.3f}",
+                f"{option.read_per_token / 1e6:.2f}",
+            ]
+        )
+    return aligned(rows, left=3)
+
 
 COMPRESS = 0.1
 """Share of raw's time per token that compressing must be expected to save before it is advised: what decoding takes
@@ -223,3 +485,136 @@ def _why_not(found: DiskFindings, stored: Stored, chosen: DiskOption, best: Disk
     return (
         f"do not compress: {saved}, which saves {gain:.0%} of a token here; less than {COMPRESS:.0%} is not relied on"
     )
+
+
+# A short run and a few reads: all that is needed to say how experts on a disk of this machine are best kept.
+
+CODEC = "bitsplit"
+_SAMPLED = 6
+"""Experts that are decoded to measure it."""
+_COPIES = 8
+
+Run = Callable[[Sequence[Observer]], OffloadedModel]
+"""Offloads a model, with observers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Coded:
+    """The codec, and some experts as it stores them."""
+
+    codec: Codec
+    parts: list[Sequence[Part]]
+    file: CodedFile | None
+    """Where all of them lie, if they do."""
+
+    def stored(self, threads: int) -> Stored:
+        """As it is measured."""
+        decoding_s = decoding_seconds(self.codec, self.parts, threads=threads)
+        if self.file is None:
+            return stored_as(self.codec, self.parts, decoding_s=decoding_s, threads=threads)
+        return stored_in(self.file, self.codec, decoding_s=decoding_s, threads=threads)
+
+
+def survey_disk(
+    run: Run,
+    prompt_ids: Tensor,
+    folder: Path,
+    *,
+    new_tokens: int,
+    bandwidth: float | None = None,
+    budget: int | None = None,
+    replayed: tuple[str, Trace] | None = None,
+) -> DiskFindings:
+    """Decode a few tokens on demand, read some experts, decode some.
+
+    Args:
+        run: offloads the model on the CPU: from the store in `folder`, if there is one.
+        prompt_ids: [1, T]
+        folder: where experts are to lie.
+        new_tokens: that are decoded.
+        bandwidth: bytes per second of the disk; None: it is measured.
+        budget: bytes that experts may take in all; None: what memory is available.
+        replayed: routing that the advice is for, and its name; None: the short run's own.
+
+    Raises:
+        ExpertcastError: as what `run` calls; a folder that cannot be written; traces of another model.
+    """
+    recorder, watched, threads = Recorder(prompt_ids.device), Watcher(), usable_processors()
+    with run([recorder, watched]) as offloaded:
+        store, slots = offloaded.store, offloaded.pool.count
+        decoding = decode_greedily(offloaded.model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
+        from_disk = offloaded.link.name == "disk"
+        times = layer_times(recorder)
+        if isinstance(offloaded.link, InstantLink):
+            times = without_copies(times, recorder)
+        block_bytes, refused = store.layout.block_bytes, ""
+        rate, source = _rate(store, folder, bandwidth)
+        coded: _Coded | None = None
+        try:
+            coded = _coded(store)
+        except ExpertcastError as error:
+            refused = str(error)
+        memory_copy_s = _memory_copy(store, slots, budget)
+        codec = store.codec.text if isinstance(store, CodedStore) else "raw"
+    shape = offloaded.view.shape
+    own = watched.trace(shape)
+    routing, trace = replayed or ("the model's own, in a short run", own)
+    if trace.shape != shape:
+        raise ExpertcastError(f"{routing} is of a model of {trace.shape}, this one has {shape}: give its own traces")
+    found = DiskFindings(
+        trace=own,
+        routing=routing,
+        times=times,
+        slots=slots,
+        block_bytes=block_bytes,
+        rate=rate,
+        rate_source=source,
+        stored=None if coded is None else coded.stored(threads),
+        refused=refused,
+        memory_copy_s=memory_copy_s,
+    )
+    if from_disk:  # what the event model misses of a run like those that it speaks of
+        late_s = max(0.0, statistics.median(decoding.steps_s) - expected(found, codec).tpot_s)
+        found = replace(found, times=replace(times, late_s=late_s), late=codec)
+    return replace(found, trace=trace)
+
+
+def _rate(store: ExpertStore, folder: Path, bandwidth: float | None) -> tuple[float, str]:
+    if bandwidth is not None:
+        return bandwidth, "given"
+    block_bytes = store.layout.block_bytes
+    if isinstance(store, FileStore):
+        return disk_rate(store.path, block_bytes), "direct reads of the store"
+    return scratch_rate(folder, block_bytes, most=store.nbytes), "direct reads of a scratch file"
+
+
+def _coded(store: ExpertStore) -> _Coded:
+    """
+    Raises:
+        ExpertcastError: the codec cannot hold these experts.
+    """
+    count = store.layers * store.experts
+    keys = sorted({round(place * (count - 1) / (_SAMPLED - 1)) for place in range(_SAMPLED)})
+    if isinstance(store, CodedStore):
+        return _Coded(store.codec, [store.file.read(key) for key in keys], store.file)
+    codec = make_codec(CODEC, store.layout)
+    return _Coded(codec, [codec.encode(store.block(key).clone()) for key in keys], None)
+
+
+def _memory_copy(store: ExpertStore, slots: int, budget: int | None) -> float | None:
+    """Seconds of one expert's copy in memory; None where there is no room for all of them beside the slots."""
+    block_bytes = store.layout.block_bytes
+    least = store.nbytes + slots * block_bytes
+    if isinstance(store, FileStore):
+        room = available_memory() if budget is None else budget
+    else:  # they lie in memory already
+        room = least if budget is None else budget
+    if room is not None and room < least:
+        return None
+    source, target = torch.ones(block_bytes, dtype=torch.uint8), torch.empty(block_bytes, dtype=torch.uint8)
+    seconds = []
+    for _ in range(_COPIES):
+        start = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

@@ -22,9 +22,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.fields import parse_options
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.predictors.options import parse_options
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.drafts.costs import PRIOR_ACCEPTANCE
 from expertcast.runtime.simulation.machine import Case, check_slots

@@ -5,25 +5,310 @@ Runs alternate, so that a machine that slows down slows all of them. L MoE layer
 
 from __future__ import annotations
 
+import math
+import os
+import platform
 import statistics
+import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from expertcast.data.discovery import experts_implementation, find_moe_layers
+from expertcast.data.machine import usable_processors
+from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.predictors import ExpertcastError, Predictor
-from expertcast.predictors.plain import Json
-from expertcast.runtime.benchmarking.bench_report import Measured, Run, report, step_times
-from expertcast.runtime.benchmarking.decoding import Decoding, balanced_bandwidth, decode_greedily
-from expertcast.runtime.benchmarking.lent_store import LentStore
+from expertcast.predictors.messages import Json
+from expertcast.runtime.benchmarking.runs import Decoding, LentStore, balanced_bandwidth, decode_greedily, same_logits
 from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.drafts.names import NONE, check_draft
 from expertcast.runtime.engine.kernels import kernel_name
 from expertcast.runtime.links.speed import link_speed
-from expertcast.runtime.offloading import offload
+from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.recording.recorder import Recorder
+from expertcast.runtime.recording.timeline import draw_steps
+from expertcast.runtime.recording.timeline import write_timeline as write_trace
 from expertcast.runtime.storage.store import ExpertStore
+
+# What a measurement ran on, as plain JSON values.
+
+
+def hardware() -> Json:
+    """Processor, cores, threads, memory and GPU (None without one)."""
+    found: Json = {
+        "machine": platform.machine(),
+        "cpu": _cpu_name(),
+        "cores": usable_processors(),
+        "threads": torch.get_num_threads(),
+        "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "gpu": None,
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found["gpu"] = {
+            "name": properties.name,
+            "memory": properties.total_memory,
+            "capability": [properties.major, properties.minor],
+            "cuda": torch.version.cuda,
+        }
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+# Whether a measured ratio can be believed: it must lie where such a figure can lie, by more than its own noise.
+#
+# A benchmark's figures compare medians of runs that took turns on one machine. Where the machine's own noise is larger
+# than what they differ by, their ratio is an accident: 125 times what can be hidden was hidden, or a run takes .42 of
+# the least time that any can take. Such figures are not given, but why.
+
+MOST_NOISE = 0.5
+"""A figure that is no more certain than by so much is none: all that it can say lies between 0 and 1, or near 1."""
+_MEDIAN = 1.2533
+"""Standard error of a median over that of a mean, of normal numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """A median with what is known of its error, in seconds."""
+
+    value: float
+    error: float
+    """Standard error."""
+    repetitions: int
+
+    @classmethod
+    def of(cls, repetitions: Sequence[Sequence[float]]) -> Timing:
+        """The median over all steps of all repetitions.
+
+        Its error comes from how far the repetitions' own medians lie apart, for a machine is slow for longer than a
+        step; of one repetition, and where it is more, from how far the steps do.
+
+        Args:
+            repetitions: seconds of each decode step of each, one or more.
+        """
+        steps = [seconds for own in repetitions for seconds in own]
+        medians = [statistics.median(own) for own in repetitions]
+        within = statistics.stdev(steps) / math.sqrt(len(steps)) if len(steps) > 1 else 0.0
+        between = statistics.stdev(medians) / math.sqrt(len(medians)) if len(medians) > 1 else 0.0
+        return cls(value=statistics.median(steps), error=_MEDIAN * max(within, between), repetitions=len(repetitions))
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A ratio, or why it is not given."""
+
+    value: float | None = None
+    reason: str | None = None
+
+
+def figure(value: float, error: float, *, repetitions: int, least: float = -math.inf, most: float = math.inf) -> Figure:
+    """A ratio as far as it can be believed.
+
+    Args:
+        value: as measured.
+        error: its standard error, in the same units.
+        repetitions: of the run with the fewest.
+        least, most: between which such a ratio lies, if it is right. What lies outside by no more than two standard
+            errors is taken to lie on the border.
+    """
+    inside = min(max(value, least), most)
+    if error > MOST_NOISE or abs(value - inside) > 2 * error:
+        return Figure(reason=f"too noisy: {repetitions} repetition{'s' * (repetitions != 1)}, spread {error:.2g}")
+    return Figure(inside)
+
+
+# From recordings of a benchmark's runs to what it reports.
+#
+# L MoE layers. A step is the forward of one token; its times are split by MoE layer, and what follows the last one
+# counts to layer L. All figures are of decode steps, the prefill left out.
+
+_RATE_ERROR = 0.025
+"""Of a link's measured rate, at least."""
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """One decode step, in seconds."""
+
+    compute_L: list[float]
+    """Computing each layer, [L + 1], forecasts left out."""
+    copy_L: list[float]
+    """Copying experts of each layer, [L + 1]."""
+    forecast: float = 0.0
+    wait: float = 0.0
+    idle: float = 0.0
+
+    def hideable(self, first: int = 0) -> float:
+        """What is hidden where each layer's copies run beside as much computation: sum of min(copy, compute)."""
+        return sum(map(min, self.compute_L[first:], self.copy_L[first:]))
+
+
+@dataclass(slots=True)
+class Measured:
+    """One repetition of one run."""
+
+    decoding: Decoding
+    stats: Json
+    steps: list[StepTimes]
+    link_bytes: int
+    link_busy_s: float
+
+
+@dataclass(slots=True)
+class Run:
+    """A way of running, with all its repetitions."""
+
+    config: OffloadConfig
+    repetitions: list[Measured] = field(default_factory=list)
+    recorder: Recorder | None = None
+    """Of the last repetition."""
+    slots: int = 0
+
+    @property
+    def steps_s(self) -> list[float]:
+        """Seconds of every decode step, over all repetitions."""
+        return [seconds for measured in self.repetitions for seconds in measured.decoding.steps_s]
+
+    @property
+    def steps(self) -> list[StepTimes]:
+        """What those seconds went into."""
+        return [step for measured in self.repetitions for step in measured.steps]
+
+    @property
+    def timing(self) -> Timing:
+        """Time per output token with its error."""
+        return Timing.of([measured.decoding.steps_s for measured in self.repetitions])
+
+    @property
+    def tpot_s(self) -> float:
+        """Time per output token: the median step."""
+        return self.timing.value
+
+    @property
+    def bytes_per_step(self) -> float:
+        """What the link moved in decode steps, prefills left out."""
+        return float(sum(measured.stats["bytes_moved"] for measured in self.repetitions)) / len(self.steps)
+
+
+def step_times(recorder: Recorder, layers: int) -> list[StepTimes]:
+    """The recorded steps; a copy counts to the step in which it began, and moments in which several are made once."""
+    starts = [start for start, _ in recorder.steps()]
+    steps = [StepTimes([0.0] * (layers + 1), [0.0] * (layers + 1)) for _ in starts]
+    for span in recorder.spans():
+        step = steps[span.step]
+        if span.state == "compute":
+            step.compute_L[span.layer] += span.seconds
+        elif span.state == "forecast":
+            step.forecast += span.seconds
+        elif span.state == "wait":
+            step.wait += span.seconds
+        else:
+            step.idle += span.seconds
+    until = 0.0
+    for copy in sorted(recorder.copies(), key=lambda copy: copy.start):
+        number = bisect_right(starts, copy.start) - 1
+        if number >= 0:
+            steps[number].copy_L[copy.layer] += max(0.0, copy.end - max(copy.start, until))
+        until = max(until, copy.end)
+    return steps
+
+
+def report(run: Run, *, on_demand: Run | None, truth: Decoding, link_rate: float | None) -> Json:
+    """What the benchmark says of one run.
+
+    Args:
+        run: with its repetitions.
+        on_demand: the run without forecasts and with the same cache setting; None where there was none.
+        truth: what every exact run must decode, bit for bit.
+        link_rate: bytes per second of one large copy over the same link.
+    """
+    steps_s, tokens = run.steps_s, len(run.steps)
+    quartiles = statistics.quantiles(steps_s, n=4) if len(steps_s) > 1 else [steps_s[0]] * 3
+    last = run.repetitions[-1]
+    decodings = [measured.decoding for measured in run.repetitions]
+    busy_s = sum(measured.link_busy_s for measured in run.repetitions)
+    used, against = _utilisation(run, link_rate), _against(run, on_demand)
+    if used.reason is not None:
+        against["not_given"]["link_utilisation"] = used.reason
+    return {
+        "tpot_s": run.tpot_s,
+        "tpot_quartiles_s": [quartiles[0], quartiles[2]],
+        "tpot_mean_s": statistics.fmean(steps_s),
+        "ttft_s": statistics.median(decoding.ttft_s for decoding in decodings),
+        "compute_s": sum(sum(step.compute_L) + step.forecast for step in run.steps) / tokens,
+        "copy_s": sum(step.wait for step in run.steps) / tokens,
+        "idle_s": sum(step.idle for step in run.steps) / tokens,
+        "forecast_s": sum(step.forecast for step in run.steps) / tokens,
+        "bytes_per_token": last.stats["bytes_moved"] / len(last.steps),
+        "hit_rate": last.stats["hit_rate"],
+        "waited_s_per_token": last.stats["waited_s"] / len(last.steps),
+        "link_busy_s": busy_s / tokens,
+        "link_utilisation": used.value,
+        **against,
+        "identical": all(
+            len(decoding.logits) == len(truth.logits) and same_logits(decoding, truth) for decoding in decodings
+        ),
+        "same_tokens": all(decoding.tokens == truth.tokens for decoding in decodings),
+        "stats": last.stats,
+    }
+
+
+def _utilisation(run: Run, link_rate: float | None) -> Figure:
+    """Bytes per second while the link was busy, against one large copy's."""
+    rates = [own.link_bytes / own.link_busy_s for own in run.repetitions if own.link_busy_s]
+    if not rates or not link_rate:
+        return Figure()
+    busy_s = sum(own.link_busy_s for own in run.repetitions)
+    bytes_moved = sum(own.link_bytes for own in run.repetitions)
+    spread = statistics.stdev(rates) / math.sqrt(len(rates)) if len(rates) > 1 else 0.0
+    error = max(spread / link_rate, _RATE_ERROR)
+    return figure(bytes_moved / busy_s / link_rate, error, repetitions=len(run.repetitions), most=1.0)
+
+
+def _against(run: Run, on_demand: Run | None) -> Json:
+    """Overlap efficiency and the bound, from the on-demand run's own measurement; medians as TPOT is one. None where
+    there is nothing to compare with, or where a figure cannot be believed: then `not_given` says why.
+
+    The first `ahead` layers have no forecast, at most their last token's experts: the efficiency over all layers counts
+    them in, the one over the layers that have a forecast leaves them out, and may be above 1 for what those gained.
+    """
+    names = ("overlap_efficiency", "overlap_efficiency_forecast_layers", "tpot_over_bound")
+    if on_demand is None:
+        return {**dict.fromkeys(("hideable_s", "bound_s", *names)), "not_given": {}}
+    steps, own, other = on_demand.steps, run.timing, on_demand.timing
+    compute_s = statistics.median(sum(step.compute_L) for step in steps)
+    copy_s = statistics.median(sum(step.copy_L) for step in steps)
+    less = min(1.0, run.bytes_per_step / on_demand.bytes_per_step) if on_demand.bytes_per_step else 1.0
+    bound_s = max(compute_s, less * copy_s)  # no schedule is faster than computing it all, or copying what it copies
+    repetitions = min(own.repetitions, other.repetitions)
+    hideable_s = statistics.median(step.hideable() for step in steps)
+    forecast_s = statistics.median(step.hideable(run.config.ahead) for step in steps)
+    figures, error_s = dict.fromkeys(names, Figure()), math.hypot(own.error, other.error)
+    if run is not on_demand:
+        gained_s = other.value - own.value - (1 - less) * copy_s  # copying less is no overlap
+        for name, of_s, most in zip(names, (hideable_s, forecast_s), (1.0, math.inf), strict=False):
+            if of_s:
+                figures[name] = figure(gained_s / of_s, error_s / of_s, repetitions=repetitions, most=most)
+    if bound_s:
+        figures[names[2]] = figure(own.value / bound_s, error_s / bound_s, repetitions=repetitions, least=1.0)
+    return {
+        "hideable_s": hideable_s,
+        "bound_s": bound_s,
+        **{name: found.value for name, found in figures.items()},
+        "not_given": {name: found.reason for name, found in figures.items() if found.reason is not None},
+    }
+
 
 COPY_OVER_COMPUTE = 5.0
 """On an emulated link, copying K experts takes so many times as long as computing one layer: copies are then 83% of the
@@ -108,7 +393,7 @@ def benchmark(
 
     Returns:
         `bandwidth`, `latency`, `prompt_tokens`, `new_tokens`, `resident.{tpot_s,ttft_s}`, `link_rate`, and
-        `runs.<name>` as :func:`expertcast.runtime.benchmarking.bench_report.report` has it.
+        `runs.<name>` as :func:`expertcast.runtime.benchmarking.bench.report` has it.
 
     Raises:
         ExpertcastError: as :func:`expertcast.offload`; no token in the prompt.
@@ -218,3 +503,90 @@ def _repeat(run: Run, model: PreTrainedModel, prompt_ids: Tensor, new_tokens: in
         run.recorder, run.slots = recorder, offloaded.pool.count
         if bench.link_rate is None:
             bench.link_rate = link_speed(link, offloaded.store).rate
+
+
+# A benchmark's runs over time: a Chrome trace, and a picture of two steps.
+
+
+def write_timeline(path: Path, measured: Bench) -> dict[str, str]:
+    """Chrome trace of the last repetition of every run, and a PNG of two decode steps, on demand above prefetch."""
+    recorders = {name: run.recorder for name, run in measured.runs.items() if run.recorder is not None}
+    write_trace(path, recorders)
+    written = {"trace": str(path)}
+    for pair in (("on_demand", "exact"), ("on_demand_cache", "exact_cache")):
+        if "picture" not in written and all(name in recorders for name in pair):
+            written["picture"] = str(path.with_suffix(".png"))
+            draw_steps({name: recorders[name] for name in pair}, path.with_suffix(".png"), steps=2)
+    return written
+
+
+# Time per output token of one offload under several drafts, in alternation, against plain exact decoding.
+
+
+def bench_drafts(
+    model: PreTrainedModel, prompt_ids: Tensor, config: OffloadConfig, drafts: Sequence[str], settings: BenchSettings,
+    *, say: Callable[[str], None] = lambda _text: None,
+) -> Json:  # fmt: skip
+    """Generate greedily with each draft in turn; a first round, not counted, teaches the governor.
+
+    Args:
+        model: which decides for itself what it routes to.
+        prompt_ids: [1, S] on its device.
+        config: how it is offloaded.
+        drafts: their names; plain decoding is always among them.
+        settings: how many tokens, after the first, and how often.
+        say: told of progress, a line at a time.
+
+    Returns:
+        By draft `tpot_s`, the median; `over_none`, plain decoding's time over it; `memory_bytes` that it holds beside
+        the slots; `bytes_per_token` over the link; `identical` tokens; and what its governor says
+        (:meth:`expertcast.runtime.drafts.governor.Governor.report`) as `governor`.
+
+    Raises:
+        ExpertcastError: as :meth:`OffloadedModel.generate`.
+    """
+    new_tokens, repetitions = settings.new_tokens, settings.repetitions
+    names = list(dict.fromkeys([NONE, *drafts]))
+    for name in names:
+        check_draft(name)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    moved: dict[str, list[float]] = {name: [] for name in names}
+    texts: dict[str, Tensor] = {}
+    governors: dict[str, Json] = {}
+    with offload(model, config) as offloaded:
+        for repetition in range(repetitions + 1):
+            shift = repetition % len(names)
+            for name in names[shift:] + names[:shift]:
+                say(f"draft {name}, " + (f"repetition {repetition} of {repetitions}" if repetition else "first round"))
+                first_s = _generate(offloaded, prompt_ids, 1, NONE)[0]
+                before = offloaded.link.bytes_moved
+                seconds, text = _generate(offloaded, prompt_ids, new_tokens + 1, name)
+                if repetition == 0:
+                    texts[name] = text
+                    continue
+                times[name].append((seconds - first_s) / new_tokens)
+                moved[name].append((offloaded.link.bytes_moved - before) / new_tokens)
+                governors[name] = offloaded.stats.as_dict().get("drafts", {})
+        memory = {} if offloaded.drafting is None else offloaded.drafting.memory
+    plain_s = statistics.median(times[NONE])
+    return {
+        name: {
+            "tpot_s": statistics.median(times[name]),
+            "over_none": plain_s / statistics.median(times[name]),
+            "memory_bytes": memory.get(name, 0),
+            "bytes_per_token": statistics.median(moved[name]),
+            "identical": torch.equal(texts[name], texts[NONE]),
+            "governor": governors[name] if name != NONE else {},
+        }
+        for name in names
+    }
+
+
+def _generate(offloaded: OffloadedModel, prompt_ids: Tensor, tokens: int, draft: str) -> tuple[float, Tensor]:
+    """Seconds, and the ids [1, S + tokens]."""
+    start = time.perf_counter()
+    ids = offloaded.generate(
+        prompt_ids, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False, draft=draft,
+    )  # fmt: skip
+    text: Tensor = ids.cpu()
+    return time.perf_counter() - start, text

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from expertcast.checkpoints.bundled import BUNDLED
-from expertcast.checkpoints.files import CONFIG
-from expertcast.data.devices import free_memory
-from expertcast.data.models import REFERENCE, meta_model, torch_dtype
+from expertcast.checkpoints.bundled import BUNDLED, REFERENCE
+from expertcast.checkpoints.checkpoint import CONFIG
+from expertcast.data.machine import free_memory, torch_dtype
+from expertcast.data.models import meta_model
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 
 STD = 0.02
 _KEEP_AND_SET = {torch.bfloat16: (0x807F, 0x3C80), torch.float16: (0x83FF, 0x2400)}

@@ -6,13 +6,219 @@ n drafted tokens, m = n + 1 verified ones, L MoE layers. Rows C3 to C5, with the
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from operator import add, mul
 
-from expertcast.predictors.plain import Json
-from expertcast.runtime.drafts.cycle import Cycle
-from expertcast.runtime.drafts.running import OUTLIER, PositionMeans, RunningLine, RunningMean
+from expertcast.predictors.messages import ExpertcastError, Json
+
+# What changes while it is measured: means, means by position and a line, in which old observations fade.
+
+OUTLIER = 3.0
+"""What takes longer than so many times what was expected counts as that: a disturbance says nothing of the next time,
+and what has really changed is found out all the same."""
+
+
+class RunningMean:
+    """A mean of numbers above 0, in which each observation counts `keep` times as much as the one after it.
+
+    The very first counts little as soon as there is a second: what runs for the first time is not what it will be. From
+    the third on none counts as more than `OUTLIER` times the mean.
+
+    Args:
+        keep: above 0, below 1.
+    """
+
+    _FIRST = 0.2
+
+    def __init__(self, keep: float = 0.9) -> None:
+        self._keep = keep
+        self.weight = 0.0
+        """How many observations of today the mean is worth."""
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """One more."""
+        if not self.weight:
+            self.weight, self._sum = self._FIRST, self._FIRST * value
+            return
+        if self.weight > 2 * self._FIRST:
+            value = min(value, OUTLIER * self._sum / self.weight)
+        self.fade(self._keep)
+        self.weight += 1.0
+        self._sum += value
+
+    def fade(self, share: float) -> None:
+        """What was observed so far counts so much less."""
+        self.weight *= share
+        self._sum *= share
+
+    def limit(self, weight: float) -> None:
+        """What was observed so far counts as so many observations of today at most."""
+        if self.weight > weight:
+            self.fade(weight / self.weight)
+
+    @property
+    def value(self) -> float | None:
+        """None before there was an observation."""
+        return self._sum / self.weight if self.weight else None
+
+
+class PositionMeans:
+    """Means by position, each drawn towards that of the position before it, the first towards a prior.
+
+    Old observations fade with every cycle, at all positions: one that is not reached any more falls back to what the
+    one before it does.
+
+    Args:
+        prior: of position 0.
+        keep: what a cycle leaves of the observations before it.
+        firmness: observations that the value of the position before counts for.
+    """
+
+    def __init__(self, prior: float, *, keep: float, firmness: float) -> None:
+        self._prior, self._keep, self._firmness = prior, keep, firmness
+        self._sums: list[float] = []
+        self._weights: list[float] = []
+
+    def start_cycle(self) -> None:
+        """What was observed before this cycle counts a little less."""
+        self._fade(self._keep)
+
+    def limit(self, weight: float) -> None:
+        """What was observed so far counts as so many observations of today at most, at each position."""
+        if max(self._weights, default=0.0) > weight:
+            self._fade(weight / max(self._weights))
+
+    def _fade(self, share: float) -> None:
+        self._sums = [total * share for total in self._sums]
+        self._weights = [own * share for own in self._weights]
+
+    def observe(self, position: int, value: float) -> None:
+        """One observation at a position."""
+        missing = position + 1 - len(self._sums)
+        self._sums.extend([0.0] * missing)
+        self._weights.extend([0.0] * missing)
+        self._sums[position] += value
+        self._weights[position] += 1.0
+
+    def values(self, count: int) -> list[float]:
+        """Of the first `count` positions."""
+        known, value, firmness = len(self._sums), self._prior, self._firmness
+        found = []
+        for position in range(count):
+            if position < known:
+                value = (self._sums[position] + firmness * value) / (self._weights[position] + firmness)
+            found.append(value)
+        return found
+
+    def weights(self, count: int) -> list[float]:
+        """How many observations of today each of the first `count` positions is worth, what it is drawn to included."""
+        return [self._firmness + own for own in [*self._weights, *[0.0] * count][:count]]
+
+
+class RunningLine:
+    """A least-squares line through points of which the older ones fade; flat where they do not say otherwise.
+
+    Args:
+        keep: what a point leaves of the weight of those before it.
+        ridge: how much evidence a slope needs, in squared steps of x.
+    """
+
+    def __init__(self, keep: float, ridge: float) -> None:
+        self._keep, self._ridge = keep, ridge
+        self._sums = [0.0] * 5
+        """Of the weights, x, y, xx and xy."""
+
+    def observe(self, x: float, y: float) -> None:
+        """One more point."""
+        new = (1.0, x, y, x * x, x * y)
+        self._sums = [self._keep * old + add for old, add in zip(self._sums, new, strict=True)]
+
+    def limit(self, weight: float) -> None:
+        """The points so far count as so many of today at most."""
+        if self._sums[0] > weight:
+            self._sums = [total * weight / self._sums[0] for total in self._sums]
+
+    def at(self, xs: Sequence[float]) -> list[float]:
+        """y at each x; 0 before there was a point."""
+        weight, x, y, xx, xy = self._sums
+        if not weight:
+            return [0.0] * len(xs)
+        slope = (xy - x * y / weight) / (xx - x * x / weight + self._ridge)
+        return [y / weight + slope * (own - x / weight) for own in xs]
+
+
+# What a cycle of drafting and verifying was, and what is chosen for the next one.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cycle:
+    """One cycle as it was run: n drafted positions, verified in one exact pass; a plain step where nothing drafts.
+
+    All seconds are of the model's thread. B sequences.
+    """
+
+    draft: str | None
+    """None: a plain exact step."""
+    drafted: int = 0
+    """n; fewer than were asked for where the governor stopped, or the draft had no more."""
+    accepted: tuple[int, ...] = ()
+    """[B] leading drafted positions that stay, 0 to n."""
+    known: tuple[int, ...] = ()
+    """[B] leading positions that were certain before, and are not judged; empty: none."""
+    ended: bool = False
+    """The draft had nothing to offer beyond its n positions, though more were asked for."""
+    passes_s: tuple[float, ...] = ()
+    """Each draft pass; one for all positions where they are proposed together. The first may feed several tokens."""
+    verify_s: float = 0.0
+    """The exact pass, with its waiting."""
+    waited_s: float = 0.0
+    """What the exact pass waited for copies."""
+    growth: tuple[int, ...] = ()
+    """New experts by position as the buffer counted them; fewer than n, or none, where routing is not known."""
+    emitted: float = 1.0
+    """New tokens, the mean over sequences."""
+    seconds: float | None = None
+    """The whole cycle, with what is neither drafting nor verifying; None: these two alone."""
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the whole cycle."""
+        return sum(self.passes_s) + self.verify_s if self.seconds is None else self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the next cycle is to be."""
+
+    draft: str | None
+    """None: a plain exact step."""
+    length: int
+    """Positions that are expected to be best; 0 without a draft."""
+    longest: int
+    """The draft may go on up to here."""
+    rate: float
+    """Tokens per second and sequence that the run is believed to give at its best; 0 before anything is known."""
+    reason: str
+    """One line with the numbers that it was chosen by."""
+    trial: bool = False
+    """Run to learn what it does, not because it is best: it is drafted to its length, no less and no more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guide:
+    """Who decides on a generation's cycles."""
+
+    choose: Callable[[int], Choice]
+    """Gets the most tokens that may be drafted."""
+    goes_on: Callable[[], bool]
+    """Asked after each drafted token."""
+    observe: Callable[[Cycle], None]
+    optional: bool = False
+    """Whether a model that cannot be drafted for is decoded plainly, not refused."""
+
 
 PRIOR_ACCEPTANCE = 0.8
 """Share of drafted tokens that are taken to be accepted before any was verified."""
@@ -185,3 +391,63 @@ class DraftModel:
             backlog = max(0.0, backlog + new[n - 1] * copy_s - (draft[n] - draft[n - 1]))
             found.append(draft[n] + verify_s[n + 1] + exposed_seconds(backlog, verify_s[n + 1], self._layers))
         return found
+
+
+# Where drafts of each length stand between what computing and what copying allows (rows C3 and C6).
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RooflinePoint:
+    """A draft of one length, under its two roofs."""
+
+    length: int
+    """n"""
+    tokens: float
+    """E[N(n)]"""
+    bytes_waited: float
+    """What came over the link in a cycle while nothing else could go on: synchronous I/O."""
+    rate: float
+    """P(n): tokens per second."""
+    compute_roof: float
+    """Tokens per second if no copy were ever waited for; it depends on n, as drafting and verifying do."""
+
+    @property
+    def intensity(self) -> float | None:
+        """I(n): tokens per byte of synchronous I/O; None where there is none, and nothing is under the slope."""
+        return self.tokens / self.bytes_waited if self.bytes_waited else None
+
+    def io_roof(self, bandwidth: float) -> float | None:
+        """Tokens per second if computing took no time: the slope, at this intensity; None where nothing is copied."""
+        return None if self.intensity is None else self.intensity * bandwidth
+
+    def as_dict(self) -> Json:
+        """All of it as plain values."""
+        return {**asdict(self), "intensity": self.intensity}
+
+
+def roofline(
+    tokens: Sequence[float], compute_s: Sequence[float], cycle_s: Sequence[float], bandwidth: float
+) -> list[RooflinePoint]:
+    """Points of the picture, one for each length.
+
+    Computing and waiting for copies exclude each other, so 1 / P = 1 / (compute roof) + 1 / (I/O roof): a point reaches
+    neither of its roofs unless it lies far under the other.
+
+    Args:
+        tokens: [N] E[N(n)] of n = 0, 1, ...: the bonus token included, n = 0 is a plain step with 1.
+        compute_s: [N] seconds of drafting and verifying, without waiting.
+        cycle_s: [N] seconds of the whole cycle; what is beyond computing was waited for the link.
+        bandwidth: of the link, bytes per second.
+
+    Raises:
+        ExpertcastError: no bandwidth, or a cycle that computes for no time.
+    """
+    if not bandwidth > 0 or not all(seconds > 0 for seconds in compute_s):
+        raise ExpertcastError(f"bandwidth={bandwidth}, compute_s={list(compute_s)}: give numbers above 0")
+    return [
+        RooflinePoint(
+            length=n, tokens=own, bytes_waited=max(0.0, whole_s - busy_s) * bandwidth,
+            rate=own / max(whole_s, busy_s), compute_roof=own / busy_s,
+        )
+        for n, (own, busy_s, whole_s) in enumerate(zip(tokens, compute_s, cycle_s, strict=True))
+    ]  # fmt: skip

@@ -8,28 +8,115 @@ B sequences, V vocabulary, n drafted tokens. Columns are those of :mod:`.texts`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, StopStringCriteria
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.drafts.acceptance import accept_greedy, accept_sampled, pick
-from expertcast.runtime.drafts.asked import check_asked
-from expertcast.runtime.drafts.cycle import Choice, Cycle, Guide
-from expertcast.runtime.drafts.drafts import Draft, PassDraft, ProposalDraft
-from expertcast.runtime.drafts.feed import Feed
-from expertcast.runtime.drafts.outputs import Outputs
-from expertcast.runtime.drafts.rollback import SharedCache
-from expertcast.runtime.drafts.rows import RowProposers
-from expertcast.runtime.drafts.schedule import Schedule
-from expertcast.runtime.drafts.texts import Texts
-from expertcast.runtime.engine.host import HostEngine
+from expertcast.runtime.drafts.cache import SharedCache
+from expertcast.runtime.drafts.costs import Choice, Cycle, Guide
+from expertcast.runtime.drafts.kinds import Draft, PassDraft, ProposalDraft
+from expertcast.runtime.drafts.prefetch import Schedule
+from expertcast.runtime.drafts.proposals import Feed, RowProposers, Texts
+from expertcast.runtime.engine.engine import HostEngine
+
+# What transformers' `generate` was asked for, as far as a draft has to do with it.
+
+
+def check_asked(
+    config: GenerationConfig, kwargs: Mapping[str, Any], input_ids: Tensor, streamer: BaseStreamer | None
+) -> None:
+    """What a draft cannot be combined with.
+
+    Raises:
+        ExpertcastError: that, in one line.
+    """
+    refused = {
+        "num_beams": config.num_beams > 1,
+        "output_attentions": config.output_attentions,
+        "output_hidden_states": config.output_hidden_states,
+        "guidance_scale": config.guidance_scale not in (None, 1.0),
+        "use_cache=False": not config.use_cache,
+        "a streamer for several texts": streamer is not None and len(input_ids) > 1,
+        "inputs_embeds": kwargs.get("inputs_embeds") is not None,
+        "prompt_lookup_num_tokens": config.prompt_lookup_num_tokens is not None,
+        "assistant_early_exit": config.assistant_early_exit is not None,
+    }
+    for what, given in refused.items():
+        if given:
+            raise ExpertcastError(f"a draft does not go with {what}: leave one of them out")
+
+
+def own_stop_strings(kwargs: dict[str, Any]) -> None:
+    """Make stop strings a stopping criterion here: `generate` has no tokenizer left where a loop is given to it."""
+    config = kwargs.get("generation_config")
+    strings = kwargs.pop("stop_strings", None) or getattr(config, "stop_strings", None)
+    tokenizer = kwargs.pop("tokenizer", None)
+    if strings is None:
+        return
+    if tokenizer is None:
+        raise ExpertcastError("stop_strings need the tokenizer: give tokenizer=... beside them")
+    if config is not None:
+        kwargs["generation_config"] = config = copy.copy(config)
+        config.stop_strings = None
+    given = kwargs.get("stopping_criteria") or []
+    kwargs["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])
+
+
+# What a generation gives back beside its ids, as transformers' `generate` has it.
+#
+# B sequences, V vocabulary.
+
+
+class Outputs:
+    """Keeps scores and logits where they were asked for.
+
+    Args:
+        config: which asks.
+        batch: B
+    """
+
+    def __init__(self, config: GenerationConfig, batch: int) -> None:
+        self._config = config
+        self._scores: list[list[Tensor]] = [[] for _ in range(batch)]
+        self._logits: list[list[Tensor]] = [[] for _ in range(batch)]
+
+    def keep(self, row: int, logits_V: Tensor, scores_V: Tensor) -> None:
+        """A token of a row was settled, by these logits and what processors made of them."""
+        if self._config.return_dict_in_generate:
+            if self._config.output_logits:
+                self._logits[row].append(logits_V)
+            if self._config.output_scores:
+                self._scores[row].append(scores_V)
+
+    def result(self, ids_BS: Tensor, cache: Cache) -> Tensor | GenerateDecoderOnlyOutput:
+        """The ids alone, or with what was asked for."""
+        config = self._config
+        if not config.return_dict_in_generate:
+            return ids_BS
+        return GenerateDecoderOnlyOutput(
+            sequences=ids_BS,
+            scores=_steps(self._scores) if config.output_scores else None,
+            logits=_steps(self._logits) if config.output_logits else None,
+            past_key_values=cache,
+        )
+
+
+def _steps(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """By step, [B, V]; rows that ended before have zeros."""
+    most = max(map(len, rows), default=0)
+    return tuple(
+        torch.stack([row[step] if step < len(row) else torch.zeros_like(rows[0][0]) for row in rows])
+        for step in range(most)
+    )
 
 
 @dataclass(slots=True)

@@ -21,23 +21,16 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from expertcast.data.models import load_tokenizer
 from expertcast.data.text import bundled_ids
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.drafts import names
-from expertcast.runtime.drafts.asked import own_stop_strings
-from expertcast.runtime.drafts.calibration import Calibration
-from expertcast.runtime.drafts.cycle import Choice, Guide
-from expertcast.runtime.drafts.decoding import DraftedDecoding
-from expertcast.runtime.drafts.drafts import Draft, EarlyExit, ForecastDraft, PassDraft, ProposalDraft, StageDraft
-from expertcast.runtime.drafts.governor import Governor
-from expertcast.runtime.drafts.heads import Heads, HeadsDraft
-from expertcast.runtime.drafts.proposals import Assistant, PromptLookup
-from expertcast.runtime.drafts.quantised import CALIBRATED, QuantisedExperts
-from expertcast.runtime.drafts.schedule import Schedule
-from expertcast.runtime.drafts.stages import PolicyStage, QuantisedStage
-from expertcast.runtime.drafts.tally import Tally
-from expertcast.runtime.engine.base import EngineParts
-from expertcast.runtime.engine.host import HostEngine
+from expertcast.runtime.drafts.costs import Choice, Guide
+from expertcast.runtime.drafts.decoding import DraftedDecoding, own_stop_strings
+from expertcast.runtime.drafts.governor import Governor, Tally
+from expertcast.runtime.drafts.kinds import Draft, EarlyExit, ForecastDraft, PassDraft, ProposalDraft, StageDraft
+from expertcast.runtime.drafts.prefetch import Schedule
+from expertcast.runtime.drafts.proposals import Assistant, Heads, HeadsDraft, PromptLookup
+from expertcast.runtime.drafts.quantised import CALIBRATED, Calibration, PolicyStage, QuantisedExperts, QuantisedStage
+from expertcast.runtime.engine.engine import EngineParts, HostEngine
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.store import ExpertStore
 

@@ -4,17 +4,217 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.plain import Json
-from expertcast.runtime.drafts.costs import KEEP_SECONDS, DraftModel, VerificationTimes
-from expertcast.runtime.drafts.cycle import Choice, Cycle
-from expertcast.runtime.drafts.lookahead import LookaheadBuffer
-from expertcast.runtime.drafts.plans import NONE, Plan, draft_plan, plain_plan
-from expertcast.runtime.drafts.roofline import RooflinePoint, roofline
-from expertcast.runtime.drafts.running import OUTLIER, RunningMean
-from expertcast.runtime.drafts.trials import Candidate, Trials
+from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.runtime.drafts.costs import (
+    KEEP_SECONDS,
+    OUTLIER,
+    Choice,
+    Cycle,
+    DraftModel,
+    RooflinePoint,
+    RunningMean,
+    VerificationTimes,
+    roofline,
+)
+from expertcast.runtime.drafts.prefetch import LookaheadBuffer
+
+# What a draft, or none, is expected to do in a cycle.
+
+NONE = "none"
+"""How plain exact steps are called where a name is shown."""
+_LEAST_S = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A cycle of one draft at one length."""
+
+    draft: str | None
+    """None: a plain exact step."""
+    length: int
+    longest: int
+    """n_max: no draft of it is longer."""
+    tokens: float
+    """E[N]"""
+    doubt: float
+    """How much less that is with acceptance a standard error below what was measured: where little was, it may be
+    luck."""
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """The draft's, or `none`."""
+        return self.draft or NONE
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    def rate_within(self, errors: float) -> float:
+        """Tokens per second with so many times the doubt, above or below 0."""
+        return (self.tokens + errors * self.doubt) / self.seconds
+
+    def __str__(self) -> str:
+        ahead = f", {self.length} ahead" if self.draft else ""
+        return f"{self.name}{ahead}: {self.tokens:.1f} tokens in {1e3 * self.seconds:.3g} ms ({self.rate:.3g}/s)"
+
+
+def plain_plan(seconds: float) -> Plan:
+    """A plain exact step, which gives one token."""
+    return Plan(None, 0, 0, 1.0, 0.0, max(_LEAST_S, seconds))
+
+
+def draft_plan(
+    draft: str, model: DraftModel, verify_s: Sequence[float], copy_s: float, *, longest: int,
+    limit_s: float | None = None, length: int | None = None,
+) -> Plan:  # fmt: skip
+    """The length at which a draft is expected to give the most tokens per second, 1 at least (row C7).
+
+    Args:
+        draft: its name.
+        model: what is known of it.
+        verify_s: of a verification of 0 to `longest` + 1 tokens.
+        copy_s: seconds of one expert's copy.
+        longest: no draft is longer.
+        limit_s: nor is one whose drafting and verifying take longer than that, but one of a single token.
+        length: what is asked about, in place of the best one.
+    """
+    most = longest
+    if limit_s is not None:
+        draft_s = model.draft_seconds(longest)
+        most = max((n for n in range(1, longest + 1) if draft_s[n] + verify_s[n + 1] <= limit_s), default=1)
+    tokens, seconds = model.tokens(most), model.seconds(most, verify_s, copy_s)
+    if length is None:
+        length = max(range(1, most + 1), key=lambda n: tokens[n] / seconds[n])
+    doubt = tokens[length] - model.tokens(length, doubt=1.0)[length]
+    return Plan(draft, length, most, tokens[length], doubt, seconds[length])
+
+
+# Which of those that are not the best is tried again, and when.
+
+LOSS = 0.0075
+"""Share of all seconds that trying again may lose; the first cycles, when nothing is known, are not counted."""
+FIRST_PAUSE = 8
+"""Cycles from one trial to the next; twice as many after every trial that found nothing better than was known."""
+BETTER = 1.1
+"""A trial that finds so much more than was known is followed by another soon."""
+NEAR = 0.1
+"""Another draft that may be better than the best, and loses this share of its seconds at most, costs nothing."""
+
+
+class Candidate(NamedTuple):
+    """One that is not the best."""
+
+    name: str
+    seconds: float
+    """Expected, of a trial."""
+    loss_s: float
+    """How many of these are lost."""
+    hopeful: bool
+    """Whether it may be better than the best for all that is known: then it waits for no pause."""
+    another: bool = True
+    """Whether it is another draft than the best, not another length of it."""
+
+
+class Trials:
+    """Keeps account of what trials cost; those that are tried go by name."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """Of all cycles so far."""
+        self.lost_s = 0.0
+        """What trials took beyond what the best would have taken for the same tokens."""
+        self._cycle = 0
+        self._pauses: dict[str, int] = {}
+        self._due: dict[str, int] = {}
+
+    def spent(self, seconds: float) -> None:
+        """A cycle was run, of whatever kind."""
+        self.seconds += seconds
+        self._cycle += 1
+
+    def lost(self, seconds: float) -> None:
+        """A trial took so much more than the best would have; less, if it was better."""
+        self.lost_s = max(0.0, self.lost_s + seconds)
+
+    def next(self, others: Iterable[Candidate]) -> str | None:
+        """Who is tried now; None: nobody. What is expected to gain needs no means, nor does what is as good as the best
+        for all that is known: bad luck with the little that was seen of it must not keep the better one out.
+
+        Args:
+            others: all that are not the best.
+        """
+        for own in sorted(others, key=lambda other: other.loss_s):
+            if own.name not in self._due:
+                self._due[own.name] = self._cycle + self._pauses.setdefault(own.name, FIRST_PAUSE)
+            due = own.hopeful or self._cycle >= self._due[own.name]
+            free = own.loss_s < 0 or (own.hopeful and own.another and own.loss_s <= NEAR * own.seconds)
+            if due and (free or self.lost_s + own.loss_s <= LOSS * (self.seconds + own.seconds)):
+                return own.name
+        return None
+
+    def tried(self, name: str, gain: float) -> None:
+        """A trial is over.
+
+        Args:
+            name: who was tried.
+            gain: tokens per second that it is believed to give now, over what it was believed to give before.
+        """
+        pause = FIRST_PAUSE if gain >= BETTER else 2 * self._pauses.get(name, FIRST_PAUSE)
+        self._pauses[name], self._due[name] = pause, self._cycle + pause
+
+    def won(self, name: str) -> None:
+        """It is the best: when it no longer is, its pause begins anew."""
+        self._pauses.pop(name, None)
+        self._due.pop(name, None)
+
+
+# What became of the tokens that drafts wrote, counted by draft from the first cycle on.
+
+
+@dataclass(slots=True)
+class DraftCount:
+    """Of one draft; tokens are those of all sequences together."""
+
+    cycles: int = 0
+    drafted: int = 0
+    """Tokens that were verified; those that were certain before are none."""
+    accepted: int = 0
+    """Of these, those that stand."""
+
+
+class Tally:
+    """Counts cycles; what it counted is never set back."""
+
+    def __init__(self) -> None:
+        self.by_draft: dict[str, DraftCount] = {}
+        """Those that were run."""
+
+    def observe(self, cycle: Cycle) -> None:
+        """A cycle was run; plain steps count for nothing."""
+        if cycle.draft is None:
+            return
+        count = self.by_draft.setdefault(cycle.draft, DraftCount())
+        count.cycles += 1
+        known = cycle.known or (0,) * len(cycle.accepted)
+        for kept, certain in zip(cycle.accepted, known, strict=True):
+            count.drafted += cycle.drafted - certain
+            count.accepted += kept - certain
+
+    def beside(self, told: Callable[[Cycle], None]) -> Callable[[Cycle], None]:
+        """Both are told of a cycle, the other one first."""
+
+        def observe(cycle: Cycle) -> None:
+            told(cycle)
+            self.observe(cycle)
+
+        return observe
+
 
 PLAIN_STEPS, FIRST_CYCLES, FIRST_LENGTH = 3, 2, 2
 """How many plain steps, and cycles of each draft of which length, are run to begin with."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.fields import check_finite, parse_options
+from expertcast.predictors.messages import ExpertcastError
+from expertcast.predictors.options import check_finite, parse_options
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.policies.miss import MISS
 from expertcast.runtime.policies.routing import ROUTING

@@ -7,18 +7,179 @@ in every cycle. S tokens of text, m drafted ones, V the vocabulary.
 from __future__ import annotations
 
 import copy
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.cache_utils import MtpCache
 from transformers.generation.candidate_generator import (
     AssistedCandidateGenerator,
     CandidateGenerator,
     PromptLookupCandidateGenerator,
 )
+from transformers.modeling_layers import MtpModel
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
+
+# The texts of a batch while they are generated: each row as far as it is known, all rows in the same columns.
+#
+# Rows get ahead of each other, for a draft is accepted further in one than in another. Columns stay those of the cache,
+# which all rows share: what a row knows beyond them is fed again as given text until the others have caught up.
+#
+# B sequences. A column is a token's place in its row, padding on the left included.
+
+
+class Texts:
+    """Rows of ids and how far each is known.
+
+    Args:
+        prompt_BS: [B, S] ids.
+        most: columns at the end, more than S.
+        pad: what follows a row that has ended.
+    """
+
+    def __init__(self, prompt_BS: Tensor, most: int, pad: int) -> None:
+        batch, self.prompt = prompt_BS.shape
+        self.ids_BS = prompt_BS.new_full((batch, most), pad)
+        """All columns; what is not known of a row may be a draft."""
+        self.ids_BS[:, : self.prompt] = prompt_BS
+        self.most = most
+        self.known = [self.prompt] * batch
+        """Columns of each row that are settled."""
+        self.ended = [False] * batch
+        self._pad = pad
+
+    @property
+    def open(self) -> list[int]:
+        """Rows that go on."""
+        return [row for row, ended in enumerate(self.ended) if not ended]
+
+    @property
+    def common(self) -> int:
+        """Columns that are known of every row that goes on."""
+        return min(self.known[row] for row in self.open)
+
+    @property
+    def longest(self) -> int:
+        """Columns of the longest row."""
+        return max(self.known)
+
+    def draft(self, column: int, token_B: Tensor) -> None:
+        """Put drafted tokens [B] into a column, in rows that do not know it."""
+        for row in self.open:
+            if self.known[row] <= column:
+                self.ids_BS[row, column] = token_B[row]
+
+    def take(
+        self, token_BN: Tensor, count_B: list[int], stops: StoppingCriteriaList, scores: object = None
+    ) -> list[int]:
+        """Settle each row's next tokens, as far as its text goes on.
+
+        Args:
+            token_BN: each row's next tokens.
+            count_B: how many of them there are.
+            stops: asked after every token, as in decoding one by one.
+            scores: handed on to them.
+
+        Returns:
+            How many tokens each row got.
+        """
+        before = list(self.known)
+        for row in self.open:
+            count = min(count_B[row], self.most - self.known[row])
+            start = self.known[row]
+            self.ids_BS[row, start : start + count] = token_BN[row, :count]
+            self.ids_BS[row, start + count :] = self._pad
+            self.known[row] = start + count
+        for column in range(min(before), max(self.known)):
+            rows = [row for row in self.open if before[row] <= column < self.known[row]]
+            if not rows:
+                continue
+            done = stops(self.ids_BS[:, : column + 1], scores)
+            for row in rows:
+                if done[row] or column + 1 == self.most:
+                    self.ended[row], self.known[row] = True, column + 1
+                    self.ids_BS[row, column + 1 :] = self._pad
+        return [now - then for now, then in zip(self.known, before, strict=True)]
+
+    def start_B(self, column: int) -> list[int]:
+        """Per row, how many columns from that one on are known; of a row that has ended, all there are."""
+        return [self.most if ended else known - column for known, ended in zip(self.known, self.ended, strict=True)]
+
+    def result(self) -> Tensor:
+        """[B, longest] ids."""
+        return self.ids_BS[:, : self.longest].clone()
+
+
+def continued(values: Tensor, columns: int, how: str) -> Tensor:
+    """A prompt's mask, positions or token types [..., S] for so many columns: further ones are `like` the last, one
+    `more` than the one before, or `zero`."""
+    missing = columns - values.shape[-1]
+    if missing <= 0:
+        return values[..., :columns]
+    last, further = values[..., -1:], torch.arange(1, missing + 1, dtype=values.dtype, device=values.device)
+    added = {"like": last + 0 * further, "more": last + further, "zero": 0 * (last + further)}[how]
+    return torch.cat([values, added], dim=-1)
+
+
+# Forwards of a model over the columns of its texts, through transformers' own preparation of inputs.
+#
+# B sequences, V vocabulary.
+
+_CONTINUED = {
+    "attention_mask": "like", "position_ids": "more", "token_type_ids": "like", "mm_token_type_ids": "zero"
+}  # fmt: skip
+"""Inputs with a column for each token, and what stands in further columns."""
+
+
+class Feed:
+    """Feeds columns to a model; what they leave in its cache is for others to roll back.
+
+    Args:
+        model: which generates.
+        texts: its rows.
+        kwargs: transformers' own for the model's forwards, those of the prompt.
+    """
+
+    def __init__(self, model: PreTrainedModel, texts: Texts, kwargs: Mapping[str, Any]) -> None:
+        self._model, self._texts = model, texts
+        self._kwargs = dict(kwargs)
+        for name, how in _CONTINUED.items():
+            if self._kwargs.get(name) is not None:
+                self._kwargs[name] = continued(self._kwargs[name], texts.most, how)
+        self._keeps = "logits_to_keep" in self._kwargs
+        self.hidden_BTD: Tensor | None = None
+        """Last hidden states of what was fed last, where `output_hidden_states` is among the arguments."""
+
+    def run(self, start: int, end: int, keep: int) -> Tensor:
+        """Feed columns start..end-1 behind those in the cache.
+
+        Returns:
+            float32 logits [B, keep, V] of the last `keep` of them.
+        """
+        kwargs = dict(self._kwargs)
+        for name in _CONTINUED:
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name][..., :end]
+        inputs = self._model.prepare_inputs_for_generation(
+            self._texts.ids_BS[:, :end], next_sequence_length=end - start, is_first_iteration=False, **kwargs
+        )
+        if self._keeps:
+            inputs["logits_to_keep"] = keep
+        output = self._model(**inputs, return_dict=True)
+        if self._kwargs.get("output_hidden_states"):
+            self.hidden_BTD = output.hidden_states[-1]
+        logits: Tensor = output.logits[:, -keep:]
+        return logits.float()
+
 
 _NO_LIMIT = 2**31
 
@@ -221,3 +382,192 @@ def _cannot_go_back(assistant: PreTrainedModel) -> ExpertcastError:
     return ExpertcastError(
         f"a {type(assistant).__name__} cannot take tokens back: pass an assistant without recurrent states"
     )
+
+
+# Drafts by heads that a checkpoint has for tokens further ahead (multi-token prediction).
+#
+# A head is a decoder layer that reads the head before it, the first one the model's last hidden states, and the token
+# that came next; it says the token after that. transformers loads them (`modeling_layers.MtpModel`) and shares
+# embedding and output head with the model. L heads, S tokens of text, T of them new, D the hidden size, V the
+# vocabulary.
+
+
+class Heads:
+    """A model's heads, read from its checkpoint: one object for all texts.
+
+    A head of a Mixture-of-Experts model has experts of its own, and all of them stay in memory.
+
+    Args:
+        model: loaded from a checkpoint (`config._name_or_path`), offloaded or not.
+
+    Raises:
+        ExpertcastError: the checkpoint has no such heads, or none that transformers can read.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        if not getattr(model.config.get_text_config(), "num_mtp_layers", None):
+            raise ExpertcastError(
+                f"a {type(model).__name__} has no heads for later tokens (num_mtp_layers): choose another draft"
+            )
+        device = model.get_input_embeddings().weight.device
+        try:
+            self._model = MtpModel.from_pretrained(model, device_map={"": device}).eval()
+        except (OSError, RuntimeError, ValueError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise ExpertcastError(f"the heads for later tokens cannot be read: {first}; choose another draft") from None
+        self._model.config._experts_implementation = "grouped_mm"  # the model's own may know offloaded experts alone
+        self.length: int = self._model.num_mtp_layers
+        self.device: torch.device = device
+        self._shared = {each.data_ptr() for each in model.parameters()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the heads' own weights; what they share with the model is not counted twice."""
+        return sum(each.nbytes for each in self._model.parameters() if each.data_ptr() not in self._shared)
+
+    def cache(self) -> MtpCache:
+        """An empty one, which can be rolled back."""
+        cache = MtpCache(config=self._model.config)
+        cache.activate_past_recording()
+        return cache
+
+    def run(
+        self,
+        text_1S: Tensor,
+        hidden_1TD: Tensor,
+        cache: MtpCache,
+        do_sample: bool,
+        processors: LogitsProcessorList | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The next tokens [1, L], and their processed logits [1, L, V].
+
+        Args:
+            text_1S: all that stands.
+            hidden_1TD: of the T tokens before the last.
+            cache: holds what came before them, and takes them.
+            do_sample: draw each token; else the likeliest.
+            processors: of the logits.
+        """
+        length, new = text_1S.shape[1], hidden_1TD.shape[1]
+        ids_1L, logits_1LV, _ = self._model(
+            input_ids=text_1S[:, length - new :],
+            last_hidden_states=hidden_1TD,
+            attention_mask=None,
+            position_ids=torch.arange(length - new, length, device=self.device)[None],
+            mtp_cache=cache,
+            do_sample=do_sample,
+            logits_processor=processors,
+            full_input_ids=text_1S,
+        )
+        return ids_1L, logits_1LV
+
+
+class HeadsDraft:
+    """What the heads say of one row's text: up to L tokens. A :class:`~expertcast.runtime.drafts.proposals.Proposer`.
+
+    What a later head holds of a draft's tokens is computed again with those that stand.
+
+    Args:
+        heads: the model's.
+        do_sample: draw each token; else the likeliest.
+        processors: of the logits, all that sampling asks for among them.
+    """
+
+    needs_hidden = True
+
+    def __init__(self, heads: Heads, do_sample: bool = False, processors: LogitsProcessorList | None = None) -> None:
+        self._heads = heads
+        self._do_sample = do_sample
+        self._processors = processors
+        self._cache = heads.cache()
+        self._held = 0
+        self._hidden_1TD: Tensor | None = None
+
+    def propose(self, text_1S: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`~expertcast.runtime.drafts.proposals.Proposer.propose`.
+
+        Raises:
+            RuntimeError: the hidden states seen are not those of the text without its last token.
+        """
+        refuse_batch(text_1S)
+        new = 0 if self._hidden_1TD is None else self._hidden_1TD.shape[1]
+        if self._hidden_1TD is None or self._held + new != text_1S.shape[1] - 1:
+            raise RuntimeError(f"hidden states of {self._held + new} tokens for a text of {text_1S.shape[1]}")
+        ids_1L, logits_1LV = self._heads.run(
+            text_1S.to(self._heads.device), self._hidden_1TD, self._cache, self._do_sample, self._processors
+        )
+        again = min(self._heads.length - 1, self._held + new)
+        self._cache.crop(-again)
+        self._held += new - again
+        self._hidden_1TD = self._hidden_1TD[:, new - again :]
+        ids_1m, logits_1mV = ids_1L[:, :most].to(text_1S.device), logits_1LV[:, :most].to(text_1S.device)
+        return ids_1m, logits_1mV if self._do_sample else None
+
+    def saw(self, hidden_1TD: Tensor) -> None:
+        """The model's last hidden states of tokens that stand, each once: `hidden_states[-1]` of its output."""
+        hidden_1TD = hidden_1TD.to(self._heads.device)
+        before = self._hidden_1TD
+        self._hidden_1TD = hidden_1TD if before is None else torch.cat([before, hidden_1TD], dim=1)
+
+
+# Proposers at work on a batch: one for each row, over its text without padding.
+#
+# B sequences, V vocabulary, m proposed tokens.
+
+
+class RowProposers:
+    """What one draft proposes for all rows.
+
+    Args:
+        proposers: one for each row.
+        texts: the rows.
+        first_B: each row's first column that is no padding.
+    """
+
+    def __init__(self, proposers: list[Proposer], texts: Texts, first_B: list[int]) -> None:
+        self._proposers, self._texts, self._first_B = proposers, texts, first_B
+        self._seen_B = list(first_B)
+        """Columns of which each row's proposer has seen the hidden states."""
+
+    def saw(self, begin: int, hidden_BTD: Tensor) -> None:
+        """Show each proposer what it has not seen of its row's tokens that stand.
+
+        Args:
+            begin: the first column that was fed.
+            hidden_BTD: the model's last hidden states [B, T, D] from there on.
+        """
+        for row, proposer in enumerate(self._proposers):
+            start, end = self._seen_B[row], min(self._texts.known[row] - 1, begin + hidden_BTD.shape[1])
+            if start < end:
+                proposer.saw(hidden_BTD[row : row + 1, start - begin : end - begin])
+                self._seen_B[row] = end
+
+    def propose(self, most: int) -> tuple[int, Tensor | None]:
+        """Put proposals behind the columns that are settled in all rows.
+
+        Returns:
+            Columns of the longest proposal, and the processed logits [B, m, V] that they were drawn from, if they were.
+        """
+        texts, settled = self._texts, self._texts.common
+        found: dict[int, tuple[Tensor, Tensor | None]] = {}
+        for row in texts.open:
+            known = min(texts.known[row], settled + most)
+            further = settled + most - known
+            if further:
+                text_1S = texts.ids_BS[row : row + 1, self._first_B[row] : known]
+                found[row] = self._proposers[row].propose(text_1S, further)
+                ids_1m = found[row][0]
+                texts.ids_BS[row, known : known + ids_1m.shape[1]] = ids_1m[0]
+        ends = [min(texts.known[row], settled + most) + ids.shape[1] for row, (ids, _) in found.items()]
+        count = max([settled, *ends]) - settled
+        drawn = {row: logits for row, (_, logits) in found.items() if logits is not None}
+        if not drawn or not count:
+            return count, None
+        vocabulary = next(iter(drawn.values())).shape[-1]
+        # what was not drawn from anything could have been nothing else
+        logits_BmV = torch.full((len(texts.known), count, vocabulary), float("-inf"), device=texts.ids_BS.device)
+        logits_BmV.scatter_(2, texts.ids_BS[:, settled : settled + count, None], 0.0)
+        for row, logits_1mV in drawn.items():
+            start = texts.known[row] - settled
+            logits_BmV[row, start : start + logits_1mV.shape[1]] = logits_1mV[0].float()
+        return count, logits_BmV

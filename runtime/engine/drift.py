@@ -16,10 +16,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 
-from expertcast.data.router_call import RouterCall
-from expertcast.predictors.plain import Json
-from expertcast.runtime.engine.fading import FadingMean
-from expertcast.runtime.links.exchange import Readback
+from expertcast.data.batch import RouterCall
+from expertcast.predictors.messages import Json
+from expertcast.runtime.engine.refit import FadingMean
+from expertcast.runtime.links.driver import Readback
 
 BLOCK = 32
 """Forwards that are summed before anything is computed."""

@@ -5,18 +5,258 @@ T tokens, D hidden size, E routed experts per layer, K experts per token, S slot
 
 from __future__ import annotations
 
+import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
-from expertcast.runtime.engine.grouped import MANY_GROUPS, over_slots
-from expertcast.runtime.engine.grouped_host import HostGrouped
-from expertcast.runtime.engine.rows import combine, row_order
+from expertcast.predictors.messages import Json
+from expertcast.runtime.engine.engine import combine, row_order
+from expertcast.runtime.experimental.kernel_link import has_persistent_grouped_mm
+
+# transformers' grouped kernel over slots on the CPU: the very products that it makes over experts.
+#
+# Rows are sorted by expert, as in the resident model: torch's CPU sort need not be stable, and where several tokens
+# share an expert its `mm` may round a row otherwise at another place in the group. Empty groups, which cost time on the
+# CPU, are skipped.
+#
+# The kernel's own code runs, with other functions under two of the names that it uses. A mode that is asked at every
+# torch function would do the same, and took 2.5 of the 18.3 ms of a small model's decode step.
+
+_LINEAR, _MULTIPLY = "_grouped_linear", "_grouped_mm"
+"""What the kernel calls, and what that calls in turn."""
+
+
+class HostGrouped:
+    """The kernel with its rows in an order that is given, and one product per group that has any.
+
+    Args:
+        forward: transformers' `grouped_mm_experts_forward`.
+    """
+
+    @classmethod
+    def of(cls, forward: Callable[..., Tensor]) -> HostGrouped | None:
+        """That; None where this transformers has written its kernel otherwise."""
+        linear = getattr(forward, "__globals__", {}).get(_LINEAR)
+        known = uses(forward, _LINEAR) and uses(forward, "torch") and uses(linear, _MULTIPLY)
+        return cls(forward) if known else None
+
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        linear = with_names(forward.__globals__[_LINEAR], {_MULTIPLY: self._multiply})
+        self._forward = with_names(forward, {_LINEAR: linear, "torch": _Torch(self._sort)})
+        self._slots_P = self._order_P = torch.empty(0, dtype=torch.int64)
+        self._groups: list[tuple[int, int]] = []
+        """(slot, rows), in the order of the rows."""
+
+    def run(
+        self, experts: nn.Module, hidden_TD: Tensor, slots_TK: Tensor, weights_TK: Tensor, order_P: Tensor
+    ) -> Tensor:
+        """[T, D].
+
+        Args:
+            experts, hidden_TD, slots_TK, weights_TK: what the kernel takes, with slots in place of experts.
+            order_P: in which token-expert pairs are computed; those of one slot lie together.
+        """
+        self._slots_P, self._order_P = slots_TK.reshape(-1), order_P
+        return self._forward(experts, hidden_TD, slots_TK, weights_TK)
+
+    def _sort(self, ids_P: Tensor) -> tuple[Tensor, Tensor]:
+        assert ids_P.shape == self._order_P.shape
+        sorted_P = self._slots_P[self._order_P]
+        self._groups = [(slot, len(list(rows))) for slot, rows in groupby(sorted_P.tolist())]
+        return sorted_P, self._order_P
+
+    def _multiply(self, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        del offs
+        return products(rows, weight, self._groups)
+
+
+class _Torch:
+    """torch, but for its sort."""
+
+    def __init__(self, sort: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        self.sort = sort
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def with_names(function: Callable[..., Tensor], names: dict[str, Any]) -> Callable[..., Tensor]:
+    """A copy of a function of a module that finds other things under some of the module's names."""
+    assert isinstance(function, types.FunctionType)
+    copy = types.FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__,
+        function.__closure__,
+    )  # fmt: skip
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def uses(function: object, name: str) -> bool:
+    """Whether a function is Python's own and asks its module for a name."""
+    return isinstance(function, types.FunctionType) and name in function.__code__.co_names
+
+
+def products(rows: Tensor, weight: Tensor, groups: Sequence[tuple[int, int]]) -> Tensor:
+    """One product per group (slot, rows), the groups' rows one after another: [P, F] of `rows` [P, D] and `weight`
+    [S, D, F]."""
+    output = rows.new_empty(rows.shape[0], weight.shape[-1])
+    start = 0
+    for slot, count in groups:
+        end = start + count
+        torch.mm(rows[start:end], weight[slot], out=output[start:end])
+        start = end
+    return output
+
+
+# torch's `grouped_mm` over slots in place of experts: the resident model's bits, and no value asked for.
+#
+# D size of a row, F size of a result's row, S slots, P token-expert pairs.
+#
+# How many groups there are changes no bits on CUDA. torch takes the larger of two tiles where P // groups > 128 and F >
+# 128 (aten/src/ATen/native/cuda/GroupMM.cu): S groups of a long prefill may get another one than E groups. But either
+# makes each result in one fp32 accumulator, 16 products an instruction, in ascending order and without a split of D
+# (cutlass, sm90_mma_array_tma_gmma_ss_warpspecialized.hpp and sm100_mma_array_warpspecialized.hpp). What the hardware
+# does within an instruction is not documented: the GPU test of this module asks it.
+
+_GROUPED_MM = tuple(
+    function
+    for function in (getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
+    if function is not None
+)
+"""What transformers calls, and what torch's wrapper of it calls."""
+
+MANY_GROUPS = 32
+"""Empty groups cost about 1 us each on the CPU; telling them apart costs about as much as these."""
+
+_MOST_GROUPS = 1023
+"""torch's CUDA kernel takes no more: aten/src/ATen/native/cuda/GroupMM.cu."""
+
+
+def over_slots(
+    experts: nn.Module, count: int, slots_TK: Tensor, order: Callable[[], Tensor], slots: Sequence[int] | None
+) -> AbstractContextManager[object]:
+    """What must stand between the experts' kernel and `grouped_mm` over so many slots on such a device; often nothing.
+
+    On the CPU :class:`expertcast.runtime.engine.kernels.HostGrouped` does the same faster.
+
+    Args:
+        experts: the module, whose parameters are slot views [S, ...].
+        count: S.
+        slots_TK: the slots that are computed.
+        order: gives the order [P] in which pairs are computed.
+        slots: `slots_TK` (flat) on the host, if it is known there.
+    """
+    if slots_TK.device.type == "cpu":
+        if len(slots_TK) > 1 or count > MANY_GROUPS:
+            return _ExpertOrder(slots_TK.reshape(-1), order())
+        return nullcontext()
+    if slots_TK.device.type != "cuda":
+        return nullcontext()
+    if not has_persistent_grouped_mm(next(experts.parameters(recurse=False))):
+        return _SlotProducts(slots_TK.reshape(-1).tolist() if slots is None else slots)
+    return nullcontext() if count <= _MOST_GROUPS else _SlotRanges(slots)
+
+
+class _ExpertOrder(TorchFunctionMode):
+    """On the CPU, makes `grouped_mm` over slots the very products that it makes over experts: the reference for
+    `HostGrouped`, and what stands in for it where transformers' kernel is written otherwise."""
+
+    def __init__(self, slots_P: Tensor, order_P: Tensor) -> None:
+        super().__init__()
+        self._slots_P = slots_P
+        self._order_P = order_P
+        self._groups: list[tuple[int, int]] = []
+        """(slot, rows), in the order of the rows."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Json | None = None
+    ) -> object:
+        if func is torch.sort and args[0].shape == self._order_P.shape:
+            sorted_P = self._slots_P[self._order_P]
+            self._groups = [(slot, len(list(rows))) for slot, rows in groupby(sorted_P.tolist())]
+            return torch.return_types.sort((sorted_P, self._order_P))
+        if func not in _GROUPED_MM:
+            return func(*args, **(kwargs or {}))
+        rows, weight = args[:2]
+        return products(rows, weight, self._groups)
+
+
+class _SlotProducts(TorchFunctionMode):
+    """`grouped_mm` on a CUDA device that has no kernel of it.
+
+    There torch asks the device for the groups and multiplies slot by slot, empty ones too; the host knows which are
+    not. Rows are sorted by slot.
+    """
+
+    def __init__(self, slots: Sequence[int]) -> None:
+        super().__init__()
+        self._groups = sorted(Counter(slots).items())
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Json | None = None
+    ) -> object:
+        if func not in _GROUPED_MM:
+            return func(*args, **(kwargs or {}))
+        rows, weight = args[:2]
+        return products(rows, weight, self._groups)
+
+
+class _SlotRanges(TorchFunctionMode):
+    """On CUDA, `grouped_mm` over more groups than its kernel takes: range by range. Rows are sorted by slot."""
+
+    def __init__(self, slots: Sequence[int] | None) -> None:
+        super().__init__()
+        self._rows_of: list[tuple[int, int]] | None = None
+        """(range, its rows) of the ranges that have any, where the host knows."""
+        if slots is not None:
+            self._rows_of = sorted(Counter(slot // _MOST_GROUPS for slot in slots).items())
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Json | None = None
+    ) -> object:
+        if func not in _GROUPED_MM:
+            return func(*args, **(kwargs or {}))
+        rows_PD, weight = args[:2]
+        ends_S = args[2] if len(args) > 2 else (kwargs or {})["offs"]
+        if self._rows_of is None:
+            return _ranges(func, rows_PD, weight, ends_S)
+        parts, start = [], 0
+        for index, count in self._rows_of:
+            within = slice(index * _MOST_GROUPS, (index + 1) * _MOST_GROUPS)
+            parts.append(func(rows_PD[start : start + count], weight[within], offs=ends_S[within] - start))
+            start += count
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _ranges(multiply: Callable[..., Tensor], rows_PD: Tensor, weight: Tensor, ends_S: Tensor) -> Tensor:
+    """[P, F] without a value on the host, so that it can be captured in a CUDA graph.
+
+    A range after the first begins one group early: that group takes all rows before the range's own, and what it makes
+    of them is dropped. Rows behind a range's last group are not computed.
+
+    Args:
+        multiply: torch's `grouped_mm`.
+        rows_PD, weight: its factors, the weight [S, D, F].
+        ends_S: where each slot's rows end.
+    """
+    row_P1 = torch.arange(len(rows_PD), device=rows_PD.device).unsqueeze(-1)
+    output_PF = multiply(rows_PD, weight[:_MOST_GROUPS], offs=ends_S[:_MOST_GROUPS])
+    for early in range(_MOST_GROUPS - 1, len(weight) - 1, _MOST_GROUPS - 1):
+        within = slice(early, early + _MOST_GROUPS)
+        part_PF = multiply(rows_PD, weight[within], offs=ends_S[within])
+        output_PF = torch.where(row_P1 < ends_S[early], output_PF, part_PF)
+    return output_PF
+
 
 ExpertsForward = Callable[..., Tensor]
 

@@ -13,19 +13,91 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from expertcast.data.router_call import RouterCall, capturing
+from expertcast.data.batch import RouterCall, RouterOutput, capturing
 from expertcast.predictors.base import Forecast, Predictor, RouterState
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.routing_rule import weights_over
-from expertcast.predictors.rule_check import RuleCheck
-from expertcast.predictors.view import MoEView
+from expertcast.predictors.view import MoELayer, MoEView, RuleCheck
 from expertcast.runtime.engine.refit import OnlineRefit
-from expertcast.runtime.engine.router_free import routers_left_out
-from expertcast.runtime.engine.token_memory import TokenMemory
 from expertcast.runtime.engine.traced import TracedForecasts
 
 if TYPE_CHECKING:
     from expertcast.data.early import EarlyAttention
+
+
+# What is kept of the last token for the next one's forecasts.
+#
+# B sequences, L MoE layers, E routed experts per layer.
+
+
+class TokenMemory:
+    """Router logits of the last token of each sequence, all layers.
+
+    Beam search reorders sequences between steps; a row may then hold another beam's logits.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._now_BLE: Tensor | None = None
+        self.previous_BLE: Tensor | None = None
+
+    def start(self, fresh: bool) -> None:
+        self.previous_BLE = None if fresh else self._now_BLE
+        self._now_BLE = None
+
+    def see(self, call: RouterCall, logits_TE: Tensor) -> None:
+        """A layer was routed by these logits [T, E]."""
+        last_BE = logits_TE.detach().reshape(call.sequences, call.tokens, -1)[:, -1]
+        if self._now_BLE is None:
+            self._now_BLE = last_BE.new_full((call.sequences, self._layers, last_BE.shape[-1]), float("nan"))
+            if self.previous_BLE is not None and self.previous_BLE.shape != self._now_BLE.shape:
+                self.previous_BLE = None
+        self._now_BLE[:, call.layer] = last_BE
+
+
+# Router-free execution: at layers that execute their forecast the router never runs (row B15).
+#
+# A forecast stands in for all that the router returns, its logits included: predictors that read the previous token's
+# routing then read what was forecast for it.
+
+
+@contextmanager
+def routers_left_out(layers: Iterable[MoELayer], forecast_for: Callable[[int], Forecast | None]) -> Iterator[None]:
+    """Inside, a layer's router gives its forecast without running, where there is one.
+
+    `layers` are those that execute forecasts; `forecast_for` tells a layer's, when its router would run.
+    """
+    with ExitStack() as stack:
+        for layer in layers:
+            layer.router.__dict__["forward"] = _Substitute(layer, forecast_for)
+            stack.callback(layer.router.__dict__.pop, "forward")
+        yield
+
+
+class _Substitute:
+    """In place of a router's forward."""
+
+    def __init__(self, layer: MoELayer, forecast_for: Callable[[int], Forecast | None]) -> None:
+        self._layer, self._forecast_for = layer, forecast_for
+        self._own = layer.router.forward
+        self.asked = False
+
+    def __call__(self, hidden: Tensor, *args: object, **kwargs: object) -> RouterOutput:
+        if self.asked:  # forecasts run routers, too
+            return self._run(hidden, *args, **kwargs)
+        self.asked = True
+        try:
+            forecast = self._forecast_for(self._layer.index)
+        finally:
+            self.asked = False
+        if forecast is None:
+            return self._run(hidden, *args, **kwargs)
+        return forecast.logits_TE, forecast.topk_weights_TK, forecast.topk_ids_TK
+
+    def _run(self, hidden: Tensor, *args: object, **kwargs: object) -> RouterOutput:
+        made: RouterOutput = self._own(hidden, *args, **kwargs)
+        return made
+
 
 Quick = Callable[[int, Tensor], object]
 """Gets a layer and the ids [T, K] that its router gives for the stand-in, heaviest first."""

@@ -15,8 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.engine.residency import Residency
-from expertcast.runtime.policies.scope import Eviction
+from expertcast.runtime.engine.cache import Residency
+from expertcast.runtime.policies.eviction import Eviction
 
 LIKELY = 0.2
 """Experts that are at least so likely to be used are asked for. A miss keeps the model waiting for a whole copy, and a
@@ -40,7 +40,7 @@ class TokenForecasts(Protocol):
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
         """A router has run: `residual_TD`, `logits_TE` and `sequences` as for
-        :meth:`expertcast.runtime.engine.flow.LayerFlow.see`."""
+        :meth:`expertcast.runtime.engine.engine.LayerFlow.see`."""
 
 
 class TokensAhead:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertcast.data.router_call import capturing
+from expertcast.data.batch import capturing
 from expertcast.data.tracing import Program, Tensors, traced
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.view import MoEView

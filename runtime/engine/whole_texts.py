@@ -15,16 +15,15 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import grouped_mm_experts_forward
 
+from expertcast.data.batch import RouterCall
 from expertcast.data.experts import WINDOWS, Answer, Inner, inner_activations
-from expertcast.data.router_call import RouterCall
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView, experts_digest
-from expertcast.runtime.engine.base import Engine, EngineParts
-from expertcast.runtime.engine.host import HostEngine
+from expertcast.runtime.engine.engine import Engine, EngineParts, HostEngine
 from expertcast.runtime.engine.kernels import SlotKernel
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.policies import CacheShape, Policies
-from expertcast.runtime.storage.host_memory import give_back_freed
+from expertcast.runtime.storage.memory import give_back_freed
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 

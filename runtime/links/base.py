@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.links.driver import CudaDevice
-from expertcast.runtime.links.exchange import Sent
-from expertcast.runtime.pools.pools import Pools
-from expertcast.runtime.recording.observer import Observer
-from expertcast.runtime.storage.precision import FULL
+from expertcast.predictors.messages import ExpertcastError
+from expertcast.runtime.links.driver import CudaDevice, Sent
+from expertcast.runtime.pools.cache import Pools
+from expertcast.runtime.recording.recorder import Observer
+from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -279,3 +279,34 @@ class InstantLink(Link):
 
     def restart(self) -> None:
         """Nothing is ever queued."""
+
+
+# A link that holds the copies of forecasts back until they are issued.
+
+
+class QueuedLink(Link):
+    """Holds the copies of forecasts back until they are issued: misses overtake them, useless ones are dropped.
+
+    A copy that has been issued is `started`, and comes after all that were issued before it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queued: deque[Copy] = deque()
+
+    @abstractmethod
+    def _issue(self, copy: Copy) -> None:
+        """Start the copy behind all that have been started."""
+
+    def promote(self, copy: Copy) -> None:
+        if not copy.started:
+            copy.urgent = True
+            self._queued.remove(copy)
+            self._issue(copy)
+
+    def cancel(self, copy: Copy) -> bool:
+        if copy.started:
+            return False
+        copy.cancelled = True
+        self._queued.remove(copy)
+        return True

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 
 from expertcast.runtime.links.base import Copy, Link, check_rate
-from expertcast.runtime.storage.precision import FULL
+from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 

@@ -17,16 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
+from expertcast.runtime.experimental.kernel_link import KernelLink, has_persistent_grouped_mm
 from expertcast.runtime.links.base import Link
-from expertcast.runtime.links.carve_out import has_persistent_grouped_mm
-from expertcast.runtime.links.cuda import CudaLink
+from expertcast.runtime.links.cuda import CudaLink, PacedCudaLink
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.links.disk_cuda import CudaDiskLink
-from expertcast.runtime.links.driver import CudaDevice, copy_seconds
-from expertcast.runtime.links.exchange import Readback
-from expertcast.runtime.links.kernel import KernelLink
-from expertcast.runtime.links.paced import PacedCudaLink
+from expertcast.runtime.links.driver import CudaDevice, Readback, copy_seconds
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 

@@ -6,13 +6,62 @@ Each layer has pools F, C, S and E of its own, in bytes. Beside them stand the s
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.pools.ranking import FADE, Ranking
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.pools.states import POOLS, ExpertBytes, State
+
+# Experts of one layer by how often they were used: the runtime frequency list (ZipMoE, section 3.4).
+
+FADE = 0.97
+"""What a use still counts after one step of its layer: half after 23 steps. Recorded routing drifts from what it was at
+the start of a text, so that plain counts (a fade of 1, as in the paper) keep experts that are over."""
+_LARGEST = 1e100
+
+
+class Ranking:
+    """Counts of one layer's experts, which fade, and their order.
+
+    A count is O(log E) comparisons; of equals the expert with the smaller number ranks first.
+
+    Raises:
+        ExpertcastError: a fade of 0 or less, or of more than 1.
+    """
+
+    def __init__(self, experts: int, fade: float = FADE) -> None:
+        if not 0 < fade <= 1:
+            raise ExpertcastError(f"fade={fade}: give a number above 0 and up to 1")
+        self._fade, self._gain = fade, 1.0
+        self._entries = [(0.0, expert) for expert in range(experts)]
+        """By expert; the number is below zero, so that the order is the natural one."""
+        self._order = list(self._entries)
+
+    def use(self, experts: Sequence[int]) -> None:
+        """One step of the layer, with distinct experts."""
+        self._gain /= self._fade
+        if self._gain > _LARGEST:
+            self._rescale()
+        for expert in experts:
+            entry = self._entries[expert]
+            del self._order[bisect_left(self._order, entry)]
+            entry = self._entries[expert] = (entry[0] - self._gain, expert)
+            insort(self._order, entry)
+
+    def rank(self, expert: int) -> int:
+        """0 for the one used most."""
+        return bisect_left(self._order, self._entries[expert])
+
+    def entry(self, expert: int) -> tuple[float, int]:
+        """What orders experts: the one used most has the smallest."""
+        return self._entries[expert]
+
+    def _rescale(self) -> None:
+        self._entries = [(score / self._gain, expert) for score, expert in self._entries]
+        self._order = sorted(self._entries)
+        self._gain = 1.0
+
 
 MARGIN = 1
 _F, _C, _S, _E = range(len(POOLS))
@@ -157,3 +206,84 @@ def _lowered(state: State, pool: int) -> State:
     if pool == _E:
         return State.E if state in (State.C, State.E) else State.M
     return State.M if state is State.E else State.S
+
+
+# The pools of all layers of a model, and what changes in them as it runs.
+#
+# L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
+
+
+class Pools:
+    """Which expert is to be held in which state. Calls come from the thread that runs the model, but for `state`.
+
+    Args:
+        layers: L.
+        experts: E.
+        size: bytes of an expert's parts.
+        room: experts for which each state has room, of all layers together; layers share it as evenly as can be.
+        margin, fade: of :class:`PoolCache`.
+
+    Raises:
+        ExpertcastError: room for less than none.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        experts: int,
+        size: ExpertBytes,
+        room: Mapping[State, int],
+        margin: int = MARGIN,
+        fade: float = FADE,
+    ) -> None:
+        wrong = {state.name: count for state, count in room.items() if count < 0 or state not in POOLS}
+        if wrong:
+            raise ExpertcastError(f"room for {wrong} experts: give pools F, C, S and E, 0 or more")
+        self.experts = experts
+        self.room = {state: room.get(state, 0) for state in POOLS}
+        """Experts for which each state has room, of all layers together."""
+        self._layers = []
+        for layer in range(layers):
+            shares = {state: _share(count, layer, layers) for state, count in self.room.items()}
+            memory = {state: count * size.held(state) for state, count in shares.items()}
+            self._layers.append(PoolCache(experts, size=size, memory=memory, margin=margin, fade=fade))
+        self._changed: list[tuple[int, State]] = []
+        self.running: frozenset[int] = frozenset()
+        """Experts that the last layer ran with."""
+
+    def state(self, key: int) -> State:
+        """What is to be held of an expert."""
+        layer, expert = divmod(key, self.experts)
+        return self._layers[layer].state(expert)
+
+    def use(self, layer: int, keys: Sequence[int]) -> list[tuple[int, State]]:
+        """A layer runs with these experts (distinct): those that are to be held in another state now, with it."""
+        first = layer * self.experts
+        self.running = frozenset(keys)
+        access = self._layers[layer].use([key - first for key in keys])
+        changed = [(first + expert, state) for expert, state in access.changed.items()]
+        self._changed += changed
+        return changed
+
+    def lose(self, key: int) -> None:
+        """Nothing is held of an expert any more, for other reasons than use."""
+        layer, expert = divmod(key, self.experts)
+        self._layers[layer].lose(expert)
+
+    def changes(self) -> list[tuple[int, State]]:
+        """Experts whose state is another one since this was asked last, with the new one; the last entry of an expert
+        counts."""
+        changed, self._changed = self._changed, []
+        return changed
+
+    def clear(self) -> None:
+        """Nothing is held any more; what was counted stays."""
+        self._changed.clear()
+        for layer in self._layers:
+            layer.clear()
+
+
+def _share(count: int, layer: int, layers: int) -> int:
+    """As equal as can be; what is left over goes to layers all over the model."""
+    return count * (layer + 1) // layers - count * layer // layers

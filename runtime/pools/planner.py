@@ -9,13 +9,36 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.pools.costs import Costs
-from expertcast.runtime.pools.hits import Counts, Floats, hit_patterns, interval_hits, pattern_chances
-from expertcast.runtime.pools.makespan import estimate_makespan
-from expertcast.runtime.pools.ranks import RankModel
-from expertcast.runtime.pools.states import POOLS, ExpertBytes, State
+from expertcast.predictors.messages import ExpertcastError
+from expertcast.runtime.pools.ranks import Counts, RankModel, hit_patterns, interval_hits, pattern_chances
+from expertcast.runtime.pools.ranks import _Floats as Floats
+from expertcast.runtime.pools.states import POOLS, Costs, ExpertBytes, State
+
+# How long a layer waits, from how many of its experts are in which state (ZipMoE, Algorithm 3; row E18).
+
+
+def estimate_makespan(found_4: npt.NDArray[np.generic], size: int, costs: Costs) -> Floats:
+    """Seconds, the experts' own computing left out.
+
+    The larger of what the disk reads and of what the threads decode, where reading a shard counts as their work too: as
+    if a thread waited for the shards that it decodes.
+
+    Args:
+        found_4: experts found in F, C, S and E, numbers or means [..., 4]; the others are missing.
+        size: experts of the step.
+        costs: of the operations.
+    """
+    full, both, mantissas, exponents = np.moveaxis(found_4, -1, 0)
+    planes = costs.tensors * (size - full - both - mantissas)
+    shards = costs.tensors * costs.shards * (size - full - both - exponents)
+    decoded = costs.tensors * costs.shards * (size - full)
+    reading = planes * costs.read_s + shards * costs.shard_s
+    decoding = (shards * costs.shard_s + decoded * costs.decode_s) / costs.threads
+    result: Floats = np.maximum(reading, decoding)
+    return result
+
 
 _CELLS = 2**21
 """Of the largest array that is made at once."""

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from weakref import WeakMethod
 
-from expertcast.predictors.plain import Json
-from expertcast.runtime.recording.observer import Observer
+from expertcast.predictors.messages import Json
+from expertcast.runtime.recording.recorder import Observer
 
 
 @dataclass(slots=True)

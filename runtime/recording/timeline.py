@@ -14,9 +14,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expertcast.data.writer import write_where_told
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.plain import Json
+from expertcast.data.trace_writer import write_where_told
+from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.recording.recorder import Recorder, Span
 
 if TYPE_CHECKING:

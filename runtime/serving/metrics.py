@@ -7,36 +7,203 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakMethod
 
 from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
 
-from expertcast.runtime.drafts.tally import Tally
+from expertcast.runtime.drafts.governor import Tally
+from expertcast.runtime.engine.cache import held_by_tables
 from expertcast.runtime.engine.drift import DriftMonitor
-from expertcast.runtime.engine.filling import held_by_tables
+from expertcast.runtime.experimental.kernel_link import KernelLink
 from expertcast.runtime.links.base import Link
-from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.recording.statistics import RunStatistics
-from expertcast.runtime.serving import families as named
-from expertcast.runtime.serving.families import Described
-from expertcast.runtime.serving.request_metrics import Requests, request_metrics
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
 if TYPE_CHECKING:
-    from expertcast.runtime.offloaded import OffloadedModel
+    from expertcast.runtime.offloading import OffloadedModel
+
+
+# Names, labels and meanings of what `/metrics` shows: docs/metrics.md has the same table, and a test compares them.
+
+Kind = Literal["counter", "gauge", "histogram", "info"]
+PREFIX = "expertcast_"
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """One metric."""
+
+    kind: Kind
+    name: str
+    """Without the prefix, and without what its kind appends (`_total`, `_bucket`, `_info`)."""
+    help: str
+    labels: tuple[str, ...] = ()
+
+    @property
+    def family(self) -> str:
+        """The name that prometheus_client makes samples' names from."""
+        return (PREFIX + self.name).rstrip("_")
+
+    @property
+    def shown(self) -> str:
+        """The name by which queries ask for it."""
+        return self.family + {"counter": "_total", "info": "_info"}.get(self.kind, "")
+
+
+_LAYER = ("layer",)
+
+
+def _per_layer(name: str, text: str) -> Described:
+    return Described("counter", name, text, _LAYER)
+
+
+LAYER = {
+    "requests": _per_layer("expert_requests", "Distinct experts that steps of the layer needed."),
+    "hits": _per_layer("expert_hits", "Requests whose expert had a slot, arrived or on its way."),
+    "misses": _per_layer("expert_misses", "Requests whose copy was started only when the layer's routing was known."),
+    "collisions": _per_layer("expert_collisions", "Misses of experts that were evicted earlier in the same forward."),
+    "evicted": _per_layer("experts_evicted", "Experts that gave their slot to another one."),
+    "skipped": _per_layer("experts_skipped", "Experts that a lossy policy left out or replaced."),
+    "prefetched": _per_layer("experts_prefetched", "Copies asked for by forecasts, the dropped ones left out."),
+    "prefetched_used": _per_layer("prefetches_used", "Of these, requested before they lost their slot."),
+    "prefetched_in_time": _per_layer("prefetches_in_time", "Of the used ones, arrived before compute waited for them."),
+    "dropped": _per_layer("prefetches_dropped", "Copies asked for by forecasts and taken back before they started."),
+    "bytes_moved": _per_layer("moved_bytes", "Bytes of experts copied into slots, and of copies that are queued."),
+    "waited_s": _per_layer("waiting_seconds", "Seconds that the layer's compute was blocked on copies."),
+    "steps": _per_layer("layer_steps", "Times that the layer ran."),
+    "chunks": _per_layer("layer_chunks", "Kernel calls; more than steps where a step's experts did not fit the slots."),
+}
+"""By field of :class:`expertcast.runtime.recording.statistics.LayerStatistics`."""
+
+COPIES = Described("counter", "link_copies", "Copies of experts that have arrived in slots.")
+BUSY = Described("counter", "link_busy_seconds", "Seconds in which the link had a copy under way.")
+READS = Described("counter", "disk_reads", "Experts read from the disk; only where the link is the disk.")
+READ_SECONDS = Described("counter", "disk_read_seconds", "Seconds in which any of these reads was under way.")
+
+RECALL = Described("gauge", "forecast_recall", "Running share of a router's experts that its forecast named.", _LAYER)
+EXPECTED = Described("gauge", "forecast_recall_expected", "The same by the checkpoint's own test.", _LAYER)
+DRIFT = Described("gauge", "forecast_drift", "Mean over layers of the expected recall less the running one.")
+
+EXPERTS = Described("gauge", "experts", "Routed experts of the model, all layers together.")
+SLOTS = Described("gauge", "slots", "Experts that fit on the device.")
+HELD = Described("gauge", "slots_held", "Slots that an expert has, arrived or on its way.")
+SLOT_BYTES = Described("gauge", "slots_bytes", "Memory of the slots.")
+STORE_BYTES = Described("gauge", "store_bytes", "What all experts take, in memory or on disk.", ("store",))
+
+_DRAFT = ("draft",)
+DRAFT_BYTES = Described("gauge", "draft_bytes", "Device memory that a draft holds beside the slots.", _DRAFT)
+CYCLES = Described("counter", "draft_cycles", "Cycles of drafting and verifying.", _DRAFT)
+DRAFTED = Described("counter", "draft_tokens", "Drafted tokens that were verified.", _DRAFT)
+ACCEPTED = Described("counter", "draft_tokens_accepted", "Drafted tokens that stood.", _DRAFT)
+
+REQUESTS = Described("counter", "http_requests", "Requests that ended, by route and status.", ("route", "status"))
+IN_FLIGHT = Described("gauge", "http_requests_in_flight", "Requests that have not ended.")
+GONE = Described("counter", "http_disconnects", "Requests whose client went away before their end.")
+PROMPT_TOKENS = Described("counter", "prompt_tokens", "Tokens of prompts.")
+GENERATED_TOKENS = Described("counter", "generated_tokens", "Tokens generated.")
+SECONDS = Described("histogram", "http_request_seconds", "Seconds from arrival to the end.")
+FIRST_TOKEN = Described("histogram", "time_to_first_token_seconds", "Seconds from arrival to the first token.")
+
+INFO = Described("info", "", "What is served: model, predictor, mode, policies, link, versions.")
+
+FAMILIES = (
+    *LAYER.values(), COPIES, BUSY, READS, READ_SECONDS, RECALL, EXPECTED, DRIFT, EXPERTS, SLOTS, HELD, SLOT_BYTES,
+    STORE_BYTES, DRAFT_BYTES, CYCLES, DRAFTED, ACCEPTED, REQUESTS, IN_FLIGHT, GONE, PROMPT_TOKENS, GENERATED_TOKENS,
+    SECONDS, FIRST_TOKEN, INFO,
+)  # fmt: skip
+"""All of them, in the order of the page."""
+
+
+# What clients ask for, as metrics: whatever counts requests has these.
+
+
+class Buckets(Protocol):
+    """Durations, counted by size."""
+
+    @property
+    def bounds(self) -> Sequence[float]:
+        """Seconds up to which each bucket reaches, ascending; the last one, of all above, is not among them."""
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """Durations in each bucket alone; one more than there are bounds."""
+
+    @property
+    def sum(self) -> float:
+        """Seconds, all together."""
+
+
+class Requests(Protocol):
+    """Counts of a server's requests since it began."""
+
+    @property
+    def ended(self) -> Mapping[tuple[str, str], int]:
+        """Requests that ended, by route and status."""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that did not."""
+
+    @property
+    def disconnected(self) -> int:
+        """Those whose client went away."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens generated."""
+
+    @property
+    def seconds(self) -> Buckets:
+        """From arrival to end."""
+
+    @property
+    def first_token(self) -> Buckets:
+        """From arrival to the first token, of requests that had one."""
+
+
+def request_metrics(requests: Requests) -> Iterator[Metric]:
+    """The families of a server's requests."""
+    ended = CounterMetricFamily(REQUESTS.family, REQUESTS.help, labels=REQUESTS.labels)
+    for (route, status), count in sorted(dict(requests.ended).items()):
+        ended.add_metric((route, status), count)
+    yield ended
+    yield GaugeMetricFamily(IN_FLIGHT.family, IN_FLIGHT.help, requests.in_flight)
+    for described, value in (
+        (GONE, requests.disconnected),
+        (PROMPT_TOKENS, requests.prompt_tokens),
+        (GENERATED_TOKENS, requests.generated_tokens),
+    ):
+        yield CounterMetricFamily(described.family, described.help, value)
+    yield _histogram(SECONDS, requests.seconds)
+    yield _histogram(FIRST_TOKEN, requests.first_token)
+
+
+def _histogram(described: Described, buckets: Buckets) -> Metric:
+    bounds = [*(repr(float(bound)) for bound in buckets.bounds), "+Inf"]
+    cumulative = accumulate(list(buckets.counts))
+    return HistogramMetricFamily(
+        described.family, described.help, list(zip(bounds, cumulative, strict=True)), buckets.sum
+    )
+
 
 _VERSIONS = ("expertcast", "torch", "transformers")
 
@@ -107,7 +274,7 @@ class ExpertMetrics(Collector):
         yield from _families(self._drafts())
         if self._counts is not None:  # sums of counters that grow meanwhile may be one request apart
             yield from request_metrics(self._counts)
-        info = InfoMetricFamily(named.INFO.family, named.INFO.help)
+        info = InfoMetricFamily(INFO.family, INFO.help)
         info.add_metric((), dict(self._source.info))
         yield info
 
@@ -143,40 +310,40 @@ class ExpertMetrics(Collector):
     def _run_counters(self) -> Iterator[tuple[Described, Labels, float]]:
         source = self._source
         for layer, counts in enumerate(list(source.stats.layers)):
-            for name, described in named.LAYER.items():
+            for name, described in LAYER.items():
                 if name not in source.stats.uncounted:
                     yield described, (str(layer),), getattr(counts, name)
         link = source.link
-        yield named.COPIES, (), link.copies
-        yield named.BUSY, (), link.busy_s
+        yield COPIES, (), link.copies
+        yield BUSY, (), link.busy_s
         if link.name == "disk":
-            yield named.READS, (), link.copies
-            yield named.READ_SECONDS, (), link.busy_s
+            yield READS, (), link.copies
+            yield READ_SECONDS, (), link.busy_s
 
     def _gauges(self) -> Iterator[tuple[Described, Labels, float]]:
         source = self._source
         store, pool, drift = source.store, source.pool, source.drift
-        yield named.EXPERTS, (), store.layers * store.experts
-        yield named.SLOTS, (), pool.count
-        yield named.HELD, (), _held(source)
-        yield named.SLOT_BYTES, (), pool.nbytes
-        yield named.STORE_BYTES, (store.name,), store.stored_nbytes
+        yield EXPERTS, (), store.layers * store.experts
+        yield SLOTS, (), pool.count
+        yield HELD, (), _held(source)
+        yield SLOT_BYTES, (), pool.nbytes
+        yield STORE_BYTES, (store.name,), store.stored_nbytes
         if drift is not None:
             for layer, recall in drift.recall.items():
-                yield named.RECALL, (str(layer),), recall
+                yield RECALL, (str(layer),), recall
             for layer, recall in (drift.expected or {}).items():
-                yield named.EXPECTED, (str(layer),), recall
+                yield EXPECTED, (str(layer),), recall
             if drift.drift is not None:
-                yield named.DRIFT, (), drift.drift
+                yield DRIFT, (), drift.drift
 
     def _drafts(self) -> Iterator[tuple[Described, Labels, float]]:
         for draft, nbytes in self._source.draft_bytes().items():
-            yield named.DRAFT_BYTES, (draft,), nbytes
+            yield DRAFT_BYTES, (draft,), nbytes
         tally = self._source.tally
         for draft, count in () if tally is None else list(tally.by_draft.items()):
-            yield named.CYCLES, (draft,), count.cycles
-            yield named.DRAFTED, (draft,), count.drafted
-            yield named.ACCEPTED, (draft,), count.accepted
+            yield CYCLES, (draft,), count.cycles
+            yield DRAFTED, (draft,), count.drafted
+            yield ACCEPTED, (draft,), count.accepted
 
 
 def metrics_app(offloaded: OffloadedModel, counts: Requests | None = None, name: str = "") -> Any:

@@ -6,12 +6,22 @@ change the answer and cannot be done is refused.
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
+import torch
 from fastapi import HTTPException
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.cli.serving.utils import ReasoningText
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
+from transformers.generation.continuous_batching.requests import FutureRequestState
 
 COLDEST = 1e-5
 """Temperatures below it are the likeliest token: logits divided by less leave the range of float32."""
@@ -179,3 +189,167 @@ def _parts(message: Mapping[str, Any]) -> list[Any]:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+# Sampling in batches: every request by its own temperature, bounds, biases and seed.
+
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "sequence_bias")
+"""What requests of one batch may differ in."""
+_NUMBERS = itertools.count(1)
+
+
+class Sampler:
+    """Changes the logits of one request so that the largest is the token that is drawn.
+
+    Args:
+        model: that knows transformers' own processors.
+        config: of the request.
+        seed: of its draws; None: one of torch's own.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: GenerationConfig, seed: int | None) -> None:
+        self.number = next(_NUMBERS)
+        own = GenerationConfig(**{name: getattr(config, name, None) for name in SAMPLING})
+        self._processors: LogitsProcessorList = model._get_logits_processor(own)
+        self._generator = None
+        if config.do_sample:
+            self._generator = torch.Generator()
+            self._generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
+
+    @property
+    def changes(self) -> bool:
+        """Whether it changes anything."""
+        return self._generator is not None or bool(self._processors)
+
+    def __call__(self, logits_1V: Tensor) -> Tensor:
+        """Of its next token."""
+        logits_1V = self._processors(_NO_TOKENS.to(logits_1V.device), logits_1V)
+        if self._generator is None:
+            return logits_1V
+        # the largest of logits less the logarithms of such noise is a draw from their softmax
+        noise_1V = torch.empty(logits_1V.shape).exponential_(generator=self._generator)
+        return logits_1V - noise_1V.log().to(logits_1V.device)
+
+
+class BatchSampling(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
+    """Continuous batching's view of samplers.
+
+    Args:
+        find: the sampler of a request by its id; None: it has none.
+    """
+
+    supported_kwargs: dict[str, type] = {}  # noqa: RUF012
+    ignored_kwargs = ()
+
+    def __init__(self, find: Callable[[str], Sampler | None]) -> None:
+        self._find = find
+        self._samplers = WeakValueDictionary[int, Sampler]()
+
+    def fill_defaults(self, int32_tensor: Tensor) -> None:
+        """0: nothing is changed."""
+        int32_tensor.fill_(0)
+
+    def prepare_tensor_args(self, requests_with_new_token: list[FutureRequestState]) -> Tensor:
+        """Numbers of samplers `[B]`."""
+        samplers = [self._find(request.state.request_id) for request in requests_with_new_token]
+        self._samplers.update({sampler.number: sampler for sampler in samplers if sampler is not None})
+        return torch.tensor([0 if sampler is None else sampler.number for sampler in samplers], dtype=torch.int32)
+
+    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+        """Of logits `[B, V]`, those of which the largest are taken."""
+        if not self._samplers:
+            return scores
+        rows = [self._samplers.get(number) for number in tensor_arg[: len(scores)].tolist()]
+        changed = [
+            row_1V if sampler is None else sampler(row_1V)
+            for sampler, row_1V in zip(rows, scores.unsqueeze(1), strict=True)
+        ]
+        return torch.cat(changed)
+
+
+_NO_TOKENS = torch.empty(1, 0, dtype=torch.long)
+"""What samplers change does not depend on what came before."""
+
+
+# What a request's text is written with that transformers does not know: OpenAI's penalties, and stops that are cut.
+
+
+class Penalties(LogitsProcessor):  # type: ignore[misc]
+    """Takes from the logit of every token that was generated: `presence` once, and `frequency` each time.
+
+    Args:
+        presence, frequency: as OpenAI's parameters.
+        prompt_tokens: tokens before the generated ones.
+    """
+
+    supports_continuous_batching = False
+
+    def __init__(self, presence: float, frequency: float, prompt_tokens: int) -> None:
+        self._presence, self._frequency, self._prompt_tokens = presence, frequency, prompt_tokens
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Of tokens `[B, T]` and logits `[B, V]`, the logits less the penalties."""
+        new_BT = input_ids[:, self._prompt_tokens :]
+        counts_BV = torch.zeros_like(scores).scatter_add_(1, new_BT, torch.ones_like(new_BT, dtype=scores.dtype))
+        return scores - self._frequency * counts_BV - self._presence * (counts_BV > 0)
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """A text up to the first of its stops."""
+    return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
+
+
+class CutStream:
+    """A stream of transformers' server up to the first stop, which never shows, not in parts either.
+
+    Args:
+        queue: of what the streamer puts in: texts, other things between them, and an end.
+        stops: none of them empty.
+    """
+
+    def __init__(self, queue: asyncio.Queue[Any], stops: Sequence[str]) -> None:
+        self._queue, self._stops = queue, stops
+        self._ready = deque[Any]()
+        self._held = ""
+        self._over = False
+
+    async def get(self) -> Any:
+        """The next item."""
+        while not self._ready:
+            self._take(await self._queue.get())
+        return self._ready.popleft()
+
+    def get_nowait(self) -> Any:
+        """The next item.
+
+        Raises:
+            asyncio.QueueEmpty: there is none yet.
+        """
+        while not self._ready:
+            self._take(self._queue.get_nowait())
+        return self._ready.popleft()
+
+    def _take(self, item: Any) -> None:
+        if isinstance(item, str) and not isinstance(item, ReasoningText):
+            if self._over:
+                return
+            self._held += item
+            text = cut(self._held, self._stops)
+            self._over = text != self._held
+            shown = len(text) if self._over else len(text) - self._beginning(text)
+            self._show(text[:shown])
+            self._held = "" if self._over else text[shown:]
+        else:
+            self._show(self._held)
+            self._held = ""
+            self._ready.append(item)
+
+    def _show(self, text: str) -> None:
+        if text:
+            self._ready.append(text)
+
+    def _beginning(self, text: str) -> int:
+        """Characters at the end that may be the beginning of a stop."""
+        longest = max(map(len, self._stops)) - 1
+        lengths = range(min(longest, len(text)), 0, -1)
+        return next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)

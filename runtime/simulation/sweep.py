@@ -17,21 +17,17 @@ from pathlib import Path
 
 import torch
 
-from expertcast.data.memory import usable_processors
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.plain import Json
-from expertcast.predictors.progress import Progress
+from expertcast.data.machine import usable_processors
+from expertcast.predictors.messages import ExpertcastError, Json, Progress
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.engine.tokens_ahead import TokenForecasts
-from expertcast.runtime.policies.eviction.pooled import Pooled
-from expertcast.runtime.policies.registry import CacheShape
+from expertcast.runtime.policies.base import CacheShape
+from expertcast.runtime.policies.eviction import Pooled
 from expertcast.runtime.policies.settings import Policies
-from expertcast.runtime.simulation.machine import Case, Machine, check_slots
+from expertcast.runtime.simulation.machine import Case, Machine, check_slots, summary
 from expertcast.runtime.simulation.simulator import simulate
-from expertcast.runtime.simulation.summary import summary
-from expertcast.runtime.simulation.token_table import TokenTable
-from expertcast.runtime.simulation.trace import Trace
-from expertcast.runtime.storage.precision import FULL
+from expertcast.runtime.simulation.trace import TokenTable, Trace
+from expertcast.runtime.storage.layout import FULL
 
 CAPACITIES = (0.01, 0.05, 0.10, 0.25, 0.45)
 """Shares of all experts that fit on the device."""
@@ -104,7 +100,7 @@ def sweep(
         progress: show a bar on standard error.
 
     Returns:
-        `results`: a row per case in the order given (see :func:`expertcast.runtime.simulation.summary.summary`), and
+        `results`: a row per case in the order given (see :func:`expertcast.runtime.simulation.machine.summary`), and
         `skipped`: cases that cannot run, with the `reason`, such as fewer slots than one token needs.
 
     Raises:

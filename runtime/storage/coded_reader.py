@@ -9,21 +9,387 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from expertcast.data.memory import usable_processors
+from expertcast.data.machine import usable_processors
 from expertcast.runtime.storage.codecs import Codec, Part
-from expertcast.runtime.storage.coded_file import CodedFile
-from expertcast.runtime.storage.coded_read import CodedRead, Rates
-from expertcast.runtime.storage.decode_plan import DecodePlan
-from expertcast.runtime.storage.direct_read import Read, sectors
-from expertcast.runtime.storage.direct_reader import DirectReader
-from expertcast.runtime.storage.part_memory import NOTHING, PLAIN, Kinds, PartMemory, PartPlaces, Taken
-from expertcast.runtime.storage.read_queue import ReadQueue
-from expertcast.runtime.storage.ready_jobs import ReadyJobs
+from expertcast.runtime.storage.expert_file import CodedFile
+from expertcast.runtime.storage.memory import HostMemory
+from expertcast.runtime.storage.reader import SECTOR, Arrival, DirectReader, Read, ReadQueue, sectors
+
+# In which pieces a coded expert is read, and what can be decoded once which of them are there.
+#
+# A codec that compresses a plane has the plain planes lie under it byte by byte, so that a compressed shard can be put
+# back together as soon as it and the bytes under it have come: the disk need not be waited for to the end.
+
+CUT = 1 << 20
+"""Bytes, about: plain parts are read in such pieces where something can be decoded sooner for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is read at once, of one part."""
+
+    part: int
+    start: int = 0
+    """Byte of the part, a multiple of a sector."""
+    stop: int | None = None
+    """None: its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one thread does at a time."""
+
+    parts: tuple[int, ...]
+    """That it checks and expands."""
+    pieces: tuple[int, ...]
+    """That it needs."""
+    shard: int | None = None
+    """The compressed shard that is recovered; None: all of the block, or nothing where `checks`."""
+    checks: bool = False
+    """Whether it only compares parts with their digests."""
+
+
+class DecodePlan:
+    """The same for all experts of a codec."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        shards = range(len(codec.shards))
+        packed = [index for index in shards if codec.planes[codec.shards[index].plane].compressed]
+        plain = [index for index in shards if index not in packed]
+        pieces, jobs = [Piece(index) for index in packed], []
+        for index in plain:
+            size = codec.shards[index].nbytes
+            cuts = range(0, max(1, size - CUT // 2), CUT) if packed else (0,)
+            starts = list(cuts)
+            pieces += [Piece(index, start, stop) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
+        for index in packed:
+            shard = codec.shards[index]
+            under = [
+                number
+                for number, piece in enumerate(pieces)
+                if piece.part == index
+                or (
+                    piece.part in plain
+                    and piece.start < shard.start + shard.nbytes
+                    and (piece.stop is None or piece.stop > shard.start)
+                )
+            ]
+            jobs.append(Job((index,), tuple(under), shard=index))
+        everything = tuple(number for number, piece in enumerate(pieces) if piece.part in plain)
+        if plain:
+            jobs.append(Job(tuple(plain), everything, checks=bool(packed)))
+        self.pieces: tuple[Piece, ...] = tuple(pieces)
+        """In the order in which they are read, compressed ones first: each piece of a plain part then makes a job
+        ready, and threads decode while the rest is read."""
+        self.jobs: tuple[Job, ...] = tuple(jobs)
+        self.scratch_bytes = max((codec.shards[index].nbytes for index in packed), default=0)
+        """Of memory that a thread needs to do a job."""
+
+    def run(self, job: Job, parts: Sequence[Part], scratch: Tensor, block: Tensor) -> None:
+        """Do one job of an expert.
+
+        Args:
+            job: all of its pieces have come.
+            parts: of the expert, where they were read; those without a digest have been compared.
+            scratch: uint8 [scratch_bytes] of the thread's own, for the compressed shard.
+            block: uint8 [block_bytes], what follows from the job is written.
+
+        Raises:
+            ExpertcastError: a part is damaged.
+        """
+        codec = self._codec
+        planes = [scratch] * len(codec.planes)
+        for index, shard in enumerate(codec.shards):
+            if not codec.planes[shard.plane].compressed:
+                planes[shard.plane] = parts[index].data
+        alone = None if job.shard is None else codec.shards[job.shard]
+        if alone is not None:
+            planes[alone.plane] = scratch[: alone.nbytes]
+        for index in job.parts:
+            codec.expand(index, parts[index], planes)
+        if not job.checks:
+            codec.recover(planes, block, alone)
+
+
+assert CUT % SECTOR == 0
+
+
+# Memory for experts' coded parts: those that are being read or decoded, and those that are kept for the next time.
+#
+# An expert's parts lie in two buffers, each in whole sectors: the *plain* one holds the parts of planes that are not
+# compressed (signs and mantissas), the *packed* one those of planes that are (exponents). Either can be kept alone. All
+# buffers are made at the start: what is kept costs no more memory than it was given.
+
+PLAIN, PACKED = 0, 1
+KINDS = (PLAIN, PACKED)
+Kinds = frozenset[int]
+NOTHING: Kinds = frozenset()
+EVERYTHING: Kinds = frozenset(KINDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a part lies."""
+
+    kind: int
+    """PLAIN or PACKED."""
+    start: int
+    """Byte of its buffer, a multiple of a sector."""
+
+
+class PartPlaces:
+    """Where the parts of each expert of a file lie in its buffers."""
+
+    def __init__(self, file: CodedFile, codec: Codec) -> None:
+        packed_P = np.array([codec.planes[shard.plane].compressed for shard in codec.shards])
+        whole_NP = -(-file.nbytes // SECTOR) * SECTOR
+        self.kinds = [PACKED if packed else PLAIN for packed in packed_P.tolist()]
+        """Of each part."""
+        self.nbytes = [0, 0]
+        """Of a buffer of each kind; 0: there are no such parts."""
+        self._starts_NP = np.zeros_like(whole_NP)
+        for kind in KINDS:
+            own = np.flatnonzero(packed_P == kind)
+            ends = whole_NP[:, own].cumsum(axis=1)
+            self._starts_NP[:, own] = ends - whole_NP[:, own]
+            self.nbytes[kind] = int(ends[:, -1].max()) if len(own) else 0
+
+    def of(self, key: int) -> list[Place]:
+        """One for each part."""
+        return [Place(kind, start) for kind, start in zip(self.kinds, self._starts_NP[key].tolist(), strict=True)]
+
+
+class Taken:
+    """The buffers of one expert that is under way."""
+
+    __slots__ = ("buffers", "held")
+
+    def __init__(self, buffers: list[Tensor | None], held: Kinds) -> None:
+        self.buffers = buffers
+        """By kind."""
+        self.held = held
+        """Kinds whose parts were there already, and have been compared with their digests."""
+
+
+class PartMemory:
+    """Buffers, and whose parts are in them. Whoever uses it holds a lock.
+
+    Args:
+        nbytes: of a buffer, by kind.
+        under_way: experts that may be under way at a time, beside those that are kept.
+        kept: most buffers of each kind that are kept.
+    """
+
+    def __init__(self, nbytes: list[int], *, under_way: int, kept: tuple[int, int] = (0, 0)) -> None:
+        self._may_begin = under_way
+        """Experts that may still get under way. Buffers that nothing is kept in so far are not for them."""
+        self._room = [count if size else 0 for count, size in zip(kept, nbytes, strict=True)]
+        self._present = frozenset(kind for kind in KINDS if nbytes[kind])
+        slabs = [
+            HostMemory(sectors(size) * (count + under_way)).bytes if size else None
+            for size, count in zip(nbytes, self._room, strict=True)
+        ]
+        self._free: list[list[Tensor]] = [
+            [] if slab is None else list(slab.view(-1, sectors(size)).unbind(0))
+            for slab, size in zip(slabs, nbytes, strict=True)
+        ]
+        self.nbytes = sum(slab.numel() for slab in slabs if slab is not None)
+        """Bytes of all buffers."""
+        self._kept: dict[int, dict[int, Tensor]] = {}
+        """Buffers of each expert that is kept and not under way, by kind."""
+        self._count = [0, 0]
+        """Buffers that are kept, those under way left out."""
+
+    def held(self, key: int) -> Kinds:
+        """Of an expert that is not under way."""
+        return frozenset(self._kept.get(key, ()))
+
+    def take(self, key: int, spare: int = 0) -> Taken | None:
+        """An expert gets under way: its own buffers, and free ones for what is not there.
+
+        Args:
+            key: the expert.
+            spare: experts that must still be able to get under way afterwards; None is returned otherwise.
+        """
+        if self._may_begin <= spare:
+            return None
+        self._may_begin -= 1
+        own = self._kept.pop(key, {})
+        for kind in own:
+            self._count[kind] -= 1
+        buffers = [own.get(kind) for kind in KINDS]
+        for kind in self._present - own.keys():
+            buffers[kind] = self._free[kind].pop()
+        return Taken(buffers, frozenset(own))
+
+    def give(self, key: int, taken: Taken, keep: Container[int] = NOTHING) -> None:
+        """It is under way no more.
+
+        Args:
+            key: the expert.
+            taken: what :meth:`take` gave.
+            keep: kinds whose parts are whole, and to be kept where there is room.
+        """
+        self._may_begin += 1
+        for kind, buffer in enumerate(taken.buffers):
+            if buffer is not None:
+                self._settle(key, kind, buffer, kind in keep)
+
+    def put(self, key: int, kind: int) -> Tensor | None:
+        """A buffer for parts that come from elsewhere and count as kept from now on; None: there is no room."""
+        if self._count[kind] >= self._room[kind] or kind in self._kept.get(key, ()) or not self._free[kind]:
+            return None
+        buffer = self._free[kind].pop()
+        self._settle(key, kind, buffer, True)
+        return buffer
+
+    def drop(self, key: int, keep: Container[int] = NOTHING) -> None:
+        """Free what is kept of an expert, but for some kinds."""
+        own = self._kept.get(key)
+        if own is None:
+            return
+        for kind in [kind for kind in own if kind not in keep]:
+            self._count[kind] -= 1
+            self._free[kind].append(own.pop(kind))
+        if not own:
+            del self._kept[key]
+
+    def _settle(self, key: int, kind: int, buffer: Tensor, keep: bool) -> None:
+        if keep and self._count[kind] < self._room[kind]:
+            self._kept.setdefault(key, {})[kind] = buffer
+            self._count[kind] += 1
+        else:
+            self._free[kind].append(buffer)
+
+
+# One coded expert on its way from a file into memory.
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class CodedRead(Arrival):
+    """One expert; the target is its block, uint8 [block_bytes]."""
+
+    key: int
+    taken: Taken | None = None
+    """While it is under way, the memory of its parts."""
+    parts: list[Part] = field(default_factory=list)
+    """Where they are read."""
+    reads: list[Read] = field(default_factory=list)
+    """What the disk was asked for."""
+    reading: int = 0
+    """Of these, how many have not come."""
+    needs: list[int] = field(default_factory=list)
+    """Pieces that have not come, of each job."""
+    ready: deque[Job] = field(default_factory=deque)
+    """Jobs that no thread has taken."""
+    undone: int = 0
+    """Jobs that are not done."""
+    running: int = 0
+    """Jobs that a thread does now."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the block."""
+        return self.target.numel()
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(part.bytes_read for part in self.reads)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more happens: all is done, or something failed and nothing touches its memory any more."""
+        return not self.running and not self.reading and (not self.undone or self.error is not None)
+
+    def fail(self, error: BaseException) -> None:
+        """No more is done for it."""
+        self.error = self.error or error
+        self.ready.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Bytes per second."""
+
+    disk: float
+    """Of the file, while anything is read."""
+    decoding: float
+    """Of experts' blocks, by one thread."""
+    threads: int
+    """That decode."""
+
+
+# Which job a decoding thread takes next, and when it had better wait.
+
+
+class ReadyJobs:
+    """Jobs that can be done, of the read that comes first.
+
+    Args:
+        changed: guards this and the reads; notified when there may be something to do.
+    """
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed, self._processors = changed, usable_processors()
+        self._reads = ReadQueue[CodedRead](lambda read: bool(read.ready))
+        self.held_back = False
+        """Whether the model computes on these processors: forecasts are decoded while somebody waits, at other times
+        only by processors that torch leaves free. To decode beside the model costs it more than it saves."""
+        self.awaited = 0
+        """Threads that wait for a read, and compute nothing meanwhile."""
+        self._early = 0
+        """Threads that are at a forecast's job."""
+        self._closed = False
+
+    def add(self, read: CodedRead, job: Job) -> None:
+        """One more can be done."""
+        read.ready.append(job)
+        if len(read.ready) == 1:
+            self._reads.push(read)
+        self._changed.notify()
+
+    def promote(self, read: CodedRead) -> None:
+        """The read has become urgent."""
+        if read.ready:
+            self._reads.push(read)
+            self._changed.notify_all()
+
+    def take(self) -> tuple[CodedRead, Job, bool] | None:
+        """The next one, and whether it is a forecast's; None: no more come."""
+        with self._changed:
+            while True:
+                read = self._reads.first()
+                if read is not None and (read.urgent or self._may_be_early()):
+                    read.running += 1
+                    self._early += not read.urgent
+                    return read, read.ready.popleft(), not read.urgent
+                if self._closed:
+                    return None
+                self._changed.wait()
+
+    def done(self, early: bool) -> None:
+        """One that was taken has been done."""
+        self._early -= early
+
+    def close(self) -> None:
+        """Forget all; who takes gets nothing from now on."""
+        self._closed = True
+        self._reads.clear()
+        self._changed.notify_all()
+
+    def _may_be_early(self) -> bool:
+        free = self._processors - torch.get_num_threads()
+        return not self.held_back or self.awaited > 0 or self._early < free
+
 
 UNDER_WAY = 4
 """Experts that are read or decoded at a time."""

@@ -13,8 +13,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape, MoEView
+
+# Precisions that experts are held and moved in: the model's own, and those of packed copies beside it.
+
+FULL = "full"
+"""The model's own precision."""
+PRECISIONS = ("int8", "int4", "int2")
+"""Copies that a store can hold beside it, best first."""
+_ORDER = (FULL, *PRECISIONS)
+
+
+def is_better(precision: str, other: str) -> bool:
+    """Whether a precision is finer than another."""
+    return _ORDER.index(precision) < _ORDER.index(other)
+
 
 ALIGNMENT = 256
 """Bytes. The kernels of CUDA and of the CPU read weights at 16 and 64; 256 is what CUDA's own allocator keeps."""

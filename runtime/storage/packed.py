@@ -21,10 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.storage.host_memory import HostMemory, PageLock
-from expertcast.runtime.storage.layout import BlockLayout, Field, aligned_bytes
-from expertcast.runtime.storage.precision import PRECISIONS
+from expertcast.predictors.messages import ExpertcastError
+from expertcast.runtime.storage.layout import PRECISIONS, BlockLayout, Field, aligned_bytes
+from expertcast.runtime.storage.memory import HostMemory, PageLock
 
 _GROUPS = (64, 32)
 _BITS = {"int8": 8, "int4": 4, "int2": 2}

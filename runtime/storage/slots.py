@@ -11,10 +11,10 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from expertcast.data.devices import with_index
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.storage.host_memory import HostMemory
+from expertcast.data.machine import with_index
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.layout import BlockLayout
+from expertcast.runtime.storage.memory import HostMemory
 from expertcast.runtime.storage.packed import PackedExperts
 
 _PAGE = 4096
@@ -34,7 +34,7 @@ class SlotPool:
     """One buffer on the device; any expert of any layer may lie in any slot.
 
     The pool keeps the books (which key is where, what state a slot is in). What goes in and out is decided
-    by :class:`expertcast.runtime.engine.residency.Residency`.
+    by :class:`expertcast.runtime.engine.cache.Residency`.
     """
 
     def __init__(self, layout: BlockLayout, count: int, device: torch.device) -> None:

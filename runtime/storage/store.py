@@ -12,14 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from expertcast.data.devices import with_index
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.progress import Progress
+from expertcast.data.machine import with_index
+from expertcast.predictors.messages import ExpertcastError, Progress
 from expertcast.predictors.view import MoELayer, MoEView
-from expertcast.runtime.storage.host_memory import HostMemory, PageLock, give_back_freed
-from expertcast.runtime.storage.layout import BlockLayout, ExpertsForm, device_of, expert_parameters
+from expertcast.runtime.storage.layout import FULL, BlockLayout, ExpertsForm, device_of, expert_parameters
+from expertcast.runtime.storage.memory import HostMemory, PageLock, give_back_freed
 from expertcast.runtime.storage.packed import PackedExperts, PackedLayout
-from expertcast.runtime.storage.precision import FULL
 
 Write = Callable[[dict[str, Tensor]], None]
 """Fills one layer's parameters [E, ...], by name."""

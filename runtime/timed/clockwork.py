@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.offloaded import OffloadedModel
-from expertcast.runtime.recording.observer import Observer, State
+from expertcast.runtime.offloading import OffloadedModel
+from expertcast.runtime.recording.recorder import Observer, State
 from expertcast.runtime.timed.costs import StepCosts
 from expertcast.runtime.timed.device import TimedDevice
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 from expertcast.runtime.timed.costs import DriverCosts, StepCosts
 from expertcast.runtime.timed.run import TimedCase, TimedRun, decode_timed
 

@@ -15,8 +15,8 @@ from functools import cache
 import torch
 from torch import nn
 
-from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import meta_model
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.benchmarking.shapes import SHAPES, Shape, weight_bytes
 

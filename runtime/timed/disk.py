@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from expertcast.runtime.storage.arrival import Arrival
+from expertcast.runtime.storage.reader import Arrival
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.timed.device import TimedDevice
 from expertcast.runtime.timed.streams import Span, Work
@@ -23,7 +23,7 @@ class TimedRead(Arrival):
 
 
 class TimedDisk:
-    """Stands for a store's file and for its reader, as :mod:`expertcast.runtime.links.staging` asks them.
+    """Stands for a store's file and for its reader, as :mod:`expertcast.runtime.links.disk_cuda` asks them.
 
     Requests are begun up to `depth` at a time, urgent ones first; the bytes of one come after those of the one begun
     before it, the time of an access goes by meanwhile. Half of a block is written when its bytes begin to come, all of

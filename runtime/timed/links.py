@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from expertcast.runtime.links.copy import BlockCopier
+from expertcast.runtime.experimental.kernel_link import BlockCopier, KernelLink, Moves
 from expertcast.runtime.links.cuda import CudaLink, window_of
-from expertcast.runtime.links.disk_cuda import CudaDiskLink
+from expertcast.runtime.links.disk_cuda import CudaDiskLink, File, Staging, places_of
 from expertcast.runtime.links.driver import CudaDevice
-from expertcast.runtime.links.kernel import KernelLink
-from expertcast.runtime.links.staging import File, Staging, places_of
-from expertcast.runtime.links.tables import Moves
-from expertcast.runtime.storage.direct_reader import THREADS
+from expertcast.runtime.storage.reader import THREADS
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.timed.device import TimedDevice

@@ -13,18 +13,15 @@ from typing import cast
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import meta_model
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.benchmarking.routing_process import RoutingProcess
-from expertcast.runtime.benchmarking.routing_tables import RoutingOptions, drawn
+from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, drawn
 from expertcast.runtime.benchmarking.shapes import SHAPES, Shape, random_model
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import Link
-from expertcast.runtime.links.driver import CudaDevice
-from expertcast.runtime.links.exchange import Readback
-from expertcast.runtime.offloaded import OffloadedModel
-from expertcast.runtime.offloading import offload
+from expertcast.runtime.links.driver import CudaDevice, Readback
+from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.timed.clockwork import Clockwork

@@ -13,9 +13,8 @@ import torch
 
 from expertcast.cli import main
 from expertcast.data.models import load_model, load_tokenizer
-from expertcast.data.plan import make_plan
+from expertcast.data.plan import make_plan, window_batches
 from expertcast.data.text import load_documents
-from expertcast.data.window_batch import window_batches
 from expertcast.predictors import ExpertcastError
 
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from disk_sides.sides import DISK
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 
 _KEYS = ("side", "workload", "memory", "throttle")
 _MEDIANS = ("tpot_s", "tpot_mean_s", "ttft_s", "bytes_read", "prompt_bytes_read", "hit_rate", "waited_s", "link_busy_s",

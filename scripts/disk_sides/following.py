@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from disk_sides.child import bytes_read, timed_part
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 from expertcast.runtime import OffloadedModel
 
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import load_tokenizer, meta_model
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.text import load_documents
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 from expertcast.runtime.benchmarking.shapes import SHAPES, STD, weight_bytes
 
 EMBEDDING, LATER_ATTENTION = 0.05, 0.004

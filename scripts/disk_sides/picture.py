@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from disk_sides.figures import rate_name
 from disk_sides.sides import OWN
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#767676")
 _MARKERS = ("o", "s", "^", "D", "P", "X", "v")

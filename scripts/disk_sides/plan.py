@@ -9,12 +9,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from expertcast.data.routing import Routing
-from expertcast.runtime.pools.costs import Costs
+from expertcast.data.routing_file import Routing
 from expertcast.runtime.pools.planner import plans
 from expertcast.runtime.pools.ranks import rank_model
-from expertcast.runtime.pools.replay import best_by_replay
-from expertcast.runtime.pools.states import ExpertBytes, State, pools_text
+from expertcast.runtime.pools.schedule import best_by_replay
+from expertcast.runtime.pools.states import Costs, ExpertBytes, State, pools_text
 
 DECODED = 1.0e9
 """Bytes of bf16 that a thread decodes in a second while the other one does, too."""

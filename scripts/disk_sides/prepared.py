@@ -15,7 +15,7 @@ from disk_sides.runs import TORCH, call, run
 from disk_sides.sides import LLAMA, OWN, PROCESS, Side
 from expertcast.commands.output import say
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 
 PROCESS_OPTIONS = {"persistence": 0.3, "accuracy": 0.9}
 """Of the routing that is drawn: with what comes again by chance about .45 of the experts stay, as in real models (.43

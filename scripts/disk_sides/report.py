@@ -11,8 +11,8 @@ from disk_sides.figures import rate_name, ratio
 from disk_sides.picture import draw
 from disk_sides.sides import ACCELERATE, DIRECT, DISK, LLAMA, OWN, PROCESS, SIDES
 from disk_sides.targets import targets
-from expertcast.data.writer import write_where_told
-from expertcast.predictors.plain import Json
+from expertcast.data.trace_writer import write_where_told
+from expertcast.predictors.messages import Json
 
 REAL_OVERLAP = 0.43
 """Recall of the previous token's experts in Qwen3-30B-A3B, on a device."""

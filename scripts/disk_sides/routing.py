@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
 
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 
 Ids = Sequence[Sequence[Sequence[int]]]
 

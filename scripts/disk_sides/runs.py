@@ -14,7 +14,7 @@ from pathlib import Path
 
 from disk_sides.cage import Cage, drop_cached
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 SOURCE = SCRIPTS.parent / "src"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 
 OWN, PROCESS = "own", "process"
 """Workloads: the model's own routing of a text, and routing drawn by a process, which alone can be forecast as well as

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from disk_sides.figures import find, ratio
 from disk_sides.sides import ACCELERATE, DIRECT, LLAMA, OWN
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 
 CODED = ("bitsplit", "pools")
 OURS = ("mapped", DIRECT, *CODED)

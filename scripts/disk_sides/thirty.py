@@ -17,12 +17,12 @@ from disk_sides.prepared import Budget, Prepared
 from disk_sides.runs import TORCH, run
 from disk_sides.sides import DIRECT, PROCESS, Side
 from expertcast.commands.output import say
-from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import meta_model
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.source import ModelSource
 from expertcast.data.weights.files import SafetensorsFiles
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 from expertcast.runtime.storage.disk_store import DiskStore
 
 MEMORY = 3_000_000_000

@@ -24,17 +24,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from disk_sides.following import compared, follow, remember, remembered
 from disk_sides.routing import described
 from disk_sides.sides import ACCELERATE, DISK, OWN, PROCESS
-from expertcast.data.discovery import experts_implementation, find_moe_layers
 from expertcast.data.models import meta_model
+from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.predictors import MoEView, PredictorConfig
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 from expertcast.runtime import OffloadConfig, OffloadedModel, load_offloaded
-from expertcast.runtime.benchmarking.routing_process import RoutingProcess, TablePredictor
-from expertcast.runtime.benchmarking.routing_tables import RoutingOptions, RoutingTables, drawn
+from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, RoutingTables, TablePredictor, drawn
 from expertcast.runtime.engine.kernels import kernel_name
-from expertcast.runtime.storage.direct_read import PIECE, Read
-from expertcast.runtime.storage.direct_reader import DirectReader
-from expertcast.runtime.storage.host_memory import HostMemory
+from expertcast.runtime.storage.memory import HostMemory
+from expertcast.runtime.storage.reader import PIECE, DirectReader, Read
 
 _BUFFERS = 8
 

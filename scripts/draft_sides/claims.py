@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from draft_sides.sides import AUTO, INT4, MAIN_CAPACITY, MAIN_RATIO, NONE, REFERENCE
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 
 Rows = Sequence[Json]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from draft_sides.sides import GOVERNED, NONE, Setting, Side
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 
 
 def row(setting: Setting, side: Side, ratio: float, slots: int, memory_bytes: int, runs: Sequence[Json]) -> Json:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from draft_sides.models import layer_seconds, opened, prompts, widened
 from draft_sides.sides import EMULATED, NONE, REFERENCE, WIDENED, Setting
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from expertcast.predictors.plain import Json
-from expertcast.runtime.drafts.costs import expected_tokens, exposed_seconds
-from expertcast.runtime.drafts.cycle import Choice, Cycle
+from expertcast.predictors.messages import Json
+from expertcast.runtime.drafts.costs import Choice, Cycle, expected_tokens, exposed_seconds
 
 ENOUGH = 0.97
 """A length with so much of the best one's tokens per second is as good."""

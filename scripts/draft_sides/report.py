@@ -9,7 +9,7 @@ from marked_page import replace_between
 
 from draft_sides.claims import claims
 from draft_sides.sides import AUTO, INT4, NONE
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 
 BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
 _HEAD = ("side", "ms per token", "range", "x best exact, same memory", "tokens per cycle", "accepted 1st, 2nd, ...",

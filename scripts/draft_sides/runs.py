@@ -18,16 +18,16 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from draft_sides.models import opened, other_bytes
 from draft_sides.sides import ASSISTANT, AUTO, INT4, NONE, Side
 from draft_sides.watching import Clock, Kept, Watch
-from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import load_model
-from expertcast.predictors.plain import Json
-from expertcast.runtime.drafts.cycle import Choice, Cycle
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.predictors.messages import Json
+from expertcast.runtime.drafts.costs import Choice, Cycle
 from expertcast.runtime.drafts.drafting import Drafting, DraftOptions
-from expertcast.runtime.drafts.drafts import Draft
+from expertcast.runtime.drafts.kinds import Draft
 from expertcast.runtime.drafts.quantised import ModelWeights, QuantisedExperts
-from expertcast.runtime.engine.seam import EXPERTS_NAME
-from expertcast.runtime.offloaded import OffloadedModel
-from expertcast.runtime.quality.exact_sets import drafting
+from expertcast.runtime.engine.front import EXPERTS_NAME
+from expertcast.runtime.offloading import OffloadedModel
+from expertcast.runtime.quality.forecasts import drafting
 
 _FEW_ROWS = 32
 """A verification has no more rows, a prompt has."""

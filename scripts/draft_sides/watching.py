@@ -11,9 +11,9 @@ from time import perf_counter
 from torch import Tensor
 from transformers.generation import BaseStreamer
 
-from expertcast.data.taps import RouterCall
-from expertcast.predictors.plain import Json
-from expertcast.runtime.drafts.cycle import Choice, Cycle
+from expertcast.data.batch import RouterCall
+from expertcast.predictors.messages import Json
+from expertcast.runtime.drafts.costs import Choice, Cycle
 from expertcast.runtime.drafts.governor import Governor
 
 
@@ -81,7 +81,7 @@ class Watch:
         """Experts that layers needed in verifications, and those of them that had a slot when the layer was reached."""
 
     def routed(self, position: int | None, call: RouterCall) -> None:
-        """As :meth:`expertcast.runtime.drafts.schedule.Watcher.routed`."""
+        """As :meth:`expertcast.runtime.drafts.prefetch.Watcher.routed`."""
         if position is not None:
             known = self._drafted.setdefault(call.layer, [])
             if not position:
@@ -99,7 +99,7 @@ class Watch:
                 self.mismatch += 1
 
     def reached(self, layer: int, keys: Sequence[int], held: Container[int]) -> None:
-        """As :meth:`expertcast.runtime.drafts.schedule.Watcher.reached`; a layer that is asked for again in the same
+        """As :meth:`expertcast.runtime.drafts.prefetch.Watcher.reached`; a layer that is asked for again in the same
         pass, as one that goes token by token is, counts once."""
         if layer != self._layer:
             self.needed += len(keys)

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from expertcast.data.collector import collect
+from expertcast.data.collect import collect
 from expertcast.data.text import Document
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import Predictor, RouterState
 from expertcast.runtime.engine.drift import DriftMonitor
-from expertcast.runtime.engine.refit_layer import BLOCK, Example, LayerRefit
-from expertcast.runtime.engine.refit_part import ridge_part
+from expertcast.runtime.engine.refit import BLOCK, Example, LayerRefit, ridge_part
 from expertcast.training.scoring import states_of
 
 States = list[RouterState]

@@ -65,7 +65,7 @@ def make(made: Made, seed: int) -> None:
     import pyarrow.parquet as pq
 
     from expertcast.cli import main
-    from expertcast.data.collector import collect
+    from expertcast.data.collect import collect
     from expertcast.data.models import load_model, load_tokenizer
     from expertcast.data.text import load_documents
     from expertcast.runtime.config import OffloadConfig
@@ -94,7 +94,8 @@ def _save_model(folder: Path, seed: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-    from expertcast.data.models import REFERENCE, load_tokenizer
+    from expertcast.checkpoints.bundled import REFERENCE
+    from expertcast.data.models import load_tokenizer
 
     tokenizer = load_tokenizer(REFERENCE)
     config = Qwen3MoeConfig(

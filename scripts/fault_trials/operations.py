@@ -77,14 +77,14 @@ def _open_traces(_: Made, target: Path, __: Path) -> Any:
 
 
 def _open_checkpoint(_: Made, target: Path, __: Path) -> Any:
-    from expertcast.checkpoints.store import PredictorCheckpoint
+    from expertcast.checkpoints.checkpoint import PredictorCheckpoint
 
     predictor = PredictorCheckpoint.open(target).load()
     return {"config": predictor.config.as_dict(), "tensors": _tensors(predictor.state_dict())}
 
 
 def _open_store(_: Made, target: Path, __: Path) -> Any:
-    from expertcast.runtime.storage.store_file import verify_store
+    from expertcast.runtime.storage.expert_file import verify_store
 
     verify_store(target)
 

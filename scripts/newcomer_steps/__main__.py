@@ -12,7 +12,7 @@ from pathlib import Path
 
 import expertcast
 from expertcast.commands.output import say, write_json
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 from newcomer_steps import report
 from newcomer_steps.rows import LIMIT_S, TOOLS, Row, chosen, try_commands, try_in_this_process, try_tool
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from marked_page import replace_between
 
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 
 BEGIN, END = "<!-- tools -->", "<!-- end of tools -->"
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 from newcomer_steps.readme import ROOT, readme_lines, shortened, words_of, write_texts
 
 LIMIT_S = 900.0

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 from serving_sides.clients import WAIT_S
 from serving_sides.servers import Running, end
 

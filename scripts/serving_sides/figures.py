@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 from serving_sides.clients import Load
 from serving_sides.sides import BATCHED, EXACT, ON_DEMAND, ONE_BY_ONE, RESIDENT, place
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from expertcast.checkpoints.store import save_predictor
+from expertcast.checkpoints.bundled import REFERENCE
+from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.commands.output import say
-from expertcast.data.collector import collect
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.models import REFERENCE, load_model, load_tokenizer
+from expertcast.data.collect import collect
+from expertcast.data.models import load_model, load_tokenizer
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.plan import TextOptions
 from expertcast.data.text import load_documents
 from expertcast.training.fit import fit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 from serving_sides.figures import OTHERS, figures
 from serving_sides.servers import ENDS_S
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 
 ONE_BY_ONE, BATCHED, VLLM = SERVERS = ("transformers, one by one", "transformers, batched", "vLLM")
 RESIDENT, ON_DEMAND, EXACT = KINDS = ("resident", "on demand", "exact")

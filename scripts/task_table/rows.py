@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from expertcast.checkpoints.store import load_predictor
+from expertcast.checkpoints.checkpoint import load_predictor
 from expertcast.commands.predictors import is_checkpoint
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import predictor_class
 from expertcast.predictors.hybrid import PAPER, Hybrid, HybridConfig
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 from expertcast.runtime import OffloadConfig
 from expertcast.runtime.policies import Policies
 from expertcast.training.fit import fit
-from expertcast.training.options import FitOptions, Fitted
-from expertcast.training.scoring import validation_recall
+from expertcast.training.scoring import FitOptions, Fitted, validation_recall
 
 RESIDENT, SURE = "resident", "estimator where sure"
 ROUTER, ESTIMATOR, HYBRID, HYBRID_PAPER = "quasi_hidden", "estimator", "hybrid", "hybrid_paper"

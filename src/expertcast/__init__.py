@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from expertcast.runtime.config import OffloadConfig
     from expertcast.runtime.loading import load_offloaded
-    from expertcast.runtime.offloaded import OffloadedModel
-    from expertcast.runtime.offloading import offload
+    from expertcast.runtime.offloading import OffloadedModel, offload
 
 __version__ = "0.1.0"
 UNSUPPORTED = f"expertcast runs on Linux and macOS, not on {sys.platform}: on Windows, install it in WSL"
@@ -20,7 +19,7 @@ __all__ = ["OffloadConfig", "OffloadedModel", "__version__", "load_offloaded", "
 
 _LAZY = {
     "OffloadConfig": "expertcast.runtime.config",
-    "OffloadedModel": "expertcast.runtime.offloaded",
+    "OffloadedModel": "expertcast.runtime.offloading",
     "load_offloaded": "expertcast.runtime.loading",
     "offload": "expertcast.runtime.offloading",
 }

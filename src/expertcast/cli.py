@@ -165,7 +165,7 @@ def _status(words: Sequence[str]) -> int:
     _set_quiet()
     _refuse_early(command, words)
     args = build_parser(command).parse_args(words)
-    from expertcast.predictors.errors import ExpertcastError  # only now: `expertcast --help` must not wait for torch
+    from expertcast.predictors.messages import ExpertcastError
 
     try:
         text = _run(_module(args.command), args)
@@ -184,7 +184,7 @@ def _status(words: Sequence[str]) -> int:
 
 def _failed(text: str, status: int) -> int:
     """Say why, on a line of its own."""
-    if progress := sys.modules.get("expertcast.predictors.progress"):  # without it there is no bar
+    if progress := sys.modules.get("expertcast.predictors.messages"):  # without it there is no bar
         progress.end_bars()
     print(f"expertcast: {text}", file=sys.stderr)
     return status
@@ -195,7 +195,8 @@ def _module(command: str) -> ModuleType:
 
 
 def _add_options(parser: argparse.ArgumentParser, module: ModuleType) -> None:
-    from expertcast.commands.options import add_options, positive
+    from expertcast.commands.numbers import positive
+    from expertcast.commands.options import add_options
     from expertcast.commands.output import new_file
 
     add_options(parser, module.Options)

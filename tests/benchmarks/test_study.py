@@ -17,7 +17,8 @@ from benchmarks.study.findings import findings
 from benchmarks.study.found import HELD, NOT, PART, UNKNOWN, Claim, Found, MissingRowError, verdict
 from benchmarks.study.replay import replays
 
-from expertcast.data.models import REFERENCE, load_tokenizer
+from expertcast.checkpoints.bundled import REFERENCE
+from expertcast.data.models import load_tokenizer
 from tests.families.models import tiny_model
 from tests.runtime.simulation import made
 

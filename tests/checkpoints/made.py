@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from expertcast.checkpoints import files
-from expertcast.checkpoints.store import save_predictor
+from expertcast.checkpoints import checkpoint as files
+from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.predictors import MoEView, predictor_class
 from expertcast.predictors.artefacts import SEAL
 from expertcast.predictors.estimator import EstimatorConfig

@@ -11,11 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 import expertcast
-from expertcast.checkpoints import files
-from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor, save_predictor
-from expertcast.data.collector import collect
-from expertcast.data.discovery import find_moe_layers
+from expertcast.checkpoints import checkpoint as files
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predictor, save_predictor
+from expertcast.data.collect import collect
 from expertcast.data.models import load_tokenizer, meta_model
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from expertcast.checkpoints import files
-from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor, save_predictor
+from expertcast.checkpoints import checkpoint as files
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predictor, save_predictor
 from expertcast.predictors import ExpertcastError, MoEView, predictor_class
 from expertcast.predictors.artefacts import SEAL, seal
 from expertcast.predictors.estimator import EstimatorConfig

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from expertcast.checkpoints import files
-from expertcast.checkpoints.store import PredictorCheckpoint
+from expertcast.checkpoints import checkpoint as files
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint
 from expertcast.commands.output import table
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.artefacts import SEAL, file_digest
-from expertcast.runtime.arguments import recall_per_layer
+from expertcast.runtime.offloading import recall_per_layer
 from tests.checkpoints.made import CONFIGS, LEARNED, METRICS, write
 from tests.sealed import edit_json
 from tests.training.synthetic import tiny_view

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from expertcast.checkpoints.repositories import HubName
+from expertcast.checkpoints.hub import HubName
 
 
 @pytest.mark.parametrize(

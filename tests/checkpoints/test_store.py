@@ -12,13 +12,12 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
-from expertcast.checkpoints import files
+from expertcast.checkpoints import checkpoint as files
 from expertcast.checkpoints.card import model_card
-from expertcast.checkpoints.hub import HubPredictor
-from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor, save_predictor
+from expertcast.checkpoints.checkpoint import HubPredictor, PredictorCheckpoint, load_predictor, save_predictor
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, names
-from expertcast.training.options import Fitted
+from expertcast.training.scoring import Fitted
 from tests.sealed import edit_json
 from tests.training.synthetic import tiny_view
 

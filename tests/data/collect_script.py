@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from expertcast.data.collector import collect
+from expertcast.data.collect import collect
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.text import load_documents
 

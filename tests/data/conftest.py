@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from expertcast.data.collector import collect
+from expertcast.data.collect import collect
 from expertcast.data.text import load_documents
 from expertcast.predictors.artefacts import SEAL
 from tests.data.small_traces import SETTINGS, content

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from expertcast.data.batch import RouterCall
 from expertcast.data.early import EarlyAttention
-from expertcast.data.taps import RouterCall, RouterTaps
-from expertcast.predictors.stand_in import StandIn
+from expertcast.data.taps import RouterTaps
+from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.view import MoEView
 
 

@@ -13,8 +13,7 @@ import torch
 
 from expertcast.data.live import LiveDocument, LiveOptions, LiveTraces
 from expertcast.data.text import text_hash
-from expertcast.predictors.plain_view import LinearRouter, RoutingRule, plain_view
-from expertcast.predictors.view import ModelShape, MoEView
+from expertcast.predictors.view import LinearRouter, ModelShape, MoEView, RoutingRule, plain_view
 
 SHAPE = ModelShape(layers=3, experts=8, top_k=2, hidden=16)
 

@@ -12,16 +12,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.collector import collect
-from expertcast.data.discovery import experts_implementation, find_moe_layers
+from expertcast.data.collect import ActivationStream, collect
 from expertcast.data.experts import ResidentExperts
 from expertcast.data.means import MeanOutputs
-from expertcast.data.plan import Plan, Window, make_plan
-from expertcast.data.stream import ActivationStream
+from expertcast.data.moe_layers import experts_implementation, find_moe_layers
+from expertcast.data.plan import Plan, Window, make_plan, pad_windows
 from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset
-from expertcast.data.window_batch import pad_windows
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
 from tests.families.models import tiny_model
 

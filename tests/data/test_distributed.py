@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.collector import collect
+from expertcast.data.collect import collect
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from tests.data.two_ranks_script import TOKENS_PER_BATCH

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel, Qwen3NextConfig, StaticCache
 
-from expertcast.data.cache_reading import reading_copy
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.early import EarlyAttention
-from expertcast.data.early_layers import FIRST, ranges, told
+from expertcast.data.early import FIRST, EarlyAttention, ranges, reading_copy, told
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import MoEView
 from expertcast.predictors.early_attention import EarlyAttention as EarlyPredictor
 from expertcast.predictors.early_attention import EarlyConfig

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.early_program import _CHECKED
+from expertcast.data.early import _CHECKED
+from expertcast.data.moe_layers import find_moe_layers
 from tests.data.early_oracle import Follower, random_stand_in
 from tests.families.models import tiny_model
 

@@ -13,25 +13,22 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor, save_predictor
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predictor, save_predictor
 from expertcast.cli import main
 from expertcast.commands.predictors import evaluated
-from expertcast.data import layout
+from expertcast.data import trace_format as layout
 from expertcast.data.batch import TraceBatch
-from expertcast.data.collector import collect
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.early_trial import try_early
+from expertcast.data.collect import ActivationStream, collect, try_early
 from expertcast.data.models import load_tokenizer
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.online import OnlineTraces
 from expertcast.data.plan import make_plan
-from expertcast.data.stream import ActivationStream
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.early_attention import EarlyAttention
+from expertcast.predictors.early_attention import EarlyAttention, StandIn
 from expertcast.predictors.estimator import INPUTS, Estimator, EstimatorConfig
 from expertcast.predictors.hybrid import Hybrid, HybridConfig
-from expertcast.predictors.stand_in import StandIn
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit
 from expertcast.training.report import write_report

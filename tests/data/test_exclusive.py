@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from expertcast.data.exclusive import exclusive
+from expertcast.data.processes import exclusive
 from expertcast.predictors import ExpertcastError
 
 CODE = """
 import sys, time
 from pathlib import Path
-from expertcast.data.exclusive import exclusive
+from expertcast.data.processes import exclusive
 with exclusive(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(100)

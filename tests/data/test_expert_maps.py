@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.expert_maps import fit_stand_in
-from expertcast.data.expert_sums import PRIOR_TOKENS
+from expertcast.data.batch import RouterCall
+from expertcast.data.collect import ActivationStream
 from expertcast.data.experts import ResidentExperts
 from expertcast.data.means import MeanOutputs
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.plan import Window
-from expertcast.data.stream import ActivationStream
-from expertcast.data.taps import RouterCall, RouterTaps
+from expertcast.data.stand_in import PRIOR_TOKENS, fit_stand_in
+from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView
 from tests.families.models import tiny_model
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertcast.data import collector, expert_maps, layout
-from expertcast.data.collector import collect
-from expertcast.data.directions import largest
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.expert_maps import fit_stand_in
+from expertcast.data import collect as collector
+from expertcast.data import stand_in as expert_maps
+from expertcast.data import trace_format as layout
+from expertcast.data.collect import collect
 from expertcast.data.experts import ResidentExperts
-from expertcast.data.kept_outputs import KeptOutputs
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.stand_in import KeptOutputs, fit_stand_in, largest
 from expertcast.data.text import Document, load_documents
 from tests.data.test_expert_maps import gathered, windows
 from tests.families.models import tiny_model

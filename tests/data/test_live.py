@@ -11,13 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertcast.data import layout
-from expertcast.data.live import LiveOptions, LiveTraces
-from expertcast.data.live_document import Conversations
+from expertcast.data import trace_format as layout
+from expertcast.data.live import Conversations, LiveOptions, LiveTraces
 from expertcast.data.models import load_tokenizer
 from expertcast.data.plan import SPLITS
 from expertcast.data.text import Document
-from expertcast.data.trace_file import read_info
+from expertcast.data.trace_format import read_info
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.linear import LinearConfig

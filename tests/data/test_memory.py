@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from expertcast.data.memory import available_memory, usable_processors
+from expertcast.data.machine import available_memory, usable_processors
 
 MACHINE = 1000 * 1024
 V1 = "31 23 0:32 {top} {mount} rw,nosuid shared:9 - cgroup cgroup rw,memory\n"
@@ -138,7 +138,7 @@ def test_in_real_groups(nested: Path) -> None:
         f"open({str(nested / 'cgroup.procs')!r}, 'w').write('0')\n"
         "held = bytearray(200_000_000)\n"
         "held[::4096] = bytes(len(held[::4096]))\n"
-        "from expertcast.data.memory import available_memory; print(available_memory())"
+        "from expertcast.data.machine import available_memory; print(available_memory())"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
     assert 0 < int(ran.stdout) <= (1 << 30) - 200_000_000

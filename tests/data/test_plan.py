@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertcast.data.distributed import Share, documents_of, smallest_share
 from expertcast.data.plan import SPLITS, PlannedDocument, assign_splits, make_plan
+from expertcast.data.processes import Share, documents_of, smallest_share
 from expertcast.data.text import Document, load_documents
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 
 DOCUMENTS = [Document(i, f"Document {i}. " + "All happy families are alike. " * (5 + i), "prose") for i in range(40)]
 

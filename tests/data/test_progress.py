@@ -14,11 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from expertcast.data import layout
-from expertcast.data.collector import collect
+from expertcast.data import trace_format as layout
+from expertcast.data.collect import collect
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from tests.data.small_traces import SETTINGS, content
 from tests.families.models import tiny_model
 
@@ -32,7 +32,7 @@ def begun(
         return collect(model, tokenizer, load_documents("reference"), folder, **SETTINGS)
 
     with monkeypatch.context() as patch:
-        patch.setattr("expertcast.data.collector._finish", lambda *_args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("expertcast.data.collect._finish", lambda *_args: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             go_on()
     return go_on

@@ -17,14 +17,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertcast.data import collector, layout
-from expertcast.data.collector import collect
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data import collect as collector
+from expertcast.data import trace_format as layout
+from expertcast.data.collect import collect
 from expertcast.data.means import MeanOutputs
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.text import Document, load_documents
+from expertcast.data.trace_writer import merged_progress
 from expertcast.data.traces import TraceDataset
-from expertcast.data.writer import merged_progress
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, Any] = {"tokens": 3600, "window": 64, "batch_size": 4, "shard_bytes": 500 * 11_916}

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.cli import main
-from expertcast.data.models import REFERENCE, load_model
+from expertcast.data.models import load_model
 from expertcast.predictors import ExpertcastError
 from tests.families.models import tiny_model
 from tests.runtime.gguf_files import tiny, write
 from tests.runtime.quantised import fp8, mxfp4
 
-HOST_MEMORY = "expertcast.data.devices.available_memory"
+HOST_MEMORY = "expertcast.data.machine.available_memory"
 
 
 def held(path: str, dtype: str) -> int:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from expertcast.data import layout
+from expertcast.data import trace_format as layout
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 
 
 def replaced(table: pa.Table, name: str, values: pa.Array) -> pa.Table:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from expertcast.data.text import TXT_DOCUMENT_CHARS, Document, load_documents
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 
 
 def parquet(path: Path, **columns: object) -> Path:

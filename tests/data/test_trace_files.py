@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from expertcast.data import layout
+from expertcast.data import trace_format as layout
 from expertcast.data.skeleton import load_skeleton
-from expertcast.data.trace_file import read_info
+from expertcast.data.trace_format import read_info
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.artefacts import SEAL
 from expertcast.predictors.artefacts import digest as DIGEST
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from tests.data.small_traces import content
 from tests.irregular import IRREGULAR, in_seconds, put
 from tests.sealed import edit_json
@@ -215,7 +215,7 @@ def test_a_digest_cannot_be_left_out(traces: Path) -> None:
 
 def test_a_shard_is_read_for_its_digest_once_and_when_it_is_used(traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr("expertcast.data.shards.digest", lambda data: sizes.append(len(data)) or DIGEST(data))
+    monkeypatch.setattr("expertcast.data.traces.digest", lambda data: sizes.append(len(data)) or DIGEST(data))
     dataset = TraceDataset.open(traces)
     assert not sizes
     for _ in range(2):

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from expertcast.data import layout
+from expertcast.data import trace_format as layout
 from expertcast.data.batch import TraceBatch
-from expertcast.data.distributed import Share
 from expertcast.data.plan import SPLITS
-from expertcast.data.traces import TRACE_FILE, TraceDataset
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.data.processes import Share
+from expertcast.data.trace_format import TRACE_FILE
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors.messages import ExpertcastError
 from tests.sealed import edit_json
 
 

@@ -9,8 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.live import LiveDocument, LiveOptions, LiveTraces
-from expertcast.data.live_document import Conversations
+from expertcast.data.live import Conversations, LiveDocument, LiveOptions, LiveTraces
 from expertcast.data.models import load_tokenizer
 from expertcast.data.text import Document
 from expertcast.data.traces import TraceDataset

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.collector import collect
-from expertcast.data.distributed import training_share
+from expertcast.data.collect import collect
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.online import OnlineTraces
+from expertcast.data.processes import training_share
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceSource
 

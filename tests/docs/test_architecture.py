@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 
 import expertcast
 from expertcast import cli
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import PredictorConfig, names, registry
-from expertcast.predictors.router_input import RouterInput
+from expertcast.predictors import PredictorConfig, names
+from expertcast.predictors import base as registry
+from expertcast.predictors.baselines import RouterInput
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.policies import EVICTION, Policies
 from expertcast.runtime.storage.codecs import CODECS, make_codec

@@ -17,7 +17,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models import prometheus, stat, table, timeseries
 from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
-from expertcast.runtime.serving.families import FAMILIES
+from expertcast.runtime.serving.metrics import FAMILIES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FILE: dict[str, Any] = json.loads((DOCS / "grafana" / "expertcast.json").read_text())

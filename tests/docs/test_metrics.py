@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from expertcast.runtime.serving.families import FAMILIES, PREFIX
+from expertcast.runtime.serving.metrics import FAMILIES, PREFIX
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "metrics.md").read_text()

@@ -9,7 +9,7 @@ import transformers
 
 from expertcast.data.inspection import ModelReport, describe
 from expertcast.data.models import meta_model
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from tests.families.table import FAMILIES, REFUSED, WORKING_CLASSES, tiny_config
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"

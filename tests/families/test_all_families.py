@@ -14,16 +14,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import expertcast
-from expertcast.data.collector import collect
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.batch import RouterCall
+from expertcast.data.collect import collect
 from expertcast.data.inspection import describe
 from expertcast.data.models import load_tokenizer, meta_model
-from expertcast.data.taps import RouterCall, RouterTaps
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.taps import RouterTaps
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.engine.speculate import speculate
+from expertcast.runtime.engine.front import speculate
 from expertcast.training.fit import fit
 from tests.families.page import PAGE
 from tests.families.table import FAMILIES, REFUSED, WORKING_CLASSES, decorated, tiny_config, tiny_family

@@ -10,15 +10,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from expertcast.data.discovery import experts_implementation, find_moe_layers
+from expertcast.data.collect import ActivationStream
 from expertcast.data.experts import ResidentExperts
 from expertcast.data.inspection import describe, inspect_model
 from expertcast.data.means import MeanOutputs
 from expertcast.data.models import load_model, meta_model
+from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.data.plan import Window
 from expertcast.data.skeleton import load_skeleton, save_skeleton
-from expertcast.data.stream import ActivationStream
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import Adds
 from tests.families.models import CONFIGS, DENSE_LAYERS, SHARED, tiny_model
 from tests.families.table import tiny_family

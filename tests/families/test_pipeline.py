@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 import expertcast
-from expertcast.checkpoints.store import load_predictor, save_predictor
-from expertcast.data.collector import collect
+from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
+from expertcast.data.collect import collect
 from expertcast.data.models import load_tokenizer
 from expertcast.data.text import load_documents
 from expertcast.predictors.base import Predictor, PredictorConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.integrations.moe import batched_mm_experts_forward
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime.drafts.quantised import ModelWeights, QuantisedExperts
 from tests.families.table import FAMILIES, REFUSED, tiny_family
 from tests.runtime.drafts.by_hand import distance, rounded_experts, step

@@ -136,7 +136,7 @@ def test_a_revision_is_another_checkpoint(hub: FakeHub, worker: Worker) -> None:
     assert set(hub.repos["model", "me/linear"].branches) == {"main", "second"}
     commit = hub.repos["model", "me/linear"].branches["second"]
     code = (
-        "from expertcast.checkpoints.store import PredictorCheckpoint as P\n"
+        "from expertcast.checkpoints.checkpoint import PredictorCheckpoint as P\n"
         f"print(P.open('me/linear').name, P.open('me/linear@second').name, P.open('me/linear@{commit}').name,\n"
         "      P.open('me/linear', revision='second').name)"
     )
@@ -149,7 +149,7 @@ def test_a_revision_is_another_checkpoint(hub: FakeHub, worker: Worker) -> None:
 def test_a_folder_of_that_name_comes_first(hub: FakeHub, worker: Worker, work: Path) -> None:
     right(worker.run("train", "traces", "--predictor", "frequency", "--out", "local/linear"))
     before = len(hub.requests)
-    code = "from expertcast.checkpoints.store import load_predictor\nprint(load_predictor('local/linear').name)"
+    code = "from expertcast.checkpoints.checkpoint import load_predictor\nprint(load_predictor('local/linear').name)"
     assert right(worker.code(code)).out == "frequency\n"
     assert "revision='x' is of a repository" in worker.code(code.replace("r')", "r', revision='x')")).err
     assert len(hub.requests) == before
@@ -165,7 +165,7 @@ def test_pull_makes_the_same_folder(hub: FakeHub, worker: Worker, work: Path) ->
 
 def test_the_mixin_sends_and_reads_it(hub: FakeHub, worker: Worker) -> None:
     code = (
-        "from expertcast.checkpoints.hub import HubPredictor\n"
+        "from expertcast.checkpoints.checkpoint import HubPredictor\n"
         "HubPredictor.from_pretrained('me/linear').push_to_hub('me/again')\n"
         "again = HubPredictor.from_pretrained('me/again')\n"
         "print(again.predictor.name, again.results['split'])"

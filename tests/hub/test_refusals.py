@@ -13,7 +13,7 @@ from tests.hub.fake_repos import READER, WRITER, FakeHub, Repo
 from tests.hub.test_checkpoints import right
 from tests.hub.worker import Worker
 
-OPEN = "from expertcast.checkpoints.store import load_predictor\nprint(load_predictor({!r}).name)"
+OPEN = "from expertcast.checkpoints.checkpoint import load_predictor\nprint(load_predictor({!r}).name)"
 WEIGHTS = "model.safetensors"
 
 

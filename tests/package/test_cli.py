@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertcast.checkpoints.store import save_predictor
+from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.cli import build_parser, main
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import MoEView, PredictorConfig
-from expertcast.predictors.frequency import Frequency
+from expertcast.predictors.baselines import Frequency
 from expertcast.predictors.next_token import NextToken, NextTokenConfig
 from expertcast.runtime import OffloadConfig, offload
-from expertcast.runtime.storage.coded_file import FILE_NAME as CODED_FILE
+from expertcast.runtime.storage.expert_file import CODED_FILE_NAME as CODED_FILE
 from tests.runtime.quantised import fp8, mxfp4
 from tests.sealed import edit_json
 

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 import expertcast
 from expertcast.cli import main
-from expertcast.data import release
-from expertcast.data.collector import collect
+from expertcast.data import source as release
+from expertcast.data.collect import collect
 from expertcast.data.models import load_model, load_tokenizer
-from expertcast.data.release import OLDEST, check_release
+from expertcast.data.source import OLDEST, check_release
 from expertcast.data.text import load_documents
 from expertcast.predictors import ExpertcastError
 from tests.families.models import tiny_model
@@ -32,18 +32,18 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 def test_the_core_imports_without_transformers() -> None:
     found = run("scripts/core_imports.py")
     assert found.returncode == 0, found.stderr
-    assert int(found.stdout.split()[0]) > 100
+    assert int(found.stdout.split()[0]) > 50
 
 
 def test_what_is_blocked_is_really_blocked() -> None:
     """The seam is not of the core: the same block stops it."""
     code = (
         "import sys; sys.path.insert(0, 'scripts'); import core_imports; "
-        "sys.modules.update(dict.fromkeys(core_imports.SEAM)); import expertcast.runtime.engine.seam"
+        "sys.modules.update(dict.fromkeys(core_imports.SEAM)); import expertcast.runtime.engine.front"
     )
     found = run("-c", code)
     assert found.returncode != 0
-    assert "ModuleNotFoundError: No module named 'transformers" in found.stderr
+    assert "ModuleNotFoundError: import of transformers halted" in found.stderr
 
 
 def test_the_package_itself_imports_neither() -> None:

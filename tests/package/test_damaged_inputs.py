@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from expertcast.checkpoints.bundled import REFERENCE, resolve_model
 from expertcast.cli import main
-from expertcast.data.models import REFERENCE
-from expertcast.data.source import resolve_model
 from expertcast.data.traces import TraceDataset
 from tests.families.models import tiny_model
 from tests.package.test_cli import fails

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertcast.checkpoints.store import PredictorCheckpoint
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint
 from expertcast.cli import build_parser, main
-from expertcast.commands import pace
-from expertcast.commands.demo_deployment import link_bandwidth
-from expertcast.commands.pace import Allowance, part, threads_that_help
+from expertcast.commands import demo as pace
+from expertcast.commands.demo import Allowance, link_bandwidth, part, threads_that_help
 from expertcast.data.traces import TraceDataset
-from expertcast.runtime.benchmarking.decoding import Decoding
+from expertcast.runtime.benchmarking.runs import Decoding
 from tests.package.test_cli import fails
 
 

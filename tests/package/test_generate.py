@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from expertcast.checkpoints.bundled import resolve_model
 from expertcast.cli import main
-from expertcast.data.models import resolve_model
-from expertcast.predictors.plain import size_text
+from expertcast.predictors.messages import size_text
 from tests.package.test_cli import fails
 
 PROMPT = "It is a truth"

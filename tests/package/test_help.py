@@ -12,8 +12,8 @@ import pytest
 from expertcast.cli import COMMANDS, main
 from expertcast.commands.frozen import FILE
 from expertcast.predictors import Predictor, names, predictor_class
-from expertcast.predictors.fields import settable, written
-from expertcast.predictors.registry import PREDICTORS
+from expertcast.predictors.base import PREDICTORS
+from expertcast.predictors.options import settable, written
 from expertcast.runtime.drafts.names import draft_names
 from expertcast.runtime.policies import EVICTION, MISS, PRE_EVICTION, PREFETCH, PRESETS, ROUTING
 from expertcast.runtime.storage.codecs import CODECS

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from expertcast.checkpoints.files import WEIGHTS
+from expertcast.checkpoints.bundled import REFERENCE
+from expertcast.checkpoints.checkpoint import WEIGHTS
 from expertcast.cli import main
 from expertcast.commands import options
-from expertcast.data.models import REFERENCE
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 from tests.families.models import tiny_model
 
 TEXT = ("--data", REFERENCE)

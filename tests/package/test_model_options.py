@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig
 
 from expertcast.cli import main
-from expertcast.commands.offloaded_options import OffloadedOptions
+from expertcast.commands.deployment import OffloadedOptions
 from expertcast.commands.options import ModelOptions
 from expertcast.data.traces import TraceDataset
 from tests.families.models import tiny_model

@@ -11,7 +11,8 @@ from typing import Annotated
 
 import pytest
 
-from expertcast.commands.options import Count, Fields, Given, Option, add_options, bandwidth, read_options
+from expertcast.commands.numbers import bandwidth
+from expertcast.commands.options import Count, Fields, Given, Option, add_options, read_options
 from expertcast.predictors import ExpertcastError
 
 

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from expertcast.cli import main
 from expertcast.commands import inspect
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import ExpertcastError, progress
-from expertcast.predictors.progress import Progress, tokens_read
-from expertcast.runtime.benchmarking.decoding import decode_greedily
+from expertcast.predictors import ExpertcastError
+from expertcast.predictors import messages as progress
+from expertcast.predictors.messages import Progress, tokens_read
+from expertcast.runtime.benchmarking.runs import decode_greedily
 
 TEXT = Path(__file__).resolve().parents[2] / "checkpoints" / "reference" / "text" / "test.parquet"
 TINY = ["--set", "steps=6", "step_tokens=64", "parameters=80000", "patience=6"]

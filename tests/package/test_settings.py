@@ -15,7 +15,7 @@ from expertcast.cli import main
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, PredictorConfig, names, predictor_class
 from expertcast.predictors.estimator import EstimatorConfig
-from expertcast.predictors.fields import field_docs, parse_field, parse_settings, settable, written
+from expertcast.predictors.options import field_docs, parse_field, parse_settings, settable, written
 from expertcast.runtime.policies import EVICTION, MISS, PRE_EVICTION, PREFETCH, ROUTING, PolicyConfig, TopK
 from expertcast.runtime.policies.prefetch import TopKConfig
 

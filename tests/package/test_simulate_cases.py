@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from expertcast.commands.options import BANDWIDTHS
-from expertcast.commands.simulate_cases import MachineOptions, PolicyOptions, cases_of
+from expertcast.commands.numbers import BANDWIDTHS
+from expertcast.commands.simulate_options import MachineOptions, PolicyOptions, cases_of
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.simulation.machine import Case
 from expertcast.runtime.storage.layout import BlockLayout

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from expertcast.checkpoints.store import save_predictor
+from expertcast.checkpoints.bundled import REFERENCE
+from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.cli import build_parser, main
 from expertcast.commands import advise
 from expertcast.commands.bench_target import Target
 from expertcast.commands.options import read_options
-from expertcast.data.models import REFERENCE, load_tokenizer
+from expertcast.data.models import load_tokenizer
 from expertcast.data.text import bundled_ids, load_documents
 from expertcast.predictors import MoEView, PredictorConfig
-from expertcast.predictors.quasi_hidden import QuasiHidden
+from expertcast.predictors.baselines import QuasiHidden
 from expertcast.runtime.quality.forecasts import text_windows
 
 

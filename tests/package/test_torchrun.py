@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from expertcast.checkpoints.store import PredictorCheckpoint
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint
 from expertcast.data.traces import TraceDataset
 
 

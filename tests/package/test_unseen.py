@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from expertcast.checkpoints import files
-from expertcast.checkpoints.store import load_predictor, save_predictor
+from expertcast.checkpoints import checkpoint as files
+from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
 from expertcast.cli import main
 from expertcast.commands.predictors import QualityOptions, best_on_validation, forecast_quality
 from expertcast.data.text import load_documents
@@ -24,7 +24,7 @@ from expertcast.predictors.artefacts import SEAL
 from expertcast.predictors.hybrid import HybridConfig
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import FITTERS
-from expertcast.training.options import FitOptions
+from expertcast.training.scoring import FitOptions
 from expertcast.training.selection import select_hybrid
 from tests.package.test_cli import fails
 from tests.sealed import edit_json

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertcast.commands.warm_options import WarmOptions
+from expertcast.commands.deployment import WarmOptions
 from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import load_offloaded

@@ -7,8 +7,8 @@ import torch
 
 from expertcast.predictors import ExpertcastError, Forecast, ModelShape
 from expertcast.predictors.base import PredictorConfig
-from expertcast.predictors.frequency import Frequency
-from expertcast.predictors.plain import aligned
+from expertcast.predictors.baselines import Frequency
+from expertcast.predictors.messages import aligned
 
 TENSORS = ("logits_TE", "topk_ids_TK", "topk_weights_TK")
 

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from expertcast.predictors import ExpertcastError, ModelShape, MoEView, RouterState, names, predictor_class
-from expertcast.predictors.next_token import NextToken, NextTokenConfig
-from expertcast.predictors.next_token_network import GAIN
-from expertcast.predictors.next_token_tracker import NextTokenTracker, any_sequence
-from expertcast.training.token_examples import TokenChunk
+from expertcast.predictors.next_token import GAIN, NextToken, NextTokenConfig, NextTokenTracker, any_sequence
+from expertcast.training.next_token import TokenChunk
 from tests.training.synthetic import random_batch, tiny_view
 
 TOKENS = 40

@@ -5,13 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import DefaultVectors, ExpertcastError, Forecast, MoEView, PredictorConfig, RouterState
-from expertcast.predictors.frequency import Frequency
-from expertcast.predictors.next_norm import NextNorm
-from expertcast.predictors.previous_token import PreviousToken
-from expertcast.predictors.quasi_hidden import QuasiHidden
-from expertcast.predictors.router_input import RouterInput
+from expertcast.predictors.baselines import Frequency, NextNorm, PreviousToken, QuasiHidden, RouterInput
 from tests.families.models import tiny_model
 from tests.training.synthetic import random_batch, tiny_view
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertcast.checkpoints.store import load_predictor, save_predictor
-from expertcast.data.discovery import find_moe_layers
+from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, ModelShape, MoEView, PredictorConfig, predictor_class
 from expertcast.predictors.base import RouterState
-from expertcast.predictors.plain_view import LinearRouter, RoutingRule, plain_view
-from expertcast.predictors.rule_check import follows_rule
+from expertcast.predictors.view import LinearRouter, RoutingRule, follows_rule, plain_view
 from tests.families.models import tiny_model
 
 RULES = {

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from expertcast.checkpoints.store import load_predictor, save_predictor
+from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import ExpertcastError, names, predictor_class, registry
+from expertcast.predictors import ExpertcastError, names, predictor_class
+from expertcast.predictors import base as registry
 from expertcast.training import fit as fitting
 from expertcast.training.evaluation import evaluate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.routing_rule import goes_by_logits, route_all, weights_over
 from tests.families.models import CONFIGS, tiny_model
 

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import expertcast
-from expertcast.data.collector import collect
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.collect import collect
 from expertcast.data.models import load_tokenizer
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.text import load_documents
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.base import PredictorConfig
-from expertcast.predictors.next_norm import NextNorm
-from expertcast.predictors.rule_check import RuleCheck, follows_rule
-from expertcast.runtime.engine.speculate import speculate
+from expertcast.predictors.baselines import NextNorm
+from expertcast.predictors.view import RuleCheck, follows_rule
+from expertcast.runtime.engine.front import speculate
 from tests.families.models import tiny_model
 
 WRONG = 2

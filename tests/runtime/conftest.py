@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.data.models import REFERENCE, load_model
+from expertcast.checkpoints.bundled import REFERENCE
+from expertcast.data.models import load_model
 
 PROMPT = "The old man went down to the river and"
 PROMPTS = [PROMPT, "To be, or not to be,", "In the beginning", "Let x be a natural number such that x is even. Then"]

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.advising import observation
+from expertcast.runtime.advising import survey as observation
 from expertcast.runtime.advising.survey import Forecasting, Survey
-from expertcast.runtime.benchmarking.decoding import decode_greedily
+from expertcast.runtime.benchmarking.runs import decode_greedily
 from expertcast.runtime.links.speed import LinkSpeed
-from expertcast.runtime.offloaded import OffloadedModel
+from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.recording.layer_times import LayerTimes
-from expertcast.runtime.recording.recorder import Recorder, Span
+from expertcast.runtime.recording.recorder import LayerTimes, Recorder, Span
 from expertcast.runtime.simulation.machine import Case, Machine, Simulation
 from expertcast.runtime.simulation.trace import Asked, Forward, Trace
 

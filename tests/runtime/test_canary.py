@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.moe import grouped_mm_experts_forward
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime import EmulatedLink, OffloadedModel, offload
 from expertcast.runtime.links.base import Copy
 

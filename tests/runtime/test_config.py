@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 import expertcast
 import expertcast.runtime
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.fields import field_docs
+from expertcast.predictors.options import field_docs
 from expertcast.runtime import InstantLink, OffloadConfig, load_offloaded, offload
 from expertcast.runtime.config import FORECASTS, LINKS, MODES
 from expertcast.runtime.policies import PRESETS, Policies
-from expertcast.runtime.recording.observer import Observer
+from expertcast.runtime.recording.recorder import Observer
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 _COUNT = st.integers(0, 2**63)

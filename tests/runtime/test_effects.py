@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from expertcast.cli import main
 from expertcast.runtime import OffloadConfig, offload
-from expertcast.runtime.effects import remarks
+from expertcast.runtime.config import remarks
 from expertcast.runtime.policies import MISS, PRESETS, ROUTING, Policies
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy

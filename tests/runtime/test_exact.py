@@ -11,8 +11,7 @@ from transformers import PreTrainedModel, pipeline
 
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import MoEView, predictor_class
-from expertcast.predictors.frequency import Frequency
-from expertcast.predictors.quasi_hidden import QuasiHidden
+from expertcast.predictors.baselines import Frequency, QuasiHidden
 from expertcast.runtime import OffloadedModel, offload
 from tests.runtime.conftest import PROMPT, assert_same, greedy
 

@@ -20,11 +20,11 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import EmulatedLink, OffloadedModel, offload
-from expertcast.runtime import offloaded as offloaded_module
+from expertcast.runtime import offloading as offloaded_module
 from expertcast.runtime import offloading as offloading_module
-from expertcast.runtime.engine.base import Engine
+from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.links.base import Copy
-from expertcast.runtime.recording.observer import Observer
+from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.timed.device import TimedDevice

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import EmulatedLink, offload
 from expertcast.runtime.links.disk import DiskLink
-from expertcast.runtime.recording.observer import Observer
+from expertcast.runtime.recording.recorder import Observer
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.faults import INPUTS, RaiseAt, Result, facts_of, slow_link, still_right

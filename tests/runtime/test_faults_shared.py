@@ -71,7 +71,7 @@ def test_what_two_offloads_may_not_share(model: PreTrainedModel, expected: Resul
 
 
 def _predictor_arguments(model: PreTrainedModel) -> tuple[Any, Any]:
-    from expertcast.data.discovery import find_moe_layers
+    from expertcast.data.moe_layers import find_moe_layers
 
     cls = predictor_class("next_norm")
     return cls.config_class(), find_moe_layers(model).shape

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime import EmulatedLink, offload
 from expertcast.runtime.storage.disk_store import DiskStore
 from tests.families.models import tiny_model

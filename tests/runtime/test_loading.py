@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import expertcast
-from expertcast.data.models import REFERENCE, load_model
+from expertcast.checkpoints.bundled import REFERENCE
+from expertcast.data.models import load_model
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import load_offloaded, offload
 from expertcast.runtime.storage.disk_store import DiskStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from expertcast.data.models import REFERENCE
+from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import OffloadedModel, load_offloaded
 

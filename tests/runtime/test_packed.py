@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from expertcast.data.inspection import inspect_model
 from expertcast.data.models import load_model
-from expertcast.data.weights.bnb import join_bnb
+from expertcast.data.weights.packed import join_bnb
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import load_offloaded
-from expertcast.runtime.storage.coded_store import CodedStore
+from expertcast.runtime.storage.disk_store import CodedStore
 from tests.data.weights.test_fp8 import Held
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.packed import awq, checkpoint, compressed, compressed_fp8, eight_bits, four_bits, gptq, group

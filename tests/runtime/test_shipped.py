@@ -11,7 +11,7 @@ from torch import Tensor
 from expertcast.data.models import load_model
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import load_offloaded
-from expertcast.runtime.storage.coded_store import CodedStore
+from expertcast.runtime.storage.disk_store import CodedStore
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.quantised import (
@@ -165,7 +165,7 @@ def test_the_shipped_bytes_are_what_is_stored(tmp_path: Path, monkeypatch: pytes
     def dequantised(*_: object) -> None:
         raise AssertionError("an expert was dequantised")
 
-    monkeypatch.setattr("expertcast.runtime.storage.expert_sources.ExpertSources.read_layer", dequantised)
+    monkeypatch.setattr("expertcast.runtime.storage.checkpoint_experts.ExpertSources.read_layer", dequantised)
     inodes = set()
     for _ in range(2):
         options = {"store": "disk", "codec": "mxfp4", "store_folder": tmp_path / "store", "slots": 6}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from expertcast.checkpoints.store import save_predictor
-from expertcast.data.discovery import find_moe_layers
+from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.data.models import meta_model
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, predictor_class
 from expertcast.runtime import InstantLink, offload
 from expertcast.runtime.links.base import Copy

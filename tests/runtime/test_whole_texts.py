@@ -11,20 +11,18 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertcast.data.collector import collect
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.collect import ActivationStream, collect
 from expertcast.data.experts import experts_of
 from expertcast.data.means import MeanOutputs
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.online import OnlineTraces
-from expertcast.data.plan import make_plan
-from expertcast.data.stream import ActivationStream
+from expertcast.data.plan import make_plan, pad_windows
 from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset
-from expertcast.data.window_batch import pad_windows
 from expertcast.predictors import ExpertcastError, PredictorConfig, predictor_class
 from expertcast.runtime import offload
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.recording.observer import Observer
+from expertcast.runtime.recording.recorder import Observer
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 

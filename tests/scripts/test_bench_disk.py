@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 from expertcast.runtime import load_offloaded
 
 ROOT = Path(__file__).resolve().parents[2]

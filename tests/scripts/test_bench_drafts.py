@@ -9,9 +9,9 @@ from typing import cast
 import pytest
 import torch
 
-from expertcast.data.taps import RouterCall
-from expertcast.predictors.plain import Json
-from expertcast.runtime.drafts.cycle import Choice, Cycle
+from expertcast.data.batch import RouterCall
+from expertcast.predictors.messages import Json
+from expertcast.runtime.drafts.costs import Choice, Cycle
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--small", "--prompts", "1", "--rounds", "1", "--other-prompts", "1"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKS = "# Serving\n\n<!-- serving -->\nwhat stood there\n<!-- end of serving -->\n\nThe end.\n"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from expertcast.checkpoints.store import save_predictor
+from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.data.traces import TraceDataset
-from expertcast.training.options import Fitted
+from expertcast.training.scoring import Fitted
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from expertcast.data.distributed import training_share
+from expertcast.data.processes import training_share
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import PredictorConfig
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.training.fit import fit
-from expertcast.training.options import FitOptions
+from expertcast.training.scoring import FitOptions
 
 ESTIMATOR = EstimatorConfig(parameters=80_000, steps=12, step_tokens=64, patience=12)
 OPTIONS = FitOptions(validation_tokens=300)

@@ -15,10 +15,10 @@ from typing import Any
 from safetensors.torch import save_file
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.distributed import training_share
+from expertcast.data.processes import training_share
 from expertcast.data.traces import TraceDataset
 from expertcast.training.fit import fit
-from expertcast.training.options import FitOptions
+from expertcast.training.scoring import FitOptions
 from tests.training.distributed_fit import ESTIMATOR
 
 

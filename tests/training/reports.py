@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from expertcast.predictors.base import PredictorConfig
-from expertcast.predictors.router_input import RouterInput
+from expertcast.predictors.baselines import RouterInput
 from expertcast.training.evaluation import evaluate
 from tests.training.synthetic import Before, Oracle, Same, random_batch, tiny_view
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.predictors.view import ModelShape, MoEView
 from tests.families.models import tiny_model

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.traces import TraceDataset
-from expertcast.training.baselines import baseline_recall
+from expertcast.training.evaluation import baseline_recall
 
 
 def chosen(traces: TraceDataset, split: str) -> tuple[Tensor, TraceBatch]:

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor, save_predictor
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predictor, save_predictor
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Forecast, ModelShape, names
-from expertcast.predictors.log_odds import LogOdds, inclusion_probability, margin
+from expertcast.predictors.base import LogOdds, inclusion_probability, margin
 from expertcast.training.calibrate import fit_log_odds
 from expertcast.training.evaluation import evaluate
-from expertcast.training.metrics.calibration import Calibration
-from expertcast.training.options import Fitted
+from expertcast.training.metrics import Calibration
+from expertcast.training.scoring import Fitted
 from tests.sealed import edit_json
 from tests.training.test_metrics import comparison_of, near, random_routing
 

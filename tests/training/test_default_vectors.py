@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from expertcast.checkpoints.store import PredictorCheckpoint, load_predictor, save_predictor
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predictor, save_predictor
 from expertcast.cli import main
-from expertcast.data import layout
-from expertcast.data.collector import collect
-from expertcast.data.default_vectors import NOTE, with_default_vectors
+from expertcast.data import trace_format as layout
+from expertcast.data.collect import collect
+from expertcast.data.live import NOTE, with_default_vectors
 from expertcast.data.online import OnlineTraces
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
@@ -27,7 +27,7 @@ from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.hybrid import HybridConfig
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit
-from expertcast.training.options import FitOptions
+from expertcast.training.scoring import FitOptions
 from expertcast.training.unseen import unseen_traces
 from tests.data.traffic import as_traffic
 from tests.sealed import edit_json

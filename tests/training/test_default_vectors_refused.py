@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertcast.checkpoints.store import save_predictor
-from expertcast.data import layout
-from expertcast.data.collector import collect
-from expertcast.data.default_vectors import with_default_vectors
+from expertcast.checkpoints.checkpoint import save_predictor
+from expertcast.data import trace_format as layout
+from expertcast.data.collect import collect
+from expertcast.data.live import with_default_vectors
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor

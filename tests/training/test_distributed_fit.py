@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from expertcast.data.distributed import Share
+from expertcast.data.processes import Share
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.linear import Linear, LinearConfig
-from expertcast.training.fit_linear import RidgeStatistics
+from expertcast.training.linear import RidgeStatistics
 from expertcast.training.scoring import RANK_BATCH
 from tests.training.distributed_fit import CONFIGS, ESTIMATOR
 

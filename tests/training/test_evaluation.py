@@ -13,15 +13,13 @@ import pytest
 import torch
 
 from expertcast.data.batch import TraceBatch
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.base import PredictorConfig, RouterState
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.quasi_hidden import QuasiHidden
-from expertcast.predictors.router_input import RouterInput
+from expertcast.predictors.baselines import QuasiHidden, RouterInput
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
 from expertcast.training import evaluation as module
-from expertcast.training.evaluation import evaluate
-from expertcast.training.results import recall_table
+from expertcast.training.evaluation import evaluate, recall_table
 from tests.families.models import tiny_model
 from tests.training.synthetic import Before, Oracle, Same, random_batch, tiny_view
 

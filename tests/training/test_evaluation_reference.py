@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.base import PredictorConfig
-from expertcast.predictors.quasi_hidden import QuasiHidden
-from expertcast.predictors.router_input import RouterInput
+from expertcast.predictors.baselines import QuasiHidden, RouterInput
 from expertcast.training.evaluation import evaluate
 
 TOP_K = 4

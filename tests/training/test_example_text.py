@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.data.batch import TraceBatch
-from expertcast.data.collector import collect
-from expertcast.data.models import REFERENCE
+from expertcast.data.collect import collect
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import Predictor
-from expertcast.training.example_text import example_text, pieces
 from expertcast.training.fit import fit
+from expertcast.training.report import example_text, pieces
 
 TOKENS = 60
 

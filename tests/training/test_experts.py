@@ -10,9 +10,8 @@ import torch
 from expertcast.data.batch import TraceBatch
 from expertcast.predictors.base import PredictorConfig
 from expertcast.predictors.view import MoEView
-from expertcast.training.comparison import compare, rank_routing
 from expertcast.training.evaluation import evaluate
-from expertcast.training.metrics.experts import ExpertRecall
+from expertcast.training.metrics import ExpertRecall, compare, rank_routing
 from expertcast.training.scoring import states_of
 from tests.training.synthetic import Oracle, Same, random_batch, tiny_view
 

@@ -11,14 +11,12 @@ import torch
 from expertcast.commands.predictors import predictor_config
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, PredictorConfig, names
-from expertcast.predictors.estimator import Estimator, EstimatorConfig
-from expertcast.predictors.estimator_network import EstimatorNetwork, fitting_width
+from expertcast.predictors.estimator import Estimator, EstimatorConfig, EstimatorNetwork, fitting_width
 from expertcast.predictors.hybrid import Hybrid, HybridConfig
 from expertcast.predictors.linear import Linear, LinearConfig
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit
-from expertcast.training.options import FitOptions, Fitted
-from expertcast.training.scoring import forget_some, validation_recall
+from expertcast.training.scoring import FitOptions, Fitted, forget_some, validation_recall
 from expertcast.training.selection import forecast_flops, select_hybrid
 
 

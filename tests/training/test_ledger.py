@@ -6,16 +6,15 @@ from pathlib import Path
 
 import torch
 
-from expertcast.checkpoints.store import PredictorCheckpoint, save_predictor
-from expertcast.commands.ledger import ledger_of
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint, save_predictor
+from expertcast.commands.predictors import ledger_of
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ModelShape
-from expertcast.predictors.base import PredictorConfig
-from expertcast.predictors.frequency import Frequency
-from expertcast.predictors.log_odds import LogOdds
+from expertcast.predictors.base import LogOdds, PredictorConfig
+from expertcast.predictors.baselines import Frequency
+from expertcast.training.evaluation import ledger_entry, ledger_table
 from expertcast.training.fit import fit
-from expertcast.training.ledger import ledger_entry, ledger_table
-from expertcast.training.options import Fitted
+from expertcast.training.scoring import Fitted
 
 
 def test_an_entry_by_hand() -> None:

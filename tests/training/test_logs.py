@@ -8,7 +8,7 @@ from typing import Any
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from expertcast.training.logs import log_evaluation
+from expertcast.training.report import log_evaluation
 from tests.training.reports import evaluated
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.estimator import Estimator, EstimatorConfig
-from expertcast.training.distill import Distiller, distillation_loss, kl_divergence, sigmoid_kl, suited_loss
+from expertcast.training.estimator import Distiller, distillation_loss, kl_divergence, sigmoid_kl, suited_loss
 from tests.training.synthetic import random_batch, tiny_view
 
 

@@ -11,16 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from expertcast.predictors.base import Forecast
-from expertcast.predictors.log_odds import inclusion_probability
+from expertcast.predictors.base import Forecast, inclusion_probability
 from expertcast.predictors.view import ModelShape
-from expertcast.training.comparison import RoutingComparison, compare, rank_routing
-from expertcast.training.metrics.routing import (
+from expertcast.training.metrics import (
     BUDGETS,
     InputCosine,
     RankAlignment,
     RecallAtBudget,
+    RoutingComparison,
     chance_levels,
+    compare,
+    rank_routing,
     routing_metrics,
 )
 

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from expertcast.checkpoints.store import load_predictor, save_predictor
+from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
 from expertcast.cli import main
 from expertcast.data.batch import TraceBatch
-from expertcast.data.distributed import Share
+from expertcast.data.processes import Share
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView
+from expertcast.predictors.baselines import DefaultVectors
 from expertcast.predictors.next_token import PRIOR, NextToken, NextTokenConfig
-from expertcast.predictors.quasi_hidden import DefaultVectors
+from expertcast.training.evaluation import evaluate_tokens, tokens_table
 from expertcast.training.fit import fit
-from expertcast.training.options import FitOptions
-from expertcast.training.token_evaluation import evaluate_tokens, tokens_table
-from expertcast.training.token_examples import TokenChunk, token_chunks
+from expertcast.training.next_token import TokenChunk, token_chunks
+from expertcast.training.scoring import FitOptions
 from tests.training.synthetic import random_batch, tiny_view
 
 WORDS = 6
@@ -200,7 +200,7 @@ def test_chunks_carry_the_text_on(source: Cyclic, fitted: NextToken, monkeypatch
         assert torch.equal(found.used(0, numbers_B), expected.used(0, numbers_B + begin))
         assert not found.known(1)[-1]
         begin += len(batch)
-    monkeypatch.setattr("expertcast.training.token_examples.CHUNK_BYTES", 0)
+    monkeypatch.setattr("expertcast.training.next_token.CHUNK_BYTES", 0)
     assert sum(len(chunk) for chunk in token_chunks(fitted, source, "train")) == 800
 
 

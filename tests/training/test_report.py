@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.training import figures
-from expertcast.training.drawing import STYLES, floor, run_colour, short, spread, style
+from expertcast.training.figures import STYLES, floor, run_colour, short, spread, style
 from expertcast.training.report import CURVE, FILES, FORMAT, write_report
 from tests.training.reports import PROVENANCE, QUALITY, evaluated
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from expertcast.training.report import write_report
-from expertcast.training.report_views import BANDS, band_class, band_colours, contrast
+from expertcast.training.report import BANDS, band_class, band_colours, contrast, write_report
 from tests.training.reports import CURVE, PROVENANCE, QUALITY, evaluated, examples_of
 
 VOID = {"meta", "wbr"}

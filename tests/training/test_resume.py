@@ -29,8 +29,8 @@ from expertcast.predictors import PredictorConfig
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.next_token import NextTokenConfig
 from expertcast.training.fit import fit
-from expertcast.training.options import FitOptions, Fitted
-from expertcast.training.resume import note_of, read_state, resume_folder, write_state
+from expertcast.training.loop import note_of, read_state, resume_folder, write_state
+from expertcast.training.scoring import FitOptions, Fitted
 from tests.training.synthetic import tiny_view
 from tests.training.test_next_token import Cyclic
 
@@ -225,7 +225,7 @@ def test_a_kill_during_a_write_leaves_the_state_before(tmp_path: Path) -> None:
     """A process that does nothing but write states, killed at any moment: there is always a whole one."""
     path = tmp_path / "state.safetensors"
     program = (
-        "import itertools, sys, torch; from pathlib import Path; from expertcast.training.resume import write_state\n"
+        "import itertools, sys, torch; from pathlib import Path; from expertcast.training.loop import write_state\n"
         "for step in itertools.count():\n"
         "    write_state(Path(sys.argv[1]), {'value': torch.full((500_000,), float(step)), 3: (step,)},\n"
         "                {'fingerprint': 'x', 'step': step, 'finished': False})\n"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from expertcast.predictors import ExpertcastError
-from expertcast.training.resume import note_of, read_state, write_state
+from expertcast.training.loop import note_of, read_state, write_state
 from tests.irregular import IRREGULAR, in_seconds, put
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertcast.training.fit_linear import RidgeStatistics
+from expertcast.training.linear import RidgeStatistics
 
 TOKENS, FEATURES, EXPERTS = 400, 12, 5
 

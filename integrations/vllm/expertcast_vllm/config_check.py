@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.config import CUDAGraphMode, VllmConfig
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
 from expertcast_vllm.settings import Settings
 

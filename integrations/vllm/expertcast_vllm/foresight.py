@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 
-from expertcast.data.router_call import RouterCall
+from expertcast.data.batch import RouterCall
 from expertcast.predictors import Predictor
 from expertcast.predictors.base import Forecast
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
-from expertcast.runtime.arguments import make_monitor, resolve_predictor
 from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.speculation import Speculator
+from expertcast.runtime.offloading import make_monitor, resolve_predictor
 from expertcast_vllm.config_check import captures_whole_steps
 from expertcast_vllm.previous import PreviousTokens
 from expertcast_vllm.watching import Watching

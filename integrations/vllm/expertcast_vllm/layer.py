@@ -11,7 +11,7 @@ from vllm.model_executor.layers.fused_moe.moe_output import UnfinalizedMoEOutput
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast_vllm.method import OffloadedMethod
 from expertcast_vllm.offload import WorkerOffload
 from expertcast_vllm.operators import RUN

@@ -15,9 +15,9 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.runtime.storage.host_memory import HostMemory, PageLock
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.layout import BlockLayout
+from expertcast.runtime.storage.memory import HostMemory, PageLock
 
 _BACKENDS = (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON)
 """Whose kernels take experts that do not lie one after another, or can be given those that do."""

@@ -14,14 +14,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from torch import Tensor
 from vllm.config import VllmConfig
 
-from expertcast.data.router_call import RouterCall, capturing
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.plain import Json
+from expertcast.data.batch import RouterCall, capturing
+from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.engine.base import Engine
-from expertcast.runtime.option_values import named_checkpoint
+from expertcast.runtime.config import named_checkpoint
+from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.serving.metrics import ExpertMetrics
-from expertcast.runtime.storage.host_memory import PageLock
+from expertcast.runtime.storage.memory import PageLock
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast_vllm.config_check import check_config
 from expertcast_vllm.foresight import Foresight

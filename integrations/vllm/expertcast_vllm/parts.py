@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Self
 from vllm import __version__ as vllm_version
 from vllm.logger import init_logger
 
-from expertcast.predictors.plain import Json
-from expertcast.runtime.arguments import slots_for
-from expertcast.runtime.engine.base import Engine, EngineParts
-from expertcast.runtime.engine.device import DeviceEngine
-from expertcast.runtime.engine.host import HostEngine
+from expertcast.predictors.messages import Json
+from expertcast.runtime.engine.engine import Engine, EngineParts, HostEngine
+from expertcast.runtime.experimental.device_engine import DeviceEngine
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.speed import fastest_link
-from expertcast.runtime.policies.registry import CacheShape
+from expertcast.runtime.offloading import slots_for
+from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.serving.metrics import Source
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from expertcast.data.router_call import RouterCall
+from expertcast.data.batch import RouterCall
 from expertcast.predictors.view import ModelShape
 from expertcast_vllm.requests import Requests
 

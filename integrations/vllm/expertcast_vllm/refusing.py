@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast_vllm.settings import Settings
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from typing import Any, Self
 from pydantic import JsonValue
 
 from expertcast.predictors.artefacts import read_json
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.config import OffloadConfig
 
 VARIABLE = "EXPERTCAST_VLLM"

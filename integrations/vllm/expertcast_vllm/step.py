@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from vllm.config import ParallelConfig
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.storage.host_memory import HostMemory
 from expertcast.runtime.storage.layout import ExpertsForm
+from expertcast.runtime.storage.memory import HostMemory
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_store
 

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from vllm.logger import init_logger
 
-from expertcast.data.live import LiveTraces
-from expertcast.data.live_document import LiveDocument
-from expertcast.data.router_call import RouterCall
-from expertcast.predictors.errors import first_line
+from expertcast.data.batch import RouterCall
+from expertcast.data.live import LiveDocument, LiveTraces
+from expertcast.predictors.messages import first_line
 from expertcast.predictors.view import ModelShape
 from expertcast_vllm.requests import Part, Requests, prompt_of
 

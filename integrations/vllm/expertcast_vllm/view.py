@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast_vllm.wiring import Kept, WiredLayer
 

@@ -14,11 +14,10 @@ from vllm.config import CompilationMode
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from expertcast.data.exclusive import exclusive
-from expertcast.data.live import LiveOptions, LiveTraces
-from expertcast.data.live_document import Conversations
-from expertcast.data.router_call import RouterCall, capturing
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.data.batch import RouterCall, capturing
+from expertcast.data.live import Conversations, LiveOptions, LiveTraces
+from expertcast.data.processes import exclusive
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
 from expertcast_vllm.requests import Requests, tell_requests
 from expertcast_vllm.settings import Settings

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import WorkerBase
 
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast_vllm.names import METRICS, OFFLOAD, STATISTICS

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 PADDING = 3
 CAPTURING = [
-    "expertcast_vllm.offload.capturing", "expertcast.runtime.engine.device.capturing",
+    "expertcast_vllm.offload.capturing", "expertcast.runtime.experimental.device_engine.capturing",
     "expertcast_vllm.watching.capturing", "expertcast.runtime.engine.speculation.capturing",
     "expertcast.runtime.engine.traced.capturing",
 ]  # fmt: skip
@@ -72,7 +72,7 @@ def as_if_captured(counts: dict[str, int]) -> Iterator[None]:
     from expertcast_vllm.offload import WorkerOffload
     from vllm.forward_context import get_forward_context
 
-    from expertcast.runtime.links.copy import HostCopier
+    from expertcast.runtime.experimental.kernel_link import HostCopier
 
     route, run, step_of = WorkerOffload.routed, WorkerOffload.run, module.running_step
 

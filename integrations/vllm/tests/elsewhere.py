@@ -49,8 +49,8 @@ def _run(arguments: list[str], given: str = "") -> str:
 
 def do(asked: dict[str, Any]) -> Any:
     """The fingerprints of models, or of those of traces, or the recall of a predictor's forecasts on traces."""
-    from expertcast.data.discovery import find_moe_layers
     from expertcast.data.models import load_model
+    from expertcast.data.moe_layers import find_moe_layers
     from expertcast.data.traces import TraceDataset
 
     if "models" in asked:
@@ -71,9 +71,9 @@ def _recall(traces: Any, name: str, prompts: dict[str, int]) -> dict[int, float]
         prompts: by a document's hash, how many of its tokens are the prompt's.
     """
     from expertcast.data.batch import TraceBatch
-    from expertcast.runtime.arguments import resolve_predictor
     from expertcast.runtime.engine.drift import BLOCK, MEMORY
-    from expertcast.runtime.engine.fading import FadingMean
+    from expertcast.runtime.engine.refit import FadingMean
+    from expertcast.runtime.offloading import resolve_predictor
 
     view = traces.view
     predictor, _ = resolve_predictor(name, view)

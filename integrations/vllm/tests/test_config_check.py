@@ -10,7 +10,7 @@ from expertcast_vllm.config_check import SPLIT_AT, check_config, check_slots
 from expertcast_vllm.settings import Settings
 from vllm.config import CompilationConfig, CUDAGraphMode, ParallelConfig
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
 
 HOST = Settings.from_dict({})

@@ -12,13 +12,11 @@ from expertcast_vllm.previous import PreviousTokens
 from expertcast_vllm.requests import Part, Requests
 from expertcast_vllm.traffic import TrafficCollector
 
-from expertcast.data.batch import TraceBatch
+from expertcast.data.batch import RouterCall, TraceBatch
 from expertcast.data.live import LiveOptions, LiveTraces
-from expertcast.data.router_call import RouterCall
-from expertcast.data.trace_file import read_info
+from expertcast.data.trace_format import read_info
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors.plain_view import LinearRouter, RoutingRule, plain_view
-from expertcast.predictors.view import ModelShape
+from expertcast.predictors.view import LinearRouter, ModelShape, RoutingRule, plain_view
 
 SHAPE = ModelShape(layers=2, experts=4, top_k=1, hidden=4)
 Run = tuple[str, int, int]

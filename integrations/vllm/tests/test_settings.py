@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from expertcast_vllm.settings import KEY, VARIABLE, Settings
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.config import OffloadConfig
 
 

@@ -10,7 +10,7 @@ import torch
 from expertcast_vllm.step import Step, running_step, without_padding
 from vllm.forward_context import ForwardContext, override_forward_context
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 
 
 def during(metadata: dict[str, Any] | None, padding: torch.Tensor | None = None) -> Any:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from servers import SECONDS, serve
 from transformers import AutoTokenizer
 
-from expertcast.data.live_document import Conversations
+from expertcast.data.live import Conversations
 
 TOKENS = 96
 """Of each request: three blocks of forwards that a monitor sums."""

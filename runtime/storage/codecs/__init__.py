@@ -1,14 +1,16 @@
 """How an expert lies in a store and travels. Every registration is here; the order is the order of tables."""
 
-from expertcast.predictors.fields import parse_options
-from expertcast.predictors.registry import Registry
+from expertcast.predictors.base import Registry
+from expertcast.predictors.options import parse_options
 from expertcast.runtime.storage.codecs.base import Codec, CodecConfig, Part, Plane, Shard
-from expertcast.runtime.storage.codecs.bitsplit import BitSplit, BitSplitConfig
-from expertcast.runtime.storage.codecs.exponents import ExponentHistogram, exponent_histogram
-from expertcast.runtime.storage.codecs.fp8 import Fp8, Fp8Config
-from expertcast.runtime.storage.codecs.mxfp4 import Mxfp4
-from expertcast.runtime.storage.codecs.raw import Raw
-from expertcast.runtime.storage.codecs.rowwise import Int2, Int4, Int8
+from expertcast.runtime.storage.codecs.lossless import (
+    BitSplit,
+    BitSplitConfig,
+    ExponentHistogram,
+    Raw,
+    exponent_histogram,
+)
+from expertcast.runtime.storage.codecs.quantised import Fp8, Fp8Config, Int2, Int4, Int8, Mxfp4
 from expertcast.runtime.storage.layout import BlockLayout
 
 CODECS: Registry[Codec] = Registry("codec")

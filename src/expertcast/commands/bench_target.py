@@ -13,32 +13,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.provenance import provenance
-from expertcast.commands.options import (
-    BANDWIDTH,
-    COUNT,
-    MODEL_HELP,
-    Fields,
-    Given,
-    ModelOptions,
-    Option,
-    not_negative,
-    positive_number,
-)
+from expertcast.commands.numbers import not_negative, positive_number
+from expertcast.commands.options import BANDWIDTH, COUNT, MODEL_HELP, Fields, Given, ModelOptions, Option
 from expertcast.commands.output import say
 from expertcast.commands.predictors import learned_documents
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.memory import usable_processors
-from expertcast.data.models import REFERENCE, load_model, load_tokenizer
+from expertcast.data.machine import usable_processors
+from expertcast.data.models import load_model, load_tokenizer
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.text import bundled_ids
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
-from expertcast.predictors.plain import Json
-from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE, layer_seconds
-from expertcast.runtime.benchmarking.hardware import hardware
-from expertcast.runtime.benchmarking.lent_store import LentStore, without_experts_to
-from expertcast.runtime.benchmarking.routing_process import RoutingProcess
-from expertcast.runtime.benchmarking.routing_tables import RoutingOptions, drawn, replayed
+from expertcast.predictors.messages import Json
+from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE, hardware, layer_seconds
+from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, drawn, replayed
+from expertcast.runtime.benchmarking.runs import LentStore, without_experts_to
 from expertcast.runtime.benchmarking.shapes import SHAPES, build_shape, check_shape, is_shape
 from expertcast.runtime.config import OffloadConfig
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from expertcast.commands.options import lowered
 from expertcast.predictors import names, predictor_class
-from expertcast.predictors.fields import field_docs, settable, written
-from expertcast.predictors.registry import Registry
+from expertcast.predictors.base import Registry
+from expertcast.predictors.options import field_docs, settable, written
 from expertcast.runtime.drafts.names import AUTO, EARLY_EXIT, AutoOptions, EarlyExitOptions, draft_names
 from expertcast.runtime.policies import EVICTION, MISS, PRE_EVICTION, PREFETCH, PRESETS, ROUTING, Policies
-from expertcast.runtime.policies.scope import SCOPES
+from expertcast.runtime.policies.eviction import SCOPES
 from expertcast.runtime.storage.codecs import CODECS
 
 KINDS: dict[str, Registry[Any]] = {

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from expertcast.commands.offloaded_options import OffloadedOptions
+from expertcast.commands.deployment import OffloadedOptions
 from expertcast.commands.options import Count, Data, Model, Option, Text, TextColumn
 from expertcast.commands.output import Outcome, describe_traces
-from expertcast.data.collector import collect
-from expertcast.data.exclusive import exclusive
+from expertcast.data.collect import collect
+from expertcast.data.processes import exclusive
 from expertcast.data.text import TEXT_COLUMN, load_documents
 
 

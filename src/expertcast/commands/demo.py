@@ -4,36 +4,204 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from expertcast.checkpoints.store import save_predictor
-from expertcast.commands.demo_deployment import SLOTS, deploy, layer_work, runs_table
-from expertcast.commands.ledger import ledger_of
-from expertcast.commands.options import Count, Option, positive_number
+from expertcast.checkpoints.bundled import REFERENCE
+from expertcast.checkpoints.checkpoint import save_predictor
+from expertcast.commands.numbers import positive_number
+from expertcast.commands.options import Count, Option
 from expertcast.commands.output import Outcome, folder, say, write_json
-from expertcast.commands.pace import Allowance, part, threads_that_help
-from expertcast.commands.predictors import EVAL_BATCH, best_on_validation, predictor_config
-from expertcast.commands.scoring import scores
-from expertcast.data.collector import collect
-from expertcast.data.exclusive import exclusive
-from expertcast.data.models import REFERENCE, load_model, load_tokenizer
+from expertcast.commands.predictors import EVAL_BATCH, best_on_validation, ledger_of, predictor_config, scores
+from expertcast.data.collect import collect
+from expertcast.data.models import load_model, load_tokenizer
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.processes import exclusive
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import ExpertcastError, names
-from expertcast.predictors.plain import Json
-from expertcast.training.evaluation import evaluate
-from expertcast.training.example_text import example_text
+from expertcast.predictors import ExpertcastError, Predictor, names
+from expertcast.predictors.messages import Json, aligned
+from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE, BenchSettings, benchmark, usual_runs
+from expertcast.runtime.benchmarking.runs import Decoding, balanced_bandwidth, decode_greedily
+from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
+from expertcast.runtime.storage.layout import BlockLayout
+from expertcast.training.evaluation import Evaluation, evaluate, recall_table
 from expertcast.training.fit import fit_many
-from expertcast.training.options import Fitted
-from expertcast.training.report import PAGE, write_report
-from expertcast.training.report_sources import report_sources
-from expertcast.training.results import Evaluation, recall_table
-from expertcast.training.scoring import scored_batches
+from expertcast.training.report import PAGE, example_text, report_sources, write_report
+from expertcast.training.scoring import Fitted, scored_batches
+
+# Threads that help and work that fits: how `expertcast demo` keeps to its minutes on a slow or busy machine.
+
+LEAST = 0.1
+"""Share of the work that is done however long it takes."""
+_TRIAL_S = 0.2
+_NEARLY = 0.9
+"""One thread must be that much faster to be preferred: on a quiet machine the choice is the same each time."""
+
+
+@contextmanager
+def threads_that_help(work: Callable[[], object]) -> Iterator[int]:
+    """As many threads as there were, or a single one where that does some work sooner: on a busy machine threads wait
+    for each other. Gives how many; afterwards there are as many as before.
+
+    Args:
+        work: milliseconds of what will be done, repeated for a fifth of a second with each.
+    """
+    before = torch.get_num_threads()
+    try:
+        alone, together = (_rate(work, threads) for threads in (1, before))
+        chosen = before if together >= _NEARLY * alone else 1
+        torch.set_num_threads(chosen)
+        yield chosen
+    finally:
+        torch.set_num_threads(before)
+
+
+def _rate(work: Callable[[], object], threads: int) -> float:
+    """Repetitions per second, after one that is not counted."""
+    torch.set_num_threads(threads)
+    work()
+    start, done = time.perf_counter(), 0
+    while (took := time.perf_counter() - start) < _TRIAL_S:
+        work()
+        done += 1
+    return done / took
+
+
+class Allowance:
+    """Seconds for several stages, of which each is given what fits beside those after it.
+
+    Args:
+        seconds: for all of them.
+        weights: of each stage in order, how many times as long as `work` it takes when nothing of it is left out.
+        work: a short piece of it, timed before each stage: a machine may become busy.
+    """
+
+    def __init__(self, seconds: float, weights: Mapping[str, float], work: Callable[[], object]) -> None:
+        self._end = time.monotonic() + seconds
+        self._weights, self._work = dict(weights), work
+        work()  # the first one warms up
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left; below 0 when they are over."""
+        return self._end - time.monotonic()
+
+    def share(self, stage: str) -> float:
+        """The share of a stage's work that fits, :data:`LEAST` to 1; those before it are done."""
+        order = list(self._weights)
+        to_come = sum(self._weights[name] for name in order[order.index(stage) :])
+        pace_s = min(_seconds(self._work) for _ in range(2))
+        return min(1.0, max(LEAST, self.left_s / (pace_s * to_come)))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def part(count: int, share: float) -> int:
+    """A share of a count of things, at least one of them."""
+    return max(1, round(count * share))
+
+
+# The last stage of `expertcast demo`: a model decodes with its experts behind a slow link, in every mode.
+
+SLOTS = 96
+"""An eighth of the reference model's 768 experts: two tokens' worth."""
+PROMPT_TOKENS = 64
+NEW_TOKENS, FEWEST_DEPLOYED = 48, 8
+QUALITY_TOKENS = 6144
+WINDOW = 256
+_LEAST_S = 10.0
+"""Seconds that copies may take, however late it is."""
+
+
+def deploy(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    predictor: Predictor,
+    layers: list[int],
+    allowance: Allowance,
+) -> Json:
+    """Time, bytes, hits and perplexity of a model on unseen texts, on demand and in each mode with a predictor.
+
+    `tokenizer` is the model's own; at `layers` hybrid mode executes forecasts. Fewer tokens where the `allowance` for
+    `deploy` is short.
+    """
+    share = allowance.share("deploy")
+    windows_NW = text_windows(tokenizer, texts, length=WINDOW, count=part(QUALITY_TOKENS // WINDOW, share))
+    executed = {"speculate": QualityRun(predictor=predictor), "hybrid": QualityRun(predictor=predictor, layers=layers)}
+    quality = measure_quality(model, find_moe_layers(model), {"test": windows_NW}, executed)
+    prompt_ids = tokenizer(texts[0], return_tensors="pt")["input_ids"][:, :PROMPT_TOKENS]
+    prompt = tokenizer.decode(prompt_ids[0])
+    with threads_that_help(layer_work(model, 1)):
+        resident = decode_greedily(model, prompt_ids, NEW_TOKENS)
+        share = allowance.share("deploy")
+        new_tokens = max(FEWEST_DEPLOYED, part(NEW_TOKENS, share))
+        settings = BenchSettings(new_tokens=new_tokens, repetitions=part(BenchSettings().repetitions, share))
+        ways = usual_runs(OffloadConfig(slots=SLOTS), predictor, layers)
+        steps = settings.new_tokens * settings.repetitions * len(ways)
+        bandwidth = link_bandwidth(model, resident, steps, max(_LEAST_S, allowance.left_s))
+        if new_tokens < NEW_TOKENS:
+            say(f"    {new_tokens} new tokens, not {NEW_TOKENS}, and {settings.repetitions} times")
+        timed = benchmark(model, tokenizer, prompt, ways, settings, bandwidth=bandwidth)
+    for name, way in timed["runs"].items():
+        way["perplexity"] = quality["runs"][name if name in quality["runs"] else "exact"]["perplexity"]
+    return {**timed, "quality": quality}
+
+
+def layer_work(model: PreTrainedModel, tokens: int) -> Callable[[], object]:
+    """What computes the first MoE layer of a model for so many tokens at a time."""
+    layer = find_moe_layers(model)[0]
+    hidden_BTD = torch.randn(1, tokens, layer.hidden_size, generator=torch.Generator().manual_seed(0))
+    given_BTD = hidden_BTD.to(model.dtype)
+
+    @torch.no_grad()
+    def run() -> None:
+        layer.block(given_BTD)
+
+    return run
+
+
+def link_bandwidth(model: PreTrainedModel, resident: Decoding, steps: int, seconds: float) -> float:
+    """Bytes per second of a link on which a layer's copies take `COPY_OVER_COMPUTE` layers' time, and no slower than
+    one that copies every expert of so many decode steps within so many seconds.
+
+    Computing is taken to be as fast as in the quickest tenth of the `resident` model's steps: what else the machine
+    does would make a slow link of it.
+    """
+    quick = sorted(resident.steps_s)[: max(1, len(resident.steps_s) // 10)]
+    view = find_moe_layers(model)
+    least = steps * len(view) * view.shape.top_k * BlockLayout.of(view).block_bytes / seconds
+    return max(balanced_bandwidth(model, replace(resident, steps_s=quick)) / COPY_OVER_COMPUTE, least)
+
+
+def runs_table(runs: Json) -> str:
+    """A row per run of :func:`deploy`."""
+    rows = [("run", "ms per token", "kB per token", "hit rate", "perplexity", "identical")]
+    for name, run_ in runs.items():
+        rows.append(
+            (
+                name,
+                f"{run_['tpot_s'] * 1e3:.2f}",
+                f"{run_['bytes_per_token'] / 1e3:.0f}",
+                f"{run_['hit_rate']:.3f}",
+                f"{run_['perplexity']:.3f}",
+                "yes" if run_["identical"] else "no",
+            )
+        )
+    return aligned(rows)
+
 
 RESULT, TRACES, CHECKPOINT, REPORT = "demo.json", "traces", "checkpoint", "report"
 WEIGHTS = {"collect": 220.0, "train": 200.0, "evaluate": 30.0, "deploy": 160.0}

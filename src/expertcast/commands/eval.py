@@ -8,32 +8,31 @@ from pathlib import Path
 from typing import Annotated
 
 from expertcast.checkpoints.provenance import provenance
-from expertcast.commands.ledger import ledger_of
-from expertcast.commands.offloaded_options import OffloadedOptions
-from expertcast.commands.options import BANDWIDTH, Count, Option, positive_number
+from expertcast.commands.deployment import OffloadedOptions
+from expertcast.commands.numbers import positive_number
+from expertcast.commands.options import BANDWIDTH, Count, Option
 from expertcast.commands.output import Outcome, folder, say
 from expertcast.commands.predictors import (
     QualityOptions,
     best_on_validation,
+    check_shape,
     evaluated,
     forecast_quality,
     is_checkpoint,
+    ledger_of,
     quality_table,
+    scores,
+    scores_ahead,
 )
-from expertcast.commands.same_model import check_shape
-from expertcast.commands.scoring import scores, scores_ahead
 from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor
-from expertcast.predictors.plain import Json, aligned
+from expertcast.predictors.messages import Json, aligned
 from expertcast.runtime.storage.layout import BlockLayout
-from expertcast.training.curve import learning_curve
-from expertcast.training.example_text import example_text
-from expertcast.training.ledger import ledger_table
-from expertcast.training.metrics.timely import Windows, copies_in_time, ratio_windows
-from expertcast.training.options import Fitted
-from expertcast.training.report import write_report
-from expertcast.training.report_sources import report_sources
+from expertcast.training.evaluation import learning_curve, ledger_table
+from expertcast.training.metrics import Windows, copies_in_time, ratio_windows
+from expertcast.training.report import example_text, report_sources, write_report
+from expertcast.training.scoring import Fitted
 from expertcast.training.unseen import unseen_traces
 
 

@@ -9,11 +9,12 @@ import torch
 
 from expertcast.commands.deployment import DeploymentOptions
 from expertcast.commands.generate_text import TimedStreamer, account, chat_inputs, held
-from expertcast.commands.options import COUNT, Count, Model, Option, positive_number
+from expertcast.commands.numbers import positive_number
+from expertcast.commands.options import COUNT, Count, Model, Option
 from expertcast.commands.output import Outcome
 from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.plain import Json
+from expertcast.predictors.messages import Json
 from expertcast.runtime.drafts.names import NONE
 from expertcast.runtime.loading import load_offloaded
 

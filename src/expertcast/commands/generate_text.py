@@ -10,8 +10,8 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 from transformers.generation.streamers import TextStreamer
 
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.plain import Json, size_text
-from expertcast.runtime.offloaded import OffloadedModel
+from expertcast.predictors.messages import Json, size_text
+from expertcast.runtime.offloading import OffloadedModel
 
 
 class TimedStreamer(TextStreamer):  # type: ignore[misc]

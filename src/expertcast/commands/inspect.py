@@ -6,19 +6,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from expertcast.checkpoints import files
+from expertcast.checkpoints import checkpoint as files
 from expertcast.checkpoints.bundled import resolve_model
-from expertcast.checkpoints.kind import holds_predictor
-from expertcast.checkpoints.store import PredictorCheckpoint
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint, holds_predictor
 from expertcast.commands.options import ModelOptions, Option
 from expertcast.commands.output import Outcome, describe_traces, table
 from expertcast.data.inspection import inspect_model
-from expertcast.data.layout import TRACE_FILE
+from expertcast.data.trace_format import TRACE_FILE
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.storage.coded_file import FILE_NAME as CODED_FILE
-from expertcast.runtime.storage.coded_file import verify_coded
-from expertcast.runtime.storage.store_file import FILE_NAME, verify_store
+from expertcast.runtime.storage.expert_file import CODED_FILE_NAME as CODED_FILE
+from expertcast.runtime.storage.expert_file import FILE_NAME, verify_coded, verify_store
 
 
 @dataclass(frozen=True, kw_only=True)

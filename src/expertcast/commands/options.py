@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.checkpoints.bundled import resolve_model
-from expertcast.commands.numbers import BANDWIDTHS as BANDWIDTHS
-from expertcast.commands.numbers import bandwidth as bandwidth
-from expertcast.commands.numbers import bandwidth_of as bandwidth_of
-from expertcast.commands.numbers import not_negative as not_negative
-from expertcast.commands.numbers import not_negative_whole as not_negative_whole
-from expertcast.commands.numbers import positive as positive
-from expertcast.commands.numbers import positive_number as positive_number
-from expertcast.data.models import load_model, load_tokenizer, torch_device
+from expertcast.commands.numbers import (
+    bandwidth,
+    not_negative_whole,
+    positive,
+)
+from expertcast.data.machine import torch_device
+from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.plan import TextOptions
-from expertcast.predictors.errors import ExpertcastError
-from expertcast.predictors.fields import field_docs
+from expertcast.predictors.messages import ExpertcastError
+from expertcast.predictors.options import field_docs
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
 
 C = TypeVar("C", bound="DataclassInstance")
 

@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
+from expertcast.data.trace_writer import write_where_told
 from expertcast.data.traces import TraceDataset
-from expertcast.data.writer import write_where_told
-from expertcast.predictors.plain import Json, aligned
+from expertcast.predictors.messages import Json, aligned
 
 Outcome = tuple[Json, str]
 """A command's result, for --json, and the text to print."""

@@ -3,41 +3,108 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from expertcast.checkpoints import files
-from expertcast.checkpoints.kind import is_name
-from expertcast.checkpoints.repositories import HubName
-from expertcast.checkpoints.store import PredictorCheckpoint
-from expertcast.commands.offloaded_options import StoredOptions
-from expertcast.commands.options import Count, Data, Option, TextColumn
+import torch
+
+from expertcast.checkpoints import checkpoint as files
+from expertcast.checkpoints.bundled import REFERENCE
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint, is_name
+from expertcast.checkpoints.hub import HubName
+from expertcast.commands.deployment import StoredOptions
+from expertcast.commands.options import Count, Data, ModelOptions, Option, TextColumn
 from expertcast.commands.output import say
-from expertcast.commands.same_model import check_routers
 from expertcast.data.experts import experts_of
-from expertcast.data.models import REFERENCE, load_tokenizer
+from expertcast.data.models import load_tokenizer, meta_model
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.source import ModelSource
 from expertcast.data.text import TEXT_COLUMN, Document, load_documents
-from expertcast.data.traces import TraceDataset
+from expertcast.data.trace_format import is_live
+from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import (
     ExpertcastError,
     MoEView,
     NextToken,
     Predictor,
     PredictorConfig,
+    RouterState,
     names,
     predictor_class,
 )
-from expertcast.predictors.fields import parse_settings
-from expertcast.predictors.plain import Json, aligned
+from expertcast.predictors.messages import Json, aligned
+from expertcast.predictors.next_token import NextTokenTracker
+from expertcast.predictors.options import parse_settings
 from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.engine.traced import TracedForecasts
 from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
 from expertcast.runtime.quality.policies import measure_policies
+from expertcast.training.evaluation import (
+    evaluate,
+    evaluate_tokens,
+    ledger_entry,
+    link_table,
+    recall_table,
+    tokens_table,
+)
 from expertcast.training.fit import fit_many
-from expertcast.training.options import NO_VALIDATION, FitOptions, Fitted
-from expertcast.training.scoring import check_stand_in, validation_recall
+from expertcast.training.metrics import Windows
+from expertcast.training.scoring import (
+    NO_VALIDATION,
+    FitOptions,
+    Fitted,
+    check_stand_in,
+    scored_batches,
+    states_of,
+    validation_recall,
+)
 from expertcast.training.unseen import unseen_documents
+
+# Whether --model is the model that traces were collected from.
+
+_REMEDY = "give the model that they were collected from"
+
+
+def check_shape(options: ModelOptions, name: str, traced: MoEView) -> None:
+    """See that a model has the shape of the one that was traced, before anything is scored; no weight is read.
+
+    Args:
+        options: how it is loaded.
+        name: the model's.
+        traced: the layers that the traces have.
+
+    Raises:
+        ExpertcastError: no such model, or one of another shape.
+    """
+    shape = find_moe_layers(meta_model(ModelSource.of(name, options.passed_on(name)))).shape
+    if shape != traced.shape:
+        sizes = " and ".join(
+            ", ".join(f"{key}={size}" for key, size in each.as_dict().items()) for each in (shape, traced.shape)
+        )
+        raise ExpertcastError(f"{name!r} is not the model of these traces, {traced.model_id!r} ({sizes}): {_REMEDY}")
+
+
+def check_routers(view: MoEView, info: Json) -> None:
+    """See that a loaded model is the one that was traced.
+
+    Args:
+        view: its layers.
+        info: of the traces.
+
+    Raises:
+        ExpertcastError: its routers or norms are others.
+    """
+    if info["fingerprint"] not in (view.fingerprint(), view.router_fingerprint()):
+        raise ExpertcastError(
+            f"these traces are of {info['model']!r}, whose routers or norms are not those of {view.model_id!r}: "
+            f"{_REMEDY}"
+        )
+
 
 EVAL_BATCH = 4096
 """Tokens per batch of an evaluation."""
@@ -284,3 +351,147 @@ def quality_table(result: Json) -> str:
         numbers = (run["perplexity"], run["top1_agreement"], run["kl"], run["executed_recall"]["mean"])
         rows.append((name, *(f"{number:.4g}" for number in numbers)))
     return aligned(rows)
+
+
+# What predictors cost on this machine, for `eval` and `train`: a forecast's time is measured as a decode step runs it.
+#
+# A traced program is timed where the runtime would run one. Of early attention the stand-in is timed and what reads its
+# result, not the attention itself: that takes the model, and traces hold what came of it.
+
+TOKENS = 32
+"""Tokens that are timed, after two that are not."""
+_WARM_UP = 2
+
+
+def ledger_of(fitted: Mapping[str, Fitted], source: TraceSource, split: str, ahead: int) -> dict[str, Json]:
+    """The costs of each predictor (:func:`expertcast.training.evaluation.ledger_entry`), by the names given.
+
+    Args:
+        fitted: predictors with the reports of their fits.
+        source: whose tokens are forecast.
+        split: of it.
+        ahead: how far the forecasts look.
+    """
+    times = forecast_seconds(fitted, source, split, ahead)
+    return {name: ledger_entry(made.predictor, made.report, times.get(name)) for name, made in fitted.items()}
+
+
+def forecast_seconds(fitted: Mapping[str, Fitted], source: TraceSource, split: str, ahead: int) -> dict[str, float]:
+    """Seconds of one forecast for one token, median over tokens and layers: each is clocked for itself, so that what
+    else the machine does meets few of them. On one thread, the same tokens for all, taking turns token by token. Of a
+    predictor that looks tokens ahead: of all that it does at one token.
+
+    Args:
+        fitted, source, split, ahead: as for :func:`ledger_of`.
+    """
+    batch = next(source.batches(split, TOKENS + _WARM_UP), None)
+    if batch is None:
+        return {}
+    steps = {name: _decode_step(made.predictor, source.view, ahead) for name, made in fitted.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in fitted}
+    with _one_thread(), torch.no_grad():
+        for token in range(len(batch)):
+            states = states_of(source.view, batch[token : token + 1])
+            for name, step in steps.items():
+                clocked = step(states)
+                if token >= _WARM_UP or len(batch) <= _WARM_UP:
+                    seconds[name] += clocked
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def _decode_step(predictor: Predictor, view: MoEView, ahead: int) -> Callable[[list[RouterState]], list[float]]:
+    """What a predictor does in one decode step, timed: the states of one token at all layers to seconds."""
+    if isinstance(predictor, NextToken):
+        tracker = NextTokenTracker(predictor)
+        tracker.start(True)
+
+        def follow(states: list[RouterState]) -> list[float]:
+            start = time.perf_counter()
+            tracker.start(False)
+            for state in states:
+                tracker.see(state.layer, state.residual_TD, state.logits_TE, 1)
+            return [time.perf_counter() - start]
+
+        return follow
+    traced = TracedForecasts(predictor)
+    traced.prepare(view, ahead)
+
+    def forecast(states: list[RouterState]) -> list[float]:
+        clocked = []
+        for state in states[: len(states) - ahead]:
+            start = time.perf_counter()
+            if predictor.wants_early(state.layer, ahead):
+                traced.stand_in(state)
+            traced.forecast(state, ahead)
+            clocked.append(time.perf_counter() - start)
+        return clocked
+
+    return forecast
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+# Scores of predictors on traces or a running model, and their tables.
+
+SHARED = (
+    "a server's traffic is split by conversation: tokens of a system prompt or template that several begin with stand "
+    "in every split, and count in these scores"
+)
+
+
+def scores(predictor: Predictor, source: TraceSource, split: str) -> tuple[Json, str]:
+    """One predictor scored at all its distances, or tokens ahead if it looks that way: results and their tables."""
+    if isinstance(predictor, NextToken):
+        found = evaluate_tokens(predictor, source, split)
+        return found, "\n\n".join([tokens_table(found["tokens_ahead"]), *_notes(source)])
+    return scores_ahead({predictor.name: predictor}, source, split, predictor.ahead)
+
+
+def scores_ahead(
+    predictors: Mapping[str, Predictor],
+    source: TraceSource,
+    split: str,
+    ahead: Sequence[int],
+    windows: Mapping[str, Windows] | None = None,
+) -> tuple[Json, str]:
+    """Predictors scored at each distance, all on the same tokens.
+
+    Args:
+        predictors: by name.
+        source: whose tokens score.
+        split: of it.
+        ahead: layers ahead, the shortest first.
+        windows: as for :func:`evaluate`.
+
+    Returns:
+        The result at the shortest distance, with those at the others in its member `further`, by distance; and tables.
+
+    Raises:
+        ExpertcastError: as :func:`evaluate`.
+    """
+    result: Json = {}
+    tables = []
+    for distance in ahead:
+        batches = scored_batches(source, split, EVAL_BATCH)
+        evaluation = evaluate(predictors, batches, source.view, ahead=distance, windows=windows)
+        if len(ahead) > 1:
+            tables.append(f"{distance} layer{'s' * (distance > 1)} ahead")
+        tables += [recall_table(evaluation), link_table(evaluation)]
+        if result:
+            result.setdefault("further", {})[str(distance)] = evaluation.as_dict()
+        else:
+            result = dict(evaluation.as_dict())
+    return result, "\n\n".join([*tables, *_notes(source)])
+
+
+def _notes(source: TraceSource) -> list[str]:
+    """What must be known of the tokens that score."""
+    return [SHARED] if is_live(source.info) else []

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from expertcast.checkpoints.downloads import pull
-from expertcast.checkpoints.kind import CHECKPOINT
-from expertcast.checkpoints.repositories import HubName, NotOnHubError
-from expertcast.checkpoints.store import PredictorCheckpoint
+from expertcast.checkpoints.checkpoint import CHECKPOINT, PredictorCheckpoint
+from expertcast.checkpoints.hub import HubName, NotOnHubError, pull
 from expertcast.commands.options import Option
 from expertcast.commands.output import Outcome, folder
-from expertcast.data.trace_file import TRACES
+from expertcast.data.trace_format import TRACES
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 

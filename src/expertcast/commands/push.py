@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from expertcast.checkpoints.hub import push_checkpoint
-from expertcast.checkpoints.kind import holds_predictor
-from expertcast.checkpoints.repositories import HubName
+from expertcast.checkpoints.checkpoint import holds_predictor, push_checkpoint
+from expertcast.checkpoints.hub import HubName
 from expertcast.commands.options import Option
 from expertcast.commands.output import Outcome
 from expertcast.data.hub import push_traces
-from expertcast.data.trace_file import TRACES
+from expertcast.data.trace_format import TRACES
 from expertcast.predictors import ExpertcastError
 
 

@@ -9,17 +9,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated
 
-from expertcast.commands.deployment import DeploymentOptions
+from expertcast.commands.deployment import DeploymentOptions, WarmOptions
 from expertcast.commands.generate_text import held
-from expertcast.commands.options import COUNT, Model, Option, not_negative_whole
+from expertcast.commands.numbers import not_negative_whole
+from expertcast.commands.options import COUNT, Model, Option
 from expertcast.commands.output import Outcome, say
-from expertcast.commands.warm_options import WarmOptions
 from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.plain import size_text
+from expertcast.predictors.messages import size_text
 from expertcast.runtime.drafts.names import NONE
 from expertcast.runtime.loading import load_offloaded
-from expertcast.runtime.offloaded import OffloadedModel
+from expertcast.runtime.offloading import OffloadedModel
 
 _NEEDS = ("fastapi", "uvicorn", "openai", "rich", "prometheus_client")
 """Packages of the extra."""
@@ -52,7 +52,7 @@ def run(options: Options) -> Outcome:
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise ExpertcastError(f"serving needs {', '.join(missing)}: pip install 'expertcast[serve]'")
-    from expertcast.runtime.serving.server import ModelServer, listen  # only here: other commands do without it
+    from expertcast.runtime.serving.server import ModelServer, listen
 
     config, prompts = options.configuration(), options.prompts()
     if options.continuous_batching and config.draft != NONE:

@@ -8,31 +8,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.provenance import provenance
-from expertcast.commands.options import COUNT, Count, Fields, Option, positive_number
+from expertcast.commands.numbers import positive_number
+from expertcast.commands.options import COUNT, Count, Fields, Option
 from expertcast.commands.output import Outcome, folder, say, write_json
-from expertcast.commands.predictors import QualityOptions, evaluated, loaded_next_token, policy_quality
-from expertcast.commands.same_model import check_shape
-from expertcast.commands.simulate_cases import Chosen, MachineOptions, PolicyOptions, cases_of, swept_evictions
-from expertcast.commands.simulate_routing import simulate_routing
-from expertcast.data.models import REFERENCE
+from expertcast.commands.predictors import QualityOptions, check_shape, evaluated, loaded_next_token, policy_quality
+from expertcast.commands.routing_file import simulate_routing
+from expertcast.commands.simulate_options import Chosen, MachineOptions, PolicyOptions, cases_of, swept_evictions
 from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.routing_file import is_routing_file
+from expertcast.data.trace_format import write_atomically
 from expertcast.data.traces import TraceDataset
-from expertcast.data.writer import write_atomically
 from expertcast.predictors import ExpertcastError, Predictor
-from expertcast.predictors.next_token_tracker import NextTokenTracker
-from expertcast.predictors.plain import Json, aligned
-from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.option_values import size_bytes
+from expertcast.predictors.messages import Json, aligned
+from expertcast.predictors.next_token import NextTokenTracker
+from expertcast.runtime.config import OffloadConfig, size_bytes
 from expertcast.runtime.simulation.figures import write_figures
-from expertcast.runtime.simulation.load import Texts, load_trace
-from expertcast.runtime.simulation.machine import Case
-from expertcast.runtime.simulation.summary import table
+from expertcast.runtime.simulation.machine import Case, table
 from expertcast.runtime.simulation.sweep import CAPACITIES, Workload, refusal, sweep, with_bounds
-from expertcast.runtime.storage.layout import BlockLayout
-from expertcast.runtime.storage.precision import FULL
-from expertcast.training.options import Fitted
+from expertcast.runtime.simulation.trace import Texts, load_trace
+from expertcast.runtime.storage.layout import FULL, BlockLayout
+from expertcast.training.scoring import Fitted
 from expertcast.training.unseen import unseen_traces
 
 TABLE, RESULT = "table.txt", "results.json"

@@ -6,31 +6,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from expertcast.checkpoints.repositories import HubName, NotOnHubError
-from expertcast.checkpoints.store import save_predictor
-from expertcast.commands.ledger import ledger_of
-from expertcast.commands.offloaded_options import OffloadedOptions
+from expertcast.checkpoints.checkpoint import save_predictor
+from expertcast.checkpoints.hub import HubName, NotOnHubError
+from expertcast.commands.deployment import OffloadedOptions
 from expertcast.commands.options import COUNT, Count, Data, Fields, Option, Text, TextColumn
 from expertcast.commands.output import Outcome, folder, say
-from expertcast.commands.predictors import predictor_config
-from expertcast.commands.scoring import scores
-from expertcast.data.default_vectors import NOTE, with_default_vectors
-from expertcast.data.distributed import training_share
-from expertcast.data.exclusive import exclusive
-from expertcast.data.layout import TRACE_FILE
+from expertcast.commands.predictors import ledger_of, predictor_config, scores
+from expertcast.data.live import NOTE, with_default_vectors
 from expertcast.data.online import OnlineTraces
 from expertcast.data.plan import SPLITS
+from expertcast.data.processes import exclusive, training_share
 from expertcast.data.text import TEXT_COLUMN, load_documents
+from expertcast.data.trace_format import TRACE_FILE
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import ExpertcastError, predictor_class
 from expertcast.predictors.base import PredictorConfig
-from expertcast.predictors.plain import Json
-from expertcast.training.baselines import baseline_recall
+from expertcast.predictors.messages import Json
+from expertcast.training.evaluation import baseline_recall, ledger_table
 from expertcast.training.fit import fit
-from expertcast.training.ledger import ledger_table
-from expertcast.training.logs import log_evaluation
-from expertcast.training.options import FitOptions
-from expertcast.training.resume import forget, resume_folder
+from expertcast.training.loop import forget, resume_folder
+from expertcast.training.report import log_evaluation
+from expertcast.training.scoring import FitOptions
 
 _FIT = Fields(tokens=COUNT, seed=Option(), log_folder=Option(flag="--log", metavar="DIR", read=Path))
 

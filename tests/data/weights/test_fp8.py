@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertcast.data.weights.fp8 import Fp8Tensor, join_scales
+from expertcast.data.weights.packed import Fp8Tensor, join_scales
 from expertcast.predictors import ExpertcastError
 
 

@@ -9,17 +9,16 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from expertcast.checkpoints.store import save_predictor
-from expertcast.data.discovery import find_moe_layers
+from expertcast.checkpoints.checkpoint import save_predictor
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.base import PredictorConfig
-from expertcast.predictors.next_norm import NextNorm
+from expertcast.predictors.baselines import NextNorm
 from expertcast.runtime import OffloadConfig
 from expertcast.runtime.advising import absent
-from expertcast.runtime.advising.absent import AbsentModel, advise_absent, known_recall
-from expertcast.runtime.advising.absent_advice import CAVEAT, AbsentAdvice
+from expertcast.runtime.advising.absent import CAVEAT, AbsentAdvice, AbsentModel, advise_absent, known_recall
 from expertcast.runtime.advising.advise import WORTH
-from expertcast.runtime.benchmarking.routing_tables import RoutingOptions
+from expertcast.runtime.benchmarking.routing import RoutingOptions
 from expertcast.runtime.benchmarking.shapes import SHAPES
 from expertcast.runtime.timed.costs import LINKS
 

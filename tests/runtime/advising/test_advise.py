@@ -11,12 +11,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertcast.checkpoints.store import save_predictor
+from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.predictors import ExpertcastError, MoEView, predictor_class
-from expertcast.predictors.next_norm import NextNorm
+from expertcast.predictors.baselines import NextNorm
 from expertcast.runtime.advising.advise import WORTH, advice_errors, advice_from, advise, expected_tpot, most_to_gain
-from expertcast.runtime.advising.observation import Watcher, executed, measured_recall, with_recall
-from expertcast.runtime.advising.survey import survey
+from expertcast.runtime.advising.survey import Watcher, executed, measured_recall, survey, with_recall
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.simulation.machine import Simulation

@@ -11,13 +11,22 @@ import pytest
 import torch
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.advising.disk import COMPRESS, DiskFindings, advise_disk, expected, routing_of
-from expertcast.runtime.advising.disk_costs import disk_rate, scratch_rate, stored_as, stored_in
+from expertcast.runtime.advising.disk import (
+    COMPRESS,
+    DiskFindings,
+    advise_disk,
+    disk_rate,
+    expected,
+    routing_of,
+    scratch_rate,
+    stored_as,
+    stored_in,
+)
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.links.virtual_disk import Stored
+from expertcast.runtime.links.virtual import Stored
 from expertcast.runtime.simulation.trace import Trace
-from expertcast.runtime.storage.coded_file import CodedFile
-from expertcast.runtime.storage.coded_store import CodedStore
+from expertcast.runtime.storage.disk_store import CodedStore
+from expertcast.runtime.storage.expert_file import CodedFile
 from tests.runtime.made import decoding, layer_times
 from tests.runtime.storage.test_coded_store import _store
 

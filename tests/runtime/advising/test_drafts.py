@@ -15,7 +15,7 @@ from expertcast.runtime.policies import Policies
 from expertcast.runtime.simulation.machine import Case, Machine, constant_times
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import Trace
-from expertcast.runtime.storage.precision import FULL
+from expertcast.runtime.storage.layout import FULL
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 LAYER_S = 0.004

@@ -9,11 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertcast.data.discovery import find_moe_layers
-from expertcast.runtime.advising.observation import Watcher, executed
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.runtime.advising.survey import Watcher, executed
 from expertcast.runtime.offloading import offload
-from expertcast.runtime.recording.layer_times import LayerTimes
-from expertcast.runtime.recording.recorder import Recorder
+from expertcast.runtime.recording.recorder import LayerTimes, Recorder
 from expertcast.runtime.simulation.trace import Asked, Trace
 from tests.runtime.made import Setting, calibrated, decoding, layer_times, perfect, record, replay, routings
 

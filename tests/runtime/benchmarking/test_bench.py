@@ -11,12 +11,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertcast.commands.bench_text import runs_table
+from expertcast.commands.bench import runs_table
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import OffloadConfig, benchmark
-from expertcast.runtime.benchmarking.bench import BenchSettings
-from expertcast.runtime.benchmarking.bench_report import Measured, Run, StepTimes, report, step_times
-from expertcast.runtime.benchmarking.decoding import Decoding
+from expertcast.runtime.benchmarking.bench import BenchSettings, Measured, Run, StepTimes, report, step_times
+from expertcast.runtime.benchmarking.runs import Decoding
 from expertcast.runtime.recording.recorder import Recorder
 from tests.runtime.conftest import PROMPT
 

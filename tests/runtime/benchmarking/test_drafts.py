@@ -7,13 +7,12 @@ import torch
 from transformers import PreTrainedModel
 
 import expertcast
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.arguments import slot_count
-from expertcast.runtime.benchmarking.bench import BenchSettings
-from expertcast.runtime.benchmarking.drafts import bench_drafts
+from expertcast.runtime.benchmarking.bench import BenchSettings, bench_drafts
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.drafts.quantised import ModelWeights, QuantisedExperts, expected_bytes
+from expertcast.runtime.offloading import slot_count
 from expertcast.runtime.storage.layout import BlockLayout
 from tests.families.models import tiny_model
 

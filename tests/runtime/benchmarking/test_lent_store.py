@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from expertcast.data.discovery import experts_implementation, find_moe_layers
+from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.runtime import offload
-from expertcast.runtime.benchmarking.decoding import decode_greedily, same_logits
-from expertcast.runtime.benchmarking.lent_store import LentStore, without_experts_to
+from expertcast.runtime.benchmarking.runs import LentStore, decode_greedily, same_logits, without_experts_to
 from tests.families.models import tiny_model
 
 PROMPT_IDS = torch.arange(5).unsqueeze(0)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from expertcast.data.discovery import experts_implementation, find_moe_layers
-from expertcast.runtime.benchmarking.decoding import decode_greedily
-from expertcast.runtime.benchmarking.peer import measure_peer
+from expertcast.data.moe_layers import experts_implementation, find_moe_layers
+from expertcast.runtime.benchmarking.runs import decode_greedily, measure_peer
 from expertcast.runtime.benchmarking.shapes import weight_bytes
 from tests.families.models import tiny_model
 

@@ -9,15 +9,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertcast.data.collector import collect
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.models import REFERENCE
+from expertcast.checkpoints.bundled import REFERENCE
+from expertcast.data.collect import collect
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.text import load_documents
 from expertcast.predictors import ExpertcastError, ModelShape
 from expertcast.runtime import offload
-from expertcast.runtime.benchmarking.decoding import decode_greedily, same_logits
-from expertcast.runtime.benchmarking.routing_process import RoutingProcess
-from expertcast.runtime.benchmarking.routing_tables import RoutingOptions, RoutingTables, drawn, replayed
+from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, RoutingTables, drawn, replayed
+from expertcast.runtime.benchmarking.runs import decode_greedily, same_logits
 from tests.families.models import tiny_model
 
 SHAPE = ModelShape(layers=6, experts=32, top_k=4, hidden=8)

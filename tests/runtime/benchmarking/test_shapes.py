@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import meta_model
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.benchmarking.shapes import SHAPES, build_shape, check_memory, random_model, weight_bytes
 from tests.families.models import CONFIGS

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
-from expertcast.data.models import REFERENCE, auto_class
+from expertcast.checkpoints.bundled import REFERENCE
+from expertcast.data.models import auto_class
 from expertcast.runtime import OffloadedModel
-from expertcast.runtime.drafts.cycle import Cycle
-from expertcast.runtime.drafts.drafts import ProposalDraft
+from expertcast.runtime.drafts.costs import Cycle
 from expertcast.runtime.drafts.governor import Governor
+from expertcast.runtime.drafts.kinds import ProposalDraft
 from tests.families.table import tiny_config
 
 SLOTS = 6

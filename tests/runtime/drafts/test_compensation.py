@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertcast.runtime.drafts.compensation import DAMPING, compensated, inverse_factor, squared_error
-from expertcast.runtime.drafts.rounding import expanded, rounded
+from expertcast.runtime.drafts.quantised import DAMPING, compensated, expanded, inverse_factor, rounded, squared_error
 from tests.runtime.drafts.by_hand import bf16
 
 

@@ -8,9 +8,16 @@ import random
 import numpy as np
 import pytest
 
-from expertcast.runtime.drafts.costs import DraftModel, VerificationTimes, expected_tokens, exposed_seconds
-from expertcast.runtime.drafts.cycle import Cycle
-from expertcast.runtime.drafts.running import PositionMeans, RunningLine, RunningMean
+from expertcast.runtime.drafts.costs import (
+    Cycle,
+    DraftModel,
+    PositionMeans,
+    RunningLine,
+    RunningMean,
+    VerificationTimes,
+    expected_tokens,
+    exposed_seconds,
+)
 
 
 def test_expected_tokens_by_hand() -> None:

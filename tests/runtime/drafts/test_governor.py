@@ -9,10 +9,10 @@ import pytest
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import offload
-from expertcast.runtime.drafts.cycle import Cycle
+from expertcast.runtime.drafts.costs import Cycle
 from expertcast.runtime.drafts.governor import Governor
-from expertcast.runtime.drafts.lookahead import LookaheadBuffer
 from expertcast.runtime.drafts.names import check_draft
+from expertcast.runtime.drafts.prefetch import LookaheadBuffer
 from tests.runtime.drafts.loops import SLOTS, cycles_of, prompt, tiny
 from tests.runtime.drafts.world import Draft, Run, World, changed, random_world
 

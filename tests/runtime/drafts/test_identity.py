@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.data.discovery import find_moe_layers
 from expertcast.data.early import EarlyAttention
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.early_attention import EarlyAttention as EarlyPredictor
 from expertcast.predictors.early_attention import EarlyConfig

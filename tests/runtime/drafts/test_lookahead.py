@@ -7,7 +7,7 @@ import random
 import pytest
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.drafts.lookahead import LookaheadBuffer
+from expertcast.runtime.drafts.prefetch import LookaheadBuffer
 
 
 def test_a_buffer_worked_by_hand() -> None:

@@ -8,15 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertcast.runtime.drafts.matrices import (
+from expertcast.runtime.drafts.quantised import (
     CodedMatrices,
     EightBitKernel,
     FourBitKernel,
     Matrices,
     WholeMatrices,
     coded_matrices,
+    expanded,
+    group_of,
+    rounded,
 )
-from expertcast.runtime.drafts.rounding import expanded, group_of, rounded
 from tests.runtime.drafts.by_hand import distance
 
 CPU = torch.device("cpu")

@@ -13,14 +13,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.moe import batched_mm_experts_forward
 
 import expertcast
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, MoEView
-from expertcast.runtime.drafts import matrices
-from expertcast.runtime.drafts.calibration import ENOUGH, Calibration
-from expertcast.runtime.drafts.compensation import squared_error
-from expertcast.runtime.drafts.quantised import BITS, CALIBRATED, ModelWeights, QuantisedExperts
-from expertcast.runtime.storage.coded_store import CodedStore
-from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.drafts import quantised as matrices
+from expertcast.runtime.drafts.quantised import (
+    BITS,
+    CALIBRATED,
+    ENOUGH,
+    Calibration,
+    ModelWeights,
+    QuantisedExperts,
+    squared_error,
+)
+from expertcast.runtime.storage.disk_store import CodedStore, DiskStore
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import CONFIGS, tiny_model
 from tests.runtime.drafts.by_hand import distance, rounded_experts, rounded_weights, step

@@ -15,7 +15,7 @@ from transformers.cache_utils import QuantizedCache
 
 from expertcast.data.models import auto_class
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.drafts.rollback import SharedCache
+from expertcast.runtime.drafts.cache import SharedCache
 from tests.families.table import FAMILIES, REFUSED, tiny_config
 
 PROMPT, DRAFTED, WINDOW = 3, 4, 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.drafts.roofline import roofline
+from expertcast.runtime.drafts.costs import roofline
 from tests.runtime.drafts.test_governor import COPIES
 from tests.runtime.drafts.world import Governor, Run
 

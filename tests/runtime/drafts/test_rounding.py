@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from expertcast.runtime.drafts.rounding import expanded, group_of, rounded
+from expertcast.runtime.drafts.quantised import expanded, group_of, rounded
 from tests.runtime.drafts.by_hand import rounded_group, rounded_weights
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.taps import RouterCall
+from expertcast.data.batch import RouterCall
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime import EmulatedLink, offload
 from expertcast.runtime.drafts.drafting import DraftOptions
-from expertcast.runtime.drafts.schedule import Schedule
-from expertcast.runtime.engine.residency import Residency
-from expertcast.runtime.engine.window import Window
+from expertcast.runtime.drafts.prefetch import Schedule
+from expertcast.runtime.engine.cache import Residency, Window
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore

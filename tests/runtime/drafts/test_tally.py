@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from expertcast.runtime.drafts.cycle import Cycle
-from expertcast.runtime.drafts.tally import DraftCount, Tally
+from expertcast.runtime.drafts.costs import Cycle
+from expertcast.runtime.drafts.governor import DraftCount, Tally
 
 
 def test_counts_by_draft() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from expertcast.runtime.drafts.costs import DraftModel
-from expertcast.runtime.drafts.cycle import Cycle
-from expertcast.runtime.drafts.plans import draft_plan
-from expertcast.runtime.drafts.trials import Candidate, Trials
+from expertcast.runtime.drafts.costs import Cycle, DraftModel
+from expertcast.runtime.drafts.governor import Candidate, Trials, draft_plan
 
 
 def test_a_dear_trial_waits_until_the_run_can_afford_it() -> None:

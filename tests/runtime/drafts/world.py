@@ -8,9 +8,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from expertcast.runtime.drafts.cycle import Cycle
+from expertcast.runtime.drafts.costs import Cycle
 from expertcast.runtime.drafts.governor import Governor
-from expertcast.runtime.drafts.lookahead import LookaheadBuffer
+from expertcast.runtime.drafts.prefetch import LookaheadBuffer
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from expertcast.data.router_call import RouterCall
+from expertcast.data.batch import RouterCall
 from expertcast.predictors import ModelShape, MoEView, PredictorConfig
-from expertcast.predictors.plain_view import LinearRouter, RoutingRule, plain_view
-from expertcast.predictors.router_input import RouterInput
+from expertcast.predictors.baselines import RouterInput
+from expertcast.predictors.view import LinearRouter, RoutingRule, plain_view
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.engine.base import EngineParts
 from expertcast.runtime.engine.drift import DriftMonitor
-from expertcast.runtime.engine.host import HostEngine
-from expertcast.runtime.engine.rows import combine
+from expertcast.runtime.engine.engine import EngineParts, HostEngine, combine
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.policies import CacheShape
 from expertcast.runtime.storage.layout import BlockLayout, ExpertsForm

@@ -18,13 +18,13 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from expertcast.data.discovery import find_moe_layers
-from expertcast.runtime.engine.residency import Residency
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.runtime.engine.cache import Residency
 from expertcast.runtime.links.base import Copy, Link
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.policies import LRU, CacheShape, EvictionPolicy
 from expertcast.runtime.recording.statistics import RunStatistics
-from expertcast.runtime.storage.precision import FULL
+from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool, SlotState
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model

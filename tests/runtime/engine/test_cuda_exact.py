@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import batched_mm_experts_forward
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime import offload
-from expertcast.runtime.links.copy import has_triton
+from expertcast.runtime.experimental.kernel_link import has_triton
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.links.cuda_helpers import MARKS, cuda_model, prompt
 from tests.runtime.test_canary import _canary_model
@@ -44,7 +44,8 @@ def test_exact_generation(link: str, family: str) -> None:
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 def test_both_kernels_on_the_reference_model(implementation: str) -> None:
     """Rows of a group are computed alike wherever the group's weights lie."""
-    from expertcast.data.models import REFERENCE, load_model
+    from expertcast.checkpoints.bundled import REFERENCE
+    from expertcast.data.models import load_model
 
     model, inputs = load_model(REFERENCE, device="cuda"), prompt(3, 4, 5, 6, 7)
     model.set_experts_implementation(implementation)

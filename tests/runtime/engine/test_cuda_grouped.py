@@ -8,10 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.integrations.moe import grouped_mm_experts_forward
 
-from expertcast.data.discovery import find_moe_layers
-from expertcast.runtime.engine.grouped import _MOST_GROUPS, _ranges
-from expertcast.runtime.engine.kernels import SlotKernel
-from expertcast.runtime.links.carve_out import has_persistent_grouped_mm
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.runtime.engine.kernels import _MOST_GROUPS, SlotKernel, _ranges
+from expertcast.runtime.experimental.kernel_link import has_persistent_grouped_mm
 from tests.runtime.links.cuda_helpers import MARKS, cuda_model
 
 EXPERTS = 8

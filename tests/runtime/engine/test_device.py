@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.previous_token import PreviousToken
+from expertcast.predictors.baselines import PreviousToken
 from expertcast.runtime import offload
-from expertcast.runtime.engine.seam import is_attached
-from expertcast.runtime.graph import GraphDecoder
-from expertcast.runtime.links.kernel import KernelLink
+from expertcast.runtime.engine.front import is_attached
+from expertcast.runtime.experimental.graph_decoder import GraphDecoder
+from expertcast.runtime.experimental.kernel_link import KernelLink
 from expertcast.runtime.recording.recorder import Recorder
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
@@ -121,7 +121,7 @@ def _as_if_captured(link: KernelLink, monkeypatch: pytest.MonkeyPatch) -> Iterat
     with monkeypatch.context() as patch, _NoHost():
         patch.setattr(link._copier, "copy", copy)
         patch.setattr("expertcast.data.taps.capturing", lambda: True)
-        patch.setattr("expertcast.runtime.engine.device.capturing", lambda: True)
+        patch.setattr("expertcast.runtime.experimental.device_engine.capturing", lambda: True)
         patch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True)
         yield
 

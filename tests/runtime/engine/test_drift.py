@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.checkpoints.store import save_predictor
-from expertcast.data.taps import RouterCall, RouterTaps
+from expertcast.checkpoints.checkpoint import save_predictor
+from expertcast.data.batch import RouterCall
+from expertcast.data.taps import RouterTaps
 from expertcast.predictors import MoEView, PredictorConfig
-from expertcast.predictors.next_norm import NextNorm
+from expertcast.predictors.baselines import NextNorm
 from expertcast.runtime import offload
 from expertcast.runtime.engine import drift
 from expertcast.runtime.engine.drift import BLOCK, DriftMonitor
-from expertcast.runtime.engine.fading import FadingMean
-from expertcast.runtime.engine.host import HostEngine
+from expertcast.runtime.engine.engine import HostEngine
+from expertcast.runtime.engine.refit import FadingMean
 
 LAYERS, TOP_K, EXPERTS = 6, 4, 32
 

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, PredictorConfig
 from expertcast.predictors.base import Forecast
+from expertcast.predictors.baselines import QuasiHidden
 from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
 from expertcast.predictors.hybrid import Choice, Hybrid, HybridConfig
-from expertcast.predictors.quasi_hidden import QuasiHidden
 from expertcast.runtime import offload
-from expertcast.runtime.engine import quick as quick_module
-from expertcast.runtime.engine.quick import FIRST_SEEN, LOOK, QuickForecasts
+from expertcast.runtime.engine import forecasting as quick_module
+from expertcast.runtime.engine.forecasting import FIRST_SEEN, LOOK, QuickForecasts
 from expertcast.runtime.policies import Policies
 from expertcast.training.fit import fit
 from tests.runtime.conftest import assert_same, greedy

@@ -12,11 +12,17 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
-from expertcast.data.discovery import find_moe_layers
-from expertcast.runtime.engine import grouped, kernels
-from expertcast.runtime.engine.grouped import _ExpertOrder, _SlotProducts, _SlotRanges, over_slots
-from expertcast.runtime.engine.grouped_host import HostGrouped
-from expertcast.runtime.engine.kernels import SlotKernel
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.runtime.engine import kernels
+from expertcast.runtime.engine import kernels as grouped
+from expertcast.runtime.engine.kernels import (
+    HostGrouped,
+    SlotKernel,
+    _ExpertOrder,
+    _SlotProducts,
+    _SlotRanges,
+    over_slots,
+)
 from tests.families.models import tiny_model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from expertcast.runtime.engine.least_squares import RecursiveRidge
+from expertcast.runtime.engine.refit import RecursiveRidge
 
 FEATURES, OUTPUTS, PRIOR = 12, 5, 30.0
 

@@ -10,15 +10,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.data.taps import RouterCall
+from expertcast.data.batch import RouterCall
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, RouterState
 from expertcast.predictors.estimator import INPUTS, Estimator, EstimatorConfig
 from expertcast.predictors.linear import Linear, LinearConfig
 from expertcast.runtime import offload
-from expertcast.runtime.engine import refit_layer, refit_part
-from expertcast.runtime.engine.refit import OnlineRefit
-from expertcast.runtime.engine.refit_layer import BLOCK, FIRST, Example, Guard, LayerRefit
-from expertcast.runtime.engine.refit_part import RidgePart, changed, ridge_part
+from expertcast.runtime.engine import refit as refit_layer
+from expertcast.runtime.engine import refit as refit_part
+from expertcast.runtime.engine.refit import (
+    BLOCK,
+    FIRST,
+    Example,
+    Guard,
+    LayerRefit,
+    OnlineRefit,
+    RidgePart,
+    changed,
+    ridge_part,
+)
 from expertcast.runtime.engine.traced import TracedForecasts
 from tests.runtime.conftest import assert_same, greedy
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, Forecast
-from expertcast.runtime.engine.residency import Residency
+from expertcast.runtime.engine.cache import Residency
 from expertcast.runtime.policies import PREFETCH, CacheShape
 from expertcast.runtime.policies.prefetch import Wanted
 from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics

@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from expertcast.checkpoints.store import save_predictor
-from expertcast.data.discovery import find_moe_layers
+from expertcast.checkpoints.checkpoint import save_predictor
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import Forecast, MoEView, Predictor, PredictorConfig, RouterState, predictor_class
-from expertcast.predictors.quasi_hidden import QuasiHidden
-from expertcast.predictors.router_input import RouterInput
+from expertcast.predictors.baselines import QuasiHidden, RouterInput
 from expertcast.predictors.routing_rule import weights_over
 from expertcast.runtime import offload, speculate
 from tests.families.models import CONFIGS, tiny_model

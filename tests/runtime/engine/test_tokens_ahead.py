@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, ModelShape, NextToken, Predictor
 from expertcast.predictors.next_token import NextTokenConfig
 from expertcast.runtime import OffloadConfig, offload
 from expertcast.runtime.engine import tokens_ahead as module
-from expertcast.runtime.engine.gate import ForecastGate
-from expertcast.runtime.engine.residency import Residency
+from expertcast.runtime.engine.cache import Residency
+from expertcast.runtime.engine.forecasting import ForecastGate
 from expertcast.runtime.engine.tokens_ahead import TokensAhead, early_layers
-from expertcast.runtime.links.kernel import KernelLink
+from expertcast.runtime.experimental.kernel_link import KernelLink
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.recording.observer import Observer
+from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore

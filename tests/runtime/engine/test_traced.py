@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import MoEView, predictor_class
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.runtime import offload
 from expertcast.runtime.engine.captured import Captures, Program
 from expertcast.runtime.engine.traced import TracedForecasts
-from expertcast.training.options import Fitted
+from expertcast.training.scoring import Fitted
 
 
 def _state(view: MoEView, layer: int, tokens: int, previous: bool, early: bool = False) -> RouterState:

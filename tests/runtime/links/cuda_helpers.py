@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore

@@ -6,8 +6,13 @@ from typing import Any
 
 import torch
 
-from expertcast.runtime.links.copy import HostCopier, KernelCopier
-from expertcast.runtime.links.tables import DeviceResidency, KernelResidency, Moves
+from expertcast.runtime.experimental.kernel_link import (
+    DeviceResidency,
+    HostCopier,
+    KernelCopier,
+    KernelResidency,
+    Moves,
+)
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 from tests.runtime.blocks import Blocks

@@ -6,7 +6,7 @@ from collections import deque
 
 from expertcast.runtime.links.base import Copy, Link
 from expertcast.runtime.links.emulated import HostMover
-from expertcast.runtime.storage.precision import FULL
+from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from expertcast.runtime import offload
-from expertcast.runtime.links.carve_out import CarveOut, has_persistent_grouped_mm
-from expertcast.runtime.links.copy import HostCopier
+from expertcast.runtime.experimental.kernel_link import CarveOut, HostCopier, KernelLink, has_persistent_grouped_mm
 from expertcast.runtime.links.driver import CudaDevice
-from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore

@@ -12,14 +12,13 @@ from torch.nn import functional
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import InstantLink
 from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.experimental.kernel_link import KernelLink
 from expertcast.runtime.links import speed as device_choice
 from expertcast.runtime.links.base import Copy, Link
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.emulated import EmulatedLink
-from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.links.speed import choose, fastest_link, matmuls, misses_s
-from expertcast.runtime.storage.layout import BlockLayout, Field
-from expertcast.runtime.storage.precision import FULL
+from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_link

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.links import copy as device_copy
-from expertcast.runtime.links.copy import HostCopier, KernelCopier, has_triton
-from expertcast.runtime.links.tables import Moves
+from expertcast.runtime.experimental import kernel_link as device_copy
+from expertcast.runtime.experimental.kernel_link import HostCopier, KernelCopier, Moves, has_triton
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 from tests.runtime.blocks import Blocks
@@ -84,7 +83,7 @@ def test_few_programs_and_wide_ones(
     """No more than a quarter of the device; each block whole, and enough on its way for 55 GB/s at 2 us."""
     launches, size = _Launches(), megabytes * 2**20 + 256
     made = SimpleNamespace(copy_blocks=launches)
-    monkeypatch.setitem(sys.modules, "expertcast.runtime.links.triton_kernels", made)
+    monkeypatch.setitem(sys.modules, "expertcast.runtime.experimental.triton_kernels", made)
     monkeypatch.setattr(device_copy, "has_triton", lambda: True)
     monkeypatch.setattr(device_copy, "CudaDevice", _Driver)
     found = SimpleNamespace(multi_processor_count=multiprocessors)
@@ -109,7 +108,7 @@ def test_few_programs_and_wide_ones(
 def test_small_blocks_take_no_more_programs_than_they_fill() -> None:
     pool = SlotPool(LAYOUT, 2, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "expertcast.runtime.links.triton_kernels", SimpleNamespace(copy_blocks=None))
+        patch.setitem(sys.modules, "expertcast.runtime.experimental.triton_kernels", SimpleNamespace(copy_blocks=None))
         assert KernelCopier(torch.zeros(1), pool).programs == 1
     assert HostCopier(Blocks(LAYOUT, 1, torch.Generator()), pool).programs == 0
 

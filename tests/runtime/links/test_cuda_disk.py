@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime import offload
 from expertcast.runtime.links.disk_cuda import CudaDiskLink
 from expertcast.runtime.links.speed import link_speed
-from expertcast.runtime.storage.coded_store import CodedStore
-from expertcast.runtime.storage.disk_store import DiskStore
-from expertcast.runtime.storage.file_store import FileStore
+from expertcast.runtime.storage.disk_store import CodedStore, DiskStore, FileStore
 from expertcast.runtime.storage.slots import SlotPool
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.links.cuda_helpers import LONG, MARKS, cuda_model, holds, prompt

@@ -9,14 +9,19 @@ import torch
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import offload
-from expertcast.runtime.graph import GraphDecoder
-from expertcast.runtime.links.carve_out import CarveOut, has_persistent_grouped_mm
-from expertcast.runtime.links.copy import has_triton
+from expertcast.runtime.experimental.graph_decoder import GraphDecoder
+from expertcast.runtime.experimental.kernel_link import (
+    CarveOut,
+    DeviceResidency,
+    KernelLink,
+    KernelResidency,
+    Moves,
+    has_persistent_grouped_mm,
+    has_triton,
+)
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.links.driver import CudaDevice
-from expertcast.runtime.links.kernel import KernelLink
 from expertcast.runtime.links.speed import choose
-from expertcast.runtime.links.tables import DeviceResidency, KernelResidency, Moves
 from tests.runtime.links import kernel_script
 from tests.runtime.links.cuda_helpers import LONG, MARKS, attached, cuda_model, holds, prompt
 

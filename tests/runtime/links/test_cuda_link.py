@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from expertcast.runtime import CudaLink
-from expertcast.runtime.links.driver import CudaDevice
-from expertcast.runtime.links.exchange import Readback
+from expertcast.runtime.links.driver import CudaDevice, Readback
 from expertcast.runtime.recording.recorder import Recorder
 from tests.runtime.links.cuda_helpers import LONG, MARKS, attached, holds
 

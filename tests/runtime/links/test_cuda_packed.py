@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from expertcast.runtime import CudaLink
+from expertcast.runtime.storage.layout import PRECISIONS
 from expertcast.runtime.storage.packed import dequantise, dequantise_plain
-from expertcast.runtime.storage.precision import PRECISIONS
 from tests.runtime.links.cuda_helpers import LONG, MARKS, attached
 
 pytestmark = MARKS

@@ -15,7 +15,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime import InstantLink, offload
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.storage.store_file import FILE_NAME
+from expertcast.runtime.storage.expert_file import FILE_NAME
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.faults import INPUTS, RaiseAt

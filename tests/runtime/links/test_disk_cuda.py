@@ -13,22 +13,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import OffloadConfig, offload
 from expertcast.runtime.links.base import Copy
-from expertcast.runtime.links.cuda import CudaLink
+from expertcast.runtime.links.cuda import CudaLink, PacedCudaLink
 from expertcast.runtime.links.disk import DiskLink
-from expertcast.runtime.links.disk_cuda import CudaDiskLink
-from expertcast.runtime.links.paced import PacedCudaLink
-from expertcast.runtime.links.staging import StagedCopy, Staging, places_of
+from expertcast.runtime.links.disk_cuda import CudaDiskLink, StagedCopy, Staging, places_of
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.storage.coded_store import CodedStore
-from expertcast.runtime.storage.disk_store import DiskStore
-from expertcast.runtime.storage.file_store import FileStore
+from expertcast.runtime.storage.disk_store import CodedStore, DiskStore, FileStore
+from expertcast.runtime.storage.expert_file import FILE_NAME
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.storage.store_file import FILE_NAME
 from expertcast.runtime.timed.device import TimedDevice
 from expertcast.runtime.transport import make_link
 from tests.families.models import tiny_model
@@ -187,9 +183,9 @@ def test_a_block_that_could_not_be_filled_is_free_again(tmp_path: Path) -> None:
 
 
 def test_blocks_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expertcast.runtime.links.staging.usable_processors", lambda: 2)
+    monkeypatch.setattr("expertcast.runtime.links.disk_cuda.usable_processors", lambda: 2)
     assert places_of(9 << 20, 4, coded=True) == 5
-    monkeypatch.setattr("expertcast.runtime.links.staging.usable_processors", lambda: 64)
+    monkeypatch.setattr("expertcast.runtime.links.disk_cuda.usable_processors", lambda: 64)
     assert places_of(9 << 20, 4, coded=True) == 8
     assert [places_of(mib << 20, 4) for mib in (400, 9, 4, 1)] == [4, 4, 4, 10]
     assert places_of(4096, 4) == 32

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from expertcast.data.devices import torch_device, with_index
-from expertcast.data.discovery import find_moe_layers
-from expertcast.runtime.benchmarking.lent_store import without_experts_to
+from expertcast.data.machine import torch_device, with_index
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.runtime.benchmarking.runs import without_experts_to
 from expertcast.runtime.links import driver
 from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.recording.recorder import Recorder

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.models import REFERENCE, meta_model
+from expertcast.checkpoints.bundled import REFERENCE
+from expertcast.data.models import meta_model
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import InstantLink, OffloadConfig, load_offloaded, offload
 from expertcast.runtime.links.disk import DiskLink
-from expertcast.runtime.offloaded import OffloadedModel
+from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.pools.states import State
+from expertcast.runtime.storage.coded_reader import EVERYTHING, PACKED, PLAIN
 from expertcast.runtime.storage.layout import BlockLayout
-from expertcast.runtime.storage.part_memory import EVERYTHING, PACKED, PLAIN
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.faults import INPUTS

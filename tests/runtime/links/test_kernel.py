@@ -10,11 +10,9 @@ from weakref import ref
 import pytest
 import torch
 
-from expertcast.runtime.links import kernel
-from expertcast.runtime.links.copy import BlockCopier
+from expertcast.runtime.experimental import kernel_link as kernel
+from expertcast.runtime.experimental.kernel_link import BlockCopier, KernelLink, Moves
 from expertcast.runtime.links.driver import CudaDevice
-from expertcast.runtime.links.kernel import KernelLink
-from expertcast.runtime.links.tables import Moves
 from expertcast.runtime.recording.recorder import Recorder
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool

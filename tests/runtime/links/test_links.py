@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime import EmulatedLink, InstantLink, Link
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore

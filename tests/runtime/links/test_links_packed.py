@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from expertcast.data.discovery import find_moe_layers
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime import CudaLink, EmulatedLink, InstantLink, KernelLink, Link
-from expertcast.runtime.storage.precision import FULL, PRECISIONS
+from expertcast.runtime.storage.layout import FULL, PRECISIONS
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model

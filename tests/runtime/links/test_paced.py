@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from expertcast.predictors import ExpertcastError
+from expertcast.runtime.links.cuda import PacedCudaLink
 from expertcast.runtime.links.driver import CudaDevice
-from expertcast.runtime.links.paced import PacedCudaLink
 from expertcast.runtime.links.speed import link_speed
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool

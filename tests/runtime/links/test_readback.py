@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertcast.runtime.links.driver import CudaDevice
-from expertcast.runtime.links.exchange import Pending, Readback, Sent, Upload
+from expertcast.runtime.links.driver import CudaDevice, Pending, Readback, Sent, Upload
 from tests.runtime.links.simulated_device import SimulatedDevice
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from expertcast.runtime.links.tables import COUNTS, DeviceResidency, Moves
+from expertcast.runtime.experimental.kernel_link import COUNTS, DeviceResidency, Moves
 
 LAYERS, EXPERTS = 3, 8
 

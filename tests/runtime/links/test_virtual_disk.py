@@ -7,7 +7,7 @@ import torch
 
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.links.virtual_disk import Stored, VirtualDisk
+from expertcast.runtime.links.virtual import Stored, VirtualDisk
 from expertcast.runtime.pools.states import State
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool

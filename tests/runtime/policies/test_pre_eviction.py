@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.policies.pre_eviction import PRE_EVICTION, PreEviction
-from expertcast.runtime.policies.registry import CacheShape
+from expertcast.runtime.policies.base import CacheShape
+from expertcast.runtime.policies.eviction import PRE_EVICTION, PreEviction
 
 P = [0.40, 0.25, 0.10, 0.095, 0.05, 0.045, 0.035, 0.025]
 """Gaps after the 1st, 2nd ...: .15 .15 .005 .045 .005 .01 .01"""

@@ -6,7 +6,7 @@ import pytest
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.policies import PRESETS
-from expertcast.runtime.policies.presets import preset, published
+from expertcast.runtime.policies.settings import preset, published
 
 SPECMD = [f"specmd_{number}" for number in range(1, 6)]
 

@@ -14,8 +14,8 @@ from math import factorial, prod
 import numpy as np
 import numpy.typing as npt
 
-from expertcast.runtime.pools.costs import Costs
-from expertcast.runtime.pools.simulate import Task
+from expertcast.runtime.pools.schedule import Task
+from expertcast.runtime.pools.states import Costs
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]

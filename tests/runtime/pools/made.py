@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from expertcast.data.routing import Routing
-from expertcast.data.routing_file import read_routing
+from expertcast.data.routing_file import Routing, read_routing
 
 RECORDED = Path(__file__).resolve().parents[3] / "benchmarks" / "routing"
 

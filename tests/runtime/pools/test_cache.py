@@ -8,9 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.pools.cache import PoolCache
-from expertcast.runtime.pools.pools import Pools
-from expertcast.runtime.pools.ranking import Ranking
+from expertcast.runtime.pools.cache import PoolCache, Pools, Ranking
 from expertcast.runtime.pools.states import POOLS, ExpertBytes, State
 
 SIZE = ExpertBytes(plane=100, exponents=40)

@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.pools.hits import hit_patterns, interval_hits, pattern_chances, poisson_binomials
-from expertcast.runtime.pools.ranks import RankModel, fit_selection, inclusion
+from expertcast.runtime.pools.ranks import (
+    RankModel,
+    fit_selection,
+    hit_patterns,
+    inclusion,
+    interval_hits,
+    pattern_chances,
+    poisson_binomials,
+)
 
 RANKS = 7
 

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.pools.costs import Costs
-from expertcast.runtime.pools.makespan import estimate_makespan
-from expertcast.runtime.pools.planner import expected_makespans, found_states, plans
+from expertcast.runtime.pools.planner import estimate_makespan, expected_makespans, found_states, plans
 from expertcast.runtime.pools.ranks import RankModel, fit_selection, inclusion, rank_model
-from expertcast.runtime.pools.replay import best_by_replay, mean_makespan, replay_pools
-from expertcast.runtime.pools.states import POOLS, ExpertBytes, State
+from expertcast.runtime.pools.schedule import best_by_replay, mean_makespan, replay_pools
+from expertcast.runtime.pools.states import POOLS, Costs, ExpertBytes, State
 from tests.runtime.pools.made import recorded, routing, skewed
 
 SIZE = ExpertBytes(plane=6_300_000, exponents=2_318_400)

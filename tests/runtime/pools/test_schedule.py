@@ -8,11 +8,8 @@ from collections import Counter
 import pytest
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.pools.bounds import lower_bounds
-from expertcast.runtime.pools.costs import Costs
-from expertcast.runtime.pools.schedule import schedule
-from expertcast.runtime.pools.simulate import Order, Read, Task, simulate
-from expertcast.runtime.pools.states import AFTER, ExpertBytes, Operation, State
+from expertcast.runtime.pools.schedule import Order, Read, Task, lower_bounds, schedule, simulate
+from expertcast.runtime.pools.states import AFTER, Costs, ExpertBytes, Operation, State
 from tests.runtime.pools.brute_force import optimum
 
 INSTANCES, MOST = 2500, 4000

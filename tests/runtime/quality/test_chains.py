@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors import MoEView
-from expertcast.predictors.previous_token import PreviousToken
-from expertcast.runtime.quality.chains import chained_recall
+from expertcast.predictors.baselines import PreviousToken
+from expertcast.runtime.quality.forecasts import chained_recall
 
 
 @torch.no_grad()

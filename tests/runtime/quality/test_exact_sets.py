@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 
 from expertcast.data.text import bundled_ids
 from expertcast.predictors import ExpertcastError, MoEView
-from expertcast.runtime.drafts.calibration import Calibration
-from expertcast.runtime.drafts.quantised import CALIBRATED, ModelWeights, QuantisedExperts
-from expertcast.runtime.quality.exact_sets import compare_draft, drafting, exact_sets
+from expertcast.runtime.drafts.quantised import CALIBRATED, Calibration, ModelWeights, QuantisedExperts
+from expertcast.runtime.quality.forecasts import compare_draft, drafting, exact_sets
 
 
 def test_by_hand() -> None:

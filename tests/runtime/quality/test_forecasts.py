@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, PredictorConfig, predictor_class
-from expertcast.predictors.frequency import Frequency
-from expertcast.predictors.quasi_hidden import QuasiHidden
+from expertcast.predictors.baselines import Frequency, QuasiHidden
 from expertcast.runtime import QualityRun, measure_quality, speculate, text_windows
 
 

@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from expertcast.commands.predictors import QualityOptions, policy_quality
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.taps import RouterCall, RouterTaps
+from expertcast.data.batch import RouterCall
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import OffloadConfig
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.quality import policies as quality
-from expertcast.runtime.quality.decoding import read_texts
-from expertcast.runtime.quality.policies import measure_policies
+from expertcast.runtime.quality.policies import measure_policies, read_texts
 from expertcast.runtime.simulation.machine import Case, Machine, constant_times
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import PREFILL, Routes, Trace, trace_of

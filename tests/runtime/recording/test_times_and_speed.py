@@ -13,8 +13,8 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.links.speed import link_speed
 from expertcast.runtime.offloading import offload
-from expertcast.runtime.recording.layer_times import layer_times as times_of
 from expertcast.runtime.recording.recorder import Recorder, Span
+from expertcast.runtime.recording.recorder import layer_times as times_of
 from tests.runtime.links.manual import ManualLink
 from tests.runtime.made import MadeRecorder, record, spans_of
 

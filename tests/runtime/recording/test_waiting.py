@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from expertcast.runtime.offloading import offload
-from expertcast.runtime.recording.observer import Observer
+from expertcast.runtime.recording.recorder import Observer
 from tests.families.models import tiny_model
 
 

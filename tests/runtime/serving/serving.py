@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import TimedModel
 
-from expertcast.runtime.offloaded import OffloadedModel
+from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.serving.server import ModelServer, listen
 
 NAME = "reference"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from expertcast.runtime.serving import families as named
+from expertcast.runtime.serving import metrics as named
 
 
 def test_names_and_texts_keep_prometheus_rules() -> None:

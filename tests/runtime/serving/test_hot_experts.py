@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from expertcast.predictors.artefacts import seal
 from expertcast.runtime import load_offloaded, offload
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.recording.observer import Observer
-from expertcast.runtime.serving.hot_experts import HotExperts
-from expertcast.runtime.serving.warm import prepare
+from expertcast.runtime.recording.recorder import Observer
+from expertcast.runtime.serving.warm import HotExperts, prepare
 from expertcast.runtime.storage.slots import SlotState
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from expertcast.runtime import OffloadedModel, load_offloaded, offload
 from expertcast.runtime.recording.statistics import LayerStatistics
-from expertcast.runtime.serving import families as named
+from expertcast.runtime.serving import metrics as named
 from expertcast.runtime.serving.metrics import ExpertMetrics, Source, metrics_app
 from tests.families.models import tiny_model
 from tests.runtime.faults import INPUTS

@@ -14,7 +14,7 @@ from openai import BadRequestError, OpenAI
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.data.models import REFERENCE
+from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.runtime import OffloadedModel, load_offloaded
 from tests.runtime.conftest import PROMPT
 from tests.runtime.serving.serving import NAME, Running, served

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from expertcast.runtime.serving.request_metrics import request_metrics
+from expertcast.runtime.serving.metrics import request_metrics
 
 
 @dataclass(frozen=True)

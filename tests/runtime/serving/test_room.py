@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx2
 
-from expertcast.data.models import REFERENCE
+from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.runtime import load_offloaded
 from tests.runtime.serving.serving import served
 

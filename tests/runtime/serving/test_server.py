@@ -13,9 +13,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as plain
 from transformers import PreTrainedModel
 
-from expertcast.data.models import REFERENCE
+from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.runtime import load_offloaded
-from expertcast.runtime.serving.families import FAMILIES
+from expertcast.runtime.serving.metrics import FAMILIES
 from tests.runtime.conftest import PROMPTS
 from tests.runtime.serving.serving import NAME, Running, chatting, served, transformers_served, until
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.cli.serving.utils import ReasoningText
 
-from expertcast.runtime.serving.writing import CutStream, cut
+from expertcast.runtime.serving.parameters import CutStream, cut
 
 TEXTS = st.text(alphabet="ab ", max_size=12)
 STOPS = st.lists(st.text(alphabet="ab ", min_size=1, max_size=4), min_size=1, max_size=3)

@@ -13,17 +13,17 @@ import pytest
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime import offload
-from expertcast.runtime.advising.disk_costs import stored_in
-from expertcast.runtime.advising.observation import Watcher
-from expertcast.runtime.links.virtual_disk import Stored
-from expertcast.runtime.option_values import pool_bytes
+from expertcast.runtime.advising.disk import stored_in
+from expertcast.runtime.advising.survey import Watcher
+from expertcast.runtime.config import pool_bytes
+from expertcast.runtime.links.virtual import Stored
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.simulation.machine import Case, Machine, constant_times
 from expertcast.runtime.simulation.simulator import simulate
-from expertcast.runtime.storage.coded_file import CodedFile
-from expertcast.runtime.storage.coded_store import CodedStore
+from expertcast.runtime.storage.disk_store import CodedStore
+from expertcast.runtime.storage.expert_file import CodedFile
 from tests.runtime.conftest import greedy
 
 COUNTS = ("requests", "hits", "misses", "collisions", "evicted", "bytes_moved")

@@ -9,10 +9,9 @@ import torch
 
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.arguments import resolve_predictor
+from expertcast.runtime.offloading import resolve_predictor
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.simulation.load import Texts, load_trace
-from expertcast.runtime.simulation.trace import FEW_IDS, Hints, Trace, asked_for
+from expertcast.runtime.simulation.trace import FEW_IDS, Hints, Texts, Trace, asked_for, load_trace
 from tests.runtime.simulation import made
 
 

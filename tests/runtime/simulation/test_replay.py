@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertcast.data.routing import Routing
-from expertcast.data.routing_file import read_routing
+from expertcast.data.routing_file import Routing, read_routing
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.policies import EVICTION, Policies
-from expertcast.runtime.simulation.replay import Replayed, forwards_of, replay
+from expertcast.runtime.simulation.byte_cache import Replayed, forwards_of, replay
 from tests.runtime.policies.eviction.references import ORDERS, History
 from tests.runtime.simulation import made
 

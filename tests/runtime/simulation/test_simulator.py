@@ -9,9 +9,8 @@ import pytest
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.policies import PRESETS, Policies
-from expertcast.runtime.simulation.bounds import simulate_bypass
-from expertcast.runtime.simulation.machine import Machine, constant_times
-from expertcast.runtime.simulation.summary import summary
+from expertcast.runtime.simulation.machine import Machine, constant_times, summary
+from expertcast.runtime.simulation.simulator import simulate_bypass
 from expertcast.runtime.simulation.trace import Trace
 from tests.runtime.simulation import made
 from tests.runtime.simulation.made import simulate

@@ -14,12 +14,17 @@ from torch import Tensor
 
 from expertcast.predictors import ExpertcastError, ModelShape
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.simulation.figures import frontier, hit_rates, token_times, write_figures
-from expertcast.runtime.simulation.lines import labelled, one_line_each
-from expertcast.runtime.simulation.machine import Case
-from expertcast.runtime.simulation.summary import summary, table
+from expertcast.runtime.simulation.figures import (
+    frontier,
+    hit_rates,
+    labelled,
+    one_line_each,
+    token_times,
+    write_figures,
+)
+from expertcast.runtime.simulation.machine import Case, summary, table
 from expertcast.runtime.simulation.sweep import EXACT, Workload, slots_of, sweep, with_bounds
-from expertcast.runtime.simulation.token_table import TokenTable
+from expertcast.runtime.simulation.trace import TokenTable
 from tests.runtime.simulation import made
 from tests.runtime.simulation.made import simulate
 

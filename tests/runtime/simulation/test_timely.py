@@ -9,12 +9,18 @@ import pytest
 import torch
 
 from expertcast.predictors.base import Forecast
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.simulation.machine import Case, Machine, constant_times
 from expertcast.runtime.simulation.simulator import simulate
-from expertcast.training.comparison import compare, rank_routing
-from expertcast.training.metrics.timely import TimelyRecall, copies_in_time, ratio_windows, timely_metrics
+from expertcast.training.metrics import (
+    TimelyRecall,
+    compare,
+    copies_in_time,
+    rank_routing,
+    ratio_windows,
+    timely_metrics,
+)
 from tests.runtime.simulation import made
 
 TOKENS, LAYERS, EXPERTS, TOP_K = 40, 5, 12, 4

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import load_offloaded, offload
-from expertcast.runtime.storage.coded_file import FILE_NAME
-from expertcast.runtime.storage.coded_store import CodedStore
+from expertcast.runtime.storage.disk_store import CodedStore
+from expertcast.runtime.storage.expert_file import CODED_FILE_NAME as FILE_NAME
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.faults import INPUTS

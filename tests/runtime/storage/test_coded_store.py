@@ -14,16 +14,17 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, MoEView
-from expertcast.predictors.plain import size_text
+from expertcast.predictors.messages import size_text
 from expertcast.runtime import EmulatedLink, InstantLink, OffloadConfig, offload
 from expertcast.runtime.links.disk import DiskLink
-from expertcast.runtime.storage.coded_file import FILE_NAME, CodedFile, verify_coded
-from expertcast.runtime.storage.coded_store import CodedStore
-from expertcast.runtime.storage.direct_reader import DirectReader
-from expertcast.runtime.storage.host_memory import HostMemory
-from expertcast.runtime.storage.part_memory import EVERYTHING
+from expertcast.runtime.storage.coded_reader import EVERYTHING
+from expertcast.runtime.storage.disk_store import CodedStore
+from expertcast.runtime.storage.expert_file import CODED_FILE_NAME as FILE_NAME
+from expertcast.runtime.storage.expert_file import CodedFile, verify_coded
+from expertcast.runtime.storage.memory import HostMemory
+from expertcast.runtime.storage.reader import DirectReader
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy

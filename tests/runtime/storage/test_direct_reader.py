@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.storage import direct_reader
-from expertcast.runtime.storage.direct_read import PIECE, SECTOR, Read
-from expertcast.runtime.storage.direct_reader import DirectReader
-from expertcast.runtime.storage.host_memory import HostMemory
+from expertcast.runtime.storage import reader as direct_reader
+from expertcast.runtime.storage.memory import HostMemory
+from expertcast.runtime.storage.reader import PIECE, SECTOR, DirectReader, Read
 from tests.runtime.faults import RaiseAt
 
 

@@ -18,13 +18,12 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.runtime import EmulatedLink, offload
-from expertcast.runtime.storage.coded_store import CodedStore
-from expertcast.runtime.storage.disk_store import DiskStore, ReadAhead, populate
-from expertcast.runtime.storage.draft import Draft
-from expertcast.runtime.storage.host_memory import HostMemory
+from expertcast.runtime.storage.disk_store import CodedStore, DiskStore, ReadAhead, populate
+from expertcast.runtime.storage.expert_file import Draft
+from expertcast.runtime.storage.memory import HostMemory
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime import offload
-from expertcast.runtime.storage import draft
-from expertcast.runtime.storage.disk_store import DiskStore
-from expertcast.runtime.storage.file_store import FileStore
+from expertcast.runtime.storage import expert_file as draft
+from expertcast.runtime.storage.disk_store import DiskStore, FileStore
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy

@@ -11,11 +11,11 @@ import warnings
 import pytest
 import torch
 
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.memory import available_memory
+from expertcast.data.machine import available_memory
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.storage.host_memory import HostMemory, PageLock
 from expertcast.runtime.storage.layout import BlockLayout
+from expertcast.runtime.storage.memory import HostMemory, PageLock
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 
@@ -137,7 +137,7 @@ def test_impossible_size_is_one_line() -> None:
 _PACK = """
 import sys, torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.store import ExpertStore
 

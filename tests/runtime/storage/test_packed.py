@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import load_model
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.disk_store import DiskStore
-from expertcast.runtime.storage.host_memory import PageLock
-from expertcast.runtime.storage.layout import BlockLayout, Field
+from expertcast.runtime.storage.layout import PRECISIONS, BlockLayout, Field
+from expertcast.runtime.storage.memory import PageLock
 from expertcast.runtime.storage.packed import PackedLayout, dequantise, dequantise_plain
-from expertcast.runtime.storage.precision import PRECISIONS
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import CONFIGS, tiny_model

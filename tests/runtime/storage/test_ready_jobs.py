@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertcast.data.discovery import find_moe_layers
-from expertcast.data.memory import usable_processors
+from expertcast.data.machine import usable_processors
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime.storage.coded_reader import CodedReader
-from expertcast.runtime.storage.coded_store import CodedStore
+from expertcast.runtime.storage.disk_store import CodedStore
 from tests.families.models import tiny_model
 
 

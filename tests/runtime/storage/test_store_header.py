@@ -12,12 +12,17 @@ from typing import Any
 
 import pytest
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.storage.disk_store import DiskStore
-from expertcast.runtime.storage.draft import Draft
-from expertcast.runtime.storage.store_file import FILE_NAME, StoreFile, verify_store
-from expertcast.runtime.storage.store_header import StaleFileError, read_header
+from expertcast.runtime.storage.expert_file import (
+    FILE_NAME,
+    Draft,
+    StaleFileError,
+    StoreFile,
+    read_header,
+    verify_store,
+)
 from tests.families.models import tiny_model
 
 

@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PretrainedConfig
 
-from expertcast.commands.options import BANDWIDTHS
-from expertcast.data.discovery import find_moe_layers
+from expertcast.commands.numbers import BANDWIDTHS
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.base import RouterState
 from expertcast.predictors.estimator import Estimator, EstimatorConfig

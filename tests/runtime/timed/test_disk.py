@@ -12,8 +12,8 @@ import torch
 
 from expertcast.runtime import offload
 from expertcast.runtime.links.cuda import CudaLink
-from expertcast.runtime.links.staging import StagedCopy, Staging
-from expertcast.runtime.recording.observer import Observer
+from expertcast.runtime.links.disk_cuda import StagedCopy, Staging
+from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore

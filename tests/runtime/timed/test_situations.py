@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from expertcast.runtime import offload
-from expertcast.runtime.links.driver import CudaDevice
-from expertcast.runtime.links.exchange import Readback
+from expertcast.runtime.links.driver import CudaDevice, Readback
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool

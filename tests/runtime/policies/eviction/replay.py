@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from expertcast.runtime.engine.residency import Residency
+from expertcast.runtime.engine.cache import Residency
 from expertcast.runtime.links.virtual import VirtualLink
-from expertcast.runtime.policies.eviction import Belady
+from expertcast.runtime.policies.belady import Belady
 from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
 from expertcast.runtime.storage.layout import ALIGNMENT, BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool

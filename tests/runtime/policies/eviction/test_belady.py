@@ -11,7 +11,7 @@ import pytest
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.policies import EVICTION, CacheShape
-from expertcast.runtime.policies.eviction import Belady, bypass_misses
+from expertcast.runtime.policies.belady import Belady, bypass_misses
 from tests.runtime.policies.eviction.replay import Visit, cache, run
 
 ONLINE = [name for name in EVICTION.names() if not EVICTION.choose(name).cls.offline]

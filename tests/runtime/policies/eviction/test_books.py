@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertcast.runtime.policies import EVICTION, CacheShape
-from expertcast.runtime.policies.eviction import Belady, EvictionPolicy
+from expertcast.runtime.policies.belady import Belady
+from expertcast.runtime.policies.eviction import EvictionPolicy
 from tests.runtime.policies.eviction import references
 from tests.runtime.policies.eviction.references import ORDERS, History
 from tests.runtime.policies.eviction.replay import Visit, cache, run

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import pytest
 
-from expertcast.runtime.policies.eviction import EVICTION, bypass_misses
+from expertcast.runtime.policies.belady import bypass_misses
+from expertcast.runtime.policies.settings import EVICTION
 from tests.runtime.policies.eviction.replay import BLOCK, LOW, Visit, cache, run, step, tell
 
 NEEDS = ["a0 a1, b0 b1, c0 c2", "a0 a1, b0 b2, c0 c2", "a1 a2, b0 b2, c0 c1", "a0 a2, b0 b2, c1 c2"]

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.policies import EVICTION, CacheShape
-from expertcast.runtime.policies.eviction.forecast import ForecastEviction, endless_value, next_use_value
+from expertcast.runtime.policies.forecast import ForecastEviction, endless_value, next_use_value
 from tests.runtime.policies.eviction.replay import Visit, cache, run, step
 
 SURE = 1.0

@@ -10,13 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertcast.data.routing import Routing
-from expertcast.data.routing_file import read_routing
+from expertcast.data.routing_file import Routing, read_routing
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.policies import EVICTION, CacheShape
-from expertcast.runtime.policies.eviction.next_use import NextUse
-from expertcast.runtime.policies.eviction.usage import LayerUse, UsageModel
-from expertcast.runtime.simulation.replay import forwards_of, replay
+from expertcast.runtime.policies.next_use import LayerUse, NextUse, UsageModel
+from expertcast.runtime.simulation.byte_cache import forwards_of, replay
 
 REAL = Path(__file__).resolve().parents[4] / "benchmarks" / "routing" / "gpt-oss-120b-k2.parquet"
 

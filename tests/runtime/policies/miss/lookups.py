@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
+from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.policies.miss import MISS, Lookup, MissPolicy
-from expertcast.runtime.policies.registry import CacheShape
-from expertcast.runtime.storage.precision import FULL, PRECISIONS
+from expertcast.runtime.storage.layout import FULL, PRECISIONS
 
 
 def policy(text: str, *, experts: int = 8, top_k: int = 4) -> MissPolicy:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.policies.miss import MISS
-from expertcast.runtime.storage.precision import FULL, PRECISIONS, is_better
+from expertcast.runtime.storage.layout import FULL, PRECISIONS, is_better
 from tests.runtime.policies.miss.lookups import drawn, policy
 
 TEXTS = [

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from expertcast.runtime import EmulatedLink, OffloadedModel, offload
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.storage.precision import FULL
+from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotState
 from tests.families.models import tiny_model
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from expertcast.runtime.policies.miss import Verdict
-from expertcast.runtime.policies.miss.fetch_priority import RunningRank
+from expertcast.runtime.policies.miss import RunningRank, Verdict
 from tests.runtime.policies.miss.lookups import lookup, policy
 
 IDS = [[0, 1, 2, 3]]

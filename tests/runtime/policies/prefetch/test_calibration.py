@@ -11,10 +11,10 @@ import torch
 
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import Forecast, PredictorConfig
-from expertcast.predictors.log_odds import LogOdds
-from expertcast.predictors.quasi_hidden import QuasiHidden
+from expertcast.predictors.base import LogOdds
+from expertcast.predictors.baselines import QuasiHidden
 from expertcast.runtime.policies import PREFETCH, CacheShape
-from expertcast.runtime.policies.prefetch.calibration import Calibration
+from expertcast.runtime.policies.prefetch import Calibration
 from tests.runtime.policies.prefetch.made import transfer, wanted
 
 

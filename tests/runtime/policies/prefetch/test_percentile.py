@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.policies.prefetch import PREFETCH, Percentile
-from expertcast.runtime.policies.prefetch.percentile import RunningQuantile
-from expertcast.runtime.policies.registry import CacheShape
+from expertcast.runtime.policies.base import CacheShape
+from expertcast.runtime.policies.prefetch import PREFETCH, Percentile, RunningQuantile
 from tests.runtime.policies.prefetch.made import of_probabilities, wanted
 
 STEP = 2 ** (1 / 32)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from expertcast.predictors import ExpertcastError
+from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.policies.prefetch import PREFETCH, PrefetchPolicy
-from expertcast.runtime.policies.registry import CacheShape
 from tests.runtime.policies.prefetch.made import of_probabilities, transfer, wanted
 
 

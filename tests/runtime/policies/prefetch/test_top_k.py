@@ -10,8 +10,8 @@ import torch
 
 from expertcast.predictors.view import ModelShape, overfetched
 from expertcast.runtime.policies import PREFETCH
-from expertcast.runtime.policies.registry import CacheShape
-from expertcast.training.metrics.routing import BUDGETS, budget
+from expertcast.runtime.policies.base import CacheShape
+from expertcast.training.metrics import BUDGETS, budget
 from tests.runtime.policies.prefetch.made import wanted
 
 EXPERTS = 32

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.policies.prefetch import PREFETCH, Transfer, Value
-from expertcast.runtime.policies.prefetch.value import saved_s
-from expertcast.runtime.policies.registry import CacheShape
+from expertcast.runtime.policies.base import CacheShape
+from expertcast.runtime.policies.prefetch import PREFETCH, Transfer, Value, saved_s
 from tests.runtime.policies.prefetch.made import transfer, wanted
 
 P = [0.9, 0.6, 0.3, 0.1]

@@ -7,9 +7,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.view import MoELayer
-from expertcast.runtime.policies.registry import CacheShape
+from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.policies.routing import ROUTING, Routed, RoutingPolicy
 from tests.families.models import tiny_model
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.routing_rule import renormalises
-from expertcast.runtime.policies.routing.budget import _counts
+from expertcast.runtime.policies.routing import _counts
 from tests.families.models import CONFIGS
 from tests.runtime.policies.routing.made import logits, policy_of, routed, router_of
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertcast.data.discovery import find_moe_layers
+from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.routing_rule import weights_over
 from expertcast.predictors.view import MoELayer

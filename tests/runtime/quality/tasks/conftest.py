@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from expertcast.data.models import REFERENCE
+from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.data.text import load_documents
 from expertcast.runtime.quality.tasks import Task, make_tasks
 

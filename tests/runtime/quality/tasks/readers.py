@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from expertcast.runtime.quality.tasks.measuring import Reader
-from expertcast.runtime.quality.tasks.questions import Ending, Item
+from expertcast.runtime.quality.tasks import Ending, Item, Reader
 
 VOCABULARY = 4096
 

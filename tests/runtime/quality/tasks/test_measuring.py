@@ -15,9 +15,18 @@ from transformers import PreTrainedModel
 from expertcast.predictors import ExpertcastError, MoEView, predictor_class
 from expertcast.runtime import OffloadConfig
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.quality.tasks import Item, Task, TaskScore, measure_tasks
-from expertcast.runtime.quality.tasks.measuring import score_task
-from expertcast.runtime.quality.tasks.questions import Ending, Gap, Gaps, Question, Verbatim
+from expertcast.runtime.quality.tasks import (
+    Ending,
+    Gap,
+    Gaps,
+    Item,
+    Question,
+    Task,
+    TaskScore,
+    Verbatim,
+    measure_tasks,
+    score_task,
+)
 from tests.runtime.quality.tasks.readers import knowing
 
 Tasks = dict[str, Task]

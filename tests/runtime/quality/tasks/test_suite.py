@@ -9,11 +9,20 @@ from typing import Any
 import pytest
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.quality.tasks import TASKS, Task, make_tasks
-from expertcast.runtime.quality.tasks.brackets import PAIRS
-from expertcast.runtime.quality.tasks.copying import ENDING, LENGTH, copying
-from expertcast.runtime.quality.tasks.passages import Passages
-from expertcast.runtime.quality.tasks.questions import Ending, Gap, Gaps, Verbatim
+from expertcast.runtime.quality.tasks import COPIED_LENGTH as LENGTH
+from expertcast.runtime.quality.tasks import (
+    ENDING,
+    PAIRS,
+    TASKS,
+    Ending,
+    Gap,
+    Gaps,
+    Passages,
+    Task,
+    Verbatim,
+    copying,
+    make_tasks,
+)
 
 
 def test_same_seed_same_items(reference_tokenizer: Any, texts: list[str]) -> None:

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.codecs import CODECS, Part, make_codec
-from expertcast.runtime.storage.layout import BlockLayout
-from expertcast.runtime.storage.precision import PRECISIONS
+from expertcast.runtime.storage.layout import PRECISIONS, BlockLayout
 from tests.runtime.storage.codecs.layouts import layout_of, normal_block
 
 LAYOUT = layout_of((128, 256), (128,))

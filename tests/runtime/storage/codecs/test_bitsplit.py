@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertcast.data.discovery import find_moe_layers
 from expertcast.data.models import load_model
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.codecs import Part, exponent_histogram, make_codec
 from expertcast.runtime.storage.layout import BlockLayout
 from tests.runtime.storage.codecs.layouts import every_pattern, layout_of, normal_block

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.codecs import exponent_histogram
 from tests.runtime.storage.codecs.layouts import layout_of, normal_block
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from expertcast.runtime.storage.codecs.bitsplit import merge
+from expertcast.runtime.storage.codecs.lossless import merge
 
 
 @pytest.mark.parametrize("count", [1, 128, (1 << 16), (1 << 18) - 1, (1 << 18) + 128])

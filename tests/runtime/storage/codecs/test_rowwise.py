@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from expertcast.runtime.storage.codecs import make_codec
+from expertcast.runtime.storage.layout import PRECISIONS
 from expertcast.runtime.storage.packed import PackedExperts, PackedLayout
-from expertcast.runtime.storage.precision import PRECISIONS
 from tests.runtime.storage.codecs.layouts import layout_of, normal_block
 
 

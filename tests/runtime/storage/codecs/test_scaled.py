@@ -10,7 +10,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-from expertcast.predictors.errors import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.codecs import Codec, Fp8, Mxfp4, Part, make_codec
 from expertcast.runtime.storage.layout import BlockLayout
 from tests.runtime.storage.codecs.layouts import layout_of, normal_block, same_bits

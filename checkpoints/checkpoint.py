@@ -1,0 +1,691 @@
+"""Saving, verifying and loading predictor checkpoints.
+
+    folder/config.json         predictor name, its config, model id, fingerprint of routers and norms, one of a sample
+                               of the experts' weights where they were at hand, L, D, E, K, tap point, calibration,
+                               expertcast version, command, git revision, versions; digests of the next three files,
+                               and one of itself
+    folder/model.safetensors   the predictor's state dict (default vectors included)
+    folder/metrics.json        what evaluation found, with the data it came from
+    folder/documents.json      hashes of the documents that it learned or was chosen from, where these are known
+    folder/README.md           model card
+
+Nothing here is pickled. A folder appears whole or not at all: it is written beside its place and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, NotRequired
+
+import torch
+from huggingface_hub import ModelCard, ModelHubMixin, snapshot_download
+from pydantic import ConfigDict, Field, JsonValue
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from expertcast.checkpoints.card import model_card
+from expertcast.checkpoints.hub import HubName, Kind, blamed, located, push, require_digests
+from expertcast.checkpoints.provenance import check_fingerprints, fingerprints, provenance, without_folders
+from expertcast.predictors import ModelShape, MoEView, predictor_class
+from expertcast.predictors.artefacts import CLOSED, SEAL, check_file, digest, open_file, read_json, seal, warn_unsealed
+from expertcast.predictors.base import PREDICTORS, LogOdds, Predictor
+from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.predictors.options import from_values
+
+# Names of the files in a predictor checkpoint, and the version of their format.
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+METRICS = "metrics.json"
+DOCUMENTS = "documents.json"
+CARD = "README.md"
+
+ALL = (CONFIG, WEIGHTS, METRICS, DOCUMENTS, CARD)
+
+FORMAT = 1
+"""Raised when a reader of the old form could misread the new one."""
+
+TAP_POINT = "input of the norm before the router (residual stream after attention)"
+"""Where residual_TD is taken; config.json has it, and what is read besides, so that a checkpoint says what it reads."""
+
+
+# What stands in a predictor checkpoint's config.json and metrics.json, and the one reader of each.
+
+REMEDY = "train it again with `expertcast train`"
+_CONFIG_REMEDY = REMEDY + ", or upgrade expertcast if a newer one wrote it"
+
+_Free = dict[str, JsonValue]
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Readings = Annotated[list[Annotated[list[float], Field(min_length=3, max_length=3)]], Field(max_length=10_000)]
+_Digest = Annotated[str, Field(pattern="^xxh3:[0-9a-f]{32}$")]
+
+
+class _Shape(TypedDict):
+    __pydantic_config__ = CLOSED  # type: ignore[misc]
+    L: Annotated[int, Field(ge=1, le=10_000)]
+    E: Annotated[int, Field(ge=1, le=65_536)]
+    K: Annotated[int, Field(ge=1, le=65_536)]
+    D: Annotated[int, Field(ge=1, le=1_000_000)]
+
+
+_Files = TypedDict(
+    "_Files",
+    {WEIGHTS: _Digest, METRICS: _Digest, DOCUMENTS: NotRequired[_Digest]},  # type: ignore[misc]
+)
+_Files.__pydantic_config__ = CLOSED  # type: ignore[attr-defined]
+
+
+class ConfigFile(TypedDict):
+    """config.json; `files` and `digest` are missing from what was written before there were digests, `calibration` from
+    what was before it, and `experts_fingerprint` where the experts were not at hand."""
+
+    __pydantic_config__ = CLOSED  # type: ignore[misc]
+    format: Annotated[int, Field(ge=1, le=FORMAT)]
+    predictor: str
+    predictor_config: _Free
+    model_id: str
+    fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    experts_fingerprint: NotRequired[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
+    shape: _Shape
+    tap_point: str
+    expertcast_version: str
+    command: str
+    git_revision: str | None
+    python_version: str
+    versions: dict[str, str | None]
+    calibration: NotRequired[dict[str, _Readings]]
+    """By distance, slope, root and offset of each layer pair (:class:`LogOdds`); missing where there is none."""
+    training: NotRequired[_Free]
+    extra: NotRequired[_Free]
+    files: NotRequired[_Files]
+    digest: NotRequired[str]
+
+
+class _Recall(TypedDict):
+    __pydantic_config__ = CLOSED  # type: ignore[misc]
+    mean: _Share
+    per_layer: Annotated[list[_Share], Field(max_length=10_000)]
+
+
+class _Scores(TypedDict):
+    """An evaluation: what is computed from, and whatever else there is to read."""
+
+    __pydantic_config__ = ConfigDict(CLOSED, extra="allow")  # type: ignore[misc]
+    recall_at_k: NotRequired[dict[str, _Recall]]
+    baselines: NotRequired[dict[str, _Recall]]
+    """Recall@k of what needs no training, on the same tokens."""
+    targets: NotRequired[list[Annotated[int, Field(ge=0, lt=10_000)]]]
+    ahead: NotRequired[Annotated[int, Field(ge=1, le=10_000)]]
+
+
+class _Evaluation(_Scores):
+    further: NotRequired[Annotated[dict[Annotated[str, Field(pattern="^[0-9]{1,5}$")], _Scores], Field(max_length=64)]]
+    """The same at longer distances, by distance."""
+
+
+class MetricsFile(_Evaluation):
+    """metrics.json: one evaluation, or that of the test split with that of the validation split in it."""
+
+    validation: NotRequired[_Evaluation]
+
+
+def read_config(path: Path) -> Json:
+    """config.json by its schema.
+
+    Raises:
+        ExpertcastError: it cannot be read, is not by its schema, or was changed after it was written.
+    """
+    config = read_json(path, ConfigFile, _CONFIG_REMEDY)
+    if config["shape"]["K"] > config["shape"]["E"]:
+        raise ExpertcastError(f"{path}: shape has K={config['shape']['K']} of E={config['shape']['E']}; {REMEDY}")
+    if ("files" in config) != ("digest" in config):
+        absent = "digest" if "files" in config else "files"
+        raise ExpertcastError(f"{path}: {absent} is missing; {REMEDY}")
+    return dict(config)
+
+
+def read_metrics(path: Path, layers: int) -> Json:
+    """metrics.json of a model with so many MoE layers, by its schema.
+
+    Raises:
+        ExpertcastError: it cannot be read or is not by its schema.
+    """
+    metrics: Json = dict(read_json(path, MetricsFile, REMEDY))
+    for evaluation in (metrics, metrics.get("validation", {})):
+        for scores in (evaluation, *evaluation.get("further", {}).values()):
+            _check_targets(path, scores, layers)
+    return metrics
+
+
+def _check_targets(path: Path, scores: Json, layers: int) -> None:
+    """Each recall must belong to a layer.
+
+    Raises:
+        ExpertcastError: more or fewer of them than targets, or targets that are no rising layers of the model.
+    """
+    recall = {**scores.get("recall_at_k", {}), **scores.get("baselines", {})}
+    longest = max((len(values["per_layer"]) for values in recall.values()), default=0)
+    targets: list[int] = list(scores.get("targets", range(1, longest + 1)))
+    if targets != sorted(set(targets)) or (targets and targets[-1] >= layers):
+        raise ExpertcastError(f"{path}: targets are no rising layers of 0..{layers - 1}; {REMEDY}")
+    for name, values in recall.items():
+        if len(values["per_layer"]) != len(targets):
+            raise ExpertcastError(
+                f"{path}: recall_at_k.{name!r} has {len(values['per_layer'])} layers of {len(targets)}; {REMEDY}"
+            )
+
+
+# What a folder of a predictor's checkpoint is, here and on the hub.
+
+
+def holds_predictor(folder: str | Path) -> bool:
+    """Whether a folder is a predictor's checkpoint, be it a damaged one: not a model's, which has a config.json too."""
+    config = Path(folder) / CONFIG
+    if not config.is_file():
+        return all((Path(folder) / name).is_file() for name in (METRICS, WEIGHTS))
+    try:
+        values = read_json(config, dict[str, JsonValue], REMEDY)
+    except ExpertcastError:
+        return (Path(folder) / METRICS).is_file()
+    return "predictor" in values or "predictor_config" in values
+
+
+def is_name(given: str | Path) -> bool:
+    """Whether a word is a registered predictor's name; a path never is.
+
+    Raises:
+        ExpertcastError: a checkpoint lies here in a folder of that name.
+    """
+    if given not in PREDICTORS.names():
+        return False
+    if any((Path(given) / name).is_file() for name in (CONFIG, METRICS)):
+        raise ExpertcastError(
+            f"{given!r} is a predictor's name and a checkpoint's folder here: give ./{given} for the checkpoint, or "
+            "rename the folder for the predictor"
+        )
+    return True
+
+
+CHECKPOINT = Kind(
+    what="predictor checkpoint", repo_type="model", files=ALL, marks=(CONFIG, METRICS),
+    holds=holds_predictor, remedy=REMEDY,
+)  # fmt: skip
+
+
+# documents.json of a checkpoint: the documents that its predictor learned or was chosen from, by hash.
+
+_Hash = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+
+
+class DocumentsFile(TypedDict):
+    """documents.json"""
+
+    __pydantic_config__ = CLOSED  # type: ignore[misc]
+    learned_from: list[_Hash]
+    """In no order that says anything."""
+
+
+def documents_text(predictor: Predictor) -> bytes | None:
+    """The file's contents: 19 bytes a document. None where the predictor's documents are not known."""
+    if predictor.learned_from is None:
+        return None
+    values = {"learned_from": sorted(predictor.learned_from)}
+    return (json.dumps(values, separators=(",", ":")) + "\n").encode()
+
+
+def read_documents(path: Path, remedy: str) -> frozenset[str]:
+    """The hashes in a file that :func:`documents_text` made.
+
+    Args:
+        path: of the file.
+        remedy: what to do where it is not right, for messages.
+
+    Raises:
+        ExpertcastError: it cannot be read or is not by its schema.
+    """
+    return frozenset(read_json(path, DocumentsFile, remedy)["learned_from"])
+
+
+# A predictor's tensors in a file: compared with what the predictor has before memory is taken for either.
+
+_Outline = dict[str, tuple[list[int], bool]]
+"""By tensor: its shape, and whether it holds floating-point numbers."""
+
+
+def load_into(make: Callable[[], Predictor], path: Path, remedy: str) -> Predictor:
+    """The predictor that `make` makes, with the tensors of a safetensors file, in eval mode.
+
+    It is made on the meta device first, which takes no memory: so a file's few bytes are enough to refuse a
+    configuration that asks for more of them.
+
+    Args:
+        make: makes the predictor, the same one each time.
+        path: of the file.
+        remedy: for messages.
+
+    Raises:
+        ExpertcastError: the file is damaged, holds other tensors than the predictor has, or numbers that are not
+            finite; or as `make`.
+    """
+    wanted = _outline(make)
+    try:
+        found = _outline_of(path)
+        if found != wanted:
+            name = next(name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name))
+            raise ExpertcastError(
+                f"{path} does not hold the tensors of the predictor as its config describes it ({name} is "
+                f"{_told(found.get(name))}, not {_told(wanted.get(name))}); {remedy}"
+            )
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ExpertcastError(f"{path} is damaged or cut short ({str(error).splitlines()[0]}); {remedy}") from error
+    check_tensors(tensors, str(path), remedy)
+    predictor = make()
+    predictor.load_state_dict(tensors)
+    return predictor.eval()
+
+
+def check_tensors(tensors: Mapping[str, Tensor], what: str, remedy: str) -> None:
+    """Refuse numbers that no computation can go on from.
+
+    Args:
+        tensors: by name.
+        what: they belong to, for the message.
+        remedy: for the message.
+
+    Raises:
+        ExpertcastError: NaN or an infinity in one of them.
+    """
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ExpertcastError(f"{what}: {name} holds numbers that are not finite; {remedy}")
+
+
+def _outline(make: Callable[[], Predictor]) -> _Outline:
+    try:
+        with torch.device("meta"):
+            predictor = make()
+    except (RuntimeError, OverflowError) as error:
+        raise ExpertcastError(
+            f"a predictor of that config and shape cannot be: {str(error).splitlines()[0]}"
+        ) from error
+    return {name: (list(tensor.shape), tensor.is_floating_point()) for name, tensor in predictor.state_dict().items()}
+
+
+def _outline_of(path: Path) -> _Outline:
+    open_file(path).close()
+    with safe_open(path, framework="pt") as file:
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        return {name: (part.get_shape(), "F" in part.get_dtype()) for name, part in parts.items()}
+
+
+def _told(tensor: tuple[list[int], bool] | None) -> str:
+    if tensor is None:
+        return "not there"
+    return f"{tensor[0]} of {'floating-point' if tensor[1] else 'whole'} numbers"
+
+
+# How a predictor's logits are read as probabilities, in config.json: by distance, three numbers per layer pair.
+
+_MEMBER = "calibration"
+
+
+def readings_of(predictor: Predictor) -> Json:
+    """The member of config.json; none for a predictor that is not calibrated."""
+    if not predictor.calibration:
+        return {}
+    pairs = {
+        str(ahead): [[own.slope, own.root, own.offset] for own in each] for ahead, each in predictor.calibration.items()
+    }
+    return {_MEMBER: pairs}
+
+
+def calibrate(predictor: Predictor, config: Json, path: Path, remedy: str) -> None:
+    """Give a predictor the readings that config.json holds for it; none from before there were any.
+
+    Args:
+        predictor: is given them.
+        config: the contents of config.json.
+        path: of that file, for messages.
+        remedy: for messages.
+
+    Raises:
+        ExpertcastError: a distance that the predictor does not look, or too few or too many pairs.
+    """
+    readings: dict[str, list[list[float]]] = config.get(_MEMBER, {})
+    distances = {str(ahead): ahead for ahead in predictor.ahead}
+    for name, pairs in readings.items():
+        if name not in distances:
+            raise ExpertcastError(f"{path}: calibration.{name[:20]!r} is no distance of {list(distances)}; {remedy}")
+        expected = predictor.shape.layers - distances[name]
+        if len(pairs) != expected:
+            raise ExpertcastError(f"{path}: calibration.{name} has {len(pairs)} layer pairs of {expected}; {remedy}")
+    predictor.calibration = {distances[name]: [LogOdds(*pair) for pair in pairs] for name, pairs in readings.items()}
+
+
+# Putting a checkpoint's folder in the place of another one.
+
+_OLD = ".old"
+"""Ends the name of a checkpoint that a new one is about to replace."""
+
+
+def replace_folder(new: Path, folder: Path) -> None:
+    """Put `new` in the place of `folder`: each step is one rename, so a reader sees the old or the new whole."""
+    aside: list[Path] = []
+    while new.exists():
+        if folder.exists():
+            aside.append(new.with_name(f"{new.name}.{len(aside)}{_OLD}"))
+            os.rename(folder, aside[-1])
+        try:
+            os.rename(new, folder)
+        except OSError:
+            if not folder.exists():  # else a reader has just put the old one back
+                raise
+    for old in aside:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """A save that was killed between two renames left the checkpoint that it was to replace aside: it is put back."""
+    with contextlib.suppress(OSError, ValueError):  # whatever else is wrong is said where the folder is read
+        if not os.path.lexists(folder):
+            aside = folder.parent.glob(f".{glob.escape(folder.name)}.*{_OLD}")
+            os.rename(max(aside, key=os.path.getmtime), folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictorCheckpoint:
+    """What a checkpoint says about itself, checked; its weights are not loaded."""
+
+    folder: Path
+    config: Json
+    """config.json"""
+    metrics: Json
+    """metrics.json"""
+
+    @classmethod
+    def open(cls, folder: str | Path, *, revision: str | None = None) -> PredictorCheckpoint:
+        """Read config.json and metrics.json, and compare every file with its digest.
+
+        A checkpoint from before there were digests is opened with a warning.
+
+        Args:
+            folder: of the checkpoint; where there is none, `user/repo` or `user/repo@revision` of the hub.
+            revision: branch, tag or commit of that.
+
+        Raises:
+            ExpertcastError: no folder or repository, a file missing, unreadable, changed, or not by its schema.
+        """
+        recover(Path(folder))
+        found, name = located(folder, CHECKPOINT, revision)
+        with blamed(name, found, CHECKPOINT):
+            return cls._read(found)
+
+    @classmethod
+    def _read(cls, folder: Path) -> PredictorCheckpoint:
+        if not folder.is_dir():
+            raise ExpertcastError(f"no predictor checkpoint at {folder}: give the folder that `expertcast train` wrote")
+        missing = [name for name in (CONFIG, WEIGHTS, METRICS) if not (folder / name).is_file()]
+        if missing:
+            raise ExpertcastError(f"{folder} is no whole predictor checkpoint, {', '.join(missing)} missing: {REMEDY}")
+        config = read_config(folder / CONFIG)
+        if SEAL not in config:
+            warn_unsealed(folder / CONFIG)
+        for name, expected in config.get("files", {}).items():
+            check_file(folder / name, expected, REMEDY)
+        return cls(folder=folder, config=config, metrics=read_metrics(folder / METRICS, config["shape"]["L"]))
+
+    @property
+    def name(self) -> str:
+        """Registry name of the predictor."""
+        return str(self.config["predictor"])
+
+    @property
+    def learned_from(self) -> frozenset[str] | None:
+        """Hashes of the documents that the predictor learned or was chosen from; None where they are not known.
+
+        Raises:
+            ExpertcastError: their file is not right.
+        """
+        known = DOCUMENTS in self.config.get("files", {})
+        return read_documents(self.folder / DOCUMENTS, REMEDY) if known else None
+
+    def verify(self, view: MoEView) -> None:
+        """Check that the predictor was made for this very model.
+
+        Raises:
+            ExpertcastError: the fingerprint of routers and norms differs, or that of the experts, where both are known.
+        """
+        check_fingerprints(self.config, view, str(self.folder))
+
+    def load(self, view: MoEView | None = None) -> Predictor:
+        """The predictor in eval mode, bound to the model when one is given.
+
+        Raises:
+            ExpertcastError: unknown predictor, config fields or weights that do not fit it, a damaged file, or as
+                :meth:`verify`.
+        """
+        if view is not None:
+            self.verify(view)
+        path = self.folder / CONFIG
+        try:
+            cls = predictor_class(self.name)
+        except ExpertcastError as error:
+            raise ExpertcastError(f"{path}: {error}; or register the predictor before it is loaded") from None
+        what = f"{path}: predictor_config of {self.name!r}"
+        config = from_values(cls.config_class, self.config["predictor_config"], what, REMEDY)
+        shape = ModelShape.from_dict(self.config["shape"])
+        predictor = load_into(lambda: cls(config, shape), self.folder / WEIGHTS, REMEDY)
+        calibrate(predictor, self.config, path, REMEDY)
+        predictor.learned_from = self.learned_from
+        return predictor if view is None else predictor.bind(view)
+
+
+def save_predictor(
+    predictor: Predictor, folder: str | Path, *, view: MoEView, metrics: Json | None = None, extra: Json | None = None
+) -> PredictorCheckpoint:
+    """Write a checkpoint (the folder is drawn in the module's docstring); an older checkpoint there is replaced.
+
+    Args:
+        predictor: what to save.
+        folder: where to; made with its parents.
+        view: the model it was trained for; gives model id and fingerprint.
+        metrics: evaluation results, plain JSON values; empty when None.
+        extra: further plain values: what config.json has members for, such as `command` and how it was trained
+            (`training`), stands there, the rest in its member `extra`.
+
+    Raises:
+        ExpertcastError: `folder` holds something that is not a checkpoint, or the predictor's tensors hold numbers that
+            are not finite; or the metrics are not what a reader takes.
+    """
+    folder = Path(folder)
+    _refuse_foreign(folder)
+    config = describe(predictor, view)
+    for name, value in (extra or {}).items():
+        (config if name in ConfigFile.__annotations__ else config.setdefault("extra", {}))[name] = value
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
+    temporary.mkdir()
+    try:
+        written = write_files(temporary, predictor, config, metrics or {}, where=str(folder))
+        replace_folder(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return replace(written, folder=folder)
+
+
+def load_predictor(folder: str | Path, view: MoEView | None = None, *, revision: str | None = None) -> Predictor:
+    """The predictor of a checkpoint, bound to the model when one is given.
+
+    Args:
+        folder, revision: as for :meth:`PredictorCheckpoint.open`.
+        view: the model's MoE layers.
+
+    Raises:
+        ExpertcastError: a file missing, damaged or of a newer format, or a model whose routers, norms or experts are
+            not those it was trained for.
+    """
+    return PredictorCheckpoint.open(folder, revision=revision).load(view)
+
+
+def describe(predictor: Predictor, view: MoEView) -> Json:
+    """The contents of config.json for a predictor that was trained for the model of `view`."""
+    return {
+        "format": FORMAT,
+        "predictor": predictor.name,
+        "predictor_config": predictor.config.as_dict(),
+        "model_id": without_folders(view.model_id),
+        **fingerprints(view),
+        "shape": predictor.shape.as_dict(),
+        "tap_point": _reads(predictor),
+        **readings_of(predictor),
+        **provenance(),
+    }
+
+
+def _reads(predictor: Predictor) -> str:
+    parts = [TAP_POINT]
+    if predictor.uses_previous_token:
+        parts.append("router logits of the token before")
+    if predictor.uses_early:
+        parts.append("early attention")
+    return "; ".join(parts)
+
+
+def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json, *, where: str) -> PredictorCheckpoint:
+    """Write a checkpoint's files into `folder`: the predictor's weights, `config` and `metrics` as JSON, the documents
+    where they are known, and the card made of these, which names the checkpoint by `where`. Numbers in JSON that are
+    not finite become null.
+
+    Raises:
+        ExpertcastError: the predictor's tensors hold numbers that are not finite, or `config` or `metrics` are not by
+            their schema.
+    """
+    # clones: safetensors refuses tensors that share memory
+    tensors = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in predictor.state_dict().items()}
+    check_tensors(tensors, f"predictor {predictor.name}", "train it again, with a lower learning rate if it has one")
+    # safetensors' own file would be its owner's alone, whatever the umask is
+    data = {WEIGHTS: save(tensors, metadata={"format": "pt"}), METRICS: _text(_plain(metrics))}
+    documents = documents_text(predictor)
+    data |= {} if documents is None else {DOCUMENTS: documents}
+    digests = {name: digest(content) for name, content in data.items()}
+    data[CONFIG] = _text(seal(_plain(config) | {"files": digests}))
+    for name, content in data.items():
+        (folder / name).write_bytes(content)
+    written = PredictorCheckpoint.open(folder)
+    (folder / CARD).write_text(model_card(written.config, written.metrics, where))
+    return written
+
+
+def _plain(values: Json) -> Json:
+    """Values as they are read back: with texts as names, and without numbers that JSON does not have."""
+    plain: Json = json.loads(json.dumps(values), parse_constant=lambda _: None)
+    return plain
+
+
+def _text(values: Json) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def _refuse_foreign(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ExpertcastError(f"{folder} is a file: give a folder for the predictor checkpoint")
+    if not folder.is_dir() or not any(folder.iterdir()) or holds_predictor(folder):
+        return
+    if (folder / CONFIG).is_file():
+        raise ExpertcastError(f"{folder} holds another kind of model: give another output folder")
+    raise ExpertcastError(f"{folder} is not empty and no predictor checkpoint: give another output folder")
+
+
+# Predictor checkpoints on the Hugging Face hub: sent from their folders, and by huggingface_hub's own mixin.
+#
+# Whatever takes a checkpoint's folder takes `user/repo` and `user/repo@revision` as well
+# (:meth:`expertcast.checkpoints.checkpoint.PredictorCheckpoint.open`).
+
+_DOWNLOAD = ("revision", "cache_dir", "force_download", "local_files_only", "token")
+"""Options of `from_pretrained` that say how files are downloaded."""
+
+
+def push_checkpoint(
+    folder: str | Path,
+    name: HubName,
+    *,
+    private: bool = False,
+    message: str | None = None,
+    license: str | None = None,
+) -> Json:
+    """Send a checkpoint to a model repository, with a card that names it by that; files are compared with their digests
+    first, and weights are read.
+
+    Args:
+        folder: of the checkpoint.
+        name: of the repository, made where it is missing; its revision is a branch.
+        private: whether nobody else may see it.
+        message: of the commit.
+        license: of the predictor, for the card.
+
+    Returns:
+        As :func:`expertcast.checkpoints.hub.push`, and the card's `license`.
+
+    Raises:
+        ExpertcastError: the checkpoint is not right, or from before there were digests; or as there.
+    """
+    checkpoint = PredictorCheckpoint.open(folder)
+    checkpoint.load()
+    require_digests(folder, SEAL in checkpoint.config, CHECKPOINT)
+    card = model_card(checkpoint.config, checkpoint.metrics, str(name), license)
+    kept = (CONFIG, *checkpoint.config["files"])
+    content: dict[str, Path | bytes] = {path: checkpoint.folder / path for path in kept}
+    content[CARD] = card.encode()
+    sent = push(name, CHECKPOINT, content, private=private, message=message)
+    return {**sent, "license": ModelCard(card).data.license}
+
+
+class HubPredictor(ModelHubMixin):  # type: ignore[misc]
+    """A predictor with what its checkpoint says about it.
+
+    `save_pretrained`, `push_to_hub` and `from_pretrained` are the mixin's; the folder is the one that
+    :func:`expertcast.checkpoints.checkpoint.save_predictor` writes.
+    """
+
+    def __init__(self, loaded: Predictor, description: Json, results: Json | None = None) -> None:
+        self.predictor = loaded
+        self.description = description
+        self.results = results or {}
+        self._repo: str | None = None
+        """Where it is being sent."""
+
+    @classmethod
+    def of(cls, predictor: Predictor, view: MoEView, metrics: Json | None = None) -> HubPredictor:
+        """A fitted predictor ready for `push_to_hub("user/name")`."""
+        return cls(predictor, describe(predictor, view), metrics)
+
+    def push_to_hub(self, repo_id: str, **options: object) -> str:
+        """As the mixin's; the card names the repository."""
+        self._repo = repo_id
+        try:
+            return str(super().push_to_hub(repo_id, **options))
+        finally:
+            self._repo = None
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        where = self._repo or str(save_directory)
+        write_files(save_directory, self.predictor, self.description, self.results, where=where)
+
+    @classmethod
+    def _from_pretrained(cls, *, model_id: str, **options: object) -> HubPredictor:
+        given = {name: options[name] for name in _DOWNLOAD if options.get(name) is not None}
+        local = Path(model_id).is_dir()
+        folder = model_id if local else snapshot_download(model_id, allow_patterns=list(ALL), **given)
+        checkpoint = PredictorCheckpoint.open(folder)
+        return cls(checkpoint.load(), checkpoint.config, checkpoint.metrics)

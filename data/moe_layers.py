@@ -1,0 +1,627 @@
+"""One forward of two tokens that shows how a model's MoE blocks are wired.
+
+Experts are answered with their own input, so nothing of their weights is needed; a model on the meta device will do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Annotated, Any, NotRequired
+
+import torch
+from pydantic import Field, with_config
+from torch import Tensor, nn
+from torch.fx.experimental import _config as fx_config
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from typing_extensions import TypedDict
+
+from expertcast.data.source import check_release
+from expertcast.predictors.artefacts import CLOSED
+from expertcast.predictors.messages import ExpertcastError, first_line
+from expertcast.predictors.view import Adds, MoELayer, MoEView, OwnTensor
+
+# What a residual stream adds up to: sums followed through a forward, operation by operation, on any device.
+#
+# Every tensor is a sum of atoms with factors: the result of an addition, of a product with a number, or of a change of
+# shape or dtype is told in the atoms of what it came from; the result of anything else is a new atom. No value is
+# looked at, so a model on the meta device tells as much as one with weights.
+
+Sum = dict[int, float]
+"""Factor by atom."""
+
+_aten = torch.ops.aten
+_SAME = {
+    _aten.view, _aten._unsafe_view, _aten.reshape, _aten.clone, _aten._to_copy, _aten.alias, _aten.detach,
+    _aten.unsqueeze, _aten.squeeze, _aten.contiguous, _aten.lift_fresh,
+}  # fmt: skip
+"""The same numbers in another shape, place or dtype."""
+_PLUS = {_aten.add: 1.0, _aten.add_: 1.0, _aten.sub: -1.0, _aten.sub_: -1.0}
+_TIMES = {_aten.mul, _aten.mul_, _aten.div, _aten.div_}
+
+
+class Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows every operation that runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sums: dict[int, Sum] = {}
+        self._behind: list[frozenset[int]] = []
+        """By atom, the marked atoms that it was computed from."""
+        self._alive: list[Tensor] = []  # ids stay unique only while the tensors live
+
+    def of(self, tensor: Tensor) -> Sum:
+        """The tensor as a sum."""
+        if id(tensor) not in self._sums:
+            self._put(tensor, {self._atom(frozenset()): 1.0})
+        return self._sums[id(tensor)]
+
+    def mark(self, tensor: Tensor) -> int:
+        """Make the tensor one atom, on which what is computed from it depends; the atom."""
+        atom = self._atom(frozenset([len(self._behind)]))
+        self._put(tensor, {atom: 1.0})
+        return atom
+
+    def depends(self, atoms: Iterable[int], marked: int) -> bool:
+        """Whether any of the atoms is, or was computed from, the marked one."""
+        return any(marked in self._behind[atom] for atom in atoms)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        kwargs = dict(kwargs or {})
+        output = func(*args, **kwargs)
+        if isinstance(output, Tensor):
+            self._follow(func.overloadpacket, args, kwargs, output)
+        elif isinstance(output, (tuple, list)):
+            for each in output:
+                if isinstance(each, Tensor):
+                    self._put(each, self._new(args, kwargs))
+        return output
+
+    def _follow(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        total = self._sum(operation, args, kwargs) if output.is_floating_point() else None
+        self._put(output, self._new(args, kwargs) if total is None else total)
+        if args and output is args[0] and output._base is not None:  # written through a view
+            self._put(output._base, self._new((*args, output._base), kwargs))
+
+    def _sum(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sum | None:
+        """The operation's result in the atoms of its arguments; None: it is none of those that are followed."""
+        first = args[0] if args else None
+        if not isinstance(first, Tensor):
+            return None
+        if operation in _SAME:
+            return self.of(first)
+        if len(args) < 2:
+            return None
+        second = args[1]
+        if operation in _TIMES and isinstance(second, Real):
+            factor = float(second) if operation in (_aten.mul, _aten.mul_) else 1.0 / float(second)
+            return {atom: factor * value for atom, value in self.of(first).items()}
+        if operation in _PLUS and isinstance(second, Tensor):
+            factor = _PLUS[operation] * float(kwargs.get("alpha", 1.0))
+            return minus(self.of(first), self.of(second), -factor)
+        return None
+
+    def _new(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sum:
+        behind: set[int] = set()
+        _each_tensor((args, kwargs), lambda tensor: behind.update(*(self._behind[atom] for atom in self.of(tensor))))
+        return {self._atom(frozenset(behind)): 1.0}
+
+    def _atom(self, behind: frozenset[int]) -> int:
+        self._behind.append(behind)
+        return len(self._behind) - 1
+
+    def _put(self, tensor: Tensor, total: Sum) -> None:
+        self._alive.append(tensor)
+        self._sums[id(tensor)] = total
+
+
+def minus(first: Sum, second: Sum, factor: float = 1.0) -> Sum:
+    """`first - factor * second`, without atoms that cancel."""
+    total = dict(first)
+    for atom, value in second.items():
+        total[atom] = total.get(atom, 0.0) - factor * value
+    return {atom: value for atom, value in total.items() if value}
+
+
+def _each_tensor(values: object, see: Callable[[Tensor], None]) -> None:
+    if isinstance(values, Tensor):
+        see(values)
+    elif isinstance(values, Mapping):
+        for each in values.values():
+            _each_tensor(each, see)
+    elif isinstance(values, (tuple, list)):
+        for each in values:
+            _each_tensor(each, see)
+
+
+PROBE_EXPERTS = "expertcast_probe"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockNames:
+    """Paths in a model of one MoE block, its router and its experts."""
+
+    block: str
+    router: str
+    experts: str
+
+
+@dataclass(slots=True)
+class Probed:
+    """What was seen around one MoE block; sums are those of :class:`Sums`."""
+
+    norm: str = ""
+    """Path of the module whose output is the block's input; empty where that is none's."""
+    residual: Sum | None = None
+    """What entered the norm."""
+    normed: Sum | None = None
+    router_input: Sum | None = None
+    dims: int = 2
+    """Of the router's input: [T, D] or [B, S, D]."""
+    arguments: dict[str, object] = field(default_factory=dict)
+    """What else the router was given, by its parameters' names."""
+    output: object = None
+    """What the router returned."""
+    experts: int = -1
+    """The atom that the experts' output is."""
+    block: Sum | None = None
+    layer: Sum | None = None
+    """What the module around the block put out."""
+    depends: bool = False
+    """Whether the layer's output has the experts' output in it other than as a term of the sum."""
+
+    def adds(self) -> Adds | None:
+        """How the experts' output enters the residual stream; None: not as a term of it."""
+        if self.layer is None or self.residual is None or self.block is None:
+            return None
+        added = minus(self.layer, self.residual)
+        factor = added.get(self.experts)
+        if factor is None or self.depends or any(atom in self.residual for atom in added):
+            return None
+        behind = factor / self.block.get(self.experts, factor)  # what the layer multiplies its block's output with
+        alike = added.keys() == self.block.keys() and all(
+            math.isclose(value, behind * self.block[atom]) for atom, value in added.items()
+        )
+        return Adds(factor=factor, beside=not alike)
+
+
+def probe(model: PreTrainedModel, blocks: Sequence[BlockNames]) -> dict[str, Probed]:
+    """What a forward of two tokens showed around each block, by the blocks' paths; the model is left as it was.
+
+    Raises:
+        ExpertcastError: the forward ends in an error.
+    """
+    device = next(model.parameters()).device
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)  # its embedding may be zero
+    tokens = [token for token in (1, 2, 3) if token != padding][:2]
+    ready = torch.zeros(1, 1, 2, 2, dtype=model.dtype, device=device)
+    given: dict[str, object] = {"input_ids": torch.tensor([tokens], device=device), "use_cache": False}
+    # with a ready 4-d mask transformers builds none of its own, which a meta model cannot do everywhere; layers other
+    # than attention may not take one, and positions may be worked out from values
+    positions = torch.arange(2, device=device)[None]
+    attempts: list[dict[str, object]] = [
+        {"attention_mask": ready},
+        {},
+        {"attention_mask": ready, "position_ids": positions},
+    ]
+    errors: list[Exception] = []
+    for attempt in attempts:
+        try:
+            return _forward(model, blocks, {**given, **attempt})
+        except Exception as error:  # whatever a model's own code does on inputs that it does not take
+            errors.append(error)
+    raise ExpertcastError(
+        f"{type(model).__name__} is not supported: it does not run on two tokens of text "
+        f"({type(errors[-1]).__name__}: {first_line(errors[-1])})"
+    ) from errors[-1]
+
+
+@contextmanager
+def experts_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Run the model's experts with another registered function, and put the old one back at the end."""
+    before = model.get_experts_implementation()
+    model.set_experts_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
+
+
+def _probe_experts(experts: nn.Module, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    return hidden_TD.clone()
+
+
+def _forward(model: PreTrainedModel, blocks: Sequence[BlockNames], given: Mapping[str, object]) -> dict[str, Probed]:
+    ALL_EXPERTS_FUNCTIONS.register(PROBE_EXPERTS, _probe_experts)
+    sums = Sums()
+    seen = {names.block: Probed() for names in blocks}
+    around: dict[str, list[Probed]] = {}
+    for names in blocks:
+        around.setdefault(names.block.rpartition(".")[0], []).append(seen[names.block])
+    producers: dict[int, tuple[str, Tensor, Tensor]] = {}
+    training = model.training
+    with ExitStack() as stack:
+        for names in blocks:
+            stack.enter_context(_watched(model, names, seen[names.block], sums, producers))
+        for name, module in model.named_modules():
+            if name:
+
+                def after(_module: nn.Module, args: tuple[object, ...], output: object, name: str = name) -> None:
+                    first = output[0] if isinstance(output, tuple) and output else output
+                    if not isinstance(first, Tensor):
+                        return
+                    for probed in around.get(name, ()):
+                        probed.layer = sums.of(first)
+                        others = [atom for atom in probed.layer if atom != probed.experts]
+                        probed.depends = sums.depends(others, probed.experts)
+                    if first is output and args and isinstance(args[0], Tensor):
+                        producers[id(first)] = (name, args[0], first)
+
+                stack.callback(module.register_forward_hook(after).remove)
+        stack.enter_context(experts_implementation(model, PROBE_EXPERTS))
+        stack.callback(model.train, training)
+        model.eval()
+        stack.enter_context(torch.no_grad())
+        # on the meta device no value says where a mask is set: everywhere will do
+        stack.enter_context(fx_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
+        stack.enter_context(sums)
+        model.base_model(**given)
+    return seen
+
+
+@contextmanager
+def _watched(
+    model: PreTrainedModel,
+    names: BlockNames,
+    probed: Probed,
+    sums: Sums,
+    producers: Mapping[int, tuple[str, Tensor, Tensor]],
+) -> Iterator[None]:
+    """Hooks on one block, its router and its experts.
+
+    Args:
+        model: has the modules.
+        names: of them.
+        probed: is filled in.
+        sums: follows the forward.
+        producers: by id of a tensor, the path of the module that put it out, its first input, and the tensor.
+    """
+    block, router, experts = (model.get_submodule(name) for name in (names.block, names.router, names.experts))
+
+    def before_block(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if hidden is not None and id(hidden) in producers:
+            probed.norm, residual, _ = producers[id(hidden)]
+            probed.residual, probed.normed = sums.of(residual), sums.of(hidden)
+
+    def after_router(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object], output: object) -> None:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        hidden, *others = bound.items()
+        assert isinstance(hidden[1], Tensor), f"{type(module).__name__} was not given a tensor first"
+        probed.router_input, probed.dims = sums.of(hidden[1]), hidden[1].dim()
+        probed.arguments, probed.output = dict(others), output
+
+    def after_experts(_module: nn.Module, _args: object, output: Tensor) -> None:
+        probed.experts = sums.mark(output)
+
+    def after_block(_module: nn.Module, _args: object, output: object) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, Tensor):
+            probed.block = sums.of(first)
+
+    with ExitStack() as stack:
+        for handle in (
+            block.register_forward_pre_hook(before_block, with_kwargs=True),
+            router.register_forward_hook(after_router, with_kwargs=True),
+            experts.register_forward_hook(after_experts),
+            block.register_forward_hook(after_block),
+        ):
+            stack.callback(handle.remove)
+        yield
+
+
+# The view of a model's MoE layers from the paths of their modules: those just found, or those of a saved skeleton.
+
+
+@with_config(CLOSED)
+class LayerPaths(TypedDict):
+    """Where in a model the modules of one MoE layer are."""
+
+    block: str
+    norm: str
+    """Empty where the router reads the residual itself."""
+    router: str
+    experts: str
+    router_dims: NotRequired[Annotated[int, Field(ge=2, le=3)]]
+    """Of the router's input; 2 where it is not said."""
+    router_arguments: NotRequired[dict[str, str | float | bool | None]]
+    """What the block gives its router beside that: the path of a parameter or buffer, or a constant."""
+
+
+_MODULES = ("block", "norm", "router", "experts")
+
+
+def layers_by_name(
+    model: nn.Module,
+    names: Sequence[LayerPaths],
+    top_k: int | None,
+    model_id: str,
+    *,
+    adds: Sequence[Adds | None] | None = None,
+) -> MoEView:
+    """The view of a model whose layers are known.
+
+    Args:
+        model: needs no weights.
+        names: the layers' modules in it.
+        top_k: K; None: the routers are asked for it.
+        model_id: where it comes from.
+        adds: per layer, how its experts' output enters the residual stream; None where nothing asks for it.
+
+    Raises:
+        ExpertcastError: a path that is no module of the model, or one of another kind than its name says.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    layers = [_layer(modules, index, entry, top_k) for index, entry in enumerate(names)]
+    if adds is not None:
+        layers = [replace(layer, adds=own) for layer, own in zip(layers, adds, strict=True)]
+    return MoEView(tuple(layers), model_id=model_id)
+
+
+def _layer(modules: Mapping[str, nn.Module], index: int, paths: LayerPaths, top_k: int | None) -> MoELayer:
+    for kind in _MODULES:
+        path = str(paths.get(kind))
+        if path not in modules or not (path or kind in ("block", "norm")):
+            raise ExpertcastError(f"MoE layer {index}: {path!r}, given as its {kind}, is no module of the model")
+    block, router, experts = modules[paths["block"]], modules[paths["router"]], modules[paths["experts"]]
+    num_experts = _integer(experts, "num_experts")
+    return MoELayer(
+        index=index,
+        block_name=paths["block"],
+        norm_name=paths["norm"],
+        router_name=paths["router"],
+        experts_name=paths["experts"],
+        decoder=modules[paths["block"].rpartition(".")[0]],
+        block=block,
+        norm=modules[paths["norm"]] if paths["norm"] else nn.Identity(),
+        router=router,
+        experts=experts,
+        num_experts=num_experts,
+        top_k=_integer(router, "top_k") if top_k is None else top_k,
+        hidden_size=_hidden_size(router, num_experts),
+        has_shared=_has_shared(block, router, experts),
+        router_dims=paths.get("router_dims", 2),
+        router_arguments=tuple(
+            (name, _own_tensor(modules, index, value) if isinstance(value, str) else value)
+            for name, value in paths.get("router_arguments", {}).items()
+        ),
+    )
+
+
+def paths_of(layer: MoELayer) -> LayerPaths:
+    """What :func:`layers_by_name` makes the layer of."""
+    paths: LayerPaths = {
+        "block": layer.block_name,
+        "norm": layer.norm_name,
+        "router": layer.router_name,
+        "experts": layer.experts_name,
+    }
+    if layer.router_dims != 2:
+        paths["router_dims"] = layer.router_dims
+    if layer.router_arguments:
+        paths["router_arguments"] = {
+            name: value.path if isinstance(value, OwnTensor) else value for name, value in layer.router_arguments
+        }
+    return paths
+
+
+def _own_tensor(modules: Mapping[str, nn.Module], index: int, path: str) -> OwnTensor:
+    owner, _, name = path.rpartition(".")
+    if owner not in modules or name not in {**modules[owner]._parameters, **modules[owner]._buffers}:
+        raise ExpertcastError(f"MoE layer {index}: {path!r}, which its router is given, is no tensor of the model")
+    return OwnTensor(path, modules[owner])
+
+
+def _integer(module: nn.Module, attribute: str) -> int:
+    if getattr(module, attribute, None) is None:
+        raise ExpertcastError(f"{type(module).__name__} has no attribute {attribute}: not supported")
+    return int(getattr(module, attribute))
+
+
+def _hidden_size(router: nn.Module, experts: int) -> int:
+    for parameter in router.parameters():
+        if parameter.dim() == 2 and parameter.shape[0] == experts:
+            return int(parameter.shape[1])
+    raise ExpertcastError(
+        f"router {type(router).__name__} has no [experts, hidden] weight: expertcast cannot apply its routing rule"
+    )
+
+
+def _has_shared(block: nn.Module, router: nn.Module, experts: nn.Module) -> bool:
+    return any(
+        child is not router and child is not experts and any(True for _ in child.parameters())
+        for child in block.children()
+    )
+
+
+# Finding the MoE layers of a `transformers` model by structure, never by model name.
+#
+# Router: the class that the model records as `router_logits`. Experts: the module decorated with
+# `use_experts_implementation`. Norm: the module whose output is the router's input, seen in one probe forward of two
+# tokens (:mod:`expertcast.data.moe_layers`), which also shows what the block gives its router beside that, and how what
+# the experts put out enters the residual stream. Where no norm's output is the router's input, that input stands for
+# the residual too.
+
+__all__ = ["experts_implementation", "find_moe_layers"]
+
+
+def find_moe_layers(model: PreTrainedModel) -> MoEView:
+    """The MoE layers of a model, first to last; costs one forward of two tokens.
+
+    Works on meta-device models too. The model is left as it was.
+
+    Raises:
+        ExpertcastError: the model has no MoE layers of the supported shape, or transformers is too old; the line says
+            why.
+    """
+    check_release("reading the MoE layers of")
+    blocks = _moe_blocks(model)
+    seen = probe(model, blocks)
+    names = [_paths(model, block, seen[block.block]) for block in blocks]
+    adds = [seen[block.block].adds() for block in blocks]
+    model_id = str(model.config._name_or_path or type(model).__name__)
+    top_k = [_top_k(model, block, seen[block.block]) for block in blocks]
+    view = layers_by_name(model, names, top_k[0], model_id, adds=adds)
+    shapes = {(layer.num_experts, own, layer.hidden_size) for layer, own in zip(view, top_k, strict=True)}
+    if len(shapes) > 1:
+        raise ExpertcastError(
+            f"{type(model).__name__} mixes MoE layers of different shape (E, K, D): {sorted(shapes)}; not supported"
+        )
+    return view
+
+
+def _is_experts_module(module: nn.Module) -> bool:
+    """Whether the module's class is decorated with `use_experts_implementation`."""
+    return all(hasattr(module, mark) for mark in ("has_gate", "is_transposed", "_is_expert_parallel"))
+
+
+def _moe_blocks(model: PreTrainedModel) -> list[BlockNames]:
+    """Per MoE layer, in model order."""
+    router_classes = _router_classes(model)
+    if not router_classes:
+        raise ExpertcastError(
+            f"{type(model).__name__} records no router_logits: it is no Mixture-of-Experts model, or one that "
+            "routes in a way expertcast does not support"
+        )
+    _refuse_adapters(model, router_classes)
+    found = []
+    for name, module in model.named_modules():
+        children = list(module.named_children())
+        routers = [child for child, m in children if isinstance(m, router_classes)]
+        experts = [child for child, m in children if _is_experts_module(m)]
+        if routers and experts:
+            found.append(BlockNames(block=name, router=f"{name}.{routers[0]}", experts=f"{name}.{experts[0]}"))
+    own = {names.experts for names in found}
+    others = [name for name, module in model.named_modules() if _is_experts_module(module) and name not in own]
+    if not found and not others:
+        _refuse_experts(model, router_classes)
+    if others:
+        raise ExpertcastError(
+            f"{type(model).__name__} is not supported: {others[0]} is routed by something else than "
+            f"{' or '.join(cls.__name__ for cls in router_classes)} (by a table of token ids, or per modality)"
+        )
+    return found
+
+
+def _refuse_adapters(model: PreTrainedModel, router_classes: tuple[type[nn.Module], ...]) -> None:
+    """PEFT puts itself in the place of what it adapts: beside attention that is nobody's business here."""
+    for name, module in model.named_modules():
+        if _is_experts_module(module) or isinstance(module, router_classes):
+            above = name.rpartition(".")[0]
+            if type(model.get_submodule(above)).__module__.startswith("peft."):
+                raise ExpertcastError(
+                    f"{above} is an adapter on routers or experts, which offloading cannot run: merge it "
+                    "(merge_and_unload()), or adapt attention only"
+                )
+
+
+def _refuse_experts(model: PreTrainedModel, router_classes: tuple[type[nn.Module], ...]) -> None:
+    for module in model.modules():
+        if any(isinstance(child, router_classes) for child in module.children()):
+            others = [type(child).__name__ for child in module.children() if not isinstance(child, router_classes)]
+            raise ExpertcastError(
+                f"{type(model).__name__} is not supported: its experts ({', '.join(others) or 'none'}) are quantised "
+                "or not decorated with use_experts_implementation; load it dequantised in bf16, or use a family "
+                "that transformers decorates"
+            )
+    raise ExpertcastError(
+        f"{type(model).__name__} has no MoE layer in which router and experts stand side by side: not supported"
+    )
+
+
+def _router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
+    classes: list[type[nn.Module]] = []
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel):
+            continue
+        recorder = (module._can_record_outputs or {}).get("router_logits")
+        for entry in recorder if isinstance(recorder, (list, tuple)) else [recorder]:
+            target = getattr(entry, "target_class", entry)
+            if isinstance(target, type) and target not in classes:
+                classes.append(target)
+    return tuple(classes)
+
+
+def _paths(model: PreTrainedModel, names: BlockNames, seen: Probed) -> LayerPaths:
+    """What a skeleton keeps of one layer's place.
+
+    Raises:
+        ExpertcastError: the block did not run, or its router returns or is given what has no place here.
+    """
+    kind, router = type(model).__name__, type(model.get_submodule(names.router)).__name__
+    if seen.router_input is None:
+        raise ExpertcastError(f"{kind} is not supported: {names.block} does not run on text")
+    if not isinstance(seen.output, tuple) or len(seen.output) != 3:
+        count = len(seen.output) if isinstance(seen.output, tuple) else 1
+        raise ExpertcastError(
+            f"{kind} is not supported: its router {router} returns {count} values, not logits, weights and ids"
+        )
+    norm = seen.norm if seen.router_input == seen.normed else ""
+    paths: LayerPaths = {"block": names.block, "norm": norm, "router": names.router, "experts": names.experts}
+    if seen.dims != 2:
+        paths["router_dims"] = seen.dims
+    if seen.arguments:
+        paths["router_arguments"] = {
+            name: _argument(model, names, name, value) for name, value in seen.arguments.items()
+        }
+    return paths
+
+
+def _argument(model: PreTrainedModel, names: BlockNames, name: str, value: object) -> str | float | bool | None:
+    """Where in the model what a router is given beside its input lies, or what it is.
+
+    Raises:
+        ExpertcastError: it is nothing that stays as it is from token to token.
+    """
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    block = model.get_submodule(names.block)
+    for own, tensor in (*block.named_parameters(), *block.named_buffers()):
+        if tensor is value:
+            return f"{names.block}.{own}"
+    router = type(model.get_submodule(names.router)).__name__
+    raise ExpertcastError(
+        f"{type(model).__name__} is not supported: its router {router} is given {name!r}, which is no weight of "
+        f"{names.block}: it goes by more than its logits"
+    )
+
+
+def _top_k(model: PreTrainedModel, names: BlockNames, seen: Probed) -> int:
+    """K, by what a router returned.
+
+    Raises:
+        ExpertcastError: that is not logits over all experts, and weights and ids of K of them.
+    """
+    assert isinstance(seen.output, tuple)
+    shapes = [list(each.shape) if isinstance(each, Tensor) else None for each in seen.output]
+    top_k = (shapes[2] or [0])[-1]
+    experts = getattr(model.get_submodule(names.experts), "num_experts", None)
+    if shapes != [[2, experts], [2, top_k], [2, top_k]]:
+        raise ExpertcastError(
+            f"{type(model).__name__} is not supported: for 2 tokens its router "
+            f"{type(model.get_submodule(names.router)).__name__} returns {shapes}, not logits [2, {experts}], weights "
+            "and ids [2, K]"
+        )
+    return top_k

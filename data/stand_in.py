@@ -1,0 +1,495 @@
+"""Fitting stand-ins for the MoE layers' outputs from a running model: one pass over a part of the text.
+
+The model runs as it does in a collection, and what its experts put out may be kept for that (`kept_outputs.py`).
+
+T tokens, D hidden size, K experts per token, R rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from expertcast.data import trace_format as layout
+from expertcast.data.experts import WINDOWS, Experts, experts_of
+from expertcast.data.means import down_projections, inner_width, sums_of
+from expertcast.data.plan import Window, WindowBatch, window_batches
+from expertcast.predictors.artefacts import DigestingFile, digest
+from expertcast.predictors.early_attention import MOST_RANK, StandIn
+from expertcast.predictors.messages import ExpertcastError, tokens_read
+from expertcast.predictors.view import MoELayer, MoEView
+
+# In which directions a layer's input varies most.
+#
+# T tokens, D hidden size, R rank.
+
+_EXACT = 512
+"""Up to so many dimensions all of a covariance's directions are computed: 2048 would take seconds."""
+_MORE, _ITERATIONS = 8, 6
+"""Of the iteration beyond: columns beside those that are asked for, and rounds."""
+
+
+class Moments:
+    """Mean and covariance of a layer's input."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sum_D: Tensor | float = 0.0
+        self.product_DD: Tensor | float = 0.0
+
+    def add(self, hidden_TD: Tensor) -> None:
+        """The layer's inputs of one batch."""
+        hidden_TD = hidden_TD.float()
+        self.count += len(hidden_TD)
+        self.sum_D = self.sum_D + hidden_TD.sum(dim=0)
+        self.product_DD = self.product_DD + hidden_TD.T @ hidden_TD
+
+    def principal(self, rank: int) -> tuple[Tensor, Tensor]:
+        """The mean [D], and the `rank` directions [D, R] of the largest variance, orthonormal."""
+        assert isinstance(self.sum_D, Tensor)
+        assert isinstance(self.product_DD, Tensor)
+        mean_D = self.sum_D.double() / self.count
+        covariance_DD = self.product_DD.double() / self.count - torch.outer(mean_D, mean_D)
+        return mean_D.float(), largest(covariance_DD, rank).float()
+
+
+def largest(covariance_DD: Tensor, rank: int) -> Tensor:
+    """The `rank` directions [D, R] of the largest variance, largest first."""
+    dimensions = len(covariance_DD)
+    if dimensions <= _EXACT or rank + _MORE > dimensions // 4:
+        _, vectors_DD = torch.linalg.eigh(covariance_DD)  # rising
+        return torch.flip(vectors_DD[:, dimensions - rank :], (1,))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        vectors_DR, _, _ = torch.svd_lowrank(covariance_DD.cpu(), q=rank + _MORE, niter=_ITERATIONS)
+    return vectors_DR[:, :rank].to(covariance_DD.device)
+
+
+# The sums of one layer's regressions: of what each expert puts out, on a few directions of the layer's input.
+#
+# The down projection is linear, so an expert's inner activations are summed in place of its outputs: no output of a
+# single expert is needed, and the layer runs as it does without this. The directions are chosen in the end, from more
+# than are asked for: they are those of all the text that was summed, as far as the text that the first choice was made
+# by shows them.
+#
+# T tokens, D hidden size, E routed experts, K experts per token, I inner width of an expert, R rank, B = R or more
+# directions that are summed over, Y = B + 1 and Z = R + 1 with a constant.
+
+PRIOR_TOKENS = 16.0
+"""Tokens' worth of holding maps back: an expert that few tokens reach keeps to its mean."""
+_BESIDE = 40
+"""Directions summed over beside those that are asked for."""
+
+
+class ExpertSums:
+    """Of the regressions of one layer's experts and of its shared experts' sum, which comes last.
+
+    Args:
+        rank: R
+    """
+
+    def __init__(self, layer: MoELayer, rank: int) -> None:
+        self.layer, self._rank = layer, rank
+        self._basis: tuple[Tensor, Tensor] | None = None
+        """Where they start from [B], and the directions [D, B]."""
+        self._linear = not getattr(layer.experts, "has_post_expert_norm", False)
+        device = layer.experts.get_parameter("down_proj").device
+        wide = 1 + (min(layer.hidden_size, rank + _BESIDE) if rank else 0)
+        self._token_YY = torch.zeros(wide, wide, device=device)
+        self._yy_EYY = torch.zeros(layer.num_experts + 1, wide, wide, device=device)
+        self._inner_EYI = torch.zeros(layer.num_experts, wide, inner_width(layer), device=device)
+        self._shared_YD = torch.zeros(wide, layer.hidden_size, device=device)
+
+    @property
+    def lacks_directions(self) -> bool:
+        """Whether nothing can be added yet."""
+        return self._basis is None and self._rank > 0
+
+    def choose_among(self, moments: Moments) -> None:
+        """Take the directions of the largest variance of some of the layer's inputs."""
+        mean_D, directions_DB = moments.principal(len(self._token_YY) - 1)
+        self._basis = mean_D @ directions_DB, directions_DB
+
+    def add(self, hidden_TD: Tensor, ids_TK: Tensor) -> _Rows:
+        """The layer's inputs and routing of one batch; what is returned takes the experts' part."""
+        y_TY = self._y(hidden_TD)
+        self._token_YY += y_TY.T @ y_TY
+        return _Rows(self, y_TY, ids_TK)
+
+    def add_expert(self, expert: int, y_SY: Tensor, inner_SI: Tensor) -> None:
+        """The rows of one expert."""
+        self._yy_EYY[expert] += y_SY.T @ y_SY
+        if self._linear:
+            # a copy: how a slice is aligned is another matter where the experts come in parts, and products round by it
+            self._inner_EYI[expert] += y_SY.T @ inner_SI.to(torch.float32, copy=True)
+
+    def add_shared(self, hidden_TD: Tensor, shared_TD: Tensor) -> None:
+        """The layer's inputs, and what the shared experts put out for them."""
+        y_TY = self._y(hidden_TD)
+        self._yy_EYY[-1] += y_TY.T @ y_TY
+        self._shared_YD += y_TY.T @ shared_TD.float()
+
+    def solve_into(self, stand_in: StandIn, experts: Experts) -> None:
+        """Directions, means and maps into a stand-in's rows of this layer.
+
+        Args:
+            stand_in: of the rank.
+            experts: of the model; their weights are read once.
+        """
+        layer, map_YZ = self.layer.index, self._chosen(stand_in)
+        zz_EZZ = map_YZ.T @ self._yy_EYY.double() @ map_YZ
+        zi_EZI = map_YZ.T @ self._inner_EYI.double()
+        total_ZZ = zz_EZZ[:-1].sum(dim=0)
+        spread_Z = total_ZZ.diagonal() / total_ZZ[0, 0].clamp(min=1)
+        spread_Z[0] = 1e-6  # the mean itself is not held back
+        penalty_ZZ = (PRIOR_TOKENS * spread_Z).clamp(min=1e-12).diag()
+        solved_EZZ = torch.linalg.inv(zz_EZZ + penalty_ZZ)
+        if self._linear:
+            for expert, (weight_ID, bias_D) in enumerate(down_projections(experts, self.layer)):
+                solved_ZD = (solved_EZZ[expert] @ zi_EZI[expert]).float() @ weight_ID
+                if bias_D is not None:
+                    solved_ZD += (solved_EZZ[expert] @ zz_EZZ[expert, :, :1]).float() * bias_D
+                stand_in.base_LED[layer, expert] = solved_ZD[0]
+                stand_in.map_LERD[layer, expert] = solved_ZD[1:]
+        shared_ZD = solved_EZZ[-1] @ map_YZ.T @ self._shared_YD.double()
+        stand_in.shared_LD[layer] = shared_ZD[0]
+        stand_in.shared_map_LRD[layer] = shared_ZD[1:]
+
+    def _y(self, hidden_TD: Tensor) -> Tensor:
+        if self._basis is None:
+            return torch.ones(len(hidden_TD), 1, device=hidden_TD.device)
+        centre_B, directions_DB = self._basis
+        return nn.functional.pad(hidden_TD.float() @ directions_DB - centre_B, (1, 0), value=1.0)
+
+    def _chosen(self, stand_in: StandIn) -> Tensor:
+        """From what was summed over to the constant and the stand-in's directions [Y, Z], which are written to it."""
+        total_YY = self._token_YY.double()
+        map_YZ = total_YY.new_zeros(len(total_YY), self._rank + 1)
+        map_YZ[0, 0] = 1
+        if self._basis is None:
+            return map_YZ
+        centre_B, directions_DB = self._basis
+        mean_B = total_YY[0, 1:] / total_YY[0, 0]
+        chosen_BR = largest(total_YY[1:, 1:] / total_YY[0, 0] - torch.outer(mean_B, mean_B), self._rank)
+        map_YZ[0, 1:], map_YZ[1:, 1:] = -mean_B @ chosen_BR, chosen_BR
+        stand_in.projection_LDR[self.layer.index] = directions_DB.double() @ chosen_BR
+        stand_in.centre_LR[self.layer.index] = (centre_B.double() + mean_B) @ chosen_BR
+        return map_YZ
+
+
+class _Rows:
+    """Adds what enters the experts' down projections, which comes expert by expert in the kernel's order."""
+
+    def __init__(self, sums: ExpertSums, y_TY: Tensor, ids_TK: Tensor) -> None:
+        self._sums, self._y_TY = sums, y_TY
+        ids_P, order_P = torch.sort(ids_TK.reshape(-1))  # as the kernel sorts them, ties as well
+        self._token_P = order_P // ids_TK.shape[1]
+        ends = torch.bincount(ids_P, minlength=sums.layer.num_experts).cumsum(0).tolist()
+        self._starts = [0, *ends]
+
+    def __call__(self, inner_SI: Tensor, expert_G: Tensor, count_G: Tensor) -> None:
+        """See :data:`expertcast.data.experts.Inner`."""
+        start = 0
+        for expert, count in zip(expert_G.tolist(), count_G.tolist(), strict=True):
+            first, end = self._starts[expert], start + count
+            if count:
+                token_S = self._token_P[first : first + count]
+                self._sums.add_expert(expert, self._y_TY[token_S], inner_SI[start:end])
+            start = end
+
+
+# What routed experts put out over a text, kept on disk: they run once, though the text is passed over twice.
+#
+# One file for each batch: a digest of its tokens and their places, and a record for each layer: the output of the real
+# tokens, the sums of the experts' inner activations, how many rows each expert had, and a digest of these. What is not
+# there, or was changed, is not used: the experts run again.
+#
+# T tokens, D hidden size, E routed experts, I inner width of an expert.
+
+_DIGEST = len(digest(b""))
+
+
+@dataclass(slots=True)
+class LayerOutput:
+    """Of one layer and one batch."""
+
+    output_TD: Tensor
+    inner_EI: Tensor
+    """fp32"""
+    count_E: Tensor
+
+    @classmethod
+    def zero(cls, layer: MoELayer, like_TD: Tensor) -> LayerOutput:
+        """For as many tokens as `like_TD` has, of its dtype and on its device."""
+        inner_EI = torch.zeros(layer.num_experts, inner_width(layer), device=like_TD.device)
+        return cls(torch.zeros_like(like_TD), inner_EI, inner_EI.new_zeros(layer.num_experts, dtype=torch.int64))
+
+    def add_inner(self, inner_SI: Tensor, expert_G: Tensor, count_G: Tensor) -> None:
+        """See :data:`expertcast.data.experts.Inner`."""
+        self.inner_EI[expert_G] = sums_of(inner_SI, count_G)
+        self.count_E[expert_G] = count_G
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """In the order of a record."""
+        return self.output_TD, self.inner_EI, self.count_E
+
+
+class Outputs(Protocol):
+    """Answers for the routed experts in one forward, whose layers ask in their order."""
+
+    def read(self, layer: MoELayer, hidden_TD: Tensor) -> LayerOutput | None:
+        """What `layer` puts out for these tokens; None: its experts must run."""
+
+
+class NoExperts:
+    """Answers zero: for what is looked at besides the experts."""
+
+    def read(self, layer: MoELayer, hidden_TD: Tensor) -> LayerOutput:
+        return LayerOutput.zero(layer, hidden_TD)
+
+
+class KeptOutputs:
+    """The files of a text's batches, by their number.
+
+    Args:
+        folder: where they lie; made when the first one is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @staticmethod
+    def nbytes(view: MoEView, tokens: int, batches: int, itemsize: int) -> int:
+        """Of all files, for `tokens` in so many `batches` of a model whose numbers take `itemsize` bytes."""
+        sums = sum(layer.num_experts * (4 * inner_width(layer) + 8) + _DIGEST for layer in view)
+        return tokens * view.shape.layers * view.shape.hidden * itemsize + batches * (_DIGEST + sums)
+
+    @contextmanager
+    def writing(self, number: int, batch: WindowBatch) -> Iterator[BatchWriter]:
+        """Write the file of a batch, which is there once it is whole."""
+        path = self._path(number)
+        path.parent.mkdir(exist_ok=True)
+        partial = path.with_name(path.name + layout.PARTIAL)
+        with partial.open("wb") as file:
+            file.write(_identity(batch))
+            yield BatchWriter(file)
+        os.replace(partial, path)
+
+    @contextmanager
+    def reading(self, number: int, batch: WindowBatch) -> Iterator[BatchReader | None]:
+        """What was kept of a batch; None where nothing was."""
+        path = self._path(number)
+        if not path.is_file():
+            yield None
+            return
+        with path.open("rb") as file:
+            yield BatchReader(file) if file.read(_DIGEST) == _identity(batch) else None
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"experts-{number:05d}.bin"
+
+
+class BatchWriter:
+    """Writes a batch's records, layer by layer."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def write(self, made: LayerOutput) -> None:
+        """The next layer's."""
+        record = DigestingFile(self._file)
+        for tensor in made.tensors():
+            record.write(tensor.contiguous().view(torch.uint8).reshape(-1).cpu().numpy().data)
+        self._file.write(record.digest.encode())
+
+
+class BatchReader:
+    """Reads them back. Once a record is not as it was written, what follows is not read."""
+
+    def __init__(self, file: BufferedReader) -> None:
+        self._file: BufferedReader | None = file
+
+    def read(self, layer: MoELayer, hidden_TD: Tensor) -> LayerOutput | None:
+        if self._file is None:
+            return None
+        like = LayerOutput.zero(layer, torch.empty_like(hidden_TD, device="meta")).tensors()
+        content = bytearray(sum(tensor.nbytes for tensor in like))
+        self._file.readinto(content)
+        if self._file.read(_DIGEST) != digest(memoryview(content)).encode():
+            self._file = None
+            return None
+        found, start = [], 0
+        for tensor in like:
+            part = torch.frombuffer(content, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+            found.append(part.view(tensor.shape).to(hidden_TD.device))
+            start += tensor.nbytes
+        return LayerOutput(*found)
+
+
+def _identity(batch: WindowBatch) -> bytes:
+    parts = (batch.token_T, batch.document_T, batch.position_T)
+    return digest(torch.stack([part.long() for part in parts]).numpy().data).encode()
+
+
+RANK = 8
+"""Directions per layer."""
+TOKENS = 32_768
+"""Tokens that maps are fitted on."""
+DIRECTION_TOKENS = 1024
+"""Tokens that directions are first chosen by: those of the first forward, where it has as many; else of a pass of its
+own before."""
+
+
+def fit_stand_in(
+    model: PreTrainedModel, view: MoEView, windows: Sequence[Window], *, rank: int = RANK, batch_size: int = WINDOWS,
+    keep: KeptOutputs | None = None,
+) -> StandIn:  # fmt: skip
+    """The stand-in of a model's MoE layers, on the CPU.
+
+    Args:
+        model: is run over the windows.
+        view: its MoE layers.
+        windows: of the train split, some :data:`TOKENS` of them.
+        rank: R; 0 leaves the experts' means.
+        batch_size: windows per forward.
+        keep: gets what the experts put out; None keeps nothing.
+
+    Raises:
+        ExpertcastError: a rank that no model has.
+    """
+    hidden = view.shape.hidden
+    if not 0 <= rank <= min(hidden, MOST_RANK):
+        raise ExpertcastError(f"rank={rank}: give 0 to {min(hidden, MOST_RANK)} directions")
+    device = next(view[0].router.parameters()).device
+    stand_in = StandIn.of_shape(view.shape, rank, device)
+    sums = [ExpertSums(layer, rank) for layer in view]
+    experts = experts_of(model, view)
+    tokens = sum(len(window.token_ids) for window in windows[:batch_size])
+    if rank and tokens < DIRECTION_TOKENS and len(windows) > batch_size:
+        moments = [Moments() for _ in view]
+        _run(
+            model, experts, [_Look(*each, experts) for each in zip(view, moments, strict=True)],
+            first_windows(windows, DIRECTION_TOKENS), batch_size, "directions",
+        )  # fmt: skip
+        for own, seen in zip(sums, moments, strict=True):
+            own.choose_among(seen)
+    looks = [_Look(*each, experts) for each in zip(view, sums, strict=True)]
+    _run(model, experts, looks, windows, batch_size, "maps", keep)
+    for own in sums:
+        own.solve_into(stand_in, experts)
+    return stand_in.to("cpu")
+
+
+def first_windows(windows: Sequence[Window], tokens: int) -> list[Window]:
+    """The first windows that hold so many tokens together, or all."""
+    taken: list[Window] = []
+    for window in windows:
+        if sum(len(one.token_ids) for one in taken) >= tokens:
+            break
+        taken.append(window)
+    return taken
+
+
+@torch.no_grad()
+def _run(
+    model: PreTrainedModel, experts: Experts, looks: Sequence[_Look], windows: Sequence[Window], batch_size: int,
+    what: str, keep: KeptOutputs | None = None,
+) -> None:  # fmt: skip
+    """One pass.
+
+    Args:
+        model, experts: are run.
+        looks: one for each layer.
+        windows: are run over.
+        batch_size: windows per forward.
+        what: the pass is for.
+        keep: gets what the experts put out.
+    """
+    with ExitStack() as stack:
+        if model.training:
+            stack.callback(model.train)
+            model.eval()
+        for look in looks:
+            if look.layer.has_shared:
+                stack.callback(look.layer.block.register_forward_hook(look.after_block).remove)
+        stack.enter_context(experts.answered({look.layer.experts: look.experts for look in looks}))
+        total = sum(len(window.token_ids) for window in windows)
+        batches = window_batches(windows, batch_size)
+        for number, batch in enumerate(tokens_read(batches, f"stand-in for early attention: {what}", total)):
+            keep_T = None if batch.mask_BS.all() else batch.mask_BS.reshape(-1).nonzero().squeeze(1).to(model.device)
+            with nullcontext() if keep is None else keep.writing(number, batch) as writer:
+                for look in looks:
+                    look.keep_T, look.writer = keep_T, writer
+                model.base_model(
+                    input_ids=batch.input_ids_BS.to(model.device),
+                    attention_mask=batch.mask_BS.to(model.device),
+                    use_cache=False,
+                )
+
+
+class _Look:
+    """Runs one layer's experts as a collection does, and shows them to its sums."""
+
+    def __init__(self, layer: MoELayer, sums: Moments | ExpertSums, run: Experts) -> None:
+        self.layer, self._sums, self._run = layer, sums, run
+        self.keep_T: Tensor | None = None
+        """Indices of the batch's real tokens; None for all."""
+        self.writer: BatchWriter | None = None
+        """Takes what the experts put out."""
+        self._routed: tuple[Tensor, Tensor] | None = None
+
+    def experts(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """In place of the experts' forward; rows of padding come out as zero."""
+        if self.keep_T is None:
+            routed_TD = self._real(hidden_TD, ids_TK, weights_TK)
+        else:
+            keep_T = self.keep_T.to(hidden_TD.device)
+            routed_TD = torch.zeros_like(hidden_TD)
+            routed_TD[keep_T] = self._real(hidden_TD[keep_T], ids_TK[keep_T], weights_TK[keep_T])
+        if self.layer.has_shared and isinstance(self._sums, ExpertSums):
+            self._routed = hidden_TD, routed_TD
+        return routed_TD
+
+    def _real(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        sums, layer = self._sums, self.layer
+        if isinstance(sums, Moments):
+            sums.add(hidden_TD)
+            return self._run.run(layer, hidden_TD, ids_TK, weights_TK)
+        if sums.lacks_directions:
+            moments = Moments()
+            moments.add(hidden_TD)
+            sums.choose_among(moments)
+        rows = sums.add(hidden_TD, ids_TK)
+        if self.writer is None:
+            return self._run.run(layer, hidden_TD, ids_TK, weights_TK, rows)
+        kept = LayerOutput.zero(layer, hidden_TD[:0])
+
+        def inner(inner_SI: Tensor, expert_G: Tensor, count_G: Tensor) -> None:
+            rows(inner_SI, expert_G, count_G)
+            kept.add_inner(inner_SI, expert_G, count_G)
+
+        kept.output_TD = self._run.run(layer, hidden_TD, ids_TK, weights_TK, inner)
+        self.writer.write(kept)
+        return kept.output_TD
+
+    def after_block(self, _module: nn.Module, _args: tuple[object, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+        """What the block puts out beyond its routed experts is the shared experts' output."""
+        if self._routed is None:
+            return
+        block = output[0] if isinstance(output, tuple) else output
+        (hidden_TD, routed_TD), self._routed = self._routed, None
+        assert isinstance(self._sums, ExpertSums)
+        shared_TD = block.reshape(routed_TD.shape).float() - routed_TD.float()
+        if self.keep_T is not None:
+            keep_T = self.keep_T.to(routed_TD.device)
+            hidden_TD, shared_TD = hidden_TD[keep_T], shared_TD[keep_T]
+        self._sums.add_shared(hidden_TD, shared_TD)

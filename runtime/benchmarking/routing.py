@@ -1,0 +1,313 @@
+"""Routing that is known before a run: drawn from a process with set properties, or read from recorded traces.
+
+P positions of a text, L MoE layers, E routed experts per layer, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from expertcast.data.plan import ALL
+from expertcast.data.traces import TraceDataset
+from expertcast.predictors import ExpertcastError, ModelShape, MoELayer, MoEView, Predictor
+from expertcast.predictors.base import Forecast, PredictorConfig, RouterState
+from expertcast.predictors.routing_rule import route_all
+
+Ids = NDArray[np.int64]
+Scores = NDArray[np.float64]
+
+_RANK_DECAY = 0.8
+"""Combine weight of each drawn expert, as a multiple of the one before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingOptions:
+    """What a routing process is asked for."""
+
+    persistence: float = 0.3
+    """Each of a token's experts stays for the next token with this probability; others are drawn anew."""
+    skew: float = 0.8
+    """How uneven the experts' popularity is, in an order of each layer's own: a Zipf exponent, 0 for all alike."""
+    accuracy: float = 0.9
+    """Each of a token's experts is in the forecast with this probability."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("persistence", "accuracy"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ExpertcastError(f"--{name} {value}: give a probability, 0 to 1")
+        if self.skew < 0:
+            raise ExpertcastError(f"--skew {self.skew}: give 0 or more, such as 0.8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingTables:
+    """The routing of every position, and forecasts for positions from `prompt` on. On the CPU."""
+
+    ids_PLK: Tensor
+    weights_PLK: Tensor
+    """float32"""
+    forecast_NLK: Tensor
+    """Forecast ids for position prompt + n; a wrong one stands at the rank of the one it missed."""
+    prompt: int
+    experts: int
+    source: str
+    """Where the routing comes from, for people."""
+
+    def measured(self) -> dict[str, float]:
+        """What the decode positions came out as."""
+        return {
+            "reuse": _overlap(self.ids_PLK[self.prompt :], self.ids_PLK[self.prompt - 1 : -1]),
+            "accuracy": _overlap(self.ids_PLK[self.prompt :, 1:], self.forecast_NLK[:, 1:]),
+            "distinct_experts": float(
+                np.mean([len(np.unique(layer_PK)) for layer_PK in self.ids_PLK[self.prompt :].unbind(1)])
+            ),
+        }
+
+
+def drawn(shape: ModelShape, *, prompt: int, new_tokens: int, options: RoutingOptions) -> RoutingTables:
+    """Tables of a process; the same options give the same tables.
+
+    Args:
+        shape: of the model.
+        prompt: positions of the prompt, 1 or more.
+        new_tokens: positions after it.
+        options: of the process.
+    """
+    rng = np.random.default_rng(options.seed)
+    ids_PLK = torch.from_numpy(_draw(rng, shape, prompt + new_tokens, options))
+    weights_K = torch.tensor([_RANK_DECAY**rank for rank in range(shape.top_k)])
+    return RoutingTables(
+        ids_PLK=ids_PLK,
+        weights_PLK=(weights_K / weights_K.sum()).expand(ids_PLK.shape),
+        forecast_NLK=_forecasts(rng, ids_PLK[prompt:], shape.experts, options.accuracy),
+        prompt=prompt,
+        experts=shape.experts,
+        source=f"drawn: persistence {options.persistence:g}, Zipf exponent {options.skew:g}, "
+        f"forecast accuracy {options.accuracy:g}, seed {options.seed}",
+    )
+
+
+def replayed(
+    folder: str | Path, shape: ModelShape, *, prompt: int, new_tokens: int, options: RoutingOptions
+) -> RoutingTables:
+    """Tables of the first tokens of a trace dataset; forecasts are drawn with the set accuracy.
+
+    Args:
+        folder: the trace dataset.
+        shape, prompt, new_tokens: as for :func:`drawn`.
+        options: the forecasts' accuracy, and a seed.
+
+    Raises:
+        ExpertcastError: no traces there, or of other E or K, of fewer layers or fewer tokens.
+    """
+    traces = TraceDataset.open(Path(folder))
+    recorded, wanted = traces.view.shape, prompt + new_tokens
+    if (recorded.experts, recorded.top_k) != (shape.experts, shape.top_k) or recorded.layers < shape.layers:
+        raise ExpertcastError(
+            f"--replay {folder}: recorded from {recorded.as_dict()}, the model has {shape.as_dict()}: "
+            "E and K must be the same, and as many layers recorded"
+        )
+    if traces.token_count() < wanted:
+        raise ExpertcastError(f"--replay {folder}: {traces.token_count()} tokens recorded, {wanted} are needed")
+    batch = next(iter(traces.batches(ALL, wanted)))
+    ids, weights = route_all(traces.view, batch.logits_TLE[:, : shape.layers])
+    ids_PLK = torch.stack(ids, dim=1)
+    rng = np.random.default_rng(options.seed)
+    return RoutingTables(
+        ids_PLK=ids_PLK,
+        weights_PLK=torch.stack(weights, dim=1).float(),
+        forecast_NLK=_forecasts(rng, ids_PLK[prompt:], shape.experts, options.accuracy),
+        prompt=prompt,
+        experts=shape.experts,
+        source=f"replayed from traces of {traces.info.get('model', 'a model')}, "
+        f"forecast accuracy {options.accuracy:g}, seed {options.seed}",
+    )
+
+
+def _draw(rng: np.random.Generator, shape: ModelShape, positions: int, options: RoutingOptions) -> Ids:
+    """ids [P, L, K]: a Markov chain over positions, layers independent of each other."""
+    layers, experts, top_k = shape.layers, shape.experts, shape.top_k
+    popularity_LE = -options.skew * np.log(1.0 + rng.permuted(np.tile(np.arange(experts), (layers, 1)), axis=1))
+    ids_PLK = np.empty((positions, layers, top_k), dtype=np.int64)
+    ids_LK = _ranked(popularity_LE + rng.gumbel(size=(layers, experts)), top_k)
+    for position in range(positions):
+        stays_LK = rng.random((layers, top_k)) < options.persistence
+        score_LE = popularity_LE + rng.gumbel(size=(layers, experts))
+        ids_LK = _refilled(ids_LK, stays_LK, score_LE)
+        ids_PLK[position] = ids_LK
+    return ids_PLK
+
+
+def _forecasts(rng: np.random.Generator, ids_NLK: Tensor, experts: int, accuracy: float) -> Tensor:
+    """The true ids, each replaced with probability 1 - accuracy by an expert that is not among them."""
+    made_NLK = ids_NLK.numpy().copy()
+    for ids_LK in made_NLK:
+        right_LK = rng.random(ids_LK.shape) < accuracy
+        score_LE = rng.random((len(ids_LK), experts))
+        np.put_along_axis(score_LE, ids_LK, -np.inf, axis=1)  # a wrong forecast is none of the true experts
+        ids_LK[:] = _refilled(ids_LK, right_LK, score_LE)
+    return torch.from_numpy(made_NLK)
+
+
+def _refilled(ids_LK: Ids, stays_LK: NDArray[np.bool_], score_LE: Scores) -> Ids:
+    """Where ids do not stay, the experts of the highest score that are not among those that stay."""
+    rows, columns = np.nonzero(stays_LK)
+    score_LE[rows, ids_LK[rows, columns]] = -np.inf
+    fresh_LK = _ranked(score_LE, ids_LK.shape[1])
+    which_LK = np.cumsum(~stays_LK, axis=1) - 1
+    return np.where(stays_LK, ids_LK, np.take_along_axis(fresh_LK, which_LK.clip(min=0), axis=1))
+
+
+def _ranked(score_LE: Scores, count: int) -> Ids:
+    """[L, count] experts by falling score."""
+    top_LK = np.argpartition(-score_LE, count - 1, axis=1)[:, :count]
+    order_LK = np.argsort(-np.take_along_axis(score_LE, top_LK, axis=1), axis=1)
+    return np.take_along_axis(top_LK, order_LK, axis=1)
+
+
+def _overlap(ids_PLK: Tensor, other_PLK: Tensor) -> float:
+    """Mean share of each row's K ids that the other's row holds."""
+    if not ids_PLK.numel():
+        return 1.0
+    return float((ids_PLK.unsqueeze(-1) == other_PLK.unsqueeze(-2)).any(-1).float().mean())
+
+
+# Routing by table in place of a model's own routers, and a predictor that forecasts it as well as it is told to.
+#
+# Random weights route at random, which no cache and no forecast survives. Hooks on the routers replace what they
+# return, by position in the text, so that every run of a benchmark sees the same routing; the routers still run and
+# cost their time.
+#
+# T tokens, N decode positions, L MoE layers, E routed experts per layer, K experts per token.
+
+
+class RoutingProcess:
+    """Replaces the routing of a model while it is entered (`with process:`); attach it before `offload`.
+
+    One text at a time. What a hook costs per layer and token is one list index: everything is in its place before.
+    """
+
+    def __init__(self, model: PreTrainedModel, view: MoEView, tables: RoutingTables) -> None:
+        device, dtype = next(view[0].router.parameters()).device, _weights_dtype(view[0])
+        if tables.ids_PLK.shape[1:] != (len(view), view.shape.top_k):
+            raise ExpertcastError(f"routing tables for {tuple(tables.ids_PLK.shape[1:])} do not fit {view.shape}")
+        self.tables = tables
+        self.position = 0
+        """Of the first token of the running forward."""
+        self._model, self._view = model, view
+        self._ids_LPK = tables.ids_PLK.transpose(0, 1).contiguous().to(device)
+        self._weights_LPK = tables.weights_PLK.transpose(0, 1).contiguous().to(device, dtype)
+        self._decode = [
+            list(zip(ids_PK[tables.prompt :].split(1), weights_PK[tables.prompt :].split(1), strict=True))
+            for ids_PK, weights_PK in zip(self._ids_LPK, self._weights_LPK, strict=True)
+        ]
+        """[L][N]: (ids, weights) of one token each."""
+        self._armed = [False] * len(view)
+        self._stack = ExitStack()
+
+    def predictor(self, ahead: tuple[int, ...] = (1,)) -> Predictor:
+        """Forecasts from the tables; as accurate for every distance in `ahead`."""
+        made = TablePredictor(PredictorConfig(ahead=ahead), self._view.shape)
+        made.follow(self)
+        return made.bind(self._view)
+
+    def routing(self, layer: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """(ids, weights) [T, K] of a layer for the tokens of the running forward."""
+        number = self.position - self.tables.prompt
+        if tokens == 1 and 0 <= number < len(self._decode[layer]):
+            return self._decode[layer][number]
+        end = self.position + tokens
+        if end > self._ids_LPK.shape[1]:
+            raise ExpertcastError(f"the routing tables hold {self._ids_LPK.shape[1]} positions, {end} were run")
+        return self._ids_LPK[layer, self.position : end], self._weights_LPK[layer, self.position : end]
+
+    def __enter__(self) -> RoutingProcess:
+        handle = self._model.base_model.register_forward_pre_hook(self._before_model, with_kwargs=True)
+        self._stack.callback(handle.remove)
+        for layer in self._view:
+            self._attach(layer)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._stack.close()
+
+    def _attach(self, layer: MoELayer) -> None:
+        index, armed = layer.index, self._armed
+
+        def before_block(_module: nn.Module, _args: object) -> None:
+            armed[index] = True
+
+        def after_router(_module: nn.Module, _args: object, output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            if not armed[index]:  # a predictor runs this router: the truth is not for it
+                return None
+            armed[index] = False
+            logits_TE = output[0]
+            ids_TK, weights_TK = self.routing(index, logits_TE.shape[0])
+            return logits_TE, weights_TK, ids_TK
+
+        self._stack.callback(layer.block.register_forward_pre_hook(before_block).remove)
+        self._stack.callback(layer.router.register_forward_hook(after_router).remove)
+
+    def _before_model(self, _module: nn.Module, _args: object, kwargs: Mapping[str, object]) -> None:
+        past = kwargs.get("past_key_values")
+        self.position = past.get_seq_length() if isinstance(past, Cache) else 0
+
+
+class TablePredictor(Predictor):
+    """Forecasts what a :class:`RoutingProcess` says it should. Made by :meth:`RoutingProcess.predictor`."""
+
+    name: ClassVar[str] = "routing_process"
+
+    def follow(self, process: RoutingProcess) -> None:
+        """Forecast for the position at which this process is."""
+        tables = process.tables
+        self._process = process
+        device, dtype = process._ids_LPK.device, process._weights_LPK.dtype
+        weights_NLK = tables.weights_PLK[tables.prompt :]
+        self._forecasts = [
+            [
+                Forecast(
+                    layer=layer,
+                    logits_TE=_logits(ids_LK[layer], weights_LK[layer], tables.experts).to(device),
+                    topk_ids_TK=ids_LK[layer : layer + 1].to(device),
+                    topk_weights_TK=weights_LK[layer : layer + 1].to(device, dtype),
+                )
+                for layer in range(self.shape.layers)
+            ]
+            for ids_LK, weights_LK in zip(tables.forecast_NLK, weights_NLK, strict=True)
+        ]
+
+    def logits(self, state: RouterState, ahead: int) -> Tensor:
+        return self._forecast(state, state.layer + ahead, ahead).logits_TE
+
+    def _forecast(self, state: RouterState, target: int, ahead: int) -> Forecast:
+        number = self._process.position - self._process.tables.prompt
+        if number < 0 or len(state.topk_ids_TK) != 1:
+            raise ExpertcastError("a routing process forecasts decode steps only: leave speculate_prefill out")
+        return self._forecasts[number][target]
+
+
+def _logits(ids_K: Tensor, weights_K: Tensor, experts: int) -> Tensor:
+    """[1, E] logits whose softmax over the K ids gives their weights; the others lie far below."""
+    logits_1E = torch.full((1, experts), -30.0)
+    logits_1E[0, ids_K] = weights_K.clamp(min=1e-9).log()
+    return logits_1E
+
+
+def _weights_dtype(layer: MoELayer) -> torch.dtype:
+    """What this layer's router returns its weights in."""
+    weight = next(layer.router.parameters())
+    _, weights_TK = layer.route(torch.zeros(1, layer.num_experts, dtype=weight.dtype, device=weight.device))
+    return weights_TK.dtype

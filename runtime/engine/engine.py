@@ -1,0 +1,879 @@
+"""One offloaded forward, layer by layer: request, forecast, prefetch, wait, compute, release.
+
+T tokens, D hidden size, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from expertcast.data.batch import RouterCall
+from expertcast.predictors.base import Forecast
+from expertcast.predictors.messages import ExpertcastError
+from expertcast.predictors.view import ModelShape, MoELayer, MoEView
+from expertcast.runtime.engine.cache import Residency
+from expertcast.runtime.engine.drift import DriftMonitor
+from expertcast.runtime.engine.forecasting import Beside, ForecastGate, Pace, QuickForecasts
+from expertcast.runtime.engine.speculation import Speculator
+from expertcast.runtime.engine.tokens_ahead import LIKELY, TokenForecasts, TokensAhead, early_layers
+from expertcast.runtime.links.base import Link
+from expertcast.runtime.links.driver import Pending, Readback, Sent
+from expertcast.runtime.policies.eviction import PROMPT_ROWS
+from expertcast.runtime.policies.miss import Lookup, Verdict
+from expertcast.runtime.policies.prefetch import NoPrefetch, Wanted
+from expertcast.runtime.policies.routing import Routed, Standard
+from expertcast.runtime.policies.settings import PolicySet
+from expertcast.runtime.recording.recorder import State, heard
+from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.storage.layout import FULL
+from expertcast.runtime.storage.slots import SlotPool
+
+# Token-expert pairs: the order in which kernels compute them, and what becomes of their outputs.
+#
+# T tokens, D hidden size, K experts per token, P = T x K pairs.
+
+_COMBINED = 1024
+"""Tokens whose experts' outputs are weighted at once."""
+
+
+def row_order(ids_TK: Tensor) -> Tensor:
+    """Order [P] in which the kernels compute token-expert pairs: by expert, ties as torch's sort leaves them."""
+    return torch.sort(ids_TK.reshape(-1)).indices
+
+
+def combine(output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weighted sum over K as the kernels take it: the same products, the same reduction; for some tokens at a time."""
+    tokens, top_k = weights_TK.shape
+    if tokens > _COMBINED:
+        parts = zip(torch.split(output_PD, _COMBINED * top_k), torch.split(weights_TK, _COMBINED), strict=True)
+        return torch.cat([combine(*part, dtype) for part in parts])
+    weighted_PD = output_PD * weights_TK.reshape(-1, 1)
+    return weighted_PD.view(tokens, top_k, -1).sum(dim=1).to(dtype)
+
+
+# What one run of a layer needs.
+#
+# T tokens, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
+
+
+@dataclass(slots=True)
+class Plan:
+    """What one run of a layer needs."""
+
+    layer: int
+    ids_TK: Tensor
+    keys: list[int] | None
+    """Key of each of the T x K ids, when they are few."""
+    pairs: Mapping[int, int] | None
+    """By key, how many of the T x K ids name it, when they are many."""
+    chunks: list[list[int]]
+    """Distinct keys, chunk by chunk; one chunk when all fit the slots."""
+    precision: dict[int, str] | None
+    """Of the keys that need not come in full."""
+    ids: list[int] | None
+    """The T x K ids, when the host has them."""
+    slots: list[int] | None = None
+    """Slot of each of the T x K ids, when they are few and one chunk."""
+    sent: Sent | None = None
+    """On its way to the device: slots of the T x K ids, or of all experts when the ids are many; for one chunk."""
+
+
+# A layer's routing on the host, as miss policies rewrite it: ids and weights, T rows of K.
+
+
+def named(ids: list[list[int]], weights: list[list[float]]) -> list[list[int]]:
+    """Places with weight 0 name the row's heaviest expert: what is not executed is not asked for."""
+    named = []
+    for row, values in zip(ids, weights, strict=True):
+        heaviest = row[max(range(len(row)), key=values.__getitem__)]
+        named.append([expert if weight else heaviest for expert, weight in zip(row, values, strict=True)])
+    return named
+
+
+def rewritten(
+    ids: list[list[int]], weights: list[list[float]], verdict: Verdict
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Ids and weights with dropped experts at weight 0 and missing ones replaced by their substitutes."""
+    new_weights = [
+        [0.0 if expert in verdict.dropped else weight for expert, weight in zip(row, values, strict=True)]
+        for row, values in zip(ids, weights, strict=True)
+    ]
+    new_ids = [[verdict.substitute.get(expert, expert) for expert in row] for row in ids]
+    return named(new_ids, new_weights), new_weights
+
+
+# What happens at one MoE layer after another: the order of policies and books that runtime and simulator share.
+#
+#     start_pass
+#     per layer   decide      routing and miss policies: which experts run, and in which precision they come
+#                 begin       the layer's experts are requested, misses before anything else
+#                 foresee     forecasts for the next tokens reach the eviction policy
+#                 hint        a forecast: pre-eviction, then the selection's prefetches
+#                 stream: a layer that runs most experts foretells that the next one does
+#                 wait, release (chunk by chunk)
+#
+# T tokens, B sequences, D hidden size, E routed experts per layer, K experts per token. A key is layer * E + expert.
+
+_MOST = 0.75
+"""Share of its experts that a layer must run for the next one's to be loaded before they are known."""
+
+
+@dataclass(slots=True)
+class Decision:
+    """What a layer executes in place of its router's choice."""
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    precision: dict[int, str]
+    """By key; experts that are not named come in full."""
+
+
+class LayerFlow:
+    """Drives a residency and a set of policies. All calls come from the thread that runs the model.
+
+    Args:
+        residency: books and rules.
+        policies: all of one model.
+        shape: of the model.
+        view: the model whose routers route; needed by policies that have them route anew.
+        carry: layers between forecasts and their targets; 0: there are none. Without a cache, and where nothing
+            forecasts whole tokens, so many first layers of the next token get what they needed last, at the last layer.
+        tokens_ahead: forecasts the next tokens' routing: evictions go by it where the policy takes it, and experts are
+            loaded early where anything is.
+        likely: the least probability by it at which an expert is loaded early.
+    """
+
+    def __init__(
+        self, residency: Residency, policies: PolicySet, shape: ModelShape, *, view: MoEView | None = None,
+        carry: int = 0, tokens_ahead: TokenForecasts | None = None, likely: float = LIKELY,
+    ) -> None:  # fmt: skip
+        self.residency, self.policies = residency, policies
+        self._view = view
+        self._experts = shape.experts
+        self._last = shape.layers - 1
+        self._carry = 0 if residency.keep or tokens_ahead is not None else carry
+        self._carried: dict[int, list[int]] = {}
+        self.tokens_ahead: TokensAhead | None = None
+        """Where something forecasts whole tokens."""
+        if tokens_ahead is not None:
+            loads = not isinstance(policies.prefetch, NoPrefetch)
+            layers = early_layers(shape, keep=residency.keep, loads=loads, forecast_from=carry or None)
+            self.tokens_ahead = TokensAhead(
+                tokens_ahead, residency, policies.eviction, shape, layers=layers, likely=likely
+            )
+        self._reroutes = not isinstance(policies.routing, Standard)
+        self.decides = self._reroutes or policies.miss.lossy
+        """Whether :meth:`decide` may change anything: then it must be called, with host copies of the routing."""
+        self.reads_logits = policies.eviction.reads_scores or tokens_ahead is not None
+        """Whether :meth:`see` must be called."""
+        self._streams = residency.link.overlaps and not isinstance(policies.prefetch, NoPrefetch)
+        self.most = shape.experts
+        """Experts of a layer that run at once, at most: several calls of the kernel need less memory than one."""
+        self._executed = 0
+        """Experts of the running layer."""
+        reads = policies.prefetch.reads_transfer
+        self._pace = Pace(residency, shape.layers) if reads else None
+
+    def start_pass(self, fresh: bool, token_BS: Tensor | None = None) -> None:
+        """A forward starts; `fresh`: with new texts; `token_BS`: the ids of its tokens, where they are known."""
+        self.residency.start_pass(fresh)
+        if self._pace is not None:
+            self._pace.start_pass(fresh)
+        if self.tokens_ahead is not None:
+            self.tokens_ahead.start(fresh, token_BS)
+
+    def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
+        """A router has run: its scores and what follows from them for the next tokens, to those who read them.
+
+        Args:
+            layer, logits_TE: whose router ran, and its scores.
+            residual_TD: the residual stream before the layer.
+            sequences: B.
+        """
+        eviction = self.policies.eviction
+        if eviction.reads_scores:
+            eviction.see_scores(layer, logits_TE.float().softmax(dim=-1).mean(dim=0).tolist())
+        if self.tokens_ahead is not None:
+            self.tokens_ahead.see(layer, residual_TD, logits_TE, sequences)
+
+    def decide(
+        self, layer: int, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, routed: bool = True
+    ) -> Decision | None:
+        """Routing and miss policies at work; None: the layer executes what was given, in full.
+
+        Args:
+            layer, logits_TE: whose router ran, and its scores.
+            ids_TK, weights_TK: what would be executed.
+            routed: the router chose `ids_TK`; a forecast's experts are not chosen again.
+        """
+        held = self.residency.held(layer)
+        changed: tuple[Tensor, Tensor] | None = None
+        if self._reroutes and routed:
+            cached_E = torch.zeros(self._experts, dtype=torch.bool)
+            cached_E[list(held)] = True
+            free = self.residency.free(layer)
+            cached_E = cached_E.to(logits_TE.device)
+            assert self._view is not None, "policies that route need the model's own routers"
+            changed = self.policies.routing.route(
+                Routed(
+                    layer=self._view[layer], logits_TE=logits_TE, ids_TK=ids_TK, weights_TK=weights_TK,
+                    cached_E=cached_E, available=free,
+                )
+            )  # fmt: skip
+        chosen_TK, combine_TK = (ids_TK, weights_TK) if changed is None else changed
+        ids, weights = chosen_TK.tolist(), combine_TK.tolist()
+        if changed is not None:
+            ids = named(ids, weights)
+        verdict = self._verdict(layer, logits_TE, ids, weights, held)
+        if changed is None and verdict is None:
+            return None
+        before = {expert for row in ids_TK.tolist() for expert in row}
+        if verdict is not None and (verdict.dropped or verdict.substitute):
+            ids, weights = rewritten(ids, weights, verdict)
+        left_out = before.difference(expert for row in ids for expert in row)
+        self.residency.observer.skipped(layer, len(left_out))
+        first = layer * self._experts
+        return Decision(
+            torch.tensor(ids, dtype=ids_TK.dtype, device=ids_TK.device),
+            torch.tensor(weights, dtype=weights_TK.dtype, device=weights_TK.device),
+            {} if verdict is None else {first + expert: name for expert, name in verdict.precision.items()},
+        )
+
+    def _verdict(
+        self, layer: int, logits_TE: Tensor, ids: list[list[int]], weights: list[list[float]], held: Mapping[int, str]
+    ) -> Verdict | None:
+        if not self.policies.miss.lossy or all(held.get(expert) == FULL for row in ids for expert in row):
+            return None
+        return self.policies.miss.decide(
+            Lookup(
+                layer=layer, ids=ids, weights=weights, held=held, free=self.residency.free(layer),
+                probabilities=lambda: logits_TE.float().softmax(dim=-1).tolist(),
+            )
+        )  # fmt: skip
+
+    def begin(self, layer: int, keys: list[int], precision: Mapping[int, str] | None = None) -> list[list[int]]:
+        """Request what a layer executes (distinct keys); returns it in chunks that fit the slots, the first requested.
+
+        The caller requests chunk i + 1 before it waits for chunk i.
+        """
+        limit = self.residency.limit(layer)
+        if layer < self._carry:
+            self._carried[layer] = keys if len(keys) <= limit // 2 else []
+        self.residency.observer.needed(layer, keys)
+        self.residency.settle(layer, keys)
+        if self._pace is not None:
+            experts = [key % self._experts for key in keys]
+            self._pace.reached(layer, experts)
+            self.policies.prefetch.see_routing(layer, experts)
+        self._executed = len(keys)
+        chunks = self._chunked(keys, limit)
+        self.residency.request(chunks[0], precision)
+        return chunks
+
+    def _chunked(self, keys: list[int], limit: int) -> list[list[int]]:
+        """Half the slots at a time, so that one chunk loads while another computes; what is held goes first."""
+        limit = min(limit, self.most)
+        if len(keys) <= limit:
+            return [keys]
+        keys = sorted(keys, key=lambda key: (not self.residency.holds(key), key))
+        size = max(1, limit // 2)
+        return [keys[start : start + size] for start in range(0, len(keys), size)]
+
+    def hint(self, forecast: Forecast, ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> None:
+        """A forecast for a later layer, with its ids and weights (T rows of K) on the host."""
+        wanted = Wanted(forecast, ids, weights)
+        layer, policies = forecast.layer, self.policies
+        if policies.eviction.reads_forecasts:
+            policies.eviction.see_forecast(layer, wanted.probability_TE.mean(dim=0).tolist())
+        if policies.pre_eviction.active:
+            self._pre_evict(wanted)
+        transfer = None if self._pace is None else self._pace.transfer(layer)
+        first = layer * self._experts
+        self.residency.prefetch([first + expert for expert in policies.prefetch.experts(wanted, transfer)])
+
+    def _pre_evict(self, wanted: Wanted) -> None:
+        first = wanted.layer * self._experts
+        predicted = {expert for row in wanted.ids for expert in row}
+        resident = sum(self.residency.holds(first + expert) for expert in predicted)
+        probability_E = wanted.probability_TE.mean(dim=0).tolist()
+        target = self.policies.pre_eviction.release_target(probability_E, predicted, resident)
+        self.residency.free_up(wanted.layer, target, {first + expert for expert in predicted})
+
+    def stream(self, layer: int) -> None:
+        """The last of a layer's chunks has been asked for. Where it runs most of its experts, as prefills do, so does
+        the next layer: as many of that one's as make a chunk come while this one computes."""
+        following = layer + 1
+        if not self._streams or self._executed < _MOST * self._experts or layer == self._last:
+            return
+        if self.residency.is_asked(following):
+            return
+        keys = list(range(following * self._experts, (following + 1) * self._experts))
+        self.residency.prefetch(self._chunked(keys, self.residency.limit(following))[0])
+
+    def finish(self, layer: int) -> None:
+        """All forecasts of a layer have been asked for: what comes early without one goes behind them."""
+        if layer == self._last:
+            for keys in self._carried.values():
+                self.residency.prefetch(keys)
+        if self.tokens_ahead is not None:
+            self.tokens_ahead.finish(layer)
+
+
+# A layer's forecast on the host's side: whether it pays, when it is made, and what is asked for by it.
+#
+# On CUDA the host waits for a forecast before it launches the layer's experts: the link must know what comes next
+# before it has made the layer's own copies. A forecast by early attention runs beside the experts, and is taken after
+# their launch. T tokens, E routed experts per layer, K experts per token. A key is layer * E + expert.
+
+
+class _Made:
+    """A forecast, and its ids and weights on their way to the host."""
+
+    def __init__(self, forecast: Forecast, readback: Readback) -> None:
+        self.forecast = forecast
+        self.ids: Pending = readback.start(forecast.topk_ids_TK)
+        self.weights: Pending = readback.start(forecast.topk_weights_TK)
+
+
+class Foresight:
+    """Makes forecasts and asks for their experts.
+
+    Args:
+        speculator: makes them.
+        flow: is asked.
+        readback: brings their ids to the host.
+        gate: says which are worth making; None: all.
+        told: hears what the model's thread does.
+    """
+
+    def __init__(
+        self, speculator: Speculator, flow: LayerFlow, readback: Readback, *, gate: ForecastGate | None = None,
+        told: Callable[..., None] | None = None,
+    ) -> None:  # fmt: skip
+        self._speculator, self._flow, self._readback = speculator, flow, readback
+        self._gate, self._told = gate, told
+        self._residency = flow.residency
+        self._experts = speculator.view.shape.experts
+        driver, self._looks_early = self._residency.link.driver, speculator.early is not None
+        self._beside = Beside(driver) if driver is not None and self._looks_early else None
+        """Where early attention runs, on CUDA."""
+        self._layers = len(speculator.view)
+        self._quick = QuickForecasts(self._layers)
+        self._later: tuple[RouterCall, _Made | None, bool, float] | None = None
+        """A layer whose forecast has not been asked for, whether it runs as a whole, and the seconds spent."""
+        self.ids: dict[int, list[int]] = {}
+        """Ids (flat) of forecasts by target layer, as far as the host has them."""
+
+    def start(self) -> None:
+        """A forward starts."""
+        self._later = None
+        self.ids.clear()
+        self._quick.start()
+
+    def learn(self, layer: int, keys: Sequence[int]) -> None:
+        """The experts that a layer executes are known, by their keys."""
+        if self._quick.made:
+            self._quick.learn(layer, {key - layer * self._experts for key in keys})
+
+    def make(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None, whole: bool) -> None:
+        """Make the forecast that is due at a layer.
+
+        Args:
+            call: the layer's.
+            executed: (ids, weights) that it executes in place of its router's.
+            whole: it runs in one chunk.
+        """
+        if self._told is not None:
+            self._told("forecast", call.layer)
+        start = 0.0 if self._gate is None else perf_counter()
+        quick = self._ask_quick if self._looks_early and self._wants_quick(call.layer + 1) else None
+        with nullcontext() if self._beside is None else self._beside.running():
+            pays = None if self._gate is None else self._gate.pays
+            forecast = self._speculator.forecast(call, executed, quick=quick, pays=pays)
+            made = None if forecast is None else _Made(forecast, self._readback)
+        if self._told is not None:
+            self._told("policy", call.layer)
+        self._later = call, made, whole, 0.0 if self._gate is None else perf_counter() - start
+        if self._beside is None:
+            self.take()
+
+    def take(self) -> None:
+        """Ask for what was forecast at the running layer, if that has not been done."""
+        later, self._later = self._later, None
+        if later is None:
+            return
+        call, made, whole, seconds = later
+        if made is not None:
+            start = 0.0 if self._gate is None else perf_counter()
+            self._hint(made)
+            if self._gate is not None:
+                self._gate.took(seconds + perf_counter() - start)
+            for further in self._speculator.further(call):
+                if not self._residency.idle:  # the link has nearer layers' experts to bring
+                    break
+                self._hint(_Made(further, self._readback))
+        self._flow.finish(call.layer)
+        if whole:
+            self._flow.stream(call.layer)
+
+    def _wants_quick(self, layer: int) -> bool:
+        return layer < self._layers and self._residency.idle and self._quick.worth(layer)
+
+    def _ask_quick(self, layer: int, ids_TK: Tensor) -> None:
+        """Ask at once for what a quick forecast is sure of."""
+        sure = self._quick.sure(layer, self._readback.start(ids_TK).tolist())
+        keys = [layer * self._experts + expert for expert in sure]
+        if keys:
+            self._quick.asked(layer, not all(map(self._residency.holds, keys)))
+        self._residency.prefetch(keys)
+
+    def _hint(self, made: _Made) -> None:
+        ids_T = made.ids.tolist()
+        self.ids[made.forecast.layer] = [expert for row in ids_T for expert in row]
+        self._flow.hint(made.forecast, ids_T, made.weights.tolist())
+
+
+# What every engine is: it stands between a model's routers, its experts' modules and the slots.
+#
+# Whatever runs the model calls :meth:`Engine.on_start` as a forward begins, :meth:`Engine.on_router` when a layer has
+# been routed and :meth:`Engine.run` in the place of its experts: for `transformers` models :mod:`.seam` and
+# :class:`expertcast.data.taps.RouterTaps` do. Nothing here, and nothing this stands on, knows what that is.
+#
+# T tokens, D hidden size, E routed experts per layer, K experts per token, P = T x K token-expert pairs.
+
+
+class Kernel(Protocol):
+    """Computes experts from slots: whose parameters are the pool's views [S, ...]."""
+
+    def run(
+        self,
+        experts: nn.Module,
+        hidden_TD: Tensor,
+        slots_TK: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        slots: Sequence[int] | None = None,
+    ) -> Tensor:
+        """The experts' output [T, D].
+
+        Args:
+            experts: of the layer.
+            hidden_TD, weights_TK: what the experts are given.
+            slots_TK, ids_TK: where each token's experts lie, and which they are.
+            slots: `slots_TK` (flat) on the host, if it is known there.
+        """
+
+    def run_pairs(self, experts: nn.Module, hidden_TD: Tensor, top_k: int, pairs: Tensor, slots: Tensor) -> Tensor:
+        """Some pairs' own expert output [pairs, D], not weighted: a part of a step that is done in chunks.
+
+        Args:
+            experts, hidden_TD, top_k: of the whole step, whose P = T x K pairs are numbered token by token.
+            pairs: which of them, in :func:`expertcast.runtime.engine.engine.row_order`.
+            slots: where the pairs' experts lie.
+        """
+
+    def combine(self, output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
+        """All pairs' outputs, weighted and summed to [T, D]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What an engine drives, all for one model."""
+
+    link: Link
+    """Attached to the pool."""
+    pool: SlotPool
+    speculator: Speculator
+    policies: PolicySet
+    kernel: Kernel
+    tokens_ahead: TokenForecasts | None = None
+    """Forecasts the next tokens' routing."""
+    drift: DriftMonitor | None = None
+    """Is told what was forecast and what was chosen, by an engine whose host knows."""
+    keep: bool = True
+    """A cache: False frees an expert's slot as soon as its layer has run."""
+    likely: float = LIKELY
+    """The least probability by a forecast of a whole token at which an expert is loaded early."""
+    gated: bool = False
+    """With a cache, make only forecasts that are expected to save more waiting than they cost."""
+
+
+class Stage(Protocol):
+    """What runs a model's MoE layers in an engine's place for some forwards, such as those that draft."""
+
+    def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
+        """As :meth:`Engine.on_start`."""
+
+    def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
+        """As :meth:`Engine.on_router`."""
+
+    def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """As :meth:`Engine.run`."""
+
+
+class Ahead(Protocol):
+    """What loads experts ahead of a verification, told how far it has come."""
+
+    def routed(self, call: RouterCall) -> None:
+        """A router has run, in a draft or in the verification."""
+
+    def reached(self, layer: int, keys: Sequence[int]) -> None:
+        """A layer is about to request these experts (distinct keys)."""
+
+    def load(self) -> None:
+        """A layer has made its requests: load what comes next."""
+
+
+class Engine(ABC):
+    """Runs a model's MoE layers from slots."""
+
+    stats: RunStatistics
+    stage: Stage | None = None
+    """Runs the layers in this engine's place, while there is one."""
+    ahead: Ahead | None = None
+    """Loads experts ahead, while there is something to verify."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._speculator, self._kernel, self._pool = parts.speculator, parts.kernel, parts.pool
+        self._told = heard(parts.link.observer, "enter")
+        """Asked before it is called on the hot path: nine calls that nobody hears are 4% of the work on a layer."""
+        self.view = parts.speculator.view
+        """The model's MoE layers."""
+        self._experts = self.view.shape.experts
+        self._pointers = {name: view.data_ptr() for name, view in self._pool.views.items()}
+        self._halfway = False
+        """A call began that moves experts and, as far as is known, did not end: books and slots may not agree."""
+        self._complete = False
+        """The last forward ran to its last layer."""
+
+    def _enter(self, state: State, layer: int) -> None:
+        if self._told is not None:
+            self._told(state, layer)
+
+    @property
+    def flow(self) -> LayerFlow:
+        """Policies and books, where the host has them.
+
+        Raises:
+            ExpertcastError: this engine keeps them on the device.
+        """
+        raise ExpertcastError("the books of this offload are on the device: it has no flow and no residency")
+
+    @abstractmethod
+    def limit(self, layer: int) -> int:
+        """Distinct experts of a layer that a step may name at most to be run in one piece."""
+
+    @abstractmethod
+    def held(self, layer: int) -> list[int]:
+        """A layer's experts (0..E-1) that are in slots or on their way there."""
+
+    @contextmanager
+    def drafting(self, stage: Stage | None) -> Iterator[None]:
+        """Inside, forwards draft: they run in a stage where one is given, and may end before the last layer."""
+        self.stage = stage
+        try:
+            yield
+        except BaseException:
+            self._halfway = True  # whatever was cut short
+            raise
+        finally:
+            self.stage = None
+        self._complete = True
+
+    @property
+    def is_halfway(self) -> bool:
+        """Whether a call was cut short that moves experts: books and slots may not agree."""
+        return self._halfway
+
+    def go_on(self) -> None:
+        """The next forward goes on where another engine of the model stopped."""
+        self._complete, self._halfway = True, False
+
+    def attach(self, layer: MoELayer) -> None:
+        """Put the slot views in the place of a layer's parameters."""
+        for name, view in self._pool.views.items():
+            layer.experts._parameters[name] = nn.Parameter(view, requires_grad=False)
+
+    @abstractmethod
+    def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
+        """A forward starts, with new texts if `fresh`; what an earlier one left that was cut short is cleared.
+
+        `token_BS` are the ids of its tokens, None where it is given embeddings in their place.
+        """
+
+    @abstractmethod
+    def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
+        """A router has run: its layer's misses go out first, then its forecast is made and asked for.
+
+        Returns:
+            (ids, weights) that are executed in place of the router's, or None.
+        """
+
+    @abstractmethod
+    def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """The layer's experts over their slots.
+
+        Args:
+            layer: which is attached.
+            hidden_TD, ids_TK, weights_TK: what its experts are given.
+
+        Raises:
+            ExpertcastError: the layer's parameters are not the slots any more.
+        """
+
+    def _run_chunks(
+        self, layer: MoELayer, hidden_TD: Tensor, weights_TK: Tensor, chunks: Iterable[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """The same products in several kernel calls, one reduction at the end.
+
+        Args:
+            layer, hidden_TD, weights_TK: as for :meth:`run`.
+            chunks: pairs (0..P-1), in the order in which they are computed, with their slots. A chunk is read from
+                its slots when it comes, and has been when the next one is asked for.
+        """
+        tokens, top_k = weights_TK.shape
+        output_PD = hidden_TD.new_empty(tokens * top_k, hidden_TD.shape[1])
+        for pairs, slots in chunks:
+            output_PD[pairs] = self._kernel.run_pairs(layer.experts, hidden_TD, top_k, pairs, slots)
+            self._enter("policy", layer.index)
+        return self._kernel.combine(output_PD, weights_TK, hidden_TD.dtype)
+
+    def _check_untouched(self, layer: MoELayer) -> None:
+        for name, pointer in self._pointers.items():
+            if layer.experts._parameters[name].data_ptr() != pointer:  # type: ignore[union-attr]
+                raise ExpertcastError(
+                    f"{layer.experts_name}.{name} was changed or moved while the model is offloaded: close the offload "
+                    "first, then move or change the model"
+                )
+
+
+_FEW_IDS = 512
+"""Up to so many ids a list serves better than a table of all experts."""
+
+
+class HostEngine(Engine):
+    """Drives flow and kernel from the host, which reads every layer's routing back.
+
+    Args:
+        parts: what it drives.
+        residency: books and rules that are shared with another engine of the model; none makes its own.
+    """
+
+    def __init__(self, parts: EngineParts, residency: Residency | None = None) -> None:
+        super().__init__(parts)
+        speculator, policies, shape = parts.speculator, parts.policies, parts.speculator.view.shape
+        if residency is None:
+            stats = RunStatistics(shape.layers)
+            residency = Residency(
+                parts.pool, parts.link, policies.eviction, stats, experts=shape.experts, keep=parts.keep
+            )
+        self._residency = residency
+        self.stats = residency.stats
+        carry = 0 if speculator.predictor is None else speculator.ahead
+        self._flow = LayerFlow(
+            residency, policies, shape, view=speculator.view, carry=carry, tokens_ahead=parts.tokens_ahead,
+            likely=parts.likely,
+        )  # fmt: skip
+        gated = parts.gated and residency.keep
+        self._observer = residency.observer
+        self._last = shape.layers - 1
+        self._readback = Readback(parts.link.driver, parts.link.progress)
+        gate = ForecastGate(residency, shape.layers, self._flow.tokens_ahead) if gated else None
+        self._foresight = Foresight(speculator, self._flow, self._readback, gate=gate, told=self._told)
+        self._plan: Plan | None = None
+        self._drift, self._refit = parts.drift, speculator.refit
+
+    @property
+    def flow(self) -> LayerFlow:
+        return self._flow
+
+    def limit(self, layer: int) -> int:
+        return self._residency.limit(layer)
+
+    def held(self, layer: int) -> list[int]:
+        return list(self._residency.held(layer))
+
+    def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
+        if self.stage is not None:
+            self.stage.on_start(fresh, token_BS)
+            return
+        self._residency.link.follow()
+        self._plan = None
+        self._foresight.start()
+        halfway, self._halfway = self._halfway, True
+        complete, self._complete = self._complete, False
+        if halfway:
+            self._residency.reset()
+        elif fresh or not complete:
+            self._residency.abandon()
+        self._flow.start_pass(fresh, token_BS)
+        self._halfway = False
+        self._speculator.start(fresh)
+        if self._drift is not None:
+            self._drift.start()
+
+    def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
+        if self.stage is not None:
+            return self.stage.on_router(call)
+        self._halfway = True
+        if self.ahead is not None:
+            self.ahead.routed(call)
+        if self._told is not None:
+            self._told("policy", call.layer)
+        executed = forecast_executed = self._speculator.executed(call)
+        precision = None
+        self._observer.routed(call.layer, call.residual_TD, call.logits_TE)
+        logits_TE = self._speculator.executed_logits(call, executed)
+        ids_TK = call.ids_TK if executed is None else executed[0]
+        if self._flow.reads_logits:
+            self._flow.see(call.layer, call.residual_TD, logits_TE, call.sequences)
+        if call.tokens > 1 and self._flow.policies.eviction.reads_routing:
+            rows = self._readback.start(ids_TK[-PROMPT_ROWS:]).tolist()
+            self._flow.policies.eviction.see_routing(call.layer, rows)
+        if self._flow.decides:
+            executed, precision = self._decide(call, executed, logits_TE)
+            ids_TK = call.ids_TK if executed is None else executed[0]
+        known = self._foresight.ids.get(call.layer)
+        plan = self._begin(call.layer, ids_TK, executed is not None and executed is forecast_executed, precision)
+        routed = executed is None or not self._speculator.router_free
+        if known is not None and self._drift is not None and routed:
+            self._drift.compare(call, known, plan.ids if executed is None else None, self._readback)
+        self._foresight.make(call, executed, len(plan.chunks) == 1)
+        if self._refit is not None:
+            self._refit.work()
+        if self._told is not None:
+            self._told("compute", call.layer)
+        self._halfway = False
+        return executed
+
+    def _decide(
+        self, call: RouterCall, executed: tuple[Tensor, Tensor] | None, logits_TE: Tensor
+    ) -> tuple[tuple[Tensor, Tensor] | None, dict[int, str] | None]:
+        """What routing and miss policies make of what would be executed, and the precision it comes in."""
+        ids_TK, weights_TK = (call.ids_TK, call.weights_TK) if executed is None else executed
+        decision = self._flow.decide(call.layer, logits_TE, ids_TK, weights_TK, routed=executed is None)
+        if decision is None:
+            return executed, None
+        return (decision.ids_TK, decision.weights_TK), decision.precision
+
+    def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        self._halfway = True
+        if self._told is not None:
+            self._told("policy", layer.index)
+        self._check_untouched(layer)
+        plan = self._plan
+        if plan is None or plan.layer != layer.index or not (plan.ids_TK is ids_TK or torch.equal(plan.ids_TK, ids_TK)):
+            plan = self._begin(layer.index, ids_TK, False)
+        self._plan = None
+        self._observer.ran(layer.index, len(plan.chunks))
+        if len(plan.chunks) == 1:
+            output_TD = self._run_whole(layer, plan, hidden_TD, ids_TK, weights_TK)
+        else:
+            output_TD = self._run_chunks(layer, hidden_TD, weights_TK, self._chunks(plan, ids_TK.reshape(-1)))
+        self._foresight.take()
+        self._complete = layer.index == self._last
+        if self._told is not None:
+            self._told("compute", layer.index + 1)
+        self._halfway = False
+        return output_TD
+
+    def _begin(self, layer: int, ids_TK: Tensor, forecast: bool, precision: dict[int, str] | None = None) -> Plan:
+        """Request what a layer executes; `forecast`: these are the ids of the layer's forecast."""
+        first = layer * self._experts
+        flat: list[int] | None = self._foresight.ids.pop(layer, None)
+        if not forecast or flat is None:
+            few = ids_TK.numel() <= _FEW_IDS
+            flat = self._readback.start(ids_TK.reshape(-1)).tolist() if few else None
+        if flat is not None and len(flat) <= _FEW_IDS:
+            all_keys, pairs = [first + expert for expert in flat], None
+            distinct = list(dict.fromkeys(all_keys))
+        else:
+            all_keys = None
+            ids_P = ids_TK.reshape(-1).long()
+            counts_E = ids_P.new_zeros(self._experts).scatter_add_(0, ids_P, torch.ones_like(ids_P))
+            counts = self._readback.start(counts_E).tolist()  # torch.unique would keep the host from the link
+            pairs = {first + expert: count for expert, count in enumerate(counts) if count}
+            distinct = list(pairs)
+        self._foresight.learn(layer, distinct)
+        if self.ahead is not None:
+            self.ahead.reached(layer, distinct)
+        chunks = self._flow.begin(layer, distinct, precision)
+        plan = self._plan = Plan(layer, ids_TK, all_keys, pairs, chunks, precision, flat)
+        if len(chunks) == 1:
+            self._send_slots(plan)
+        if self.ahead is not None:
+            self.ahead.load()
+        return plan
+
+    def _send_slots(self, plan: Plan) -> None:
+        """Before the copies of forecasts are issued: they would have to wait for those."""
+        if plan.keys is None:
+            plan.sent = self._send_table(plan.layer, plan.chunks[0])
+        else:
+            slot_of = self._pool.slots
+            plan.slots = [slot_of[key] for key in plan.keys]
+            plan.sent = self._residency.link.send(plan.slots)
+
+    def _run_whole(self, layer: MoELayer, plan: Plan, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        (keys,) = plan.chunks
+        assert plan.sent is not None
+        self._wait(layer.index, keys)
+        sent = plan.sent.take()
+        slots_TK = sent[ids_TK] if plan.slots is None else sent.view(ids_TK.shape)
+        output_TD = self._kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK, ids_TK, plan.slots)
+        if self._told is not None:
+            self._told("policy", layer.index)
+        self._residency.release(keys)
+        return output_TD
+
+    def _chunks(self, plan: Plan, ids_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """A chunk's pairs with their slots, once its copies are waited for; the next one loads meanwhile."""
+        order_P, count = self._chunk_order(plan, ids_P), plan.pairs or Counter(plan.keys)
+        start = 0
+        for keys, following in zip(plan.chunks, [*plan.chunks[1:], None], strict=True):
+            sent = self._send_table(plan.layer, keys)  # before the next copies, for which it would have to wait
+            if following is None:
+                self._flow.stream(plan.layer)
+            else:
+                self._residency.request(following, plan.precision)
+            end = start + sum(count[key] for key in keys)
+            pairs = order_P[start:end]
+            slots = sent.take()[ids_P[pairs]]
+            self._wait(plan.layer, keys)
+            yield pairs, slots
+            self._residency.release(keys)
+            start = end
+
+    def _chunk_order(self, plan: Plan, ids_P: Tensor) -> Tensor:
+        """All pairs, chunk by chunk, each chunk's in :func:`row_order`. Asks the device for nothing."""
+        first, number_E = plan.layer * self._experts, [0] * self._experts
+        for number, keys in enumerate(plan.chunks):
+            for key in keys:
+                number_E[key - first] = number
+        order_P = row_order(ids_P)
+        number_P = self._residency.link.send(number_E).take()[ids_P[order_P]]
+        return order_P[number_P.sort(stable=True).indices]
+
+    def _wait(self, layer: int, keys: list[int]) -> None:
+        if self._told is not None:
+            self._told("wait", layer)
+        self._residency.wait(keys)
+        if self._told is not None:
+            self._told("compute", layer)
+
+    def _send_table(self, layer: int, keys: list[int]) -> Sent:
+        """[E] slot of each expert, -1 where it has none in this chunk."""
+        table = [-1] * self._experts
+        first = layer * self._experts
+        for key in keys:
+            table[key - first] = self._pool.slots[key]
+        return self._residency.link.send(table)

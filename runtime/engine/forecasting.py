@@ -1,0 +1,240 @@
+"""How long until a layer asks for its experts, and how often experts are used: what a prefetch's value depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from expertcast.runtime.engine.cache import Residency
+from expertcast.runtime.engine.tokens_ahead import TokensAhead
+from expertcast.runtime.links.driver import CudaDevice
+from expertcast.runtime.policies.prefetch import Transfer
+from expertcast.runtime.recording.recorder import Observer
+
+_MEMORY = 0.1
+"""Weight of the newest observation in running means."""
+
+
+class Pace(Observer):
+    """Running means over decode steps, per layer. Waiting for copies is left out: it is what prefetching changes.
+
+    Args:
+        residency: tells it what is loaded and waited for.
+        layers: MoE layers of the model.
+    """
+
+    def __init__(self, residency: Residency, layers: int) -> None:
+        self._link, self._residency = residency.link, residency
+        self._experts = experts = residency.experts
+        self._block_bytes = residency.pool.layout.block_bytes
+        self._busy_until_s = 0.0
+        """When the link will have done what it has been given, by what copies take on average."""
+        self._interval_s: list[float | None] = [None] * layers
+        """From the moment the layer before was reached to the moment this one is."""
+        self._rate_LE = np.zeros((layers, experts))
+        """Share of recent steps that used the expert."""
+        self._fresh = True
+        self._layer = -1
+        self._reached_s = 0.0
+        self._waited_s = 0.0
+        """Since then."""
+        residency.tell(self)
+
+    def loading(self, layer: int, nbytes: int, urgent: bool) -> None:
+        self._busy_until_s = max(self._busy_until_s, self._link.clock()) + self._seconds(nbytes)
+
+    def dropped(self, layer: int, nbytes: int, forecast: bool) -> None:
+        self._busy_until_s -= self._seconds(nbytes)
+
+    def waited(self, layer: int, seconds: float, in_time: int) -> None:
+        self._waited_s += seconds
+
+    def start_pass(self, fresh: bool) -> None:
+        """A forward starts; `fresh`: with new texts."""
+        self._fresh, self._layer = fresh, -1
+
+    def reached(self, layer: int, experts: list[int]) -> None:
+        """The layer's experts are known and about to be requested."""
+        now, before = self._link.clock(), self._layer
+        if before == layer - 1 >= 0 and not self._fresh:
+            interval, known = now - self._reached_s - self._waited_s, self._interval_s[layer]
+            self._interval_s[layer] = interval if known is None else known + _MEMORY * (interval - known)
+        self._layer, self._reached_s, self._waited_s = layer, now, 0.0
+        self._rate_LE[layer] *= 1 - _MEMORY
+        self._rate_LE[layer, experts] += _MEMORY
+
+    def transfer(self, target: int) -> Transfer:
+        """What a selection for a later layer may count with."""
+        residency, first, now = self._residency, target * self._experts, self._link.clock()
+        copy_s = self._link.copy_s
+        intervals = self._interval_s[self._layer + 1 : target + 1]
+        left_s = copy_s if None in intervals else sum(value for value in intervals if value is not None)
+        backlog_s = min(len(residency.copies) * copy_s, max(0.0, self._busy_until_s - now))
+        # the layer at work waits for its copies too, and so does what follows
+        awaited_s = 0.0 if residency.running.isdisjoint(residency.copies) else backlog_s
+        return Transfer(
+            copy_s=copy_s,
+            backlog_s=backlog_s,
+            left_s=max(0.0, left_s - (now - self._reached_s)) + awaited_s,
+            free=residency.free(target),
+            resident=lambda expert: residency.holds(first + expert),
+            victim_worth=lambda: self._worth(residency.victim(target)),
+            seconds_of=None if self._link.pools is None else lambda expert: self._link.seconds(first + expert),
+        )
+
+    def _seconds(self, nbytes: int) -> float:
+        return self._link.copy_s * nbytes / self._block_bytes
+
+    def _worth(self, victim: int | None) -> float:
+        if victim is None:
+            return 0.0
+        layer, expert = divmod(victim, self._experts)
+        known = self._residency.eviction.by_layer[layer].worth(victim)
+        return float(self._rate_LE[layer, expert]) if known is None else known
+
+
+# Which forecasts by a layer are worth making: those that may save more waiting than they cost.
+#
+# A forecast takes the model's thread a set time, whatever it finds. Where most of a layer's experts are in their slots
+# already there is little that it could find.
+
+MEMORY = 0.1
+"""Weight of the newest observation in running means."""
+FOUND = 0.6
+"""Share of what is missing that a forecast is expected to find in time."""
+FORGET = 0.99
+"""What a forecast is taken to cost shrinks by this with every one that is not made: a price that was measured at a bad
+moment does not stand for ever."""
+
+
+class ForecastGate(Observer):
+    """Weighs waiting that a forecast may save against what forecasts have cost so far.
+
+    What a layer will miss comes from a forecast of the whole token where there is one; else it is the mean number of
+    its experts in recent steps that had no slot before a forecast, or at all.
+
+    Args:
+        residency: tells it what was missing.
+        layers: MoE layers of the model.
+        tokens_ahead: says how many of a layer's experts will be missing, where something forecasts whole tokens.
+    """
+
+    def __init__(self, residency: Residency, layers: int, tokens_ahead: TokensAhead | None) -> None:
+        self._link, self._tokens_ahead = residency.link, tokens_ahead
+        self._missing: list[float | None] = [None] * layers
+        self._cost_s: float | None = None
+        residency.tell(self)
+
+    def requested(self, layer: int, keys: Sequence[int], missing: Sequence[int], again: int, forecast: int) -> None:
+        count, known = float(len(missing) + forecast), self._missing[layer]
+        self._missing[layer] = count if known is None else known + MEMORY * (count - known)
+
+    def pays(self, layer: int) -> bool:
+        """Whether a forecast for `layer` is expected to save more waiting than it costs."""
+        if self._cost_s is None:
+            return True
+        missing = None if self._tokens_ahead is None else self._tokens_ahead.missing(layer)
+        if missing is None:
+            missing = self._missing[layer]
+        if missing is None or missing * FOUND * self._link.copy_s > self._cost_s:
+            return True
+        self._cost_s *= FORGET
+        return False
+
+    def took(self, seconds: float) -> None:
+        """A forecast, with all that was asked for by it, took the model's thread so long."""
+        cost_s = self._cost_s
+        self._cost_s = seconds if cost_s is None else cost_s + MEMORY * (seconds - cost_s)
+
+
+# Forecasts that run beside a layer's experts: on a stream of their own, read back when those have been launched.
+
+
+class Beside:
+    """A second stream of the device that computes.
+
+    What runs on it reads tensors of the first one, a cache among them, that the next block may free: whoever made a
+    forecast there reads it back, which comes last, before that block starts.
+    """
+
+    def __init__(self, driver: CudaDevice) -> None:
+        self._driver, self._stream = driver, driver.new_stream()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """What is launched inside runs behind what has been launched so far, and beside what follows."""
+        self._stream.wait_stream(self._driver.current_stream())
+        with self._driver.use(self._stream):
+            yield
+
+
+# Two-stage forecasts: what a quick forecast is sure of goes out at once, the rest after early attention.
+#
+# The quick forecast is the target's router on the stand-in itself. How sure it is of each rank is learnt while it runs:
+# by how often the expert at that rank was then needed.
+
+SURE = 0.97
+"""Share of a rank's experts that must have been needed."""
+FIRST_SEEN = 32
+"""Forecasts before a rank is trusted."""
+_QUICK_MEMORY = 512
+"""Forecasts that count."""
+BROUGHT = 0.25
+"""Share of forecasts that must have asked for something that was missing: one takes a third as long as early attention,
+which asks for the same a little later."""
+_NEWEST = 0.1
+"""Weight of the newest forecast in that share."""
+LOOK = 8
+"""Where forecasts are not worth making, one in so many is made all the same, to see whether that has changed."""
+
+
+class QuickForecasts:
+    """Which experts of a quick forecast are asked for, for a model of `layers` MoE layers."""
+
+    def __init__(self, layers: int) -> None:
+        self.made: dict[int, list[list[int]]] = {}
+        """By layer, the rows of ids of forecasts whose layers have not run yet."""
+        self._right: list[list[float]] = [[] for _ in range(layers)]
+        self._seen: list[float] = [0.0] * layers
+        self._brought: list[float] = [1.0] * layers
+        self._left_out: list[int] = [0] * layers
+
+    def start(self) -> None:
+        """A forward starts."""
+        self.made.clear()
+
+    def worth(self, layer: int) -> bool:
+        """Whether to make the quick forecast that is due for a layer: something may be asked for by it, or learnt."""
+        if self._seen[layer] < FIRST_SEEN or (self._brought[layer] >= BROUGHT and self._trusted(layer)):
+            return True
+        self._left_out[layer] = (self._left_out[layer] + 1) % LOOK
+        return self._left_out[layer] == 0
+
+    def asked(self, layer: int, missing: bool) -> None:
+        """Experts of a layer were asked for; `missing`: one of them at least was not there."""
+        self._brought[layer] += _NEWEST * (missing - self._brought[layer])
+
+    def sure(self, layer: int, ids: Sequence[Sequence[int]]) -> list[int]:
+        """Experts of a layer to ask for: distinct, from a forecast of T tokens with K `ids` each, surest first."""
+        rows = [list(row) for row in ids]
+        self.made[layer] = rows
+        if self._seen[layer] < FIRST_SEEN:
+            return []
+        return list(dict.fromkeys(row[rank] for rank in self._trusted(layer) for row in rows))
+
+    def _trusted(self, layer: int) -> list[int]:
+        least = SURE * self._seen[layer]
+        return [rank for rank, count in enumerate(self._right[layer]) if count >= least]
+
+    def learn(self, layer: int, needed: Collection[int]) -> None:
+        """The experts that the layer executes are known."""
+        rows = self.made.pop(layer, None)
+        if rows is None:
+            return
+        right = self._right[layer] = self._right[layer] or [0.0] * len(rows[0])
+        fade = 1.0 if self._seen[layer] < _QUICK_MEMORY else 1.0 - len(rows) / _QUICK_MEMORY
+        self._seen[layer] = self._seen[layer] * fade + len(rows)
+        for rank in range(len(right)):
+            right[rank] = right[rank] * fade + sum(row[rank] in needed for row in rows)

@@ -1,0 +1,334 @@
+"""Refusals while a model is offloaded: whatever would read or write slots as if they were the model's weights.
+
+An offloaded model's experts hold slots, of which nobody outside the runtime knows whose weights lie in them. To save,
+load, copy, pickle, dispatch or move them, to put an adapter in their place, or to compute with another experts
+function, would go wrong without a word. Two forwards at once would overwrite each other's slots. Each is one clear
+error here, before anything has changed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from types import FrameType
+from typing import NoReturn
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from expertcast.data.batch import RouterCall
+from expertcast.data.early import EarlyAttention
+from expertcast.data.moe_layers import PROBE_EXPERTS
+from expertcast.data.taps import RouterTaps
+from expertcast.predictors.base import Predictor
+from expertcast.predictors.messages import ExpertcastError
+from expertcast.predictors.view import MoELayer, MoEView
+from expertcast.runtime.engine.engine import Engine
+from expertcast.runtime.engine.speculation import Speculator
+
+# How a `transformers` model finds the engine that runs its experts.
+#
+# The experts function that is registered here under :data:`EXPERTS_NAME` finds the engine of its module and calls
+# :meth:`Engine.run`.
+
+EXPERTS_NAME = "expertcast"
+"""Name of our experts function in transformers' registry."""
+
+_RUNNING: WeakKeyDictionary[nn.Module, tuple[ref[Engine], int]] = WeakKeyDictionary()
+"""Experts modules that are offloaded now, with their layer. The engine, which holds the model, lives in its hooks."""
+
+
+def attach(engine: Engine, layer: MoELayer) -> None:
+    """A layer's experts run from an engine's slots."""
+    engine.attach(layer)
+    _RUNNING[layer.experts] = (ref(engine), layer.index)
+
+
+def detach(layer: MoELayer) -> None:
+    """The layer's experts run no longer from slots; whose parameters they get is for others to say."""
+    _RUNNING.pop(layer.experts, None)
+    layer.experts.__dict__["num_experts"] = layer.num_experts  # a kernel that was interrupted left that of slots
+
+
+def is_attached(model: nn.Module) -> bool:
+    """Whether any experts module of the model is offloaded."""
+    return any(module in _RUNNING for module in model.modules())
+
+
+# traced, it would do its books once and for all: a compiled model is compiled around it
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _offloaded_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    found = _RUNNING.get(experts)
+    engine = None if found is None else found[0]()
+    if found is None or engine is None:
+        raise ExpertcastError(
+            f"experts implementation {EXPERTS_NAME!r} runs only inside expertcast.offload(model): set another one, "
+            "such as 'grouped_mm' (or does this model share its config with an offloaded one?)"
+        )
+    with torch.no_grad():
+        runs = engine if engine.stage is None else engine.stage
+        output_TD = runs.run(engine.view[found[1]], hidden_states, top_k_index, top_k_weights)
+    if torch.is_grad_enabled() and hidden_states.requires_grad:
+        refused: Tensor = _NoBackward.apply(hidden_states, output_TD)  # type: ignore[no-untyped-call]
+        return refused
+    return output_TD
+
+
+class _NoBackward(torch.autograd.Function):
+    """A backward would find other experts in the slots: refuse it."""
+
+    @staticmethod
+    def forward(ctx: object, hidden_TD: Tensor, output_TD: Tensor) -> Tensor:
+        del ctx, hidden_TD
+        return output_TD.view_as(output_TD)
+
+    @staticmethod
+    def backward(ctx: object, *gradients: object) -> None:
+        raise ExpertcastError("an offloaded model has no gradients: close the offload before training the model")
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _offloaded_experts)
+
+
+_IN_USE: WeakSet[object] = WeakSet()
+"""Links, stores and predictors of open offloads."""
+
+
+def refuse_shared(*parts: object) -> None:
+    """Refuse a link, store or predictor object that serves another offload now.
+
+    Raises:
+        ExpertcastError: it does; copies or forecasts of one model would reach the other.
+    """
+    for part in parts:
+        if part is not None and not isinstance(part, str | os.PathLike) and part in _IN_USE:
+            raise ExpertcastError(
+                f"this {type(part).__name__} serves another offload: close that one first, or give each its own"
+            )
+
+
+@contextmanager
+def in_use(*parts: object) -> Iterator[None]:
+    """These objects belong to one offload."""
+    mine = [part for part in parts if part is not None]
+    _IN_USE.update(mine)
+    try:
+        yield
+    finally:
+        _IN_USE.difference_update(mine)
+
+
+class ForwardGuard:
+    """Lets one forward run at a time, in the process that made the offload, with our experts function.
+
+    Args:
+        name: the experts function that an offloaded model runs.
+    """
+
+    def __init__(self, model: PreTrainedModel, view: MoEView, name: str) -> None:
+        self._base = model.base_model
+        self._name = name
+        configs: list[PreTrainedConfig] = [layer.experts.config for layer in view]
+        self._configs = list({id(config): config for config in configs}.values())
+        self._parts = [
+            (layer.block._modules, name, part)
+            for layer in view
+            for part in (layer.router, layer.experts)
+            for name, child in layer.block.named_children()
+            if child is part
+        ]
+        """Where each layer has its router and its experts."""
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._running: int | None = None
+        """Thread whose forward has begun and, as far as is known, not ended: one that raises does not say so."""
+        self._stopped = False
+        self._handles = [
+            self._base.register_forward_pre_hook(self._before),
+            self._base.register_forward_hook(self._after),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def stop(self) -> None:
+        """Let no forward begin from now on.
+
+        Raises:
+            ExpertcastError: one is running, in whatever thread.
+        """
+        with self._lock:
+            if any(_depth(frame, self._base) for frame in sys._current_frames().values()):
+                raise ExpertcastError("a forward of this model is running: close the offload when it has ended")
+            self._stopped = True
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before(self, _module: nn.Module, _args: object) -> None:
+        for config in self._configs:
+            name = config._experts_implementation
+            if name not in (self._name, PROBE_EXPERTS):
+                raise ExpertcastError(
+                    f"the model's experts implementation was changed to {name!r} while it is offloaded: set it back "
+                    f"with model.set_experts_implementation({self._name!r}), or close the offload first"
+                )
+        for children, name, part in self._parts:
+            if children.get(name) is not part:
+                raise ExpertcastError(
+                    f"{name!r} of an MoE layer was replaced by a {type(children.get(name)).__name__} while the model "
+                    "is offloaded: put it back (an adapter: unload()) and leave routers and experts as they are, or "
+                    "close the offload first"
+                )
+        if os.getpid() != self._process:
+            raise ExpertcastError(
+                "this model was offloaded in another process, whose threads and copies a fork does not have: "
+                "load and offload the model in each process"
+            )
+        with self._lock:
+            if self._stopped:
+                raise ExpertcastError("this offload was not closed to its end: call close() again")
+            own = threading.get_ident()
+            if self._running is not None:
+                frames = sys._current_frames()
+                if self._running != own and _depth(frames.get(self._running), self._base):
+                    raise ExpertcastError(
+                        "another thread is running this offloaded model: run one forward at a time, or offload a "
+                        "second copy of the model"
+                    )
+                if _depth(frames[own], self._base) > 1:
+                    raise ExpertcastError("a forward of this offloaded model was started inside another one")
+            self._running = own
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after(self, _module: nn.Module, _args: object, _output: object) -> None:
+        self._running = None
+
+
+def _depth(frame: FrameType | None, module: nn.Module) -> int:
+    """How many calls of the module a thread is in."""
+    depth, code = 0, nn.Module._call_impl.__code__
+    while frame is not None:
+        depth += frame.f_code is code and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return depth
+
+
+@contextmanager
+def weights_guarded(model: PreTrainedModel, view: MoEView) -> Iterator[None]:
+    """Refuse to save, load, copy, pickle, dispatch, move or convert the model or any part of it that holds experts.
+
+    To move it to where it is, or convert it to what it is (as pipelines do), is allowed.
+    """
+    experts = {layer.experts for layer in view}
+    parts = [module for module in model.modules() if not experts.isdisjoint(module.modules())]
+    with ExitStack() as stack:
+        for part in parts:
+            for handle in (
+                part.register_state_dict_pre_hook(_refuse_reading),  # type: ignore[no-untyped-call]
+                part.register_load_state_dict_pre_hook(_refuse("loading weights into the model")),  # type: ignore[no-untyped-call]
+            ):
+                stack.callback(handle.remove)
+            refused = {
+                "__deepcopy__": _refuse("copying the model"),
+                "__getstate__": _refuse("pickling or copying the model, or saving it by torch.save"),
+            }
+            for name, value in {"_apply": _guarded_apply(part), **refused}.items():
+                part.__dict__[name] = value
+                stack.callback(part.__dict__.pop, name, None)
+        yield
+
+
+def _refuse_reading(*_args: object) -> NoReturn:
+    """Whoever asks for all weights saves the model, or places it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("accelerate."):
+            raise ExpertcastError(
+                "the model is offloaded by expertcast, accelerate cannot dispatch or offload it as well: close the "
+                "offload before that, or leave the model where it is"
+            )
+        frame = frame.f_back
+    _refuse("saving the model")()
+
+
+def _refuse(what: str) -> Callable[..., NoReturn]:
+    def refuse(*_args: object, **_kwargs: object) -> NoReturn:
+        raise ExpertcastError(f"the model's experts are offloaded: close the offload before {what}")
+
+    return refuse
+
+
+def _guarded_apply(part: nn.Module) -> Callable[..., nn.Module]:
+    """`to`, `cuda`, `half`, `share_memory` and the like all end in a module's `_apply`."""
+
+    def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        sample = next(part.parameters())[:1].detach().clone()
+        pointer = sample.data_ptr()
+        if function(sample) is not sample or sample.data_ptr() != pointer:
+            raise ExpertcastError(
+                "the model's experts are offloaded: close the offload before moving or converting the model"
+            )
+        with torch.no_grad():
+            type(part)._apply(part, function, recurse)  # type: ignore[no-untyped-call]
+        return part
+
+    return apply
+
+
+# A model, resident or offloaded, that runs with forecasts executed: hooks only, for whole texts too.
+#
+# T tokens, K experts per token.
+
+
+@contextmanager
+def speculate(
+    model: PreTrainedModel,
+    view: MoEView,
+    predictor: Predictor,
+    *,
+    layers: Sequence[int] | None = None,
+    true_weights: bool = False,
+    prefill: bool = True,
+    ahead: int = 1,
+    router_free: bool = False,
+    execute: bool = True,
+    observe: Callable[[RouterCall, Tensor], object] | None = None,
+) -> Iterator[Speculator]:
+    """Run a model, resident or offloaded, with forecasts executed at its MoE layers; hooks only.
+
+    Args:
+        model: whose layers `view` holds.
+        view, predictor, true_weights, ahead: as for :class:`Speculator`.
+        layers: layers that execute their forecast; None for all that have one.
+        prefill: speculate in steps of more than one token per sequence too (teacher-forced evaluation).
+        router_free: layers that execute their forecast leave their router out.
+        execute: False leaves the routers' choice as it is: forecasts are made from each other, and nothing drifts.
+        observe: called after each router with the call and the ids [T, K] that the layer executes, or would.
+
+    Raises:
+        ExpertcastError: `layers` or `ahead` outside what model and predictor have.
+    """
+    chosen = range(len(view)) if layers is None else layers
+    early = EarlyAttention(model, view) if predictor.uses_early else None
+    speculator = Speculator(
+        view, predictor, layers=chosen, true_weights=true_weights, prefill=prefill, ahead=ahead, early=early,
+        router_free=router_free,
+    )  # fmt: skip
+
+    def on_router(call: RouterCall) -> tuple[Tensor, Tensor] | None:
+        executed = speculator.executed(call)
+        speculator.forecast(call, executed)
+        if observe is not None:
+            observe(call, call.ids_TK if executed is None else executed[0])
+        return executed if execute else None
+
+    taps = RouterTaps(model, view, on_router, lambda fresh, _ids: speculator.start(fresh))
+    with closing(taps), speculator.following():
+        yield speculator

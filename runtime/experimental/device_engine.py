@@ -1,0 +1,153 @@
+"""One offloaded forward without the host: tables, copies and kernels follow each other on the device.
+
+For :class:`expertcast.runtime.links.kernel.KernelLink`. A step whose T x K ids fit the slots, whatever they are, asks
+the device for no value, so that it can be captured in a CUDA graph. Of others the host counts the experts, and runs in
+chunks what names more of them than there are slots.
+
+T tokens, D hidden size, E routed experts per layer, K experts per token, P token-expert pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from expertcast.data.batch import RouterCall, capturing
+from expertcast.predictors.base import Forecast
+from expertcast.predictors.view import MoELayer
+from expertcast.runtime.engine.engine import Engine, EngineParts, row_order
+from expertcast.runtime.experimental.kernel_link import DeviceStatistics, KernelLink
+from expertcast.runtime.recording.recorder import State
+
+
+class DeviceEngine(Engine):
+    """Drives a kernel's link: its tables decide on the device, by the rules of the host's books with LRU."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        link = parts.link
+        assert isinstance(link, KernelLink), f"link {link.name!r} has no tables on the device"
+        self.stats = DeviceStatistics(link, parts.pool.layout.block_bytes)
+        self._link, self._tables = link, link.residency
+        self._prefetch_policy, self._keep = parts.policies.prefetch, parts.keep
+        self._ids_TK: Tensor | None = None
+        """What the running layer was prepared for."""
+        self._layer = -1
+        self._whole = False
+        """It runs in one piece; counted once, for that may need the host."""
+        self._ticket = 0
+        """Calls of the link that the running layer waits for."""
+
+    def _enter(self, state: State, layer: int) -> None:
+        if not capturing():  # nothing runs while a graph is captured
+            super()._enter(state, layer)
+
+    def limit(self, layer: int) -> int:
+        return self._pool.count
+
+    def held(self, layer: int) -> list[int]:
+        slots_E = self._tables.slots_for(layer, torch.arange(self._experts, device=self._pool.device))
+        return (slots_E >= 0).nonzero().reshape(-1).tolist()
+
+    def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
+        self._link.follow()
+        if self._halfway:  # else the tables are true, whatever cut the last forward short
+            self._tables.clear()
+            self._halfway = False
+        self._ids_TK = None
+        self._ticket = 0
+        self._speculator.start(fresh)
+
+    def on_router(self, call: RouterCall) -> tuple[Tensor, Tensor] | None:
+        self._enter("policy", call.layer)
+        executed = self._speculator.executed(call)
+        self._prepare(call.layer, call.ids_TK if executed is None else executed[0])
+        self._enter("forecast", call.layer)
+        forecast = self._speculator.forecast(call, executed)
+        self._enter("policy", call.layer)
+        if forecast is not None:
+            self._expect(forecast, running=self._tables.width(call.ids_TK))
+        self._enter("compute", call.layer)
+        return executed
+
+    def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        self._enter("policy", layer.index)
+        self._check_untouched(layer)
+        if ids_TK is not self._ids_TK or layer.index != self._layer:  # another hook changed the routing after ours
+            self._prepare(layer.index, ids_TK)
+        if not self._whole:
+            with self._link.carve_out:  # the next chunk comes over while one is computed
+                chunks = self._chunks(layer.index, ids_TK.reshape(-1))
+                output_TD = self._run_chunks(layer, hidden_TD, weights_TK, chunks)
+        else:
+            slots_TK = self._tables.slots_for(layer.index, ids_TK)
+            self._join(layer.index, self._ticket)
+            with self._link.beside_copies():
+                output_TD = self._kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK, ids_TK)
+        self._enter("policy", layer.index)
+        self._tables.finish(layer.index, keep=self._keep)
+        self._ids_TK = None
+        self._enter("compute", layer.index + 1)
+        return output_TD
+
+    def _fits(self, ids_TK: Tensor) -> bool:
+        if self._tables.width(ids_TK) <= self._pool.count:
+            return True
+        return not capturing() and len(torch.unique(ids_TK)) <= self._pool.count
+
+    def _prepare(self, layer: int, ids_TK: Tensor) -> None:
+        """Start the copies of what a layer misses; steps that need chunks start theirs chunk by chunk."""
+        self._layer, self._ids_TK, self._whole = layer, ids_TK, self._fits(ids_TK)
+        if self._whole:
+            self._ticket = self._bring(layer, ids_TK)
+
+    def _bring(self, layer: int, ids_TK: Tensor, within_E: Tensor | None = None) -> int:
+        """Start copies; returns the calls to wait for."""
+        self._halfway = True
+        self._link.move(self._tables.bring(layer, ids_TK, within_E), layer)
+        self._halfway = False
+        return self._link.ticket()
+
+    def _expect(self, forecast: Forecast, running: int) -> None:
+        if self._pool.count <= running:
+            return
+        self._halfway = True
+        ids_N = self._prefetch_policy.device_ids(forecast)
+        assert ids_N is not None, "offload lets only such selections through"
+        moves = self._tables.expect(forecast.layer, ids_N, running)
+        self._link.move(moves, forecast.layer, urgent=False)
+        self._halfway = False
+
+    def _join(self, layer: int, ticket: int) -> None:
+        self._enter("wait", layer)
+        self._link.join(ticket)
+        self._link.check()
+        self._enter("compute", layer)
+
+    def _chunks(self, layer: int, ids_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """A chunk's pairs with their slots, once its copies are waited for; the next one loads meanwhile."""
+        order_P = row_order(ids_P)
+        chunks = self._chunks_of(layer, ids_P)
+        ticket = None
+        for within_E, after_E in zip(chunks, [*chunks[1:], None], strict=True):
+            if ticket is None:
+                ticket = self._bring(layer, ids_P, within_E)
+            pairs = order_P[within_E[ids_P[order_P]]]
+            slots = self._tables.slots_for(layer, ids_P[pairs])
+            following = None
+            if after_E is not None and self._pool.count > 1:  # one slot cannot load while it is read
+                following = self._bring(layer, ids_P, after_E) - ticket
+            self._join(layer, ticket)
+            yield pairs, slots
+            ticket = following
+        self._enter("compute", layer)
+
+    def _chunks_of(self, layer: int, ids_P: Tensor) -> list[Tensor]:
+        """bool [E] per chunk of half the slots, resident experts first."""
+        experts = torch.unique(ids_P)
+        experts = experts[(self._tables.slots_for(layer, experts) < 0).sort(stable=True).indices]
+        none_E = torch.zeros(self._experts, dtype=torch.bool, device=ids_P.device)
+        size = max(1, self._pool.count // 2)
+        return [none_E.scatter(0, experts[start : start + size], True) for start in range(0, len(experts), size)]

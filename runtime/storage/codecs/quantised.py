@@ -1,0 +1,322 @@
+"""Experts of MXFP4 checkpoints (gpt-oss): 4-bit codes with one power of two for each 32, at 17/64 of the bytes of bf16.
+
+shipped, of one expert   blocks [N, G, 16], scales [N, G]: each byte two weights of a row of the transposed matrix
+in the store             codes [D/2, N], scales [G, N]: transposed here, once, in place of each time it is expanded
+in the slot              [D, N]
+
+D rows and N columns of a matrix as the model holds it, G = D / 32.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from expertcast.predictors.messages import ExpertcastError
+from expertcast.runtime.storage.codecs.base import Codec, CodecConfig, Part, Plane, Shard, shards_of
+from expertcast.runtime.storage.layout import BlockLayout, Field, aligned_bytes
+from expertcast.runtime.storage.packed import PackedLayout
+
+# Lossy precisions, row-wise quantised: :mod:`expertcast.runtime.storage.packed` as codecs.
+
+
+class RowWise(Codec):
+    """A packed block as one part; subclasses name the precision."""
+
+    lossless = False
+
+    def __init__(self, config: CodecConfig, layout: BlockLayout) -> None:
+        super().__init__(config, layout)
+        self.packed = PackedLayout.of(layout, self.name)
+        self.planes = (Plane(name="packed", nbytes=self.packed.block_bytes),)
+        self.shards = shards_of(self.planes)
+
+    def split(self, block: Tensor) -> tuple[Tensor, ...]:
+        packed = torch.zeros(1, self.packed.block_bytes, dtype=torch.uint8)
+        self.packed.pack(self.layout.views(block), packed)
+        return (packed[0],)
+
+    def recover(self, planes: Sequence[Tensor], block: Tensor, shard: Shard | None = None) -> None:
+        """The plane may be the first bytes of the block."""
+        self.packed.expand(planes[0], block)
+
+
+class Int8(RowWise):
+    """9 bits a weight."""
+
+    name = "int8"
+
+
+class Int4(RowWise):
+    """4.5 bits a weight."""
+
+    name = "int4"
+
+
+class Int2(RowWise):
+    """2.5 bits a weight."""
+
+    name = "int2"
+
+
+# What codecs of quantised checkpoints share: matrices as codes and scales, other parameters as they are.
+#
+# plane    [ codes | scales | codes | scales | biases ... ]      each at a multiple of 256 bytes
+
+_CODES, _SCALES = ".codes", ".scales"
+Form = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of codes or of scales in the store."""
+
+
+class Scaled(Codec):
+    """One part that holds what the checkpoint ships; the block is what transformers dequantises it to, bit for bit.
+
+    Padding between a block's parameters is not kept.
+    """
+
+    def __init__(self, config: CodecConfig, layout: BlockLayout) -> None:
+        super().__init__(config, layout)
+        self._coded = tuple(field for field in layout.fields if len(field.shape) > 1)
+        if not self._coded:
+            raise self._refuse("none of their parameters is a matrix")
+        places: list[Field] = []
+        offset = 0
+        for field in layout.fields:
+            forms: dict[str, Form] = {field.name: (field.shape, field.dtype)}
+            if field in self._coded:
+                if len(field.shape) > 2 or not field.dtype.is_floating_point:
+                    raise self._refuse(f"{field.name!r} is no matrix of floats")
+                codes, scales = self._forms(field)
+                forms = {field.name + _CODES: codes, field.name + _SCALES: scales}
+            for name, (shape, dtype) in forms.items():
+                places.append(Field(name=name, shape=shape, dtype=dtype, offset=offset))
+                offset = aligned_bytes(offset + places[-1].nbytes)
+        self.packed = BlockLayout(fields=tuple(places), block_bytes=offset)
+        """How the plane lies."""
+        self.planes = (Plane(name="shipped", nbytes=offset),)
+        self.shards = shards_of(self.planes)
+
+    @abstractmethod
+    def _forms(self, field: Field) -> tuple[Form, Form]:
+        """Of the codes and of the scales of a matrix; raises where it cannot be held."""
+
+    @abstractmethod
+    def _stored(self, field: Field, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales in the store's form from those of the checkpoint; raises where they cannot be held."""
+
+    @abstractmethod
+    def _multiply(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        """Write the matrix [rows, columns] that codes and scales in the store's form stand for."""
+
+    def encode_shipped(
+        self, shipped: Mapping[str, tuple[Tensor, Tensor]], kept: Mapping[str, Tensor]
+    ) -> tuple[Part, ...]:
+        """The parts of an expert as its checkpoint ships it.
+
+        Args:
+            shipped: codes and scales of each matrix, by the parameter's name, without the expert dimension.
+            kept: the other parameters.
+
+        Raises:
+            ExpertcastError: a parameter is missing, of another shape, or cannot be held.
+        """
+        plane = torch.zeros(self.packed.block_bytes, dtype=torch.uint8)
+        views = self.packed.views(plane)
+        for field in self.layout.fields:
+            if field.name not in (shipped if field in self._coded else kept):
+                raise self._refuse(f"{field.name!r} is not given", "give it")
+            if field in self._coded:
+                codes, scales = self._stored(field, *shipped[field.name])
+                self._put(views, field, codes, scales)
+            else:
+                views[field.name][0].copy_(kept[field.name])
+        return self._parts((plane,))
+
+    def recover(self, planes: Sequence[Tensor], block: Tensor, shard: Shard | None = None) -> None:
+        packed, full = self.packed.views(planes[0]), self.layout.views(block)
+        for field in self.layout.fields:
+            target = full[field.name][0]
+            if field in self._coded:
+                self._multiply(packed[field.name + _CODES][0], packed[field.name + _SCALES][0], target)
+            else:
+                target.copy_(packed[field.name][0])
+
+    def _put(self, views: Mapping[str, Tensor], field: Field, codes: Tensor, scales: Tensor) -> None:
+        views[field.name + _CODES][0].copy_(codes)
+        views[field.name + _SCALES][0].copy_(scales)
+
+
+# Experts of fp8 checkpoints: 8-bit floats with a scale for each block, row or matrix, at half of the bytes of bf16.
+#
+# R rows and C columns of a matrix as the model holds it.
+
+_CODE = torch.float8_e4m3fn
+_CHUNK = 1 << 16
+"""Weights expanded at once on the host: temporaries that stay in a core's cache."""
+_SHIFT = 8
+"""A code's bits, taken for those of fp16, stand for 2**-8 of its value: exponents there count from 15, not from 7."""
+_MOST_SCALE = 2.0**119
+"""Times 2**8 it is still a float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Config(CodecConfig):
+    """What one scale is for. One per row of a matrix (compressed-tensors' channels) is `rows=1,columns=0`; so is one
+    per matrix, which is then repeated.
+    """
+
+    rows: int = 128
+    """Rows that share a scale; 0: all."""
+    columns: int = 128
+    """Columns that share a scale; 0: all."""
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.columns) < 0:
+            raise ExpertcastError(f"rows={self.rows}, columns={self.columns}: give 0 or more")
+
+
+class Fp8(Scaled):
+    """Moved as shipped, expanded by the formula of transformers' `Fp8Dequantize`: code times scale in float32, rounded.
+
+    Only e4m3 codes; a block is not encoded, for its scales cannot be told from it.
+    """
+
+    name = "fp8"
+    config_class = Fp8Config
+    config: Fp8Config
+
+    def _forms(self, field: Field) -> tuple[Form, Form]:
+        each = self.config.rows or field.shape[0], self.config.columns or field.shape[1]
+        if any(size % shared for size, shared in zip(field.shape, each, strict=True)):
+            raise self._refuse(f"{field.name!r} is {list(field.shape)}, which blocks of {list(each)} do not divide")
+        grid = field.shape[0] // each[0], field.shape[1] // each[1]
+        return (field.shape, torch.uint8), (grid, torch.float32)
+
+    def _stored(self, field: Field, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        if codes.dtype != _CODE or tuple(codes.shape) != field.shape:
+            found = f"{str(codes.dtype).removeprefix('torch.')} {list(codes.shape)}"
+            raise self._refuse(f"{field.name!r} is {found}, not float8_e4m3fn {list(field.shape)}")
+        if scales.dtype == torch.uint8:  # exponents alone (MXFP8); the formula is transformers'
+            scales = (scales.float() - 127.0).exp2()
+        grid = self._forms(field)[1][0]
+        scales = scales.float().reshape(scales.shape if scales.dim() == 2 else (-1, 1))
+        if any(size % found for size, found in zip(grid, scales.shape, strict=True)):
+            raise self._refuse(
+                f"{field.name!r} has {list(scales.shape)} scales, not {list(grid)}", "say rows= and columns="
+            )
+        for dim in range(2):
+            scales = scales.repeat_interleave(grid[dim] // scales.shape[dim], dim)
+        if codes.float().isnan().any() or not (scales.abs() < _MOST_SCALE).all():
+            raise self._refuse(f"{field.name!r} holds codes that are no number, or scales of 2**119 and more")
+        return codes.view(torch.uint8), scales
+
+    def _multiply(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        (rows, columns), grid = out.shape, scales.shape
+        step = max(1, _CHUNK // columns) if out.device.type == "cpu" else rows
+        scale_of_row = scales.mul(2.0**_SHIFT).repeat_interleave(rows // grid[0], 0)[:, :, None]
+        for row in range(0, rows, step):
+            part = slice(row, row + step)
+            bits = codes[part].view(torch.int8).to(torch.int16) << 7  # the sign lies in the top two bits now
+            floats = bits.bitwise_and_(~0x4000).view(torch.float16).float()
+            floats.view(-1, grid[1], columns // grid[1]).mul_(scale_of_row[part])
+            out[part].copy_(floats)
+
+    def split(self, block: Tensor) -> tuple[Tensor, ...]:
+        raise self._refuse(
+            "only a checkpoint in FP8 says their scales", "load one with load_offloaded, or choose codec 'bitsplit'"
+        )
+
+
+_GROUP = 32
+_BIAS = 127
+_MXFP4_SHIFT = 14
+"""A code's bits, taken for those of fp16, stand for 2**-14 of its value: exponents there count from 15, not from 1."""
+_FP16_BITS = ~0x71FF
+"""Sign, and three bits from the lowest of the exponent on."""
+_MOST_EXPONENT = 240
+"""Times 2**14 it is still a float32. 241 to 254 would make weights of 2**113 and more, 255 is no number."""
+_MXFP4_SCALES = torch.exp2(torch.arange(256, dtype=torch.float64) - _BIAS + _MXFP4_SHIFT).float()
+_MAGNITUDES = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+"""Of the codes 0 to 7: two bits of exponent, one of mantissa."""
+_TOP_EXPONENT = 2
+"""Of the largest magnitude, 6 = 1.5 * 2**2."""
+_MXFP4_CHUNK = 1 << 16
+"""Codes expanded at once on the host: temporaries that stay in a core's cache."""
+
+
+class Mxfp4(Scaled):
+    """Moved as shipped, expanded by the formula of transformers' `convert_moe_packed_tensors`.
+
+    A block is encoded too where every weight of it is one that MXFP4 can say: codes and scales are found again, perhaps
+    others than those shipped, that stand for the same bits.
+    """
+
+    name = "mxfp4"
+
+    def _forms(self, field: Field) -> tuple[Form, Form]:
+        rows, columns = field.shape
+        if rows % _GROUP:
+            raise self._refuse(f"{field.name!r} has {rows} rows, no multiple of {_GROUP}")
+        return ((rows // 2, columns), torch.uint8), ((rows // _GROUP, columns), torch.uint8)
+
+    def _stored(self, field: Field, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        rows, columns = field.shape
+        shapes = (columns, rows // _GROUP, _GROUP // 2), (columns, rows // _GROUP)
+        found = tuple(codes.shape), tuple(scales.shape)
+        if found != shapes:
+            raise self._refuse(f"blocks and scales of {field.name!r} are {found}, not {shapes}", "give it its own")
+        if (scales > _MOST_EXPONENT).any():
+            raise self._refuse(f"{field.name!r} has a scale of {int(scales.max())}, above {_MOST_EXPONENT}")
+        return codes.reshape(columns, rows // 2).t(), scales.t()
+
+    def _multiply(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        groups, columns = scales.shape
+        step = max(1, _MXFP4_CHUNK * 2 // (_GROUP * columns)) if out.device.type == "cpu" else groups
+        codes, pairs = codes.view(groups, -1, columns), out.view(groups, -1, 2, columns)
+        scale = _factors(scales)[:, None]
+        for group in range(0, groups, step):
+            part = slice(group, group + step)
+            for half, high in enumerate((codes[part] << 4, codes[part])):
+                bits = high.view(torch.int8).to(torch.int16) << 5  # four bits of sign, then three of magnitude
+                floats = bits.bitwise_and_(_FP16_BITS).view(torch.float16).float()
+                pairs[part, :, half].copy_(floats.mul_(scale[part]))
+
+    def split(self, block: Tensor) -> tuple[Tensor, ...]:
+        plane = torch.zeros(self.packed.block_bytes, dtype=torch.uint8)
+        views, full, again = self.packed.views(plane), self.layout.views(block), torch.empty_like(block)
+        for field in self.layout.fields:
+            if field in self._coded:
+                self._put(views, field, *_coded(full[field.name][0]))
+            else:
+                views[field.name][0].copy_(full[field.name][0])
+        self.recover((plane,), again)
+        for name, found in self.layout.views(again).items():
+            if not torch.equal(found.view(torch.uint8), full[name].view(torch.uint8)):
+                raise self._refuse(f"{name!r} has weights that are no MXFP4 code times a scale", "choose 'bitsplit'")
+        return (plane,)
+
+
+def _factors(scales: Tensor) -> Tensor:
+    """float32: what the floats that codes are taken for are multiplied by."""
+    return _MXFP4_SCALES.to(scales.device)[scales.to(torch.int32)]
+
+
+def _coded(weights_DN: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest codes and scales; the right ones where there are any.
+
+    The scale that makes the largest weight of a group a 4 or a 6 serves whenever any does: what smaller codes with a
+    larger scale can say, larger codes with a smaller one can say too.
+    """
+    rows, columns = weights_DN.shape
+    weights = weights_DN.float().view(-1, _GROUP, columns)
+    largest = weights.abs().amax(dim=1).nan_to_num(0.0, 0.0)
+    exponent = largest.frexp().exponent - 1 - _TOP_EXPONENT
+    scales = (exponent + _BIAS).clamp(0, _MOST_EXPONENT).to(torch.uint8)
+    scaled = weights * 2.0**_MXFP4_SHIFT / _factors(scales)[:, None]
+    codes = torch.bucketize(scaled.abs(), _MAGNITUDES, out_int32=True).clamp_max_(7).to(torch.uint8)
+    codes = (codes | scaled.signbit().to(torch.uint8) << 3).view(rows // 2, 2, columns)
+    return codes[:, 0] | codes[:, 1] << 4, scales

@@ -1,0 +1,402 @@
+"""Reads ranges of a file into memory of the caller's, past the system's page cache: what is read costs no other memory.
+
+A range is read in pieces by several threads at once, for a disk is fast only with several large requests under way;
+ranges that lie one after another and are asked for together are one request. Urgent ones come first, and what no
+thread has begun can be cancelled.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import ctypes
+import heapq
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from expertcast.predictors.messages import ExpertcastError
+from expertcast.runtime.storage.memory import HostMemory
+
+# Bytes on their way from a disk into memory, and what brings them.
+
+_URGENT, _FORECAST = 0, 1
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """One thing that was asked of a :class:`Reader`."""
+
+    target: Tensor
+    """uint8, contiguous, in host memory: what is filled."""
+    arrival: Callable[[Any], None] | None = None
+    """Called with this by the thread that filled the last of it, before anybody who waits goes on."""
+    urgent: bool = False
+    cancelled: bool = False
+    begun: int = 0
+    """Parts of the work that a thread has taken."""
+    error: BaseException | None = None
+    start: float = 0.0
+    end: float = 0.0
+    """Seconds of the clock in which it was under way."""
+    _arrived: _thread.LockType = field(default_factory=_thread.allocate_lock, repr=False)
+    """Held until all of it has come."""
+
+    @property
+    def rank(self) -> int:
+        """What is lower comes first."""
+        return _URGENT if self.urgent else _FORECAST
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the file that are read for it."""
+        return self.target.numel()
+
+    def expect(self) -> None:
+        """It has been asked for: whoever waits does so until `arrive`."""
+        self._arrived.acquire()
+
+    def arrive(self, end: float) -> None:
+        """All of it has come, or failed with `error`; `end` in seconds of the clock."""
+        self.end = end
+        try:
+            if self.arrival is not None:
+                self.arrival(self)
+        except BaseException as error:  # raised by whoever waits
+            self.error = self.error or error
+        finally:
+            self._arrived.release()
+
+    def wait(self) -> None:
+        """Return when all of it has come.
+
+        Raises:
+            ExpertcastError: it could not be read.
+            BaseException: whatever `arrival` raised.
+        """
+        with self._arrived:
+            pass
+        if self.error is not None:
+            raise self.error
+
+
+class Reader(Protocol):
+    """Threads that fill what is asked for, urgent ones first."""
+
+    def submit(self, read: Any) -> None:
+        """Queue one, behind those that are as urgent."""
+
+    def promote(self, read: Any) -> None:
+        """What has not been begun of it comes before all forecasts."""
+
+    def cancel(self, read: Any) -> bool:
+        """Drop one that no thread has begun. True if nothing of it was or will be read."""
+
+    def close(self) -> None:
+        """Drop what is queued, and return when nothing is being read."""
+
+
+# What is to be read next: urgent reads first, then forecasts, each in the order in which they were asked for.
+
+R = TypeVar("R", bound=Arrival)
+
+
+class ReadQueue(Generic[R]):
+    """Reads by rank and order. Whoever uses it holds a lock.
+
+    Args:
+        waiting: whether something of a read is left to be taken; one of which nothing is leaves the queue.
+    """
+
+    def __init__(self, waiting: Callable[[R], bool]) -> None:
+        self._waiting = waiting
+        self._heap: list[tuple[int, int, R]] = []
+        self._order = 0
+
+    def push(self, read: R) -> None:
+        """Behind those that are as urgent. One that is in the queue and has become urgent is pushed again."""
+        self._order += 1
+        heapq.heappush(self._heap, (read.rank, self._order, read))
+
+    def first(self) -> R | None:
+        """The next one, which stays in the queue as long as something of it is left; None: there is none."""
+        while self._heap:
+            rank, _, read = self._heap[0]
+            if rank == read.rank and not read.cancelled and self._waiting(read):
+                return read
+            heapq.heappop(self._heap)  # of another rank: it was pushed again
+        return None
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._heap.clear()
+
+
+# One range of a file on its way into memory, as direct reads take it.
+
+SECTOR = 4096
+"""Direct reads begin and end at a multiple of it, in the file as in memory. Disks ask for 512 or 4096."""
+PIECE = 2 << 20
+"""Bytes of one request: several threads share what is larger."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Read(Arrival):
+    """As many bytes as the target has, from `offset` of the file on."""
+
+    offset: int
+    left: int = 0
+    """Pieces that have not come."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read."""
+        return self.target.numel()
+
+    @property
+    def pieces(self) -> int:
+        """Requests that it is read by."""
+        return -(-self.nbytes // PIECE)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether it can be read straight into its target."""
+        return not (self.offset % SECTOR or self.nbytes % SECTOR or self.target.data_ptr() % SECTOR)
+
+
+def stamp_of(file: int) -> tuple[int, int]:
+    """Bytes and time of change of an open file: the same as long as nobody writes to it."""
+    found = os.fstat(file)
+    return found.st_size, found.st_mtime_ns
+
+
+def sectors(nbytes: int) -> int:
+    """Bytes of the whole sectors that so many take."""
+    return -(-nbytes // SECTOR) * SECTOR
+
+
+THREADS = 4
+
+
+class DirectReader:
+    """Threads that read one file. Where its file system refuses direct reads they are ordinary ones, whose pages are
+    given back at once, and a warning says so.
+
+    Args:
+        path: of the file, which must not change while it is read.
+        threads: requests under way at a time.
+        pace: bytes per second that it behaves like a disk of, at most; None: as fast as the disk is.
+        handle: of the file, open, where another one may have taken its path meanwhile.
+        stamp: of the file when it was found right; None: its stamp now.
+
+    Raises:
+        ExpertcastError: it cannot be opened, or the system is Windows.
+    """
+
+    def __init__(
+        self, path: Path, *, threads: int = THREADS, pace: float | None = None, handle: int | None = None,
+        stamp: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
+        if not can_read_directly():
+            raise ExpertcastError("this system reads no file directly: use link 'instant', which reads it mapped")
+        self.path, self._pace = path, pace
+        staging = [HostMemory(PIECE + 2 * SECTOR).bytes for _ in range(threads)]  # before any thread could lack it
+        self._file, self.direct = _open(path, handle)
+        self._stamp = stamp or stamp_of(self._file)
+        self._queue = ReadQueue[Read](lambda read: read.begun < read.pieces)
+        self._next_at: dict[int, Read] = {}
+        """Ranges that no thread has begun, by their first byte."""
+        self._changed = threading.Condition()
+        self._closed = False
+        self._paced_until = 0.0
+        self.requests = 0
+        """Made of the system so far."""
+        self.bytes_read, self.busy_s = 0, 0.0
+        """So far, and the seconds in which any request was under way."""
+        self._under_way, self._busy_since = 0, 0.0
+        self._threads = [
+            threading.Thread(target=self._run, args=(memory,), name=f"expertcast-disk-{number}", daemon=True)
+            for number, memory in enumerate(staging)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, read: Read) -> None:
+        """Queue a range, behind those that are as urgent."""
+        read.left = read.pieces
+        read.expect()
+        with self._changed:
+            self._next_at[read.offset] = read
+            self._queue.push(read)
+            self._changed.notify_all()
+
+    def promote(self, read: Read) -> None:
+        """What has not been begun of it comes before all forecasts."""
+        with self._changed:
+            if not read.urgent:
+                read.urgent = True
+                self._queue.push(read)
+
+    def cancel(self, read: Read) -> bool:
+        """Drop a range that no thread has begun. True if nothing of it was or will be read."""
+        with self._changed:
+            if read.begun:
+                return False
+            read.cancelled = True
+            self._forget(read)
+            return True
+
+    def close(self) -> None:
+        """Drop what is queued, and return when nothing is being read."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._queue.clear()
+            self._next_at.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        os.close(self._file)
+
+    def _forget(self, read: Read) -> None:
+        if self._next_at.get(read.offset) is read:
+            del self._next_at[read.offset]
+
+    def _run(self, staging: Tensor) -> None:
+        while (request := self._take()) is not None:
+            reads, piece = request
+            start, nbytes = self._count(1, 0), 0
+            try:
+                nbytes = self._request(reads, piece, staging)
+            except BaseException as error:  # handed to whoever waits for it
+                if isinstance(error, OSError):
+                    error = ExpertcastError(f"{str(self.path)!r} cannot be read: {error.strerror or error}")
+                for read in reads:
+                    read.error = error
+            self._arrive(reads, start, self._count(-1, nbytes))
+
+    def _count(self, requests: int, nbytes: int) -> float:
+        """So many more are under way, and so many bytes have come; gives the time."""
+        now = time.perf_counter()
+        with self._changed:
+            if self._under_way:
+                self.busy_s += now - self._busy_since
+            self._under_way += requests
+            self._busy_since = now
+            self.bytes_read += nbytes
+        return now
+
+    def _take(self) -> tuple[list[Read], int] | None:
+        """The next request: a piece of one range, or small ranges that lie one after another."""
+        with self._changed:
+            while True:
+                if (read := self._queue.first()) is not None:
+                    return self._joined(read)
+                if self._closed:
+                    return None
+                self._changed.wait()
+
+    def _joined(self, read: Read) -> tuple[list[Read], int]:
+        piece, read.begun = read.begun, read.begun + 1
+        self._forget(read)
+        reads, size = [read], read.nbytes
+        while read.pieces == 1 and read.aligned and size < PIECE:
+            following = self._next_at.get(reads[-1].offset + reads[-1].nbytes)
+            if following is None or following.rank != read.rank or not following.aligned:
+                break
+            size += following.nbytes
+            if following.pieces > 1 or size > PIECE:
+                break
+            following.begun = 1
+            self._forget(following)
+            reads.append(following)
+        return reads, piece
+
+    def _request(self, reads: list[Read], piece: int, staging: Tensor) -> int:
+        """Read it; gives its bytes."""
+        first = reads[0]
+        start = piece * PIECE
+        size = sum(read.nbytes for read in reads) if len(reads) > 1 else min(PIECE, first.nbytes - start)
+        offset = first.offset + start
+        if all(read.aligned for read in reads):
+            views = [read.target.numpy().data[start : start + size] for read in reads]
+            self._read(views, offset, size)
+        else:
+            low = offset - offset % SECTOR
+            whole = sectors(offset + size - low)
+            self._read([staging.numpy().data[:whole]], low, offset + size - low)
+            ctypes.memmove(first.target.data_ptr() + start, staging.data_ptr() + offset - low, size)
+        if self._pace is not None:
+            self._keep_pace(size, self._pace)
+        return size
+
+    def _read(self, views: list[memoryview], offset: int, least: int) -> None:
+        """Fill the views from one place of the file on, of which `least` bytes must be there."""
+        unit, done = SECTOR if self.direct else 1, 0
+        while True:
+            self.requests += 1
+            count = os.preadv(self._file, _behind(views, done), offset + done)
+            if (done + count < least and count < unit) or stamp_of(self._file) != self._stamp:
+                raise ExpertcastError(
+                    f"{str(self.path)!r} was changed or cut off while it was in use: load the model again"
+                )
+            if not self.direct and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._file, offset + done, count, os.POSIX_FADV_DONTNEED)
+            if done + count >= least:
+                return
+            done += count - count % unit  # less than was asked for, as network file systems may give
+
+    def _keep_pace(self, size: int, pace: float) -> None:
+        with self._changed:
+            self._paced_until = until = max(self._paced_until, time.perf_counter() - size / pace) + size / pace
+        time.sleep(max(0.0, until - time.perf_counter()))
+
+    def _arrive(self, reads: list[Read], start: float, end: float) -> None:
+        for read in reads:
+            with self._changed:
+                read.left -= 1
+                read.start = min(read.start or start, start)
+                last = not read.left
+            if last:
+                read.arrive(end)
+
+
+def _behind(views: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of some views when so many bytes have come."""
+    left = []
+    for view in views:
+        left.append(view[done:])
+        done = max(0, done - len(view))
+    return [view for view in left if len(view)]
+
+
+def can_read_directly() -> bool:
+    """Whether this system reads at any place of a file without its pointer."""
+    return hasattr(os, "preadv")
+
+
+def _open(path: Path, handle: int | None) -> tuple[int, bool]:
+    """A handle of its own, and whether it reads past the page cache."""
+    # Linux opens the file itself by its handle, whatever its name leads to
+    place = path if handle is None else Path(f"/proc/self/fd/{handle}")
+    try:
+        if hasattr(os, "O_DIRECT"):
+            with contextlib.suppress(OSError):
+                return os.open(place, os.O_RDONLY | os.O_DIRECT), True
+        file = os.open(path, os.O_RDONLY) if handle is None else os.dup(handle)
+    except OSError as error:
+        raise ExpertcastError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    warnings.warn(
+        f"the file system of {os.path.realpath(path)!r} has no direct reads: experts pass through the system's page "
+        "cache",
+        stacklevel=3,
+    )
+    return file, False

@@ -1,0 +1,306 @@
+"""Fitting `estimator`: ridge in one pass, then distillation, then a gate per layer pair.
+
+T tokens, D hidden size, F features, E routed experts, P layer pairs, S maps, G gates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from expertcast.data.batch import TraceBatch
+from expertcast.data.processes import training_share
+from expertcast.data.traces import TraceSource
+from expertcast.predictors import ExpertcastError, MoELayer, PredictorConfig, RouterState
+from expertcast.predictors.estimator import INPUTS, Estimator, EstimatorConfig
+from expertcast.predictors.messages import Json
+from expertcast.training.linear import RidgeStatistics, gather, score_maps
+from expertcast.training.loop import NetworkTraining, TrainingData, run, steps_of
+from expertcast.training.metrics import Recall
+from expertcast.training.scoring import (
+    FitOptions,
+    Fitted,
+    candidate_recall,
+    device_of,
+    forget_some,
+    known_stand_in,
+    states_of,
+    validation_batch,
+    validation_batches,
+)
+
+# Distilling routers into the estimator's network with Lightning, and the losses for it.
+#
+# T tokens, P layer pairs, F features, E routed experts, N rows (tokens, or layers x tokens). Source of the losses:
+# Speculating Experts, section 4 (row B13).
+
+
+class Distiller(NetworkTraining):
+    """Trains one distance of an estimator: its network moves, everything else stands still.
+
+    Logs `loss` per step, and per validation round `recall` and `recall_per_layer/<target layer>`.
+    """
+
+    def __init__(
+        self, estimator: Estimator, ahead: int, *, loss: str, temperature: float, scale_P: Tensor, steps: int
+    ) -> None:
+        """
+        Args:
+            estimator: what the network is a part of; bound, its standardisation and ridge maps set.
+            ahead: the distance.
+            loss: name of the loss, one of `LOSSES`.
+            temperature: what the loss divides logits by.
+            scale_P: per pair, what logits are divided by before the loss (1 leaves them as they are).
+            steps: optimiser steps of the schedule.
+        """
+        super().__init__(estimator.network(ahead), estimator.config, steps)
+        self._estimator = [estimator]  # in a list: only the network is trained, synchronised and moved
+        self._ahead, self._loss, self._temperature = ahead, loss, temperature
+        self.register_buffer("scale_P", scale_P.clone())
+        # validation runs in full on every rank: summing over ranks would count each token twice
+        self.recall = Recall(len(scale_P), sync_on_compute=False)
+
+    def identity(self) -> Json:
+        return super().identity() | {"ahead": self._ahead, "loss": self._loss, "temperature": self._temperature}
+
+    def forecast(self, batch: TraceBatch) -> tuple[Tensor, Tensor]:
+        """The routers' logits [P, T, E] of a batch and those forecast, base and network together."""
+        estimator, ahead = self._estimator[0], self._ahead
+        with torch.no_grad():
+            states = states_of(estimator.view, forget_some(batch) if self.training else batch)
+            x_PTF = torch.stack([estimator.features(state, ahead) for state in states[: len(self.scale_P)]])
+            y_PTE = batch.logits_TLE[:, ahead:].transpose(0, 1).float().to(x_PTF.device)
+            x_PTF = estimator.standardised(x_PTF, ahead)
+        return y_PTE, estimator.base(x_PTF, ahead) + self.scale_P[:, None, None] * self.network(x_PTF).float()
+
+    def training_step(self, batch: TraceBatch, batch_index: int) -> Tensor:
+        """The loss of one step."""
+        y_PTE, z_PTE = self.forecast(batch)
+        scale_P11 = self.scale_P[:, None, None]
+        loss = distillation_loss(self._loss, y_PTE / scale_P11, z_PTE / scale_P11, self._temperature)
+        self.log("loss", loss, batch_size=len(batch))
+        return loss
+
+    def validation_step(self, batch: TraceBatch, batch_index: int) -> None:
+        """Score one batch of the round."""
+        y_PTE, z_PTE = self.forecast(batch)
+        for pair, layer in enumerate(self._estimator[0].view.layers[self._ahead :]):
+            self.recall.update(pair, layer.route(z_PTE[pair])[0], layer.route(y_PTE[pair])[0])
+
+    def on_validation_epoch_end(self) -> None:
+        """End the round with its score."""
+        recall_P = self.recall.per_row().float()
+        self.recall.reset()
+        for pair, value in enumerate(recall_P):
+            self.log(f"recall_per_layer/{pair + self._ahead}", value)
+        self.end_round(float(recall_P.mean()))
+
+
+def distillation_data(source: TraceSource, options: FitOptions, step_tokens: int) -> TrainingData[TraceBatch]:
+    """Batches of `step_tokens` tokens: train shuffled anew in every pass, validation in full on every rank."""
+
+    def passing(epoch: int, generator: torch.Generator) -> Iterator[TraceBatch]:
+        seed, share = options.seed + epoch, training_share()  # the source draws an order from a number
+        return source.batches("train", step_tokens, shuffle=True, seed=seed, max_tokens=options.tokens, share=share)
+
+    return TrainingData(passing, lambda: validation_batches(source, options, step_tokens), options.seed)
+
+
+def kl_divergence(target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0) -> Tensor:
+    """Mean over rows of T^2 KL(softmax(target / T) || softmax(forecast / T)), T the temperature, in log space.
+
+    The factor keeps gradients at one size for any temperature.
+    """
+    log_p_NE = functional.log_softmax(target_NE.float() / temperature, dim=-1)
+    log_q_NE = functional.log_softmax(forecast_NE.float() / temperature, dim=-1)
+    divergence_NE = functional.kl_div(log_q_NE, log_p_NE, log_target=True, reduction="none")
+    return temperature**2 * divergence_NE.sum(dim=-1).mean()
+
+
+def sigmoid_kl(target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0) -> Tensor:
+    """Mean over rows of the experts' Bernoulli KL divergences, for routers that score experts one by one.
+
+    A sigmoid router's choice depends on the level of its logits, which the softmax of :func:`kl_divergence` removes.
+    """
+    target_NE, forecast_NE = target_NE.float() / temperature, forecast_NE.float() / temperature
+    p_NE = torch.sigmoid(target_NE)
+    cross_NE = functional.binary_cross_entropy_with_logits(forecast_NE, p_NE, reduction="none")
+    entropy_NE = functional.binary_cross_entropy_with_logits(target_NE, p_NE, reduction="none")
+    return temperature**2 * (cross_NE - entropy_NE).sum(dim=-1).mean()
+
+
+LOSSES = {"kl": kl_divergence, "sigmoid_kl": sigmoid_kl}
+
+
+def distillation_loss(name: str, target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0) -> Tensor:
+    """The loss registered as `name`, of `forecast_NE` from `target_NE`, both divided by the `temperature`.
+
+    Raises:
+        ExpertcastError: unknown name.
+    """
+    if name not in LOSSES:
+        raise ExpertcastError(f"unknown loss {name!r}: choose from {', '.join(LOSSES)}")
+    return LOSSES[name](target_NE, forecast_NE, temperature)
+
+
+def suited_loss(layer: MoELayer) -> str:
+    """`kl` when adding a constant to all logits leaves the layer's routing as it is, else `sigmoid_kl`."""
+    generator = torch.Generator().manual_seed(0)
+    logits_TE = torch.randn(64, layer.num_experts, generator=generator)
+    weight = next(layer.router.parameters())
+    logits_TE = logits_TE.to(weight.device)
+    ids_TK, weights_TK = layer.route(logits_TE)
+    shifted_ids_TK, shifted_weights_TK = layer.route(logits_TE + 2.0)
+    same = torch.equal(ids_TK, shifted_ids_TK) and torch.allclose(weights_TK, shifted_weights_TK, rtol=0.05, atol=1e-2)
+    return "kl" if same else "sigmoid_kl"
+
+
+GATES = (0.0, 0.5, 1.0)
+"""Shares of the network's output to choose from."""
+MARGIN = 5e-4
+"""Recall on validation that a pair must gain before it leaves the plain ridge of `linear`."""
+TRIAL_SHARE = 8
+"""A trial of one temperature runs for a share 1/8 of the steps."""
+
+
+def fit_estimator(source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
+    """The estimator, each distance on its own."""
+    assert isinstance(config, EstimatorConfig)
+    config = with_inputs(config, source)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        predictor = Estimator(config, source.view.shape)
+    predictor.set_defaults(source.defaults)
+    if predictor.uses_early and source.stand_in is not None:
+        predictor.set_stand_in(source.stand_in)
+    predictor.to(device_of(source.view)).bind(source.view)
+    if predictor.uses_previous_token:
+        logits_TLE = validation_batch(source, options).logits_TLE.float()
+        predictor.get_buffer("usual_LE").copy_((logits_TLE - logits_TLE.mean(dim=2, keepdim=True)).mean(dim=0))
+    sums = {} if config.form == "paper" else gather(source, predictor.features, config.ahead, options, Estimator.name)
+    report = {}
+    for ahead in config.ahead:
+        if config.form == "paper":  # the published network alone: plain KL on the logits as they are
+            scale_P = torch.ones(source.view.shape.layers - ahead, device=device_of(source.view))
+            report[str(ahead)] = _distil(predictor, source, options, ahead, loss="kl", scale_P=scale_P)
+        else:
+            report[str(ahead)] = _fit_residual(predictor, source, ahead, options, sums[ahead])
+    return Fitted(predictor=predictor, report={"distances": report})
+
+
+def with_inputs(config: EstimatorConfig, source: TraceSource) -> EstimatorConfig:
+    """The config with inputs that the source has: all of them where it names none.
+
+    Raises:
+        ExpertcastError: it names early attention, and the source holds none.
+    """
+    if not config.inputs:
+        inputs = [name for name in INPUTS if name != "early" or source.stand_in is not None]
+    else:
+        inputs = list(config.inputs)
+    if "early" not in inputs:
+        return replace(config, inputs=inputs, stand_in_rank=None)
+    return replace(config, inputs=inputs, stand_in_rank=known_stand_in(source, "inputs=early").rank)
+
+
+def _fit_residual(
+    predictor: Estimator, source: TraceSource, ahead: int, options: FitOptions, sums: RidgeStatistics
+) -> Json:
+    maps, linear_count = _base_maps(predictor, sums), len(predictor.config.strengths)
+    recall_SP = score_maps(source, predictor.features, ahead, maps, options, Estimator.name)
+    linear_P, plain_P = recall_SP[:linear_count].max(dim=0)
+    base_P = recall_SP.argmax(dim=0)
+    _set_base(predictor, ahead, sums, maps, base_P)
+    scale_P = _spread(source, ahead, options)
+    report = _distil(predictor, source, options, ahead, loss=suited_loss(source.view[ahead]), scale_P=scale_P)
+    best_P, gate_P = _score_gates(predictor, source, options, ahead, scale_P).max(dim=0)
+    # where neither the wider ridge nor the network pays, the pair goes back to what `linear` would do
+    back_P = best_P < linear_P + MARGIN
+    gates = torch.tensor(GATES)[gate_P].masked_fill(back_P, 0.0)
+    chosen_P = torch.where(back_P, plain_P, base_P)
+    _set_base(predictor, ahead, sums, maps, chosen_P)
+    predictor.get_buffer(f"gain_P_{ahead}").copy_(gates.to(scale_P) * scale_P)
+    return report | {
+        "base": ["linear" if index < linear_count else "all inputs" for index in chosen_P],
+        "gates": gates.tolist(),
+        "linear_recall": linear_P.tolist(),
+        "validation_recall": torch.where(back_P, linear_P, best_P).tolist(),
+    }
+
+
+def _base_maps(predictor: Estimator, sums: RidgeStatistics) -> tuple[Tensor, Tensor]:
+    """Ridge maps to start from, [S, P, F, E] and [S, P, E]: those of `linear` (q_l alone), then those of all inputs."""
+    strengths, hidden = predictor.config.strengths, predictor.shape.hidden
+    weight_SPFE, bias_SPE = sums.solve(strengths)
+    linear_SPDE, linear_SPE = sums.solve(strengths, features=hidden)
+    padded_SPFE = torch.zeros_like(weight_SPFE)
+    padded_SPFE[:, :, :hidden] = linear_SPDE
+    return torch.cat([padded_SPFE, weight_SPFE]), torch.cat([linear_SPE, bias_SPE])
+
+
+def _set_base(
+    predictor: Estimator, ahead: int, sums: RidgeStatistics, maps: tuple[Tensor, Tensor], index_P: Tensor
+) -> None:
+    """Take over each pair's map of plain inputs, rewritten for standardised ones."""
+    weight_PFE, bias_PE = (values[index_P, torch.arange(len(index_P))] for values in maps)
+    mean_PF, spread_PF = sums.moments()
+    inverse_PF = torch.where(spread_PF > 0, 1 / spread_PF, 0.0)
+    predictor.get_buffer(f"mean_PF_{ahead}").copy_(mean_PF)
+    predictor.get_buffer(f"inverse_PF_{ahead}").copy_(inverse_PF)
+    predictor.get_buffer(f"weight_PFE_{ahead}").copy_(weight_PFE * spread_PF[:, :, None])
+    predictor.get_buffer(f"bias_PE_{ahead}").copy_(bias_PE + torch.einsum("pf,pfe->pe", mean_PF, weight_PFE))
+
+
+def _spread(source: TraceSource, ahead: int, options: FitOptions) -> Tensor:
+    """Standard deviation [P] of the target routers' logits about each token's mean."""
+    logits_TPE = validation_batch(source, options).logits_TLE[:, ahead:].float()
+    centred_TPE = logits_TPE - logits_TPE.mean(dim=2, keepdim=True)
+    return centred_TPE.square().mean(dim=(0, 2)).sqrt().clamp(min=1e-6).to(device_of(source.view))
+
+
+def _distil(
+    predictor: Estimator, source: TraceSource, options: FitOptions, ahead: int, *, loss: str, scale_P: Tensor
+) -> Json:
+    """Train the network of one distance and leave it at its best validation round; what to report of it."""
+    config, network = predictor.config, predictor.network(ahead)
+    initial = {key: tensor.detach().clone() for key, tensor in network.state_dict().items()}
+    steps = steps_of(config, source, options)
+
+    def attempt(temperature: float, steps: int, name: str) -> Distiller:
+        network.load_state_dict(initial)
+        module = Distiller(predictor, ahead, loss=loss, temperature=temperature, scale_P=scale_P, steps=steps)
+        run(module, distillation_data(source, options, config.step_tokens), source, options, name)
+        return module
+
+    temperature, trials = config.temperatures[0], {}
+    if len(config.temperatures) > 1:
+        short = max(1, steps // TRIAL_SHARE)
+        for value in config.temperatures:
+            trials[value] = attempt(value, short, f"ahead{ahead}_trial{value:g}").best.score
+        temperature = max(trials, key=lambda value: trials[value])
+    return {
+        "loss": loss,
+        "temperature": temperature,
+        "trials": {str(value): recall for value, recall in trials.items()},
+        **attempt(temperature, steps, f"ahead{ahead}").finish(),
+    }
+
+
+@torch.no_grad()
+def _score_gates(predictor: Estimator, source: TraceSource, options: FitOptions, ahead: int, scale_P: Tensor) -> Tensor:
+    """Recall@k [G, P] on validation with each share of the network's output."""
+
+    def forecasts(states: list[RouterState]) -> Iterator[Iterable[Tensor]]:
+        x_PTF = torch.stack([predictor.features(state, ahead) for state in states[: len(scale_P)]])
+        x_PTF = predictor.standardised(x_PTF, ahead)
+        base_PTE = predictor.base(x_PTF, ahead)
+        added_PTE = scale_P[:, None, None] * predictor.network(ahead)(x_PTF)
+        for layer, base_TE, added_TE in zip(source.view.layers[ahead:], base_PTE, added_PTE, strict=True):
+            yield [layer.route(base_TE + gate * added_TE)[0] for gate in GATES]
+
+    what = f"{Estimator.name}: choosing gates, {ahead} ahead"
+    return candidate_recall(source, ahead, options, len(GATES), forecasts, what)

@@ -1,0 +1,604 @@
+"""Going on with a training that was killed: what is kept on disk while it runs, in safetensors and JSON, no pickle.
+
+`expertcast train ... --out CKPT` keeps it in CKPT.partial, a file per training (a distance, a trial of a temperature),
+and removes the folder when CKPT is written. A file holds the network, the optimiser's state, the learning rate's, the
+step, the best round's network and its score, the random states, the position in the order of the tokens, and the
+folder of its TensorBoard logs. It replaces the one before it whole, so that a kill at any moment leaves one that can be
+used. A training goes on only from a file of its very configuration, data and versions. On the CPU it ends bit for bit
+as if nothing had happened.
+
+Under torchrun the first rank writes and all ranks read: the folder must be one that they share, as --out is.
+
+A save takes about 80 ms for the default estimator on the bundled model (0.76 M parameters, 12 MB with the optimiser's
+state and the best round's) on a busy machine of two cores: 20 saves are under 1% of its training of minutes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import ClassVar, Generic, TypeVar
+
+import lightning
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import TypedDict
+
+import expertcast
+from expertcast.data.processes import training_share, wait_for_all
+from expertcast.data.trace_format import write_atomically
+from expertcast.data.traces import TraceSource
+from expertcast.predictors.artefacts import CLOSED, digest, open_file, parse_json, seal
+from expertcast.predictors.estimator import EstimatorConfig
+from expertcast.predictors.messages import ExpertcastError, Json, Progress
+from expertcast.predictors.next_token import NextTokenConfig
+from expertcast.training.scoring import NO_VALIDATION, FitOptions, train_tokens
+
+SAVES = 20
+"""Times that a training's state is saved."""
+_RANDOM = "expertcast_random_states"
+_LOGS = "expertcast_logs"
+
+log = logging.getLogger(__name__)
+
+
+class _Note(TypedDict):
+    """What a state says of itself."""
+
+    __pydantic_config__ = CLOSED  # type: ignore[misc]
+    fingerprint: str
+    step: int
+    finished: bool
+    content: str
+    digest: str
+
+
+def resume_folder(out: Path) -> Path:
+    """Where the trainings of the checkpoint `out` keep their states: beside it."""
+    return out.with_name(out.name + ".partial")
+
+
+def forget(out: Path) -> None:
+    """Remove what the trainings of the checkpoint `out` have kept: it is complete."""
+    shutil.rmtree(resume_folder(out), ignore_errors=True)
+
+
+def note_of(path: Path, wanted: str) -> Json | None:
+    """What a state's file says of itself (`step`, `finished`), or None where none can be gone on from, which is logged.
+
+    `wanted` is the fingerprint of the training that is to go on. The whole file is read and compared with its digest.
+    """
+    if not os.path.lexists(path):
+        return None
+    try:
+        note, _, _ = _read(path)
+    except ExpertcastError as error:
+        log.warning("%s: this training starts over", error)
+        return None
+    if note["fingerprint"] != wanted:
+        log.warning("%s is of another configuration, other data or other versions: this training starts over", path)
+        return None
+    log.warning("%s: %s", path, "finished before" if note["finished"] else f"going on at step {note['step']}")
+    return dict(note)
+
+
+def write_state(path: Path, state: Mapping[str, object], note: Json) -> None:
+    """Write plain values, tensors, and lists and mappings of these as one safetensors file, whole or not at all.
+
+    Args:
+        path: of the file; its folder is made.
+        state: what to write.
+        note: what :func:`note_of` gives back: `fingerprint`, `step` and `finished`.
+
+    Raises:
+        TypeError: a value of another kind.
+    """
+    tensors: dict[str, Tensor] = {}
+    tree = json.dumps(_packed(state, tensors))
+    sealed = json.dumps(seal({**note, "content": _content(tree, tensors)}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, save(tensors, metadata={"tree": tree, "note": sealed}))
+
+
+def read_state(path: Path) -> Json:
+    """What :func:`write_state` wrote, with lists for tuples.
+
+    Raises:
+        ExpertcastError: it is not there, or is damaged.
+    """
+    _, tree, tensors = _read(path)
+    state = _unpacked(json.loads(tree), tensors)
+    assert isinstance(state, dict)
+    return state
+
+
+def _read(path: Path) -> tuple[_Note, str, dict[str, Tensor]]:
+    remedy = "remove it"
+    try:
+        open_file(path).close()
+        with safe_open(path, framework="pt") as file:
+            texts = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError) as error:
+        raise ExpertcastError(f"{path} is damaged ({str(error).splitlines()[0]}); {remedy}") from error
+    tree = texts.get("tree", "")
+    note = parse_json(texts.get("note", ""), _Note, f"{path}: its note", remedy)
+    if note["content"] != _content(tree, tensors):
+        raise ExpertcastError(f"{path} is damaged: it was changed after it was written; {remedy}")
+    return note, tree, tensors
+
+
+def _content(tree: str, tensors: Mapping[str, Tensor]) -> str:
+    """Digest of a state: of its plain values, and of each tensor's name, type, shape and bytes."""
+    parts = [tree]
+    for name, tensor in sorted(tensors.items()):
+        own = digest(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        parts.append(f"{name} {tensor.dtype} {list(tensor.shape)} {own}")
+    return digest("\n".join(parts).encode())
+
+
+def _packed(value: object, tensors: dict[str, Tensor]) -> object:
+    """JSON values, with each tensor's place in `tensors` in its stead; mappings as pairs, as keys may be numbers."""
+    if isinstance(value, Tensor):
+        name = str(len(tensors))
+        tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        return {"pairs": [[key, _packed(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        return [_packed(item, tensors) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{type(value).__name__} in a training's state: only tensors and plain values can be kept")
+
+
+def _unpacked(value: object, tensors: Mapping[str, Tensor]) -> object:
+    if isinstance(value, list):
+        return [_unpacked(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return tensors[value["tensor"]]
+    return {key: _unpacked(item, tensors) for key, item in value["pairs"]}
+
+
+class PlainCheckpoints(CheckpointIO):  # type: ignore[misc]
+    """How Lightning writes and reads its checkpoints here: as safetensors and JSON instead of a pickle."""
+
+    def __init__(self, fingerprint: str) -> None:
+        self._fingerprint = fingerprint
+
+    def save_checkpoint(
+        self, checkpoint: Mapping[str, object], path: Path | str, storage_options: object = None
+    ) -> None:
+        """Write a state, atomically; `storage_options` are of other kinds of storage."""
+        note = {"fingerprint": self._fingerprint, "step": checkpoint["global_step"], "finished": False}
+        write_state(Path(path), checkpoint, note)
+
+    def load_checkpoint(
+        self, path: Path | str, map_location: object = None, weights_only: bool | None = None
+    ) -> dict[str, object]:
+        """The state, its tensors on the CPU; Lightning moves them to where they belong."""
+        return read_state(Path(path))
+
+    def remove_checkpoint(self, path: Path | str) -> None:
+        """Remove one state."""
+        Path(path).unlink(missing_ok=True)
+
+
+class KeepState(Callback):  # type: ignore[misc]
+    """Saves a training's state every few steps, between one step (and its validation round) and the next."""
+
+    def __init__(self, path: Path, every: int) -> None:
+        """Save to the file `path` after every `every` steps."""
+        self._path, self._every = path, every
+        self._random: Json | None = None
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Set the random states of a training that goes on."""
+        if self._random is not None:
+            torch.set_rng_state(self._random["cpu"])
+            if self._random["cuda"]:
+                torch.cuda.set_rng_state_all(self._random["cuda"])
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        """Save, where it is time to, and count the steps of the logs right.
+
+        Of Lightning's arguments only `trainer` is looked at, not `pl_module`, `batch` and `batch_idx`.
+        """
+        # Lightning counts one too many when it goes on from a state that a validation round came just before
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+        if trainer.global_step and trainer.global_step % self._every == 0:
+            trainer.save_checkpoint(self._path)
+
+    def on_save_checkpoint(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, object]
+    ) -> None:
+        """Add the random states and the folder of the logs, and take back that the next batch was fetched."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        checkpoint[_RANDOM] = {"cpu": torch.get_rng_state(), "cuda": cuda}
+        if trainer.logger is not None:
+            checkpoint[_LOGS] = os.path.abspath(trainer.logger.log_dir)
+        _before_the_batch(checkpoint)
+
+    def on_load_checkpoint(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: Json
+    ) -> None:
+        """Keep the random states until the data is set up, which draws from them."""
+        self._random = checkpoint[_RANDOM]
+
+
+def logger_of(folder: Path | None, name: str, start: Path | None) -> TensorBoardLogger | None:
+    """TensorBoard's logger of a training; None without a folder.
+
+    Args:
+        folder: of all logs.
+        name: the training's.
+        start: the state that it goes on from. If it logged in this folder it keeps its version there, and TensorBoard
+            leaves out what was logged after the state. Without a state the version is a new one.
+
+    Raises:
+        ExpertcastError: the state is damaged.
+    """
+    if folder is None:
+        return None
+    state = {} if start is None else read_state(start)
+    logs = Path(state.get(_LOGS, ""))
+    if logs.parent != Path(os.path.abspath(folder / name)):
+        return TensorBoardLogger(str(folder), name=name)
+    return TensorBoardLogger(str(folder), name=name, version=logs.name, purge_step=state["global_step"])
+
+
+def _before_the_batch(checkpoint: Json) -> None:
+    """Set Lightning's counters to where they were between two steps.
+
+    When a batch starts they count it as made ready, and, if it is the epoch's last, the epoch as being at its end.
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    progress["is_last_batch"] = False
+    for counters in (progress["total"], progress["current"]):
+        counters["ready"] = counters["completed"]
+
+
+# What training any network here has in common: the optimiser, the learning rate, the best round, the order of tokens.
+#
+# Steps are counted over all passes; a round is a run over the validation split.
+
+TrainedConfig = EstimatorConfig | NextTokenConfig
+Examples = TypeVar("Examples")
+
+WARM_UP = 0.05
+FLOOR = 0.02
+"""Learning rate at the end, as a share of the peak."""
+
+
+@dataclass(kw_only=True)
+class BestRound:
+    """The network as it was at its best validation round, and all rounds' scores."""
+
+    score: float
+    """What the rounds are compared by; infinitely bad before the first one."""
+    step: int = 0
+    """The step of the best round."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """The network's weights then; empty before the first round."""
+    history: list[dict[str, float]] = field(default_factory=list)
+    """Step and score of every round."""
+
+
+class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
+    """Trains one network with AdamW and keeps it as it was at its best validation round."""
+
+    watched: ClassVar[str] = "recall"
+    """Name of the score of a validation round."""
+    mode: ClassVar[str] = "max"
+    """Whether a greater score (`max`) or a smaller one (`min`) is better."""
+
+    def __init__(self, network: nn.Module, config: TrainedConfig, steps: int) -> None:
+        """Train `network` as `config` says in a schedule of `steps` optimiser steps."""
+        super().__init__()
+        self.network, self.config, self.steps = network, config, steps
+        self.best = BestRound(score=-math.inf if self.mode == "max" else math.inf)
+
+    def identity(self) -> Json:
+        """What must be the same for a training of this network to go on after a kill, as plain values."""
+        return {"network": type(self).__name__, "config": self.config.as_dict(), "steps": self.steps}
+
+    def end_round(self, score: float) -> None:
+        """Log a validation round's score, and keep the network if none was better."""
+        best, step = self.best, self.global_step
+        self.log(self.watched, score)
+        best.history.append({"step": step, self.watched: score})
+        if score > best.score if self.mode == "max" else score < best.score:
+            best.score, best.step = score, step
+            best.tensors = {key: tensor.detach().clone() for key, tensor in self.network.state_dict().items()}
+
+    def finish(self) -> Json:
+        """Leave the network at its best round, no longer to be trained; what the report says of the training.
+
+        Raises:
+            ExpertcastError: there was nothing to validate on.
+        """
+        if not self.best.tensors:
+            raise ExpertcastError(NO_VALIDATION)
+        self.network.load_state_dict(self.best.tensors)
+        self.network.requires_grad_(False)
+        return {
+            "parameters": sum(parameter.numel() for parameter in self.network.parameters()),
+            "steps": self.best.step,
+            "history": self.best.history,
+        }
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW, its learning rate set anew at every step."""
+        optimizer = torch.optim.AdamW(
+            self.network.parameters(),
+            lr=self.config.learning_rate,
+            weight_decay=self.config.weight_decay,
+            betas=(0.9, 0.98),
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_cosine(step, self.steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
+        checkpoint["best"] = dict(vars(self.best))
+
+    def on_load_checkpoint(self, checkpoint: Json) -> None:
+        device = next(self.network.parameters()).device
+        best = BestRound(**checkpoint["best"])
+        best.tensors = {name: tensor.to(device) for name, tensor in best.tensors.items()}
+        self.best = best
+
+
+class TrainingData(lightning.LightningDataModule, Generic[Examples]):  # type: ignore[misc]
+    """Passes over the train split, each in an order of its own, and the validation split; knows where training is."""
+
+    def __init__(
+        self,
+        passing: Callable[[int, torch.Generator], Iterator[Examples]],
+        validation: Callable[[], Iterator[Examples]],
+        seed: int,
+    ) -> None:
+        """
+        Args:
+            passing: the batches of one pass over the train split, from the number of passes before it and a generator
+                to draw from, in the state in which the pass before left it.
+            validation: the batches of the validation split, in the same order each time.
+            seed: of the generator.
+        """
+        super().__init__()
+        self._passing, self._validation = passing, validation
+        self._generator = torch.Generator().manual_seed(seed)
+        self._begin = self._generator.get_state()
+        self._epoch, self._skipped = -1, 0
+
+    def train_dataloader(self) -> DataLoader[Examples]:
+        """The next pass over the train split, each time it is iterated."""
+        return DataLoader(_Stream(self._next_pass), batch_size=None)
+
+    def val_dataloader(self) -> DataLoader[Examples]:
+        """The validation split."""
+        return DataLoader(_Stream(self._validation), batch_size=None)
+
+    def _next_pass(self) -> Iterator[Examples]:
+        self._epoch += 1
+        self._begin = self._generator.get_state()
+        skipped, self._skipped = self._skipped, 0
+        return islice(self._passing(self._epoch, self._generator), skipped, None)
+
+    def state_dict(self) -> dict[str, object]:
+        """The position in the order of the train split, kept with the training's state."""
+        batches = self.trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        return {"epoch": self._epoch, "generator": self._begin, "batches": batches}
+
+    def load_state_dict(self, state_dict: Json) -> None:
+        """Go on at a position; the batches of its pass before it are drawn again and left out."""
+        self._epoch, self._begin = state_dict["epoch"] - 1, state_dict["generator"]
+        self._skipped = state_dict["batches"]
+        self._generator.set_state(self._begin)
+
+
+class _Stream(IterableDataset[Examples]):
+    """Whatever a function gives, anew each time."""
+
+    def __init__(self, make: Callable[[], Iterator[Examples]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Examples]:
+        return self._make()
+
+
+def steps_of(config: TrainedConfig, source: TraceSource, options: FitOptions) -> int:
+    """Optimiser steps of a training: those configured, in no more passes over the tokens than configured."""
+    per_pass = max(1, train_tokens(source, options) // (config.step_tokens * training_share().world))
+    return max(1, min(config.steps, config.passes * per_pass))
+
+
+def warm_cosine(step: int, steps: int) -> float:
+    """Learning rate at a step as a share of the peak: linear warm-up, then a cosine down to 2%."""
+    warm = max(1, round(WARM_UP * steps))
+    if step < warm:
+        return (step + 1) / warm
+    progress = min(1.0, (step - warm) / max(1, steps - warm))
+    return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+# The Lightning trainer that networks are trained in: quiet, no pickled checkpoints, on one rank or under torchrun.
+
+ROUNDS = 12
+"""Validation rounds in a full run."""
+
+
+class ShowSteps(Callback):  # type: ignore[misc]
+    """Shows the steps of a schedule, and the score of the last validation round."""
+
+    def __init__(self, name: str, options: FitOptions) -> None:
+        """Of the training `name`, if the `options` say so."""
+        self._name, self._shown = name, options.progress
+        self._bar: Progress | None = None
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: NetworkTraining) -> None:
+        done = trainer.global_step
+        what = f"training {self._name}"
+        self._bar = Progress(what, total=pl_module.steps, unit="step", initial=done, shown=self._shown)
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_of_the_batch: object) -> None:
+        assert self._bar is not None
+        self._bar.update(trainer.global_step - self._bar.n)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: NetworkTraining) -> None:
+        if self._bar is not None and pl_module.best.history:
+            score = pl_module.best.history[-1][pl_module.watched]
+            self._bar.set_postfix_str(f"{pl_module.watched} {score:.4f}", refresh=False)
+
+    def teardown(self, *_of_the_fit: object, stage: str | None = None) -> None:
+        self._close()
+
+    def on_exception(self, *_what_happened: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:  # a training may end before its first step
+            self._bar.close()
+
+
+class KeepSignals(Callback):  # type: ignore[misc]
+    """Leaves SIGTERM to the program. Lightning's own handler ends it with status 0 and broadcasts between the ranks."""
+
+    def __init__(self) -> None:
+        self._handler = signal.getsignal(signal.SIGTERM)
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: NetworkTraining) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._handler)
+
+
+def run(
+    module: NetworkTraining, data: TrainingData[Examples], source: TraceSource, options: FitOptions, name: str
+) -> None:
+    """Train `module` to the end of its schedule; its best validation round is in `module.best` afterwards.
+
+    Args:
+        module: the training.
+        data: what it learns from and is validated on.
+        source: where that comes from.
+        options: logs, progress, and where the state is kept against a kill; what is kept there of this very
+            training is gone on from.
+        name: the training's among those of one fit.
+    """
+    if options.resume_folder is None:
+        _fit(module, data, options, name)
+        return
+    path = options.resume_folder / f"{name}.safetensors"
+    mark = _fingerprint(module, source, options)
+    note = note_of(path, mark)
+    wait_for_all(training_share())  # all ranks have looked before the first one writes or removes
+    if note is not None and note["finished"]:
+        module.on_load_checkpoint(read_state(path))
+        return
+    keeping = [KeepState(path, max(1, module.steps // SAVES))]
+    _fit(module, data, options, name, callbacks=keeping, states=PlainCheckpoints(mark), start=path if note else None)
+    if training_share().rank == 0:
+        state: dict[str, object] = {}
+        module.on_save_checkpoint(state)
+        write_state(path, state, {"fingerprint": mark, "step": module.steps, "finished": True})
+
+
+def _fingerprint(module: NetworkTraining, source: TraceSource, options: FitOptions) -> str:
+    """One value for all that must be the same for a training to go on: what it is, its data, the versions at work."""
+    about = {
+        "training": module.identity(),
+        "data": {key: value for key, value in source.info.items() if key not in ("command", "documents")},
+        "options": [options.tokens, options.validation_tokens, options.seed],
+        "ranks": training_share().world,
+        "versions": [expertcast.__version__, torch.__version__, lightning.__version__],
+    }
+    return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _fit(
+    module: NetworkTraining,
+    data: TrainingData[Examples],
+    options: FitOptions,
+    name: str,
+    *,
+    callbacks: list[Callback] | None = None,
+    states: PlainCheckpoints | None = None,
+    start: Path | None = None,
+) -> None:
+    logger = logger_of(options.log_folder, name, start)
+    stopping = EarlyStopping(module.watched, mode=module.mode, patience=module.config.patience, min_delta=1e-4)
+    with _quiet():
+        trainer = lightning.Trainer(
+            max_steps=module.steps,
+            max_epochs=-1,
+            val_check_interval=max(1, module.steps // ROUNDS),
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            gradient_clip_val=1.0,
+            log_every_n_steps=10,
+            logger=logger or False,
+            callbacks=[stopping, ShowSteps(name, options), KeepSignals(), *(callbacks or [])],
+            plugins=states,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,  # it counts epochs, and a schedule of steps has none
+            **_placement(module),
+        )
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=start, weights_only=True)
+        except SystemExit as left:  # Lightning's way out of an interrupt
+            if isinstance(left.__context__, KeyboardInterrupt):
+                raise left.__context__ from None
+            raise
+
+
+def _placement(module: lightning.LightningModule) -> dict[str, object]:
+    """Device and strategy: where the network is, and DDP over gloo or nccl in a process group of several ranks."""
+    device = next(module.parameters()).device
+    on_gpu = device.type == "cuda"
+    world = training_share().world
+    accelerator = "gpu" if on_gpu else "cpu"
+    if world == 1:
+        return {"accelerator": accelerator, "devices": [device.index or 0] if on_gpu else 1}
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    strategy = DDPStrategy(process_group_backend="nccl" if on_gpu else "gloo")
+    return {"accelerator": accelerator, "devices": per_node, "num_nodes": world // per_node, "strategy": strategy}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Lightning's remarks on hardware and data loaders off the terminal."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
