@@ -17,6 +17,7 @@ import collections
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def interrupt(names: list[str], path: Path | None) -> int:
     """SIGTERM and SIGINT for commands by name; returns the exit status."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and pass that on
     with one_hub(), tempfile.TemporaryDirectory() as temporary:
         forked.prepare()
         interrupts = Interrupts(Path(temporary))

@@ -81,9 +81,13 @@ class Draft:
         self.folder.mkdir(parents=True, exist_ok=True)
         _remove_left_over(self._target)
         self.path = self._target.with_name(f"{self._target.name}.{os.getpid()}-{next(_NUMBER)}{PARTIAL}")
-        self._file = self.path.open("w+b")
-        weakref.finalize(self, self._file.close)
-        _lock(self._file.fileno())  # as long as anything has it open or mapped
+        try:
+            self._file = self.path.open("w+b")
+            weakref.finalize(self, self._file.close)
+            _lock(self._file.fileno())  # as long as anything has it open or mapped
+        except BaseException:  # an interrupt too: nobody removes an empty file later
+            self.drop()
+            raise
         return self._file
 
     def commit(self) -> None:
@@ -103,9 +107,9 @@ class Draft:
         if self._file is not None:
             with contextlib.suppress(OSError):  # what was not written yet finds no room
                 self._file.close()
-            if self._target not in (None, self.path):
-                with contextlib.suppress(OSError):
-                    self.path.unlink()
+        if self._target not in (None, self.path):
+            with contextlib.suppress(OSError):
+                self.path.unlink()
 
 
 def can_be_nameless() -> bool:
@@ -360,8 +364,10 @@ class StoreFile:
             file = draft.open()
             _reserve(file.fileno(), size, draft.folder)
             mapping = mmap.mmap(file.fileno(), size)
-        except OSError as error:
+        except BaseException as error:
             draft.drop()
+            if not isinstance(error, OSError):
+                raise
             raise ExpertcastError(
                 f"cannot write {size} bytes to {str(draft.folder)!r} ({error.strerror or error}): give another "
                 "store_folder"
@@ -620,8 +626,10 @@ class CodedWriter:
         try:
             self._file: BinaryIO = draft.open()
             self._file.write(bytes(header.room))
-        except OSError as error:
+        except BaseException as error:
             self.drop()
+            if not isinstance(error, OSError):
+                raise
             raise self._failed(error) from error
 
     def add(self, parts: Sequence[Part]) -> None:

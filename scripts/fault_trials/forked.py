@@ -93,6 +93,8 @@ def start(work: Callable[[], int], folder: Path, limits: Limits) -> tuple[Callab
     """Begin; gives what waits for the end, and the process's number."""
     sys.stdout.flush()
     sys.stderr.flush()
+    for name in ("out", "err"):
+        (folder / name).unlink(missing_ok=True)  # what is read there is this fork's
     begin = time.monotonic()
     child = os.fork()
     if child == 0:

@@ -1,7 +1,8 @@
 """SIGTERM and SIGINT for every command: while it starts, in its middle, and when it has begun to write a file.
 
-At start-up the command is a process of its own that imports everything; at the other two moments it is a fork. `push`
-and `pull` know one hub, on the loopback.
+At start-up the command is a process of its own, which is importing torch; at the other two moments it is a fork. The
+middle is half of the audit events of an undisturbed run (torch calls `id` all the time), or that a server serves; time
+would strike commands that have ended, on a busy machine. `push` and `pull` know one hub, on the loopback.
 """
 
 from __future__ import annotations
@@ -33,8 +34,12 @@ _LIMITS = Limits(seconds=900.0)
 _SERVING = "serving "
 _LONGEST = 200.0
 _RESULT = "result.json"
+_EVENTS = "events"
 _TOKEN = "hf_writer"
 """Of the one who writes to the tests' hub."""
+
+Strikes = Callable[[int, str, tuple[Any, ...]], bool]
+"""Of an audit event's number, name and values: whether the signal comes then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,8 @@ class Interrupted:
         number = getattr(signal, self.signal)
         ended = self.command == "serve" and self.moment == MIDDLE
         wanted = (0, "") if ended else (128 + number, "expertcast: interrupted; run the same command again")
-        return self.status == wanted[0] and self.said.startswith(wanted[1]) and self.again == "as undisturbed"
+        found = (self.status, self.said.removesuffix(" to go on"))
+        return found == wanted and self.again == "as undisturbed"
 
 
 class Interrupts:
@@ -108,16 +114,16 @@ class Interrupts:
         """All moments of one command."""
         case = CASES[name]
         words = case.words(self._made, self._fresh() / name)
-        ended, right = self._run(words, case)
-        files = files_in(self._place)
+        _, right = self._run(words, case)
+        files, half = files_in(self._place), int((self._notes / _EVENTS).read_text()) // 2
+        strikes = {MIDDLE: None if case.serves else lambda count, *_: count >= half, WRITING: _writing(self._folder)}
         for moment in (START, MIDDLE, WRITING):
             for number in signals:
                 self._fresh()
                 if moment == START:
                     status, err = self._at_start(words, number)
                 else:
-                    seconds = 0.5 * ended.seconds if moment == MIDDLE else None
-                    found, _ = self._run(words, case, number, seconds)
+                    found, _ = self._run(words, case, number, strikes[moment])
                     status, err = found.status, found.err
                 left = _in_short(files_in(self._place))
                 again = self._again(words, case, right, files)
@@ -133,22 +139,21 @@ class Interrupts:
         return f"other files: {_in_short(odd)}" if odd else "as undisturbed"
 
     def _at_start(self, words: list[str], number: signal.Signals) -> tuple[int, str]:
-        """A process that gets the signal while it imports, once it handles signals."""
+        """A process that gets the signal while it imports torch."""
         command = [sys.executable, "-m", "expertcast.cli", *words, "--json", str(self._notes / _RESULT)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        status = Path(f"/proc/{process.pid}/status")
-        while not _handles(status.read_text(), signal.SIGTERM):
+        maps = Path(f"/proc/{process.pid}/maps")
+        while process.poll() is None and "libtorch" not in maps.read_text():
             time.sleep(0.005)
-        time.sleep(0.1)
         process.send_signal(number)
         _, err = process.communicate(timeout=_LONGEST)
         ended = process.returncode  # Python ends itself by SIGINT where one came in code that an extension ran
         return 128 - ended if ended < 0 else ended, err
 
     def _run(
-        self, words: list[str], case: Case | None, number: signal.Signals | None = None, after: float | None = None
+        self, words: list[str], case: Case | None, number: int = signal.SIGTERM, strikes: Strikes | None = None
     ) -> tuple[Ended, Any]:
-        """A fork; with a signal `after` some seconds, or where that is None when it opens a file to write."""
+        """A fork that sends itself the signal when it `strikes`; a server without that gets it once it serves."""
         result = self._notes / _RESULT
         result.unlink(missing_ok=True)
         serves = case is not None and case.serves
@@ -157,19 +162,17 @@ class Interrupts:
             from expertcast.cli import main
 
             os.environ["HF_TOKEN"] = _TOKEN
-            if number is not None and after is None:
-                _signal_at_a_write(self._folder, number)
-            return main([*words, "--json", str(result)])
+            events = _watch(strikes, number)
+            status = main([*words, "--json", str(result)])
+            (self._notes / _EVENTS).write_text(str(events()))
+            return status
 
         wait, child = forked.start(work, self._notes, _LIMITS)
         if serves:
-            err, deadline = self._notes / "err", time.monotonic() + _LONGEST
-            while time.monotonic() < deadline and _SERVING not in (err.read_text() if err.exists() else ""):
+            err = self._notes / "err"
+            while not _ended(child) and _SERVING not in (err.read_text() if err.exists() else ""):
                 time.sleep(0.02)
-            os.kill(child, number if number is not None and after is not None else signal.SIGTERM)
-        elif number is not None and after is not None:
-            time.sleep(after)
-            os.kill(child, number)
+            os.kill(child, signal.SIGTERM if strikes else number)
         ended = wait()
         return ended, comparable(json.loads(result.read_text())) if result.is_file() else None
 
@@ -179,23 +182,37 @@ class Interrupts:
         return self._place
 
 
-def _signal_at_a_write(folder: Path, number: signal.Signals) -> None:
-    """Send this process a signal when it first opens a file below `folder` to write it."""
-    sent: list[bool] = []
+def _writing(folder: Path) -> Strikes:
+    """Strikes at the next event after a file below `folder` was opened to write it."""
+    begun: list[bool] = []
+
+    def strikes(_: int, event: str, values: tuple[Any, ...]) -> bool:
+        if begun:
+            return True
+        if event == "open" and isinstance(values[0], str) and values[0].startswith(str(folder)):
+            begun.extend([True] if values[2] & (os.O_WRONLY | os.O_RDWR) else [])
+        return False
+
+    return strikes
+
+
+def _watch(strikes: Strikes | None, number: int) -> Callable[[], int]:
+    """Send this process a signal at the first audit event that `strikes`; gives what counts the events."""
+    count, sent = 0, False
 
     def hook(event: str, values: tuple[Any, ...]) -> None:
-        if event != "open" or sent or not isinstance(values[0], str) or not values[0].startswith(str(folder)):
-            return
-        if values[2] & (os.O_WRONLY | os.O_RDWR):
-            sent.append(True)
+        nonlocal count, sent
+        count += 1
+        if strikes is not None and not sent and strikes(count, event, values):
+            sent = True
             os.kill(os.getpid(), number)
 
     sys.addaudithook(hook)
+    return lambda: count
 
 
-def _handles(status: str, number: int) -> bool:
-    caught = next((line for line in status.splitlines() if line.startswith("SigCgt")), "SigCgt: 0").split()[1]
-    return bool(int(caught, 16) >> (number - 1) & 1)
+def _ended(child: int) -> bool:
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _last_line(err: str) -> str:

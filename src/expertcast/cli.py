@@ -132,9 +132,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         received.append(number)
         raise KeyboardInterrupt
 
-    with _on_signals(interrupt):
+    with _on_signals(interrupt), _sent_again(received):
         try:
-            return _status(words)
+            status = _status(words)
+            if not received:  # else a library caught the interrupt
+                return status
         except BaseException as error:
             if not received and not isinstance(error, KeyboardInterrupt):
                 raise
@@ -157,6 +159,27 @@ def _on_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[No
     finally:
         for number, own in before.items():
             signal.signal(number, own)
+
+
+@contextmanager
+def _sent_again(received: list[int]) -> Iterator[None]:
+    """Send a received signal again where Python drops its exception: in a finaliser, a callback or around a fork."""
+    report, timers = sys.unraisablehook, list[threading.Timer]()
+
+    def hook(dropped: sys.UnraisableHookArgs) -> None:
+        if not received or dropped.exc_type is not KeyboardInterrupt:
+            report(dropped)
+            return
+        timers.append(threading.Timer(0.01, os.kill, (os.getpid(), received[-1])))  # from here it would be dropped too
+        timers[-1].start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
+        for timer in timers:
+            timer.cancel()
 
 
 def _status(words: Sequence[str]) -> int:

@@ -14,20 +14,29 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="what a process handles is read from /proc")
-def test_signals_of_one_command(tmp_path: Path) -> None:
-    """`benchmarks/faults.md` has the others."""
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process has loaded is read from /proc")
+def test_signals_of_two_commands(tmp_path: Path) -> None:
+    """One of the shortest, and the one that a signal ends in order; as a shell's background job, which ignores SIGINT.
+
+    `benchmarks/faults.md` has the others.
+    """
     found = tmp_path / "found.json"
-    words = ["--signals", "--only", "train", "--json", str(found)]
+    script = str(ROOT / "scripts" / "kill_commands.py")
+    words = [sys.executable, script, "--signals", "--only", "store", "serve", "--json", str(found)]
     run = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "kill_commands.py"), *words],
+        ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]
     rows = json.loads(found.read_text())
-    assert [(row["moment"], row["status"]) for row in rows] == [
-        (moment, status) for moment in ("start-up", "middle", "writing") for status in (143, 130)
+    assert [(row["command"], row["moment"], row["status"]) for row in rows] == [
+        (command, moment, 0 if (command, moment) == ("serve", "middle") else status)
+        for command in ("store", "serve")
+        for moment in ("start-up", "middle", "writing")
+        for status in (143, 130)
     ]
+    left = {(row["command"], row["moment"]): row["left"] for row in rows}
+    assert (left["store", "middle"], left["store", "writing"]) == ("nothing", "1: store")
 
 
 @pytest.mark.slow

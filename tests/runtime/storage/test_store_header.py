@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ import pytest
 
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage import expert_file as coded_file
+from expertcast.runtime.storage import expert_file as draft
+from expertcast.runtime.storage import expert_file as store_file
+from expertcast.runtime.storage.disk_store import CodedStore, DiskStore
 from expertcast.runtime.storage.expert_file import (
     FILE_NAME,
     Draft,
@@ -151,6 +155,21 @@ def test_a_header_is_not_longer_than_its_file(path: Path) -> None:
     content[:8] = (1 << 62).to_bytes(8, "little")
     path.write_bytes(bytes(content))
     assert _refused(path)
+
+
+@pytest.mark.parametrize(("where", "name"), [(draft, "_lock"), (store_file, "_reserve"), (coded_file, "bytes")])
+def test_an_interrupt_leaves_no_file(where: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty one would stay for ever: the next process takes it for one that is about to be locked."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, name, interrupted, raising=False)
+    made = partial(CodedStore, codec="bitsplit") if where is coded_file else DiskStore
+    view = find_moe_layers(tiny_model("gpt_oss"))
+    with pytest.raises(KeyboardInterrupt):
+        made(view, tmp_path).pack(view)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_killed_processes_left_is_removed(path: Path) -> None:
