@@ -12,12 +12,12 @@ same bits; what was drafted must have the same tokens. What may come out of a ca
     crashed     an exception, or a signal
     hung        no end within `--seconds`
 
-Options that are refused in one line are counted by that line, and drawn anew. In fp32 a drafted text is the plain one.
-In bf16 it may part from it at a tie (the plain model's two largest logits are equal) and at a near tie: the resident
-model's own rounding is as large as the lead of its token. That is measured: the same tokens are read in forwards of
-other lengths, and the difference of the two logits moves by at least that lead. Both are counted. The run ends when
-layers have requested enough experts. A case depends on the seed and its number alone: `--only N` runs case N of a seed
-again. The exit status is 1 if any case was not right.
+Options that are refused in one line are counted by that line, and drawn anew. Every token of a drafted text must be
+the resident model's likeliest where it reads what was verified, in forwards of the same shapes over a cache of its own.
+In fp32 the text is the plain one as well. In bf16 shapes round differently, and it may part from the plain one where
+those forwards say so: at a tie (the plain steps' two largest logits are equal) or a near tie. Both are counted. The run
+ends when layers have requested enough experts. A case depends on the seed and its number alone: `--only N` runs case N
+of a seed again. The exit status is 1 if any case was not right.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -55,6 +55,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DynamicCache,
     GptOssConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -441,16 +442,94 @@ def compute(model: Any, text: Text, world: World, end: int | None = None, **draf
     return ids_BS, logits
 
 
-def parted(
-    plain: tuple[Tensor, list[Tensor]], drafted_BS: Tensor, dtype: str, rounding: Callable[[int, int, int, int], float]
-) -> tuple[Counter[str], str]:
-    """Ties and near ties at which drafted rows part from plain ones, and a line about the first that parts otherwise.
+@dataclass(kw_only=True)
+class Forward:
+    """What a model read over a cache."""
+
+    begin: int
+    """Tokens that the cache held before."""
+    ids_BT: Tensor
+    kept: int
+    """Last columns whose logits were asked for; 0: all."""
+
+
+@contextmanager
+def recorded(model: PreTrainedModel) -> Iterator[list[Forward]]:
+    """The model's forwards over a cache inside, as they were begun."""
+    found: list[Forward] = []
+
+    def note(_model: object, _args: object, given: dict[str, Any]) -> None:
+        if (past := given.get("past_key_values")) is not None:
+            ids_BT, kept = given["input_ids"].clone(), given.get("logits_to_keep", 0)
+            found.append(Forward(begin=past.get_seq_length(), ids_BT=ids_BT, kept=kept))
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def refuted(model: PreTrainedModel, text: Text, forwards: list[Forward], drafted_BS: Tensor, end: int | None) -> str:
+    """What the resident model says against a drafted text, in a line: it reads what the offload's verifications read,
+    in forwards of the same shapes over a cache of its own, and must find each new token the likeliest.
+
+    Args:
+        model: resident.
+        text: of the prompt.
+        forwards: of the offload, drafts included: what another one begins at or before is fed again is no verification.
+        drafted_BS: the tokens that came out.
+        end: a token that ends a row.
+    """
+    longest, past = max(text.lengths), DynamicCache(config=model.config)
+    mask_BS = torch.ones(len(drafted_BS), longest + text.new, dtype=torch.long)
+    for row, length in enumerate(text.lengths):
+        mask_BS[row, : longest - length] = 0
+    place_BS = (mask_BS.cumsum(1) - 1).clamp(min=0)
+    for layer in past.layers:
+        if hasattr(layer, "activate_past_recording"):
+            layer.activate_past_recording()
+    known = [longest] * len(drafted_BS)
+    for number, forward in enumerate(forwards):
+        begin, stop = forward.begin, forward.begin + forward.ids_BT.shape[1]
+        if any(later.begin <= begin for later in forwards[number + 1 :]):
+            continue
+        if held := past.get_seq_length():
+            past.crop(begin - held)
+        logits_BTV = model(
+            input_ids=forward.ids_BT, attention_mask=mask_BS[:, :stop], position_ids=place_BS[:, begin:stop],
+            past_key_values=past, use_cache=True, logits_to_keep=forward.kept,
+        ).logits  # fmt: skip
+        first = stop - logits_BTV.shape[1]
+        for row, tokens_S in enumerate(drafted_BS):
+            fed_S = torch.cat([drafted_BS[row, :begin], forward.ids_BT[row]])
+            if not torch.equal(fed_S[: known[row]], tokens_S[: min(stop, known[row])]):
+                return f"row {row} was fed other tokens than came out"
+            while known[row] <= min(stop, drafted_BS.shape[1] - 1):
+                column = known[row]
+                if end is not None and column > longest and end in tokens_S[longest:column]:
+                    break
+                if column <= first:
+                    return f"row {row} has a new token {column - longest} that no forward says"
+                logits_V = logits_BTV[row, column - 1 - first]
+                if logits_V[tokens_S[column]] < logits_V.max():
+                    return f"row {row} has a new token {column - longest} that is not the likeliest of its forward"
+                known[row] += 1
+                if column < stop and fed_S[column] != tokens_S[column]:
+                    break
+    for row, (column, tokens_S) in enumerate(zip(known, drafted_BS, strict=True)):
+        if column < len(tokens_S) and (end is None or end not in tokens_S[longest:column]):
+            return f"row {row} has a new token {column - longest} that no forward says"
+    return ""
+
+
+def parted(plain: tuple[Tensor, list[Tensor]], drafted_BS: Tensor, dtype: str) -> tuple[Counter[str], str]:
+    """Ties and near ties at which drafted rows part from plain ones, and a line about what may not part.
 
     Args:
         plain: tokens [B, S] and logits [B, V] of every new token, of the resident model.
         drafted_BS: tokens of the drafted generation.
         dtype: of the model.
-        rounding: of a row, a new token and two token ids, how far rounding moves the difference of their logits.
     """
     ties: Counter[str] = Counter()
     plain_BS, logits = plain
@@ -462,30 +541,11 @@ def parted(
         first = int(differs[0]) - prompt
         chosen, other = (int(tokens[row, prompt + first]) for tokens in (plain_BS, drafted_BS))
         lead = float(logits[first][row, chosen].float() - logits[first][row, other].float())
-        if dtype != "bf16" or (lead and rounding(row, first, chosen, other) < lead):
+        if dtype != "bf16":
             return ties, f"row {row} parts at new token {first}, where the plain model's token leads by {lead}"
         ties["near ties" if lead else "ties"] += 1
     same = plain_BS.shape == drafted_BS.shape or ties.total()
     return ties, "" if same else f"{drafted_BS.shape[1]} columns, {plain_BS.shape[1]} without a draft"
-
-
-def rounding_of(model: PreTrainedModel, text: Text, tokens_BS: Tensor) -> Callable[[int, int, int, int], float]:
-    """How far rounding moves the difference of two tokens' logits: `parted` asks it of the resident model."""
-
-    def moved(row: int, first: int, chosen: int, other: int) -> float:
-        longest = max(text.lengths)
-        ids_S = tokens_BS[row, longest - text.lengths[row] : longest + first]
-        found = []
-        for step in (*range(1, 9), len(ids_S)):
-            past = None
-            for part_S in ids_S.split(step):
-                output = model(input_ids=part_S[None], past_key_values=past, use_cache=True)
-                past = output.past_key_values
-            logits_V = output.logits[0, -1].float()
-            found.append(float(logits_V[chosen] - logits_V[other]))
-        return max(found) - min(found)
-
-    return moved
 
 
 def run(case: Case, world: World, counts: Counter[str]) -> str:
@@ -505,13 +565,14 @@ def run(case: Case, world: World, counts: Counter[str]) -> str:
         opened = open_offload(case, world)
     except ExpertcastError as error:
         raise Refused(str(error)) from error
-    drafted: list[Tensor | None] = []
+    drafted: list[tuple[Tensor, list[Forward]] | None] = []
     with opened as offloaded:
         for number, (text, right, end) in enumerate(zip(case.texts, plain, ends, strict=True)):
-            line, tokens_BS = compare(offloaded, text, right, world, end)
+            with recorded(offloaded.model) as forwards:
+                line, tokens_BS = compare(offloaded, text, right, world, end)
             if line:
                 return f"text {number}: {line}"
-            drafted.append(tokens_BS)
+            drafted.append(None if tokens_BS is None else (tokens_BS, forwards))
         total = offloaded.stats.total
         counts["requests"] += total.requests
         counts["steps in chunks"] += total.chunks > total.steps
@@ -520,12 +581,11 @@ def run(case: Case, world: World, counts: Counter[str]) -> str:
     again = plain[0] if case.loaded else compute(resident, case.texts[0], world, ends[0])
     if not all(map(torch.equal, again[1], plain[0][1])):
         return "the model was not put back as it was"
-    for number, (text, right, tokens_BS) in enumerate(zip(case.texts, plain, drafted, strict=True)):
-        if tokens_BS is not None:
-            with torch.inference_mode():
-                ties, line = parted(right, tokens_BS, case.dtype, rounding_of(resident, text, right[0]))
+    for number, (text, right, end, found) in enumerate(zip(case.texts, plain, ends, drafted, strict=True)):
+        if found is not None:
+            ties, line = parted(right, found[0], case.dtype)
             counts.update({"drafted texts": 1, **ties})
-            if line:
+            if line := line or refuted(resident, text, found[1], found[0], end):
                 return f"text {number}: {line}"
     return ""
 

@@ -222,7 +222,6 @@ class DraftedDecoding:
         if isinstance(draft, PassDraft):
             self._write(draft, choice, drafted)
             begin = cache.roll_back(begin)
-            self._residency.keep_full_only()
             cache.mark()
         elif isinstance(draft, ProposalDraft):
             self._propose(draft, choice, drafted)
@@ -268,6 +267,7 @@ class DraftedDecoding:
                 drafted.passes_s.append(perf_counter() - start)
                 if self._all_end(column) or not self._guide.goes_on():
                     break
+            self._residency.keep_full_only()  # inside: what is interrupted here is cleared like a draft cut short
 
     def _propose(self, draft: ProposalDraft, choice: Choice, drafted: _Drafted) -> None:
         """All tokens at once, each row's own; rows that have fewer go on with what they have."""

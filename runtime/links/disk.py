@@ -68,11 +68,14 @@ class KeptParts:
         self.reader = self._open()
         self._leaving: dict[int, int] = {}
         """Full experts that are to be taken apart before their slot is given away, by slot."""
+        self._whole: set[int] = set()
+        """Slots that were last filled with a full expert: one in less precision has other parts."""
 
     def restart(self) -> None:
         """Drop what is queued and kept; the pools are told by others."""
         self.reader.close()
         self._leaving.clear()
+        self._whole.clear()
         self.reader = self._open()
 
     def _open(self) -> CodedReader:
@@ -92,7 +95,7 @@ class KeptParts:
             if key in self.pools.running and comes:
                 continue  # what is held of it is about to be used; its end is the reader's
             self.reader.drop(key, _KINDS[state])
-            if slot is not None and state is State.S:
+            if slot in self._whole and state is State.S:
                 self._leaving[slot] = key
 
     def take_apart(self) -> None:
@@ -103,10 +106,11 @@ class KeptParts:
                 self.reader.keep_plain(key, self._slots.block(slot))
         self._leaving.clear()
 
-    def fills(self, slot: int) -> None:
-        """A slot is filled with another expert: it is too late for the one that was in it."""
+    def fills(self, slot: int, *, full: bool) -> None:
+        """A slot is filled with another expert, in full precision or less: too late for the one that was in it."""
         self.settle()
         self._leaving.pop(slot, None)
+        (self._whole.add if full else self._whole.discard)(slot)
 
     def in_order(self, keys: Sequence[int]) -> Sequence[int]:
         """The order in which a layer's misses keep disk and processors busy (row E7)."""
@@ -212,6 +216,8 @@ class DiskLink(Link):
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
         block = self._pool.block(slot)
+        if self._kept is not None:
+            self._kept.fills(slot, full=precision == FULL)
         if precision != FULL:  # lies in memory
             packed = self._store.copies(precision).block(key)
             block[: packed.numel()] = packed
@@ -221,8 +227,6 @@ class DiskLink(Link):
                 self._count(copy, start, start)
             return copy
         copy = _DiskCopy(key, slot, urgent)
-        if self._kept is not None:
-            self._kept.fills(slot)
 
         def arrived(read: Arrival) -> None:
             try:

@@ -413,7 +413,7 @@ class VirtualDisk(VirtualLink):
             while thread and thread[0][1] <= self.now:
                 del thread[0]
         if self._kept is not None:
-            self._kept.fills(slot)
+            self._kept.fills(slot, full=precision == FULL)
         return super().submit(key, slot, urgent=urgent, precision=precision)
 
     def wait(self, copy: Copy) -> None:

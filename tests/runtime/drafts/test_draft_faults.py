@@ -151,3 +151,20 @@ def test_nothing_is_left_of_a_fault(family: str, draft: str, place: str) -> None
     assert facts_of(model) == facts
     assert own_threads() == threads
     assert torch.equal(model.generate(ids_BS, **plain), whole)
+
+
+@pytest.mark.parametrize("draft", ["cascade", "fetch_lowest"])
+def test_an_interrupt_between_draft_and_verification_leaves_no_copies_in_less(
+    draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before those were given up: the next forward is exact."""
+    model, ids_BS = tiny("qwen3_moe"), prompt()
+    with torch.no_grad():
+        before = model(ids_BS).logits
+    with offload(model, slots=SLOTS) as offloaded, torch.no_grad():
+        with monkeypatch.context() as patched:
+            patched.setattr(offloaded.residency, "keep_full_only", RaiseAt(1, KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                offloaded.generate(ids_BS, max_new_tokens=NEW, do_sample=False, draft=draft, draft_length=3)
+        assert torch.equal(offloaded(ids_BS).logits, before)
+        check_books(offloaded)

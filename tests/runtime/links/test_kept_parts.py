@@ -23,6 +23,7 @@ from expertcast.runtime.storage.coded_reader import EVERYTHING, PACKED, PLAIN
 from expertcast.runtime.storage.layout import BlockLayout
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.drafts.loops import prompt, tiny
 from tests.runtime.faults import INPUTS
 
 BLOCK = 49_152
@@ -118,6 +119,32 @@ def test_full_experts_are_taken_apart(reference_model: PreTrainedModel, one: dic
         before = greedy(offloaded, one, 12)
         assert taken
     assert_same(greedy(reference_model, one, 12), before)
+
+
+@pytest.mark.parametrize("pools", ["S=200KB", "C=50KB,S=100KB,E=50KB"])
+@pytest.mark.parametrize("draft", ["cascade", "drop_cascade", "fetch_lowest"])
+def test_what_a_draft_holds_in_less_is_not_taken_apart(draft: str, pools: str, tmp_path: Path) -> None:
+    """Signs and mantissas are kept of full experts alone, and forwards behind the draft are exact."""
+    model = tiny("qwen3_moe", torch.bfloat16)
+    ids_BS = prompt(2)
+    with torch.no_grad():
+        before = model(ids_BS).logits
+    options = {"store": "disk", "codec": "bitsplit", "slots": 9, "pools": pools, "store_folder": tmp_path}
+    with offload(model, **options) as offloaded, torch.no_grad():  # type: ignore[arg-type]
+        link = offloaded.link
+        assert isinstance(link, DiskLink)
+        kept = 0
+        for length in (1, 2, 4):
+            offloaded.generate(ids_BS, max_new_tokens=12, do_sample=False, draft=draft, draft_length=length)
+            assert link._kept is not None
+            reader = link._kept.reader
+            for key in range(offloaded.store.layers * offloaded.store.experts):
+                if PLAIN in reader.held(key):
+                    kept += 1
+                    low = offloaded.store.block(key).view(-1, 2)[:, 0]
+                    assert torch.equal(reader._memory._kept[key][PLAIN][: len(low)], low), (length, key)
+            assert torch.equal(offloaded(ids_BS).logits, before), length
+        assert kept
 
 
 def test_few_forecasts_begin_however_much_memory_is_free(reference_model: PreTrainedModel) -> None:
