@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _IMPORTS = ("cli", "commands.collect", "commands.eval", "commands.generate", "commands.inspect", "commands.simulate",
-            "commands.train", "training.fit_estimator", "training.fit_next_token", "runtime.loading")  # fmt: skip
+            "commands.train", "training.estimator", "training.next_token", "runtime.loading")  # fmt: skip
 _TIMED_OUT = "Timeout ("
 _RAISED = 70
 """Exit status after an exception; sysexits.h's for an error in the program."""
