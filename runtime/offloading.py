@@ -30,7 +30,7 @@ from expertcast.runtime.drafts.drafting import Drafting, DraftOptions
 from expertcast.runtime.drafts.names import NONE, QUANTISED
 from expertcast.runtime.drafts.quantised import expected_bytes
 from expertcast.runtime.engine import front as seam
-from expertcast.runtime.engine.cache import Residency
+from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.engine import EngineParts, HostEngine, LayerFlow
 from expertcast.runtime.engine.front import (
@@ -449,7 +449,7 @@ class OffloadedModel(StandIn):
         return self._engine.flow
 
     @property
-    def residency(self) -> Residency:
+    def residency(self) -> ExpertCache:
         """Which experts have a slot, and by which rules they lose it.
 
         Raises:

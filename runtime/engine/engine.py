@@ -20,9 +20,9 @@ from expertcast.data.batch import RouterCall
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape, MoELayer, MoEView
-from expertcast.runtime.engine.cache import Residency
+from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.drift import DriftMonitor
-from expertcast.runtime.engine.forecasting import Beside, ForecastGate, Pace, QuickForecasts
+from expertcast.runtime.engine.forecasting import Beside, ForecastGate, Pace
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.engine.tokens_ahead import LIKELY, TokenForecasts, TokensAhead, early_layers
 from expertcast.runtime.links.base import Link
@@ -153,7 +153,7 @@ class LayerFlow:
     """
 
     def __init__(
-        self, residency: Residency, policies: PolicySet, shape: ModelShape, *, view: MoEView | None = None,
+        self, residency: ExpertCache, policies: PolicySet, shape: ModelShape, *, view: MoEView | None = None,
         carry: int = 0, tokens_ahead: TokenForecasts | None = None, likely: float = LIKELY,
     ) -> None:  # fmt: skip
         self.residency, self.policies = residency, policies
@@ -362,12 +362,9 @@ class Foresight:
         self._speculator, self._flow, self._readback = speculator, flow, readback
         self._gate, self._told = gate, told
         self._residency = flow.residency
-        self._experts = speculator.view.shape.experts
-        driver, self._looks_early = self._residency.link.driver, speculator.early is not None
-        self._beside = Beside(driver) if driver is not None and self._looks_early else None
+        driver = self._residency.link.driver
+        self._beside = Beside(driver) if driver is not None and speculator.early is not None else None
         """Where early attention runs, on CUDA."""
-        self._layers = len(speculator.view)
-        self._quick = QuickForecasts(self._layers)
         self._later: tuple[RouterCall, _Made | None, bool, float] | None = None
         """A layer whose forecast has not been asked for, whether it runs as a whole, and the seconds spent."""
         self.ids: dict[int, list[int]] = {}
@@ -377,12 +374,6 @@ class Foresight:
         """A forward starts."""
         self._later = None
         self.ids.clear()
-        self._quick.start()
-
-    def learn(self, layer: int, keys: Sequence[int]) -> None:
-        """The experts that a layer executes are known, by their keys."""
-        if self._quick.made:
-            self._quick.learn(layer, {key - layer * self._experts for key in keys})
 
     def make(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None, whole: bool) -> None:
         """Make the forecast that is due at a layer.
@@ -395,10 +386,9 @@ class Foresight:
         if self._told is not None:
             self._told("forecast", call.layer)
         start = 0.0 if self._gate is None else perf_counter()
-        quick = self._ask_quick if self._looks_early and self._wants_quick(call.layer + 1) else None
         with nullcontext() if self._beside is None else self._beside.running():
             pays = None if self._gate is None else self._gate.pays
-            forecast = self._speculator.forecast(call, executed, quick=quick, pays=pays)
+            forecast = self._speculator.forecast(call, executed, pays)
             made = None if forecast is None else _Made(forecast, self._readback)
         if self._told is not None:
             self._told("policy", call.layer)
@@ -424,17 +414,6 @@ class Foresight:
         self._flow.finish(call.layer)
         if whole:
             self._flow.stream(call.layer)
-
-    def _wants_quick(self, layer: int) -> bool:
-        return layer < self._layers and self._residency.idle and self._quick.worth(layer)
-
-    def _ask_quick(self, layer: int, ids_TK: Tensor) -> None:
-        """Ask at once for what a quick forecast is sure of."""
-        sure = self._quick.sure(layer, self._readback.start(ids_TK).tolist())
-        keys = [layer * self._experts + expert for expert in sure]
-        if keys:
-            self._quick.asked(layer, not all(map(self._residency.holds, keys)))
-        self._residency.prefetch(keys)
 
     def _hint(self, made: _Made) -> None:
         ids_T = made.ids.tolist()
@@ -480,9 +459,6 @@ class Kernel(Protocol):
             pairs: which of them, in :func:`expertcast.runtime.engine.engine.row_order`.
             slots: where the pairs' experts lie.
         """
-
-    def combine(self, output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        """All pairs' outputs, weighted and summed to [T, D]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -645,7 +621,7 @@ class Engine(ABC):
         for pairs, slots in chunks:
             output_PD[pairs] = self._kernel.run_pairs(layer.experts, hidden_TD, top_k, pairs, slots)
             self._enter("policy", layer.index)
-        return self._kernel.combine(output_PD, weights_TK, hidden_TD.dtype)
+        return combine(output_PD, weights_TK, hidden_TD.dtype)
 
     def _check_untouched(self, layer: MoELayer) -> None:
         for name, pointer in self._pointers.items():
@@ -668,12 +644,12 @@ class HostEngine(Engine):
         residency: books and rules that are shared with another engine of the model; none makes its own.
     """
 
-    def __init__(self, parts: EngineParts, residency: Residency | None = None) -> None:
+    def __init__(self, parts: EngineParts, residency: ExpertCache | None = None) -> None:
         super().__init__(parts)
         speculator, policies, shape = parts.speculator, parts.policies, parts.speculator.view.shape
         if residency is None:
             stats = RunStatistics(shape.layers)
-            residency = Residency(
+            residency = ExpertCache(
                 parts.pool, parts.link, policies.eviction, stats, experts=shape.experts, keep=parts.keep
             )
         self._residency = residency
@@ -803,7 +779,6 @@ class HostEngine(Engine):
             counts = self._readback.start(counts_E).tolist()  # torch.unique would keep the host from the link
             pairs = {first + expert: count for expert, count in enumerate(counts) if count}
             distinct = list(pairs)
-        self._foresight.learn(layer, distinct)
         if self.ahead is not None:
             self.ahead.reached(layer, distinct)
         chunks = self._flow.begin(layer, distinct, precision)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -97,10 +96,6 @@ class _Substitute:
     def _run(self, hidden: Tensor, *args: object, **kwargs: object) -> RouterOutput:
         made: RouterOutput = self._own(hidden, *args, **kwargs)
         return made
-
-
-Quick = Callable[[int, Tensor], object]
-"""Gets a layer and the ids [T, K] that its router gives for the stand-in, heaviest first."""
 
 
 class Speculator:
@@ -226,8 +221,6 @@ class Speculator:
         self,
         call: RouterCall,
         executed: tuple[Tensor, Tensor] | None,
-        *,
-        quick: Quick | None = None,
         pays: Callable[[int], bool] | None = None,
     ) -> Forecast | None:
         """The forecast made at this layer, if one is due.
@@ -235,7 +228,6 @@ class Speculator:
         Args:
             call: the layer's.
             executed: what :meth:`executed` said.
-            quick: is told of a first forecast in a decode step, where the better one has to wait for early attention.
             pays: whether one for a layer is worth making; layers that execute their forecast get one in any case.
         """
         if self.predictor is None or self._traced is None:
@@ -258,7 +250,7 @@ class Speculator:
             topk_ids_TK=ids_TK, topk_weights_TK=weights_TK, previous_logits_TLE=self._previous(call),
         )  # fmt: skip
         self._state = state
-        if self.predictor.wants_early(call.layer, self.ahead) and not self._look_early(call, state, quick):
+        if self.predictor.wants_early(call.layer, self.ahead) and not self._look_early(call, state):
             return None
         made = (self._traced if call.tokens == 1 else self.predictor).forecast(state, self.ahead)
         self._forecasts[made.layer] = made
@@ -277,10 +269,10 @@ class Speculator:
             if target >= len(self.view) or target in self._check.wrong:
                 continue
             if state.early_TD is None and self.predictor.wants_early(call.layer, distance):
-                self._look_early(call, state, None)
+                self._look_early(call, state)
             yield self._traced.forecast(state, distance)
 
-    def _look_early(self, call: RouterCall, state: RouterState, quick: Quick | None) -> bool:
+    def _look_early(self, call: RouterCall, state: RouterState) -> bool:
         """Fill in early attention; False: of whole texts it is known when the next block's own has run."""
         assert self.predictor is not None
         assert self._traced is not None
@@ -289,8 +281,6 @@ class Speculator:
             self._waiting[call.layer] = state, self.predictor.stand_in(state)
             return False
         standing_TD = self._traced.stand_in(state)
-        if quick is not None:
-            quick(call.layer + 1, self._traced.routed(replace(state, early_TD=_residual(None, standing_TD, state))))
         state.early_TD = _residual(self.early.attend(call.layer + 1, standing_TD), standing_TD, state)
         return True
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.engine.captured import recording
+from expertcast.runtime.engine.traced import recording
 from expertcast.runtime.experimental.kernel_link import KernelLink
 from expertcast.runtime.offloading import OffloadedModel
 

@@ -1,6 +1,6 @@
 """Which expert lies in which slot, kept in tensors: least recently used, no host round trip, static shapes.
 
-The rules are those of :class:`expertcast.runtime.engine.residency.Residency` with an LRU policy, written so that a
+The rules are those of :class:`expertcast.runtime.engine.cache.ExpertCache` with an LRU policy, written so that a
 decode step can be captured in a CUDA graph: every table has one row more than it needs, where whatever does not
 apply is written.
 
@@ -14,6 +14,7 @@ import importlib.util
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -546,6 +547,32 @@ class KernelLink(Link):
     def _took(self, layer: int, start: float, end: float, urgent: bool) -> None:
         self.busy_s += end - start
         self._tell(-1, layer, start, end, urgent)
+
+
+def fill_tables(link: KernelLink, keys: Sequence[int], experts: int) -> int:
+    """Load experts of E per layer into free slots, in this order, and wait for them. Counted as prefetched.
+
+    Returns:
+        How many were loaded: keys that have a slot, or for which none is free, are left out.
+    """
+    link.follow()
+    tables, held = link.residency, set(held_by_tables(link))
+    missing = [key for key in keys if key not in held][: tables.slots - len(held)]
+    for key in missing:
+        layer, expert = divmod(key, experts)
+        ids_N = torch.tensor([expert], device=tables.slot_of.device)
+        link.move(tables.expect(layer, ids_N, running=0), layer, urgent=False)
+    link.join(link.ticket())
+    link.synchronize()
+    link.check()
+    return len(missing)
+
+
+def held_by_tables(link: KernelLink) -> list[int]:
+    """Keys that have a slot by the device's tables, the least recently used first. Waits for the device."""
+    tables = link.residency
+    order = tables.used_at[: tables.slots].argsort()
+    return [key for key in tables.key_of[: tables.slots][order].tolist() if key >= 0]
 
 
 class DeviceStatistics(RunStatistics):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -13,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
 from expertcast.data.moe_layers import find_moe_layers
+from expertcast.predictors import ExpertcastError
 from expertcast.runtime.engine import kernels
 from expertcast.runtime.engine import kernels as grouped
 from expertcast.runtime.engine.kernels import (
     HostGrouped,
     SlotKernel,
-    _ExpertOrder,
     _SlotProducts,
     _SlotRanges,
     over_slots,
@@ -98,7 +99,7 @@ def test_the_whole_kernel_in_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = grouped_mm_experts_forward(experts, hidden_TD, slots_TK, weights_TK)
     monkeypatch.setattr(grouped, "_MOST_GROUPS", 3)
     monkeypatch.setattr(kernels, "over_slots", lambda *_: _SlotRanges(None))
-    monkeypatch.setattr(HostGrouped, "of", lambda _forward: None)
+    monkeypatch.setattr(SlotKernel, "by_expert", lambda *_: False)
     with _NoValues():
         got = SlotKernel(grouped_mm_experts_forward, 8).run(experts, hidden_TD, slots_TK, weights_TK, slots_TK)
     assert torch.equal(got, expected)
@@ -112,42 +113,31 @@ def test_a_cuda_device_is_not_asked_for_slots(count: int, kind: type | None, mon
         views = torch.empty(count, 8, 16, dtype=torch.bfloat16, device="cuda")
         experts.register_parameter("down_proj", nn.Parameter(views))
         slots_TK = torch.empty(4, 2, dtype=torch.int64, device="cuda")
-        between = over_slots(experts, count, slots_TK, lambda: slots_TK, None)
+        between = over_slots(experts, count, slots_TK, None)
     assert isinstance(between, kind) if kind else not isinstance(between, _SlotRanges)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("tokens", [1, 9])
-def test_the_cpu_kernel_is_the_reference(family: str, tokens: int) -> None:
+def test_the_cpu_kernel_gives_the_resident_bits(family: str, tokens: int) -> None:
     """With biases and transposed weights too, several tokens to an expert, slots in another order than experts."""
     experts = find_moe_layers(tiny_model(family))[0].experts
     torch.manual_seed(tokens)
     dtype = next(experts.parameters()).dtype
     hidden_TD, weights_TK = torch.randn(tokens, 32).to(dtype), torch.rand(tokens, 2).to(dtype)
     ids_TK = torch.rand(tokens, 8).topk(2).indices
-    slots_TK = torch.randperm(8)[ids_TK]
+    expected = grouped_mm_experts_forward(experts, hidden_TD, ids_TK, weights_TK)
+    expert_of = torch.randperm(8)
+    for parameter in experts.parameters(recurse=False):
+        parameter.copy_(parameter[expert_of])
     order_P = torch.sort(ids_TK.reshape(-1)).indices
-    with _ExpertOrder(slots_TK.reshape(-1), order_P):
-        expected = grouped_mm_experts_forward(experts, hidden_TD, slots_TK, weights_TK)
-    kernel = HostGrouped.of(grouped_mm_experts_forward)
-    assert kernel is not None, "this transformers has written its kernel otherwise: the slow way is taken"
-    got = kernel.run(experts, hidden_TD, slots_TK, weights_TK, order_P)
+    got = HostGrouped(grouped_mm_experts_forward).run(
+        experts, hidden_TD, expert_of.argsort()[ids_TK], weights_TK, order_P
+    )
     assert torch.equal(got, expected)
-    assert HostGrouped.of(batched_mm_experts_forward) is None
 
 
-def test_rows_in_the_experts_order() -> None:
-    """Slots in another order than their experts: rows come as the experts' sort has them."""
-    ids_P = torch.tensor([5, 2, 5, 9, 2, 2])
-    slot_of = torch.tensor([0, 0, 30, 0, 0, 4, 0, 0, 0, 11])
-    weight_SDF = torch.randn(40, 8, 6)
-    hidden_PD = torch.randn(6, 8)
-    order_P = torch.sort(ids_P).indices
-    with _ExpertOrder(slot_of[ids_P], order_P):
-        sorted_slots, perm = torch.sort(slot_of[ids_P])
-        got = functional.grouped_mm(hidden_PD[perm], weight_SDF, offs=torch.zeros(40, dtype=torch.int32))
-    assert torch.equal(perm, order_P)
-    assert sorted_slots.tolist() == [30, 30, 30, 4, 4, 11]
-    for row, pair in enumerate(perm.tolist()):
-        torch.testing.assert_close(got[row], hidden_PD[pair] @ weight_SDF[slot_of[ids_P[pair]]])
+def test_another_kernel_of_transformers_is_refused() -> None:
+    with pytest.raises(ExpertcastError, match=f"kernel of transformers {transformers.__version__} is not the one"):
+        HostGrouped(batched_mm_experts_forward)

@@ -19,7 +19,7 @@ from transformers.integrations.moe import (
 
 from expertcast.runtime import offload
 from expertcast.runtime.engine import kernels
-from expertcast.runtime.engine.kernels import kernel_name
+from expertcast.runtime.engine.kernels import HostGrouped, kernel_name
 from tests.families.models import CONFIGS, tiny_model
 from tests.runtime.conftest import assert_same, greedy
 
@@ -87,6 +87,13 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, name, spied)
         monkeypatch.setattr(kernels, f"{name}_experts_forward", spied)
         monkeypatch.setitem(kernels._KERNELS, name, spied)
+
+    class SpiedHost(HostGrouped):
+        def run(self, *args: Any) -> Tensor:
+            calls.append("grouped_mm")
+            return super().run(*args)
+
+    monkeypatch.setattr(kernels, "HostGrouped", lambda _forward: SpiedHost(grouped_mm_experts_forward))
     original = getattr(GenerationMixin, SWITCH)
     monkeypatch.setattr(GenerationMixin, SWITCH, lambda model: original(_OnGpu(model)))
     return calls

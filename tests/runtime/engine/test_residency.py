@@ -11,7 +11,7 @@ import torch
 
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, Forecast
-from expertcast.runtime.engine.cache import Residency
+from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.policies import PREFETCH, CacheShape
 from expertcast.runtime.policies.prefetch import Wanted
 from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
@@ -22,7 +22,7 @@ from tests.runtime.engine.evictions import eviction
 from tests.runtime.links.manual import ManualLink
 
 
-def _residency(slots: int, *, keep: bool = True) -> tuple[Residency, ManualLink]:
+def _residency(slots: int, *, keep: bool = True) -> tuple[ExpertCache, ManualLink]:
     model = tiny_model("qwen3_moe")
     view = find_moe_layers(model)
     store = ExpertStore(view)
@@ -31,10 +31,10 @@ def _residency(slots: int, *, keep: bool = True) -> tuple[Residency, ManualLink]
     link = ManualLink()
     link.attach(store, pool)
     policies = eviction(layers=len(view), experts=8, slots=slots)
-    return Residency(pool, link, policies, RunStatistics(len(view)), experts=8, keep=keep), link
+    return ExpertCache(pool, link, policies, RunStatistics(len(view)), experts=8, keep=keep), link
 
 
-def _run(residency: Residency, layer: int, experts: list[int]) -> None:
+def _run(residency: ExpertCache, layer: int, experts: list[int]) -> None:
     keys = [layer * 8 + expert for expert in experts]
     residency.settle(layer, keys)
     residency.request(keys)
