@@ -1,6 +1,16 @@
-"""One offloaded forward, layer by layer: request, forecast, prefetch, wait, compute, release.
+"""One offloaded forward, layer by layer.
 
-T tokens, D hidden size, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
+Whatever runs the model calls :meth:`Engine.on_start` when a forward begins, :meth:`Engine.on_router` when a layer has
+been routed, and :meth:`Engine.run` in place of its experts. At each layer :class:`HostEngine` calls, in this order,
+
+    decide      routing and miss policies: which experts run, and in which precision they come
+    begin       request the layer's experts, misses before anything else
+    hint        a forecast: pre-eviction, then prefetches
+    stream      a layer that runs most of its experts: prefetch the next layer's
+    wait, compute, release      chunk by chunk
+
+T tokens, B sequences, D hidden size, E routed experts per layer, K experts per token, P = T x K token-expert pairs.
+An expert's key is layer * E + expert.
 """
 
 from __future__ import annotations
@@ -37,9 +47,7 @@ from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
 
-# Token-expert pairs: the order in which kernels compute them, and what becomes of their outputs.
-#
-# T tokens, D hidden size, K experts per token, P = T x K pairs.
+# Token-expert pairs
 
 _COMBINED = 1024
 """Tokens whose experts' outputs are weighted at once."""
@@ -60,14 +68,9 @@ def combine(output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor
     return weighted_PD.view(tokens, top_k, -1).sum(dim=1).to(dtype)
 
 
-# What one run of a layer needs.
-#
-# T tokens, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
-
-
 @dataclass(slots=True)
 class Plan:
-    """What one run of a layer needs."""
+    """One run of a layer: its experts, their slots, and the chunks in which they are computed."""
 
     layer: int
     ids_TK: Tensor
@@ -87,7 +90,7 @@ class Plan:
     """On its way to the device: slots of the T x K ids, or of all experts when the ids are many; for one chunk."""
 
 
-# A layer's routing on the host, as miss policies rewrite it: ids and weights, T rows of K.
+# Routing rewritten by miss policies: ids and weights, T rows of K
 
 
 def named(ids: list[list[int]], weights: list[list[float]]) -> list[list[int]]:
@@ -111,17 +114,7 @@ def rewritten(
     return named(new_ids, new_weights), new_weights
 
 
-# What happens at one MoE layer after another: the order of policies and books that runtime and simulator share.
-#
-#     start_pass
-#     per layer   decide      routing and miss policies: which experts run, and in which precision they come
-#                 begin       the layer's experts are requested, misses before anything else
-#                 foresee     forecasts for the next tokens reach the eviction policy
-#                 hint        a forecast: pre-eviction, then the selection's prefetches
-#                 stream: a layer that runs most experts foretells that the next one does
-#                 wait, release (chunk by chunk)
-#
-# T tokens, B sequences, D hidden size, E routed experts per layer, K experts per token. A key is layer * E + expert.
+# The flow, which the simulator shares
 
 _MOST = 0.75
 """Share of its experts that a layer must run for the next one's to be loaded before they are known."""
@@ -328,11 +321,7 @@ class LayerFlow:
             self.tokens_ahead.finish(layer)
 
 
-# A layer's forecast on the host's side: whether it pays, when it is made, and what is asked for by it.
-#
-# On CUDA the host waits for a forecast before it launches the layer's experts: the link must know what comes next
-# before it has made the layer's own copies. A forecast by early attention runs beside the experts, and is taken after
-# their launch. T tokens, E routed experts per layer, K experts per token. A key is layer * E + expert.
+# Forecasts of decode steps
 
 
 class _Made:
@@ -345,7 +334,11 @@ class _Made:
 
 
 class Foresight:
-    """Makes forecasts and asks for their experts.
+    """Makes forecasts and prefetches their experts.
+
+    On CUDA the host waits for a forecast before it launches the layer's experts: the link must know what comes next
+    before it has made the layer's own copies. A forecast by early attention runs on a second stream beside the experts,
+    and is read back after their launch.
 
     Args:
         speculator: makes them.
@@ -421,13 +414,7 @@ class Foresight:
         self._flow.hint(made.forecast, ids_T, made.weights.tolist())
 
 
-# What every engine is: it stands between a model's routers, its experts' modules and the slots.
-#
-# Whatever runs the model calls :meth:`Engine.on_start` as a forward begins, :meth:`Engine.on_router` when a layer has
-# been routed and :meth:`Engine.run` in the place of its experts: for `transformers` models :mod:`.seam` and
-# :class:`expertcast.data.taps.RouterTaps` do. Nothing here, and nothing this stands on, knows what that is.
-#
-# T tokens, D hidden size, E routed experts per layer, K experts per token, P = T x K token-expert pairs.
+# Engines
 
 
 class Kernel(Protocol):

@@ -1,4 +1,4 @@
-"""How long until a layer asks for its experts, and how often experts are used: what a prefetch's value depends on."""
+"""Whether a forecast or a prefetch pays: times until a layer needs its experts, use of experts, cost of forecasts."""
 
 from __future__ import annotations
 
@@ -95,11 +95,6 @@ class Pace(Observer):
         return float(self._rate_LE[layer, expert]) if known is None else known
 
 
-# Which forecasts by a layer are worth making: those that may save more waiting than they cost.
-#
-# A forecast takes the model's thread a set time, whatever it finds. Where most of a layer's experts are in their slots
-# already there is little that it could find.
-
 MEMORY = 0.1
 """Weight of the newest observation in running means."""
 FOUND = 0.6
@@ -111,6 +106,9 @@ moment does not stand for ever."""
 
 class ForecastGate(Observer):
     """Weighs waiting that a forecast may save against what forecasts have cost so far.
+
+    A forecast takes the thread of the model a set time, whatever it finds. Where most experts of a layer are in slots
+    already, there is little that it could find.
 
     What a layer will miss comes from a forecast of the whole token where there is one; else it is the mean number of
     its experts in recent steps that had no slot before a forecast, or at all.
@@ -147,9 +145,6 @@ class ForecastGate(Observer):
         """A forecast, with all that was asked for by it, took the model's thread so long."""
         cost_s = self._cost_s
         self._cost_s = seconds if cost_s is None else cost_s + MEMORY * (seconds - cost_s)
-
-
-# Forecasts that run beside a layer's experts: on a stream of their own, read back when those have been launched.
 
 
 class Beside:

@@ -48,7 +48,7 @@ class HostGrouped:
     """
 
     def __init__(self, forward: Callable[..., Tensor]) -> None:
-        linear = getattr(forward, "__globals__", {}).get(_LINEAR)
+        linear: Any = getattr(forward, "__globals__", {}).get(_LINEAR)
         if not (_uses(forward, _LINEAR) and _uses(forward, "torch") and _uses(linear, _MULTIPLY)):
             raise ExpertcastError(
                 f"the grouped experts kernel of transformers {transformers.__version__} is not the one that slots on "

@@ -1,4 +1,4 @@
-"""Speculative execution: forecast ids and weights run in place of the router's own (rows B8 and B9).
+"""Speculative execution: forecast ids and weights run in place of the router's own.
 
 B sequences, S tokens per sequence, T = B x S tokens, D hidden size, L MoE layers, E routed experts per layer,
 K experts per token.
@@ -22,11 +22,6 @@ from expertcast.runtime.engine.traced import TracedForecasts
 
 if TYPE_CHECKING:
     from expertcast.data.early import EarlyAttention
-
-
-# What is kept of the last token for the next one's forecasts.
-#
-# B sequences, L MoE layers, E routed experts per layer.
 
 
 class TokenMemory:
@@ -54,55 +49,48 @@ class TokenMemory:
         self._now_BLE[:, call.layer] = last_BE
 
 
-# Router-free execution: at layers that execute their forecast the router never runs (row B15).
-#
-# A forecast stands in for all that the router returns, its logits included: predictors that read the previous token's
-# routing then read what was forecast for it.
-
-
 @contextmanager
 def routers_left_out(layers: Iterable[MoELayer], forecast_for: Callable[[int], Forecast | None]) -> Iterator[None]:
     """Inside, a layer's router gives its forecast without running, where there is one.
+
+    The forecast stands in for all that the router returns, its logits included: predictors that read the previous
+    token's routing then read what was forecast for it.
 
     `layers` are those that execute forecasts; `forecast_for` tells a layer's, when its router would run.
     """
     with ExitStack() as stack:
         for layer in layers:
-            layer.router.__dict__["forward"] = _Substitute(layer, forecast_for)
+            layer.router.__dict__["forward"] = _substitute(layer, forecast_for)
             stack.callback(layer.router.__dict__.pop, "forward")
         yield
 
 
-class _Substitute:
-    """In place of a router's forward."""
+def _substitute(layer: MoELayer, forecast_for: Callable[[int], Forecast | None]) -> Callable[..., RouterOutput]:
+    """A function in place of a router's forward."""
+    own, asked = layer.router.forward, False
 
-    def __init__(self, layer: MoELayer, forecast_for: Callable[[int], Forecast | None]) -> None:
-        self._layer, self._forecast_for = layer, forecast_for
-        self._own = layer.router.forward
-        self.asked = False
-
-    def __call__(self, hidden: Tensor, *args: object, **kwargs: object) -> RouterOutput:
-        if self.asked:  # forecasts run routers, too
-            return self._run(hidden, *args, **kwargs)
-        self.asked = True
-        try:
-            forecast = self._forecast_for(self._layer.index)
-        finally:
-            self.asked = False
+    def forward(hidden: Tensor, *args: object, **kwargs: object) -> RouterOutput:
+        nonlocal asked
+        forecast = None
+        if not asked:  # a forecast may run this router, too
+            asked = True
+            try:
+                forecast = forecast_for(layer.index)
+            finally:
+                asked = False
         if forecast is None:
-            return self._run(hidden, *args, **kwargs)
+            made: RouterOutput = own(hidden, *args, **kwargs)
+            return made
         return forecast.logits_TE, forecast.topk_weights_TK, forecast.topk_ids_TK
 
-    def _run(self, hidden: Tensor, *args: object, **kwargs: object) -> RouterOutput:
-        made: RouterOutput = self._own(hidden, *args, **kwargs)
-        return made
+    return forward
 
 
 class Speculator:
     """Makes forecasts as layers run and says which routing a layer executes.
 
     Forecasts are chained: the state at layer l carries what layer l executed, so a forecast that was executed
-    is what the next forecast is made from (trap 2 under row B19).
+    is what the next forecast is made from.
 
     Args:
         view: the model's MoE layers.

@@ -30,12 +30,12 @@ _CHECKED_CALLS = 3
 _WARM_UP = 3
 """Runs before a capture: libraries get their workspaces."""
 
-_TENSORS = (
+TENSORS = (
     "residual_TD", "router_input_TD", "logits_TE", "topk_ids_TK", "topk_weights_TK", "previous_logits_TLE", "early_TD"
 )  # fmt: skip
 """A state's tensors, in the order of a trace's inputs; the last two may be missing."""
 
-_TENSORS_OF = attrgetter(*_TENSORS)
+_TENSORS_OF = attrgetter(*TENSORS)
 _Function = Callable[[RouterState], Tensors]
 
 
@@ -146,7 +146,7 @@ class TracedForecasts:
 
 def _tensors(state: RouterState) -> dict[str, Tensor]:
     """By name, those that there are."""
-    found = {name: getattr(state, name) for name in _TENSORS}
+    found = {name: getattr(state, name) for name in TENSORS}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
