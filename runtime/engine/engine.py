@@ -378,14 +378,14 @@ class Foresight:
         """
         if self._told is not None:
             self._told("forecast", call.layer)
-        start = 0.0 if self._gate is None else perf_counter()
+        start = perf_counter()
         with nullcontext() if self._beside is None else self._beside.running():
             pays = None if self._gate is None else self._gate.pays
             forecast = self._speculator.forecast(call, executed, pays)
             made = None if forecast is None else _Made(forecast, self._readback)
         if self._told is not None:
             self._told("policy", call.layer)
-        self._later = call, made, whole, 0.0 if self._gate is None else perf_counter() - start
+        self._later = call, made, whole, perf_counter() - start
         if self._beside is None:
             self.take()
 
@@ -396,7 +396,7 @@ class Foresight:
             return
         call, made, whole, seconds = later
         if made is not None:
-            start = 0.0 if self._gate is None else perf_counter()
+            start = perf_counter()
             self._hint(made)
             if self._gate is not None:
                 self._gate.took(seconds + perf_counter() - start)

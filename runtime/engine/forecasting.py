@@ -15,6 +15,11 @@ from expertcast.runtime.recording.recorder import Observer
 
 _MEMORY = 0.1
 """Weight of the newest observation in running means."""
+FOUND = 0.6
+"""Share of what is missing that a forecast is expected to find in time."""
+FORGET = 0.99
+"""What a forecast is taken to cost shrinks by this with every one that is not made: a price that was measured at a bad
+moment does not stand for ever."""
 
 
 class Pace(Observer):
@@ -95,15 +100,6 @@ class Pace(Observer):
         return float(self._rate_LE[layer, expert]) if known is None else known
 
 
-MEMORY = 0.1
-"""Weight of the newest observation in running means."""
-FOUND = 0.6
-"""Share of what is missing that a forecast is expected to find in time."""
-FORGET = 0.99
-"""What a forecast is taken to cost shrinks by this with every one that is not made: a price that was measured at a bad
-moment does not stand for ever."""
-
-
 class ForecastGate(Observer):
     """Weighs waiting that a forecast may save against what forecasts have cost so far.
 
@@ -127,7 +123,7 @@ class ForecastGate(Observer):
 
     def requested(self, layer: int, keys: Sequence[int], missing: Sequence[int], again: int, forecast: int) -> None:
         count, known = float(len(missing) + forecast), self._missing[layer]
-        self._missing[layer] = count if known is None else known + MEMORY * (count - known)
+        self._missing[layer] = count if known is None else known + _MEMORY * (count - known)
 
     def pays(self, layer: int) -> bool:
         """Whether a forecast for `layer` is expected to save more waiting than it costs."""
@@ -144,7 +140,7 @@ class ForecastGate(Observer):
     def took(self, seconds: float) -> None:
         """A forecast, with all that was asked for by it, took the model's thread so long."""
         cost_s = self._cost_s
-        self._cost_s = seconds if cost_s is None else cost_s + MEMORY * (seconds - cost_s)
+        self._cost_s = seconds if cost_s is None else cost_s + _MEMORY * (seconds - cost_s)
 
 
 class Beside:
