@@ -74,16 +74,14 @@ class Plan:
 
     layer: int
     ids_TK: Tensor
-    keys: list[int] | None
-    """Key of each of the T x K ids, when they are few."""
+    ids: list[int] | None
+    """The same, flat, when the host has them."""
     pairs: Mapping[int, int] | None
-    """By key, how many of the T x K ids name it, when they are many."""
+    """By key, how many of the T x K ids name it, when they are many; None: they are few, and the host has them."""
     chunks: list[list[int]]
     """Distinct keys, chunk by chunk; one chunk when all fit the slots."""
     precision: dict[int, str] | None
     """Of the keys that need not come in full."""
-    ids: list[int] | None
-    """The T x K ids, when the host has them."""
     slots: list[int] | None = None
     """Slot of each of the T x K ids, when they are few and one chunk."""
     sent: Sent | None = None
@@ -757,10 +755,9 @@ class HostEngine(Engine):
             few = ids_TK.numel() <= _FEW_IDS
             flat = self._readback.start(ids_TK.reshape(-1)).tolist() if few else None
         if flat is not None and len(flat) <= _FEW_IDS:
-            all_keys, pairs = [first + expert for expert in flat], None
-            distinct = list(dict.fromkeys(all_keys))
+            pairs = None
+            distinct = [first + expert for expert in dict.fromkeys(flat)]
         else:
-            all_keys = None
             ids_P = ids_TK.reshape(-1).long()
             counts_E = ids_P.new_zeros(self._experts).scatter_add_(0, ids_P, torch.ones_like(ids_P))
             counts = self._readback.start(counts_E).tolist()  # torch.unique would keep the host from the link
@@ -769,7 +766,7 @@ class HostEngine(Engine):
         if self.ahead is not None:
             self.ahead.reached(layer, distinct)
         chunks = self._flow.begin(layer, distinct, precision)
-        plan = self._plan = Plan(layer, ids_TK, all_keys, pairs, chunks, precision, flat)
+        plan = self._plan = Plan(layer, ids_TK, flat, pairs, chunks, precision)
         if len(chunks) == 1:
             self._send_slots(plan)
         if self.ahead is not None:
@@ -778,11 +775,12 @@ class HostEngine(Engine):
 
     def _send_slots(self, plan: Plan) -> None:
         """Before the copies of forecasts are issued: they would have to wait for those."""
-        if plan.keys is None:
+        if plan.pairs is not None:
             plan.sent = self._send_table(plan.layer, plan.chunks[0])
         else:
-            slot_of = self._pool.slots
-            plan.slots = [slot_of[key] for key in plan.keys]
+            assert plan.ids is not None
+            slot_of, first = self._pool.slots, plan.layer * self._experts
+            plan.slots = [slot_of[first + expert] for expert in plan.ids]
             plan.sent = self._residency.link.send(plan.slots)
 
     def _run_whole(self, layer: MoELayer, plan: Plan, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -799,7 +797,8 @@ class HostEngine(Engine):
 
     def _chunks(self, plan: Plan, ids_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """A chunk's pairs with their slots, once its copies are waited for; the next one loads meanwhile."""
-        order_P, count = self._chunk_order(plan, ids_P), plan.pairs or Counter(plan.keys)
+        order_P, first = self._chunk_order(plan, ids_P), plan.layer * self._experts
+        count = plan.pairs or Counter(first + expert for expert in plan.ids or ())
         start = 0
         for keys, following in zip(plan.chunks, [*plan.chunks[1:], None], strict=True):
             sent = self._send_table(plan.layer, keys)  # before the next copies, for which it would have to wait

@@ -1,9 +1,9 @@
 """Decode steps as one CUDA graph: model, tables, copies and kernels, with no work left for the host.
 
-For one sequence with :class:`expertcast.runtime.links.kernel.KernelLink`. The ordinary engine cannot be captured: it
-asks the device for the router's ids at every layer. Its model can be compiled, though: `torch.compile(model.forward)`,
-or `generate` with `cache_implementation="static"`, makes graphs of what lies between router and experts of one layer
-and the next, and the runtime runs between them.
+For one sequence with :class:`expertcast.runtime.experimental.kernel_link.KernelLink`. The ordinary engine cannot be
+captured: it asks the device for the router's ids at every layer. Its model can be compiled,
+though: `torch.compile(model.forward)`, or `generate` with `cache_implementation="static"`, makes graphs of what lies
+between router and experts of one layer and the next, and the runtime runs between them.
 """
 
 from __future__ import annotations

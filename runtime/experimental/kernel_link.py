@@ -1,8 +1,8 @@
-"""Which expert lies in which slot, kept in tensors: least recently used, no host round trip, static shapes.
+"""A link that decides and copies on the device: tables, the kernel that copies, and the link that drives both.
 
-The rules are those of :class:`expertcast.runtime.engine.cache.ExpertCache` with an LRU policy, written so that a
-decode step can be captured in a CUDA graph: every table has one row more than it needs, where whatever does not
-apply is written.
+The tables say which expert lies in which slot: least recently used, no host round trip, static shapes. Their rules are
+those of :class:`expertcast.runtime.engine.cache.ExpertCache` with an LRU policy, written so that a decode step can be
+captured in a CUDA graph: every table has one row more than it needs, where whatever does not apply is written.
 
 L MoE layers, E routed experts per layer, T tokens, K experts per token, S slots, N candidates of one call (the T x K
 ids of a small step, or all E experts of the layer). An expert's key is layer * E + expert.
