@@ -34,7 +34,7 @@ from expertcast.runtime.storage.codecs import check_codec
 from expertcast.runtime.storage.expert_file import packed_codec
 from expertcast.runtime.storage.store import ExpertStore
 
-# Values of options: their types, what a JSON file holds of them, and sizes as people write them.
+# Values of options: types, plain forms for JSON, sizes
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 _JSON_TYPES: dict[object, str] = {
@@ -442,7 +442,7 @@ def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
         raise ExpertcastError(f"unknown {name} {value!r}: choose from {', '.join(known)}")
 
 
-# What options do to the output, or do not do at all: said when a model is offloaded, a line each.
+# Remarks on options, one line each, for the user who offloads a model
 
 
 def remarks(config: OffloadConfig) -> list[str]:

@@ -1,4 +1,7 @@
-"""expertcast.offload: a `transformers` MoE model whose experts live in host memory."""
+"""expertcast.offload: a `transformers` MoE model whose experts live in host memory, and a few of them on the device.
+
+L MoE layers, E routed experts per layer, K experts per token.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -29,13 +31,14 @@ from expertcast.runtime.config import OffloadConfig, named_checkpoint, pool_byte
 from expertcast.runtime.drafts.drafting import Drafting, DraftOptions
 from expertcast.runtime.drafts.names import NONE, QUANTISED
 from expertcast.runtime.drafts.quantised import expected_bytes
-from expertcast.runtime.engine import front as seam
-from expertcast.runtime.engine.cache import Residency
+from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.engine import EngineParts, HostEngine, LayerFlow
 from expertcast.runtime.engine.front import (
     EXPERTS_NAME,
     ForwardGuard,
+    attach,
+    detach,
     in_use,
     is_attached,
     refuse_shared,
@@ -59,38 +62,7 @@ from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_link, make_store
 
-# What a model is offloaded with, once its options have been understood.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadParts:
-    """What a model is offloaded with; :func:`expertcast.offload` makes them from its options."""
-
-    store: ExpertStore
-    slots: int
-    """How many experts fit on the device."""
-    link: Link | None
-    """None: the one that measures fastest on this CUDA device."""
-    policies: Policies
-    speculator: Speculator
-    """Which knows the model's MoE layers."""
-    next_token: NextToken | None
-    """Forecasts the next tokens' routing."""
-    kernel: SlotKernel
-    cache: bool
-    """False frees an expert's slot as soon as its layer has run."""
-    likely: float
-    """The least probability by `next_token` at which an expert is loaded when a token begins."""
-    gated: bool = False
-    """With a cache, make only forecasts that are expected to save more waiting than they cost."""
-    drift: DriftMonitor | None = None
-    """Follows the forecasts' recall."""
-    draft: str = NONE
-    """What `generate` drafts with unless it is told otherwise."""
-    observers: Sequence[Observer] = ()
-
-
-# What the options of an :class:`OffloadConfig` stand for on one model: predictor, layers, slots, what follows them.
+# What options stand for on one model.
 
 
 def resolve_predictor(
@@ -274,16 +246,12 @@ def resolve_next_token(
     return found.to(device)
 
 
-# What tools look for on a model, found on its offload: they take either.
-#
-# Pipelines, harnesses, trainers and servers read a model's device, dtype, configuration and class, move it to where it
-# is, and call it. An offload answers all of that with the model's own, and runs what is called through itself.
-
-
 class StandIn:
     """Answers for `self.model` where it has no answer of its own; `isinstance` takes it for one of the model's class.
 
-    What belongs to both, such as `generate`, is the offload's.
+    Pipelines, harnesses, trainers and servers read a model's device, dtype, configuration and class, move it to where
+    it is, and call it: they take an offload in place of its model. What belongs to both, such as `generate`, is the
+    offload's.
     """
 
     model: PreTrainedModel
@@ -344,11 +312,6 @@ class StandIn:
         )
 
 
-# A model whose experts live in host memory, and a few of them on the device.
-#
-# L MoE layers, E routed experts per layer, K experts per token.
-
-
 class OffloadedModel(StandIn):
     """A model with its experts in host memory and a few of them in slots on the device.
 
@@ -358,21 +321,24 @@ class OffloadedModel(StandIn):
     and the model refuses to run from then on.
     """
 
-    def __init__(self, model: PreTrainedModel, parts: OffloadParts) -> None:
-        speculator = parts.speculator
+    def __init__(
+        self, model: PreTrainedModel, config: OffloadConfig, *, store: ExpertStore, slots: int, link: Link | None,
+        speculator: Speculator, next_token: NextToken | None, kernel: SlotKernel, drift: DriftMonitor | None,
+        observers: Sequence[Observer],
+    ) -> None:  # fmt: skip
         self.model = model
         self.view = view = speculator.view
         self.predictor = speculator.predictor
         self.refit = speculator.refit
         """Refits the forecasts while the model runs, where it was asked to."""
-        self.policies = parts.policies
+        self.policies = config.resolved_policies()
         """Which policies decide what is kept, loaded and dropped."""
-        self.lossy = parts.policies.lossy
+        self.lossy = self.policies.lossy
         """Whether policies may change what is computed."""
         self.executed_layers = speculator.layers
         """Layers that execute their forecast when there is one."""
-        self.store = store = parts.store
-        observer = Observers(parts.observers)
+        self.store = store
+        observer = Observers(observers)
         observer.attached(view.shape.experts)
         self._stack = ExitStack()
         self._closed = False
@@ -380,17 +346,17 @@ class OffloadedModel(StandIn):
             self._reloadable = not next(view[0].experts.parameters()).is_meta
             if not self._reloadable:
                 undo.callback(_refuse_use, view)
-            undo.enter_context(in_use(parts.link, store, speculator.predictor))
+            undo.enter_context(in_use(link, store, speculator.predictor))
             undo.callback(self._put_back)
             store.pack(view)
-            policies = parts.policies.make(
-                CacheShape(layers=len(view), experts=view.shape.experts, top_k=view.shape.top_k, slots=parts.slots)
+            policies = self.policies.make(
+                CacheShape(layers=len(view), experts=view.shape.experts, top_k=view.shape.top_k, slots=slots)
             )
             if policies.miss.precisions:
                 store.add_copies(policies.miss.precisions)
-            self.pool = SlotPool(store.layout, parts.slots, store.device)
+            self.pool = SlotPool(store.layout, slots, store.device)
             undo.callback(self.pool.free)
-            self.link = link = fastest_link(store, self.pool) if parts.link is None else parts.link
+            self.link = link = fastest_link(store, self.pool) if link is None else link
             link.observer = observer
             link.attach(store, self.pool)
             if link.pools is not None:
@@ -401,13 +367,13 @@ class OffloadedModel(StandIn):
             )  # whose thread would keep the store of a dropped model
             dropped.atexit = False
             undo.callback(dropped.detach)
-            self.drift = None if link.decides_on_device else parts.drift
+            self.drift = None if link.decides_on_device else drift
             """Follows the forecasts' recall; None where nothing forecasts, or the link decides on the device."""
             made = DeviceEngine if link.decides_on_device else HostEngine
             engine_parts = EngineParts(
-                link=link, pool=self.pool, speculator=speculator, policies=policies, kernel=parts.kernel,
-                tokens_ahead=None if parts.next_token is None else NextTokenTracker(parts.next_token),
-                drift=self.drift, keep=parts.cache, likely=parts.likely, gated=parts.gated,
+                link=link, pool=self.pool, speculator=speculator, policies=policies, kernel=kernel,
+                tokens_ahead=None if next_token is None else NextTokenTracker(next_token),
+                drift=self.drift, keep=config.cache, likely=config.likely, gated=config.forecasts == "worth",
             )  # fmt: skip
             self._engine = engine = made(engine_parts)
             self.stats = engine.stats
@@ -420,21 +386,21 @@ class OffloadedModel(StandIn):
                 self.drafting = Drafting(model, engine, engine_parts, store)
                 undo.callback(self.drafting.close)
                 self.stats.reports.append(self.drafting.report)
-            self._draft = parts.draft
+            self._draft = config.draft
             for layer in view:
-                undo.callback(seam.detach, layer)
-                seam.attach(engine, layer)
+                undo.callback(detach, layer)
+                attach(engine, layer)
             if speculator.refit is not None:
                 undo.callback(speculator.refit.restore)
             undo.enter_context(weights_guarded(model, view))
             speculator.prepare()
-            self._guard = ForwardGuard(model, view, seam.EXPERTS_NAME)
+            self._guard = ForwardGuard(model, view)
             undo.callback(self._guard.close)
             undo.enter_context(speculator.following())
             taps = RouterTaps(model, view, engine.on_router, engine.on_start)
             undo.callback(taps.close)
-            undo.enter_context(decode_kernel_followed(model, parts.kernel))
-            undo.enter_context(experts_implementation(model, seam.EXPERTS_NAME))
+            undo.enter_context(decode_kernel_followed(model, kernel))
+            undo.enter_context(experts_implementation(model, EXPERTS_NAME))
             model.__dict__[OFFLOAD] = self  # a model whose offload nobody holds stays offloaded
             undo.callback(model.__dict__.pop, OFFLOAD)
             self._stack = undo.pop_all()
@@ -449,7 +415,7 @@ class OffloadedModel(StandIn):
         return self._engine.flow
 
     @property
-    def residency(self) -> Residency:
+    def residency(self) -> ExpertCache:
         """Which experts have a slot, and by which rules they lose it.
 
         Raises:
@@ -608,7 +574,6 @@ def offload(
     refuse_shared(config.link, config.store, config.predictor)
     view = find_moe_layers(model)
     device = config.store.device if isinstance(config.store, ExpertStore) else device_of(view)
-    policies = config.resolved_policies()
     bound, checkpoint = resolve_predictor(config.resolved_predictor(), view)
     if bound is not None:
         if bound.looks != "layers":
@@ -629,22 +594,18 @@ def offload(
     for line in remarks(config):
         warnings.warn(line, stacklevel=2)
     count = slot_count(config, view)
-    parts = OffloadParts(
+    return OffloadedModel(
+        model,
+        config,
         store=make_store(config, view, device),
         slots=count,
         link=make_link(config, device.type),
-        policies=policies,
         speculator=speculator,
-        next_token=resolve_next_token(config.next_token, view, policies, device),
+        next_token=resolve_next_token(config.next_token, view, config.resolved_policies(), device),
         kernel=SlotKernel(kernel_of(model), count),
-        cache=config.cache,
-        likely=config.likely,
-        gated=config.forecasts == "worth",
-        draft=config.draft,
         drift=make_monitor(config, view, bound, checkpoint),
         observers=observers,
     )
-    return OffloadedModel(model, parts)
 
 
 def _refuse_offloaded(model: PreTrainedModel) -> None:

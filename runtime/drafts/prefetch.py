@@ -22,7 +22,7 @@ import torch
 from expertcast.data.batch import RouterCall
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.engine.cache import Residency
+from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.links.driver import Readback
 
 # The experts that drafted tokens were routed to: what verification will need (row C8).
@@ -181,7 +181,7 @@ class Schedule:
         shape: of the model.
     """
 
-    def __init__(self, residency: Residency, shape: ModelShape) -> None:
+    def __init__(self, residency: ExpertCache, shape: ModelShape) -> None:
         self._residency, self._window = residency, residency.window
         self._link = residency.link
         self._readback = Readback(self._link.driver, self._link.progress)

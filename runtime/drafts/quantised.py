@@ -23,7 +23,7 @@ from expertcast.data.batch import RouterCall
 from expertcast.predictors.messages import ExpertcastError, Progress
 from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.drafts.prefetch import Schedule
-from expertcast.runtime.engine.cache import Residency
+from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.engine import EngineParts, HostEngine, combine
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.links.base import Link
@@ -606,7 +606,7 @@ class QuantisedStage:
 class PolicyStage:
     """Lossy policies decide over the same slots: a draft with what is on the device."""
 
-    def __init__(self, parts: EngineParts, policies: Policies, residency: Residency, schedule: Schedule) -> None:
+    def __init__(self, parts: EngineParts, policies: Policies, residency: ExpertCache, schedule: Schedule) -> None:
         shape = parts.speculator.view.shape
         made = policies.make(
             CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=parts.pool.count)

@@ -1,15 +1,26 @@
-"""Who has a slot, what is on its way, and what is needed: the books that :mod:`.residency` keeps its rules by.
+"""The cache of experts on the device: who has which slot, what is in flight, what is protected.
 
-E routed experts per layer. An expert's key is layer * E + expert.
+What may lose its slot, in this order:
+
+1. a resident expert that neither the running layer nor an outstanding forecast needs (the policy chooses);
+2. one that is kept for a verification's later layers, those of the last layer first;
+3. a queued prefetch, the last one requested first;
+4. an arrived prefetch, then one in flight (waited for): a layer that runs comes before a forecast.
+
+An expert of the running layer is never given up. Three words for a slot that becomes free:
+
+    lose        it is free, for whatever reason
+    drop        a copy that has not begun is cancelled, and its expert loses the slot
+    give up     an expert loses the slot for another one's sake, which is counted
+
+All calls come from the thread that runs the model. L MoE layers, E routed experts per layer; an expert's key is
+layer * E + expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-import torch
-
-from expertcast.runtime.experimental.kernel_link import KernelLink
 from expertcast.runtime.links.base import Copy, Link
 from expertcast.runtime.policies.eviction import Eviction
 from expertcast.runtime.recording.recorder import Observer, Observers, heard
@@ -17,13 +28,9 @@ from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.layout import FULL, is_better
 from expertcast.runtime.storage.slots import SlotPool, SlotState
 
-# What a verification to come will need: experts that were seen to be routed to while its tokens were drafted (row C8).
-#
-# L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
-
 
 class Window:
-    """Keys that are kept for their layer's turn: the nearer the layer, the surer (row C10, trap 3).
+    """Keys that a coming verification needs, kept until their layer runs: the nearer the layer, the surer.
 
     Args:
         layers: L.
@@ -65,8 +72,22 @@ class Window:
         return None
 
 
-class Books:
-    """Sets of keys, with the copies that begin, arrive, fail or are taken back.
+class _Union:
+    """Membership in any of two to four live collections."""
+
+    __slots__ = ("_first", "_fourth", "_second", "_third")
+
+    def __init__(
+        self, first: Container[int], second: Container[int], third: Container[int] = (), fourth: Container[int] = ()
+    ) -> None:
+        self._first, self._second, self._third, self._fourth = first, second, third, fourth
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._first or key in self._second or key in self._third or key in self._fourth
+
+
+class ExpertCache:
+    """Slots, copies in flight and protection of one model's experts.
 
     Args:
         pool: the slots.
@@ -106,12 +127,12 @@ class Books:
         self._given_up: set[int] = set()
         """Evicted for another expert's sake in this pass."""
         self.window = Window(len(eviction.by_layer), experts)
-        """Kept for a verification to come; asked for one by one, by :meth:`Residency.load_ahead`."""
-        self._needed = Union(self.running, self._wanted, self.copies, self.window.keys)
+        """Kept for a verification to come; asked for one by one, by :meth:`load_ahead`."""
+        self._needed = _Union(self.running, self._wanted, self.copies, self.window.keys)
         """What a forecast's expert may not push out."""
-        self._awaited = Union(self._wanted, self.window.keys)
+        self._awaited = _Union(self._wanted, self.window.keys)
         """What is not lost without a cache once it has arrived."""
-        self._needed_now = Union(self.running, self.copies)
+        self._needed_now = _Union(self.running, self.copies)
         """What a running layer's expert pushes out last."""
         self.only_arrived = False
         """Whether experts on their way are not held: for a draft that waits for nothing."""
@@ -182,194 +203,6 @@ class Books:
         ):  # fmt: skip
             held.clear()
         self.window.clear()
-
-    def _sweep(self, needed: Container[int] = ()) -> None:
-        """Notice copies that have arrived by themselves, so that their slots can be given up; not the needed ones'."""
-        copies, running = self.copies, self.running
-        if not copies:
-            return
-        self.link.progress()
-        for key, copy in [entry for entry in copies.items() if entry[1].done and entry[0] not in running]:
-            if copy.error is not None:
-                del copies[key]
-                self._lose(key)  # the layer's own request tries again
-                continue
-            self._arrived(key, copy)
-            if not self.keep and key not in self._awaited and key not in needed:
-                self._lose(key)
-
-    def _load(self, key: int, urgent: bool, precision: str = FULL) -> None:
-        """Give the link a copy into a free slot; not `urgent`: no layer has asked for it.
-
-        Statistics are counted here, and `loading` is told only to those who listen: as an event it costs 3 to 5 calls
-        per layer and token.
-        """
-        slot = self.pool.take(key)
-        layer = key // self.experts
-        if self._shares is not None:
-            self._held_by[layer] += 1
-        full = precision == FULL
-        self._policies[layer].insert(key, full)
-        try:
-            if full:  # a link that moves no others need not know of precisions
-                self.copies[key] = self.link.submit(key, slot, urgent=urgent)
-                nbytes = self._block_bytes
-            else:
-                self._packed[key] = precision
-                self.copies[key] = self.link.submit(key, slot, urgent=urgent, precision=precision)
-                nbytes = self.link.block_bytes(precision)
-        except BaseException:
-            self._lose(key)
-            raise
-        if held_s := self.copies[key].held_s:  # the disk's pages came meanwhile, or the copy was made
-            self.observer.waited(layer, held_s, 0)
-        count = self._stats.layers[layer]
-        count.bytes_moved += nbytes
-        if not urgent:
-            self._unused.add(key)
-            count.prefetched += 1
-        if self._loading is not None:
-            self._loading(layer, nbytes, urgent)
-
-    def _arrive(self, key: int, copy: Copy, *, needed: bool = True) -> None:
-        """Wait for a copy; the expert of one that failed loses its slot before the error goes on, if it is `needed`."""
-        try:
-            self.link.wait(copy)
-        except Exception:
-            self.running.discard(key)
-            del self.copies[key]
-            self._lose(key)
-            if needed:
-                raise
-            return
-        self._arrived(key, copy)
-
-    def _arrived(self, key: int, copy: Copy) -> None:
-        del self.copies[key]
-        if copy.precision != FULL:
-            self.link.expand(copy)
-        self.pool.arrived(key)
-
-    def _drop(self, key: int) -> bool:
-        """Take a queued copy back, if there is one that has not begun."""
-        copy = self.copies.get(key)
-        if copy is None or not self.link.cancel(copy):
-            return False
-        # not unused: requested, and that was withdrawn
-        nbytes = self._block_bytes if copy.precision == FULL else self.link.block_bytes(copy.precision)
-        self.observer.dropped(key // self.experts, nbytes, key in self._unused)
-        del self.copies[key]
-        self._lose(key)
-        return True
-
-    def _lose(self, key: int) -> None:
-        """The expert's slot is free, for whatever reason; no copy of it may be under way."""
-        layer = key // self.experts
-        self._policies[layer].remove(key)
-        if self._shares is not None:
-            self._held_by[layer] -= 1
-        self.pool.release(key)
-        self._packed.pop(key, None)
-        self._unused.discard(key)
-        self._wanted.discard(key)
-
-
-class Union:
-    """Membership in any of two to four live collections."""
-
-    __slots__ = ("_first", "_fourth", "_second", "_third")
-
-    def __init__(
-        self, first: Container[int], second: Container[int], third: Container[int] = (), fourth: Container[int] = ()
-    ) -> None:
-        self._first, self._second, self._third, self._fourth = first, second, third, fourth
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._first or key in self._second or key in self._third or key in self._fourth
-
-
-# Experts that get slots before any text is read: known to be used much, for whatever reason.
-#
-# E routed experts per layer. An expert's key is layer * E + expert.
-
-
-class Filling(Books):
-    """Fills free slots between two forwards."""
-
-    def fill(self, keys: Sequence[int]) -> int:
-        """Load experts into free slots, in this order, and wait for them: policies take the last one for the newest.
-
-        Their bytes are counted, but neither as requests nor as forecasts.
-
-        Args:
-            keys: those that have a slot are passed over; those for which none is free are left out.
-
-        Returns:
-            How many were loaded.
-        """
-        self.link.follow()
-        loaded = []
-        for key in keys:
-            if key not in self._slots and self.free(key // self.experts):
-                self._load(key, True)
-                loaded.append(key)
-        for key, copy in list(self.copies.items()):
-            self._arrive(key, copy, needed=key in loaded)
-        self.link.check()
-        return len(loaded)
-
-
-def fill_tables(link: KernelLink, keys: Sequence[int], experts: int) -> int:
-    """The same where tables on the device keep the books, which count these copies as forecasts'.
-
-    Args:
-        link: whose tables they are.
-        keys: as for :meth:`Filling.fill`.
-        experts: E.
-
-    Returns:
-        How many were loaded.
-    """
-    link.follow()
-    tables, held = link.residency, set(held_by_tables(link))
-    missing = [key for key in keys if key not in held][: tables.slots - len(held)]
-    for key in missing:
-        layer, expert = divmod(key, experts)
-        ids_N = torch.tensor([expert], device=tables.slot_of.device)
-        link.move(tables.expect(layer, ids_N, running=0), layer, urgent=False)
-    link.join(link.ticket())
-    link.synchronize()
-    link.check()
-    return len(missing)
-
-
-def held_by_tables(link: KernelLink) -> list[int]:
-    """Keys that have a slot by the device's tables, the least recently used first. Waits for the device."""
-    tables = link.residency
-    order = tables.used_at[: tables.slots].argsort()
-    return [key for key in tables.key_of[: tables.slots][order].tolist() if key >= 0]
-
-
-# Which experts are on the device: requests and forecasts in, slots out, with the rules that keep them safe.
-#
-# What may lose its slot, in this order:
-#
-# 1. a resident expert that neither the running layer nor an outstanding forecast needs (the policy chooses);
-# 2. one that is kept for a verification's later layers, those of the last layer first;
-# 3. a queued prefetch, the last one asked for first;
-# 4. an arrived prefetch, then one under way (waited for): a layer that runs comes before a forecast.
-#
-# An expert of the running layer is never given up. Three words for a slot that becomes free:
-#
-#     lose        it is free, for whatever reason (:meth:`Books._lose`)
-#     drop        a copy is taken back that has not begun, and its expert loses the slot
-#     give up     an expert loses the slot for another one's sake, which is counted
-#
-# Everything here is called by the thread that runs the model.
-
-
-class Residency(Filling):
-    """The rules; keys are layer * E + expert."""
 
     def victim(self, layer: int) -> int | None:
         """What would be given up for a prefetch of the layer's experts; None for a free slot, or if nothing may be."""
@@ -498,7 +331,7 @@ class Residency(Filling):
 
     def free_up(self, layer: int, count: int, keep: Container[int]) -> None:
         """Give experts up until `count` slots are free for the layer, in the policy's order, none of `keep`."""
-        protected = Union(self.running, self._wanted, self.copies, keep)
+        protected = _Union(self.running, self._wanted, self.copies, keep)
         while self.free(layer) < count:
             victim = self._policies[layer].victim(protected)
             if victim is None:
@@ -550,6 +383,28 @@ class Residency(Filling):
             for key in [key for key in self.pool.resident() if key not in self.copies]:
                 self._lose(key)
 
+    def fill(self, keys: Sequence[int]) -> int:
+        """Load experts into free slots, in this order, and wait for them: policies take the last one for the newest.
+
+        Their bytes are counted, but neither as requests nor as forecasts.
+
+        Args:
+            keys: those that have a slot are passed over; those for which none is free are left out.
+
+        Returns:
+            How many were loaded.
+        """
+        self.link.follow()
+        loaded = []
+        for key in keys:
+            if key not in self._slots and self.free(key // self.experts):
+                self._load(key, True)
+                loaded.append(key)
+        for key, copy in list(self.copies.items()):
+            self._arrive(key, copy, needed=key in loaded)
+        self.link.check()
+        return len(loaded)
+
     def _lose_worse(self, keys: Sequence[int], precision: Mapping[int, str]) -> None:
         """Held experts that are asked for in a better precision lose their slots; not while a copy is under way."""
         for key in keys:
@@ -589,3 +444,93 @@ class Residency(Filling):
         if self.link.write_back_s:
             self.link.write_back()
         self._lose(key)
+
+    def _sweep(self, needed: Container[int] = ()) -> None:
+        """Notice copies that have arrived by themselves, so that their slots can be given up; not the needed ones'."""
+        copies, running = self.copies, self.running
+        if not copies:
+            return
+        self.link.progress()
+        for key, copy in [entry for entry in copies.items() if entry[1].done and entry[0] not in running]:
+            if copy.error is not None:
+                del copies[key]
+                self._lose(key)  # the layer's own request tries again
+                continue
+            self._arrived(key, copy)
+            if not self.keep and key not in self._awaited and key not in needed:
+                self._lose(key)
+
+    def _load(self, key: int, urgent: bool, precision: str = FULL) -> None:
+        """Give the link a copy into a free slot; not `urgent`: no layer has asked for it.
+
+        Statistics are counted here, and `loading` is told only to those who listen: as an event it costs 3 to 5 calls
+        per layer and token.
+        """
+        slot = self.pool.take(key)
+        layer = key // self.experts
+        if self._shares is not None:
+            self._held_by[layer] += 1
+        full = precision == FULL
+        self._policies[layer].insert(key, full)
+        try:
+            if full:  # a link that moves no others need not know of precisions
+                self.copies[key] = self.link.submit(key, slot, urgent=urgent)
+                nbytes = self._block_bytes
+            else:
+                self._packed[key] = precision
+                self.copies[key] = self.link.submit(key, slot, urgent=urgent, precision=precision)
+                nbytes = self.link.block_bytes(precision)
+        except BaseException:
+            self._lose(key)
+            raise
+        if held_s := self.copies[key].held_s:  # the disk's pages came meanwhile, or the copy was made
+            self.observer.waited(layer, held_s, 0)
+        count = self._stats.layers[layer]
+        count.bytes_moved += nbytes
+        if not urgent:
+            self._unused.add(key)
+            count.prefetched += 1
+        if self._loading is not None:
+            self._loading(layer, nbytes, urgent)
+
+    def _arrive(self, key: int, copy: Copy, *, needed: bool = True) -> None:
+        """Wait for a copy; the expert of one that failed loses its slot before the error goes on, if it is `needed`."""
+        try:
+            self.link.wait(copy)
+        except Exception:
+            self.running.discard(key)
+            del self.copies[key]
+            self._lose(key)
+            if needed:
+                raise
+            return
+        self._arrived(key, copy)
+
+    def _arrived(self, key: int, copy: Copy) -> None:
+        del self.copies[key]
+        if copy.precision != FULL:
+            self.link.expand(copy)
+        self.pool.arrived(key)
+
+    def _drop(self, key: int) -> bool:
+        """Take a queued copy back, if there is one that has not begun."""
+        copy = self.copies.get(key)
+        if copy is None or not self.link.cancel(copy):
+            return False
+        # not unused: requested, and that was withdrawn
+        nbytes = self._block_bytes if copy.precision == FULL else self.link.block_bytes(copy.precision)
+        self.observer.dropped(key // self.experts, nbytes, key in self._unused)
+        del self.copies[key]
+        self._lose(key)
+        return True
+
+    def _lose(self, key: int) -> None:
+        """The expert's slot is free, for whatever reason; no copy of it may be under way."""
+        layer = key // self.experts
+        self._policies[layer].remove(key)
+        if self._shares is not None:
+            self._held_by[layer] -= 1
+        self.pool.release(key)
+        self._packed.pop(key, None)
+        self._unused.discard(key)
+        self._wanted.discard(key)

@@ -1,6 +1,16 @@
-"""One offloaded forward, layer by layer: request, forecast, prefetch, wait, compute, release.
+"""One offloaded forward, layer by layer.
 
-T tokens, D hidden size, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
+Whatever runs the model calls :meth:`Engine.on_start` when a forward begins, :meth:`Engine.on_router` when a layer has
+been routed, and :meth:`Engine.run` in place of its experts. At each layer :class:`HostEngine` calls, in this order,
+
+    decide      routing and miss policies: which experts run, and in which precision they come
+    begin       request the layer's experts, misses before anything else
+    hint        a forecast: pre-eviction, then prefetches
+    stream      a layer that runs most of its experts: prefetch the next layer's
+    wait, compute, release      chunk by chunk
+
+T tokens, B sequences, D hidden size, E routed experts per layer, K experts per token, P = T x K token-expert pairs.
+An expert's key is layer * E + expert.
 """
 
 from __future__ import annotations
@@ -20,9 +30,9 @@ from expertcast.data.batch import RouterCall
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape, MoELayer, MoEView
-from expertcast.runtime.engine.cache import Residency
+from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.drift import DriftMonitor
-from expertcast.runtime.engine.forecasting import Beside, ForecastGate, Pace, QuickForecasts
+from expertcast.runtime.engine.forecasting import Beside, ForecastGate, Pace
 from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.engine.tokens_ahead import LIKELY, TokenForecasts, TokensAhead, early_layers
 from expertcast.runtime.links.base import Link
@@ -37,9 +47,7 @@ from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
 
-# Token-expert pairs: the order in which kernels compute them, and what becomes of their outputs.
-#
-# T tokens, D hidden size, K experts per token, P = T x K pairs.
+# Token-expert pairs
 
 _COMBINED = 1024
 """Tokens whose experts' outputs are weighted at once."""
@@ -60,34 +68,27 @@ def combine(output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor
     return weighted_PD.view(tokens, top_k, -1).sum(dim=1).to(dtype)
 
 
-# What one run of a layer needs.
-#
-# T tokens, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
-
-
 @dataclass(slots=True)
 class Plan:
-    """What one run of a layer needs."""
+    """One run of a layer: its experts, their slots, and the chunks in which they are computed."""
 
     layer: int
     ids_TK: Tensor
-    keys: list[int] | None
-    """Key of each of the T x K ids, when they are few."""
+    ids: list[int] | None
+    """The same, flat, when the host has them."""
     pairs: Mapping[int, int] | None
-    """By key, how many of the T x K ids name it, when they are many."""
+    """By key, how many of the T x K ids name it, when they are many; None: they are few, and the host has them."""
     chunks: list[list[int]]
     """Distinct keys, chunk by chunk; one chunk when all fit the slots."""
     precision: dict[int, str] | None
     """Of the keys that need not come in full."""
-    ids: list[int] | None
-    """The T x K ids, when the host has them."""
     slots: list[int] | None = None
     """Slot of each of the T x K ids, when they are few and one chunk."""
     sent: Sent | None = None
     """On its way to the device: slots of the T x K ids, or of all experts when the ids are many; for one chunk."""
 
 
-# A layer's routing on the host, as miss policies rewrite it: ids and weights, T rows of K.
+# Routing rewritten by miss policies: ids and weights, T rows of K
 
 
 def named(ids: list[list[int]], weights: list[list[float]]) -> list[list[int]]:
@@ -111,17 +112,7 @@ def rewritten(
     return named(new_ids, new_weights), new_weights
 
 
-# What happens at one MoE layer after another: the order of policies and books that runtime and simulator share.
-#
-#     start_pass
-#     per layer   decide      routing and miss policies: which experts run, and in which precision they come
-#                 begin       the layer's experts are requested, misses before anything else
-#                 foresee     forecasts for the next tokens reach the eviction policy
-#                 hint        a forecast: pre-eviction, then the selection's prefetches
-#                 stream: a layer that runs most experts foretells that the next one does
-#                 wait, release (chunk by chunk)
-#
-# T tokens, B sequences, D hidden size, E routed experts per layer, K experts per token. A key is layer * E + expert.
+# The flow, which the simulator shares
 
 _MOST = 0.75
 """Share of its experts that a layer must run for the next one's to be loaded before they are known."""
@@ -153,7 +144,7 @@ class LayerFlow:
     """
 
     def __init__(
-        self, residency: Residency, policies: PolicySet, shape: ModelShape, *, view: MoEView | None = None,
+        self, residency: ExpertCache, policies: PolicySet, shape: ModelShape, *, view: MoEView | None = None,
         carry: int = 0, tokens_ahead: TokenForecasts | None = None, likely: float = LIKELY,
     ) -> None:  # fmt: skip
         self.residency, self.policies = residency, policies
@@ -328,11 +319,7 @@ class LayerFlow:
             self.tokens_ahead.finish(layer)
 
 
-# A layer's forecast on the host's side: whether it pays, when it is made, and what is asked for by it.
-#
-# On CUDA the host waits for a forecast before it launches the layer's experts: the link must know what comes next
-# before it has made the layer's own copies. A forecast by early attention runs beside the experts, and is taken after
-# their launch. T tokens, E routed experts per layer, K experts per token. A key is layer * E + expert.
+# Forecasts of decode steps
 
 
 class _Made:
@@ -345,7 +332,11 @@ class _Made:
 
 
 class Foresight:
-    """Makes forecasts and asks for their experts.
+    """Makes forecasts and prefetches their experts.
+
+    On CUDA the host waits for a forecast before it launches the layer's experts: the link must know what comes next
+    before it has made the layer's own copies. A forecast by early attention runs on a second stream beside the experts,
+    and is read back after their launch.
 
     Args:
         speculator: makes them.
@@ -362,12 +353,9 @@ class Foresight:
         self._speculator, self._flow, self._readback = speculator, flow, readback
         self._gate, self._told = gate, told
         self._residency = flow.residency
-        self._experts = speculator.view.shape.experts
-        driver, self._looks_early = self._residency.link.driver, speculator.early is not None
-        self._beside = Beside(driver) if driver is not None and self._looks_early else None
+        driver = self._residency.link.driver
+        self._beside = Beside(driver) if driver is not None and speculator.early is not None else None
         """Where early attention runs, on CUDA."""
-        self._layers = len(speculator.view)
-        self._quick = QuickForecasts(self._layers)
         self._later: tuple[RouterCall, _Made | None, bool, float] | None = None
         """A layer whose forecast has not been asked for, whether it runs as a whole, and the seconds spent."""
         self.ids: dict[int, list[int]] = {}
@@ -377,12 +365,6 @@ class Foresight:
         """A forward starts."""
         self._later = None
         self.ids.clear()
-        self._quick.start()
-
-    def learn(self, layer: int, keys: Sequence[int]) -> None:
-        """The experts that a layer executes are known, by their keys."""
-        if self._quick.made:
-            self._quick.learn(layer, {key - layer * self._experts for key in keys})
 
     def make(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None, whole: bool) -> None:
         """Make the forecast that is due at a layer.
@@ -394,15 +376,14 @@ class Foresight:
         """
         if self._told is not None:
             self._told("forecast", call.layer)
-        start = 0.0 if self._gate is None else perf_counter()
-        quick = self._ask_quick if self._looks_early and self._wants_quick(call.layer + 1) else None
+        start = perf_counter()
         with nullcontext() if self._beside is None else self._beside.running():
             pays = None if self._gate is None else self._gate.pays
-            forecast = self._speculator.forecast(call, executed, quick=quick, pays=pays)
+            forecast = self._speculator.forecast(call, executed, pays)
             made = None if forecast is None else _Made(forecast, self._readback)
         if self._told is not None:
             self._told("policy", call.layer)
-        self._later = call, made, whole, 0.0 if self._gate is None else perf_counter() - start
+        self._later = call, made, whole, perf_counter() - start
         if self._beside is None:
             self.take()
 
@@ -413,7 +394,7 @@ class Foresight:
             return
         call, made, whole, seconds = later
         if made is not None:
-            start = 0.0 if self._gate is None else perf_counter()
+            start = perf_counter()
             self._hint(made)
             if self._gate is not None:
                 self._gate.took(seconds + perf_counter() - start)
@@ -425,30 +406,13 @@ class Foresight:
         if whole:
             self._flow.stream(call.layer)
 
-    def _wants_quick(self, layer: int) -> bool:
-        return layer < self._layers and self._residency.idle and self._quick.worth(layer)
-
-    def _ask_quick(self, layer: int, ids_TK: Tensor) -> None:
-        """Ask at once for what a quick forecast is sure of."""
-        sure = self._quick.sure(layer, self._readback.start(ids_TK).tolist())
-        keys = [layer * self._experts + expert for expert in sure]
-        if keys:
-            self._quick.asked(layer, not all(map(self._residency.holds, keys)))
-        self._residency.prefetch(keys)
-
     def _hint(self, made: _Made) -> None:
         ids_T = made.ids.tolist()
         self.ids[made.forecast.layer] = [expert for row in ids_T for expert in row]
         self._flow.hint(made.forecast, ids_T, made.weights.tolist())
 
 
-# What every engine is: it stands between a model's routers, its experts' modules and the slots.
-#
-# Whatever runs the model calls :meth:`Engine.on_start` as a forward begins, :meth:`Engine.on_router` when a layer has
-# been routed and :meth:`Engine.run` in the place of its experts: for `transformers` models :mod:`.seam` and
-# :class:`expertcast.data.taps.RouterTaps` do. Nothing here, and nothing this stands on, knows what that is.
-#
-# T tokens, D hidden size, E routed experts per layer, K experts per token, P = T x K token-expert pairs.
+# Engines
 
 
 class Kernel(Protocol):
@@ -480,9 +444,6 @@ class Kernel(Protocol):
             pairs: which of them, in :func:`expertcast.runtime.engine.engine.row_order`.
             slots: where the pairs' experts lie.
         """
-
-    def combine(self, output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        """All pairs' outputs, weighted and summed to [T, D]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -645,7 +606,7 @@ class Engine(ABC):
         for pairs, slots in chunks:
             output_PD[pairs] = self._kernel.run_pairs(layer.experts, hidden_TD, top_k, pairs, slots)
             self._enter("policy", layer.index)
-        return self._kernel.combine(output_PD, weights_TK, hidden_TD.dtype)
+        return combine(output_PD, weights_TK, hidden_TD.dtype)
 
     def _check_untouched(self, layer: MoELayer) -> None:
         for name, pointer in self._pointers.items():
@@ -668,12 +629,12 @@ class HostEngine(Engine):
         residency: books and rules that are shared with another engine of the model; none makes its own.
     """
 
-    def __init__(self, parts: EngineParts, residency: Residency | None = None) -> None:
+    def __init__(self, parts: EngineParts, residency: ExpertCache | None = None) -> None:
         super().__init__(parts)
         speculator, policies, shape = parts.speculator, parts.policies, parts.speculator.view.shape
         if residency is None:
             stats = RunStatistics(shape.layers)
-            residency = Residency(
+            residency = ExpertCache(
                 parts.pool, parts.link, policies.eviction, stats, experts=shape.experts, keep=parts.keep
             )
         self._residency = residency
@@ -794,20 +755,18 @@ class HostEngine(Engine):
             few = ids_TK.numel() <= _FEW_IDS
             flat = self._readback.start(ids_TK.reshape(-1)).tolist() if few else None
         if flat is not None and len(flat) <= _FEW_IDS:
-            all_keys, pairs = [first + expert for expert in flat], None
-            distinct = list(dict.fromkeys(all_keys))
+            pairs = None
+            distinct = [first + expert for expert in dict.fromkeys(flat)]
         else:
-            all_keys = None
             ids_P = ids_TK.reshape(-1).long()
             counts_E = ids_P.new_zeros(self._experts).scatter_add_(0, ids_P, torch.ones_like(ids_P))
             counts = self._readback.start(counts_E).tolist()  # torch.unique would keep the host from the link
             pairs = {first + expert: count for expert, count in enumerate(counts) if count}
             distinct = list(pairs)
-        self._foresight.learn(layer, distinct)
         if self.ahead is not None:
             self.ahead.reached(layer, distinct)
         chunks = self._flow.begin(layer, distinct, precision)
-        plan = self._plan = Plan(layer, ids_TK, all_keys, pairs, chunks, precision, flat)
+        plan = self._plan = Plan(layer, ids_TK, flat, pairs, chunks, precision)
         if len(chunks) == 1:
             self._send_slots(plan)
         if self.ahead is not None:
@@ -816,11 +775,12 @@ class HostEngine(Engine):
 
     def _send_slots(self, plan: Plan) -> None:
         """Before the copies of forecasts are issued: they would have to wait for those."""
-        if plan.keys is None:
+        if plan.pairs is not None:
             plan.sent = self._send_table(plan.layer, plan.chunks[0])
         else:
-            slot_of = self._pool.slots
-            plan.slots = [slot_of[key] for key in plan.keys]
+            assert plan.ids is not None
+            slot_of, first = self._pool.slots, plan.layer * self._experts
+            plan.slots = [slot_of[first + expert] for expert in plan.ids]
             plan.sent = self._residency.link.send(plan.slots)
 
     def _run_whole(self, layer: MoELayer, plan: Plan, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -837,7 +797,8 @@ class HostEngine(Engine):
 
     def _chunks(self, plan: Plan, ids_P: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """A chunk's pairs with their slots, once its copies are waited for; the next one loads meanwhile."""
-        order_P, count = self._chunk_order(plan, ids_P), plan.pairs or Counter(plan.keys)
+        order_P, first = self._chunk_order(plan, ids_P), plan.layer * self._experts
+        count = plan.pairs or Counter(first + expert for expert in plan.ids or ())
         start = 0
         for keys, following in zip(plan.chunks, [*plan.chunks[1:], None], strict=True):
             sent = self._send_table(plan.layer, keys)  # before the next copies, for which it would have to wait

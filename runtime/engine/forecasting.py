@@ -1,13 +1,13 @@
-"""How long until a layer asks for its experts, and how often experts are used: what a prefetch's value depends on."""
+"""Whether a forecast or a prefetch pays: times until a layer needs its experts, use of experts, cost of forecasts."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
-from expertcast.runtime.engine.cache import Residency
+from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.tokens_ahead import TokensAhead
 from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.policies.prefetch import Transfer
@@ -15,6 +15,11 @@ from expertcast.runtime.recording.recorder import Observer
 
 _MEMORY = 0.1
 """Weight of the newest observation in running means."""
+FOUND = 0.6
+"""Share of what is missing that a forecast is expected to find in time."""
+FORGET = 0.99
+"""What a forecast is taken to cost shrinks by this with every one that is not made: a price that was measured at a bad
+moment does not stand for ever."""
 
 
 class Pace(Observer):
@@ -25,7 +30,7 @@ class Pace(Observer):
         layers: MoE layers of the model.
     """
 
-    def __init__(self, residency: Residency, layers: int) -> None:
+    def __init__(self, residency: ExpertCache, layers: int) -> None:
         self._link, self._residency = residency.link, residency
         self._experts = experts = residency.experts
         self._block_bytes = residency.pool.layout.block_bytes
@@ -95,22 +100,11 @@ class Pace(Observer):
         return float(self._rate_LE[layer, expert]) if known is None else known
 
 
-# Which forecasts by a layer are worth making: those that may save more waiting than they cost.
-#
-# A forecast takes the model's thread a set time, whatever it finds. Where most of a layer's experts are in their slots
-# already there is little that it could find.
-
-MEMORY = 0.1
-"""Weight of the newest observation in running means."""
-FOUND = 0.6
-"""Share of what is missing that a forecast is expected to find in time."""
-FORGET = 0.99
-"""What a forecast is taken to cost shrinks by this with every one that is not made: a price that was measured at a bad
-moment does not stand for ever."""
-
-
 class ForecastGate(Observer):
     """Weighs waiting that a forecast may save against what forecasts have cost so far.
+
+    A forecast takes the thread of the model a set time, whatever it finds. Where most experts of a layer are in slots
+    already, there is little that it could find.
 
     What a layer will miss comes from a forecast of the whole token where there is one; else it is the mean number of
     its experts in recent steps that had no slot before a forecast, or at all.
@@ -121,7 +115,7 @@ class ForecastGate(Observer):
         tokens_ahead: says how many of a layer's experts will be missing, where something forecasts whole tokens.
     """
 
-    def __init__(self, residency: Residency, layers: int, tokens_ahead: TokensAhead | None) -> None:
+    def __init__(self, residency: ExpertCache, layers: int, tokens_ahead: TokensAhead | None) -> None:
         self._link, self._tokens_ahead = residency.link, tokens_ahead
         self._missing: list[float | None] = [None] * layers
         self._cost_s: float | None = None
@@ -129,7 +123,7 @@ class ForecastGate(Observer):
 
     def requested(self, layer: int, keys: Sequence[int], missing: Sequence[int], again: int, forecast: int) -> None:
         count, known = float(len(missing) + forecast), self._missing[layer]
-        self._missing[layer] = count if known is None else known + MEMORY * (count - known)
+        self._missing[layer] = count if known is None else known + _MEMORY * (count - known)
 
     def pays(self, layer: int) -> bool:
         """Whether a forecast for `layer` is expected to save more waiting than it costs."""
@@ -146,10 +140,7 @@ class ForecastGate(Observer):
     def took(self, seconds: float) -> None:
         """A forecast, with all that was asked for by it, took the model's thread so long."""
         cost_s = self._cost_s
-        self._cost_s = seconds if cost_s is None else cost_s + MEMORY * (seconds - cost_s)
-
-
-# Forecasts that run beside a layer's experts: on a stream of their own, read back when those have been launched.
+        self._cost_s = seconds if cost_s is None else cost_s + _MEMORY * (seconds - cost_s)
 
 
 class Beside:
@@ -168,73 +159,3 @@ class Beside:
         self._stream.wait_stream(self._driver.current_stream())
         with self._driver.use(self._stream):
             yield
-
-
-# Two-stage forecasts: what a quick forecast is sure of goes out at once, the rest after early attention.
-#
-# The quick forecast is the target's router on the stand-in itself. How sure it is of each rank is learnt while it runs:
-# by how often the expert at that rank was then needed.
-
-SURE = 0.97
-"""Share of a rank's experts that must have been needed."""
-FIRST_SEEN = 32
-"""Forecasts before a rank is trusted."""
-_QUICK_MEMORY = 512
-"""Forecasts that count."""
-BROUGHT = 0.25
-"""Share of forecasts that must have asked for something that was missing: one takes a third as long as early attention,
-which asks for the same a little later."""
-_NEWEST = 0.1
-"""Weight of the newest forecast in that share."""
-LOOK = 8
-"""Where forecasts are not worth making, one in so many is made all the same, to see whether that has changed."""
-
-
-class QuickForecasts:
-    """Which experts of a quick forecast are asked for, for a model of `layers` MoE layers."""
-
-    def __init__(self, layers: int) -> None:
-        self.made: dict[int, list[list[int]]] = {}
-        """By layer, the rows of ids of forecasts whose layers have not run yet."""
-        self._right: list[list[float]] = [[] for _ in range(layers)]
-        self._seen: list[float] = [0.0] * layers
-        self._brought: list[float] = [1.0] * layers
-        self._left_out: list[int] = [0] * layers
-
-    def start(self) -> None:
-        """A forward starts."""
-        self.made.clear()
-
-    def worth(self, layer: int) -> bool:
-        """Whether to make the quick forecast that is due for a layer: something may be asked for by it, or learnt."""
-        if self._seen[layer] < FIRST_SEEN or (self._brought[layer] >= BROUGHT and self._trusted(layer)):
-            return True
-        self._left_out[layer] = (self._left_out[layer] + 1) % LOOK
-        return self._left_out[layer] == 0
-
-    def asked(self, layer: int, missing: bool) -> None:
-        """Experts of a layer were asked for; `missing`: one of them at least was not there."""
-        self._brought[layer] += _NEWEST * (missing - self._brought[layer])
-
-    def sure(self, layer: int, ids: Sequence[Sequence[int]]) -> list[int]:
-        """Experts of a layer to ask for: distinct, from a forecast of T tokens with K `ids` each, surest first."""
-        rows = [list(row) for row in ids]
-        self.made[layer] = rows
-        if self._seen[layer] < FIRST_SEEN:
-            return []
-        return list(dict.fromkeys(row[rank] for rank in self._trusted(layer) for row in rows))
-
-    def _trusted(self, layer: int) -> list[int]:
-        least = SURE * self._seen[layer]
-        return [rank for rank, count in enumerate(self._right[layer]) if count >= least]
-
-    def learn(self, layer: int, needed: Collection[int]) -> None:
-        """The experts that the layer executes are known."""
-        rows = self.made.pop(layer, None)
-        if rows is None:
-            return
-        right = self._right[layer] = self._right[layer] or [0.0] * len(rows[0])
-        fade = 1.0 if self._seen[layer] < _QUICK_MEMORY else 1.0 - len(rows) / _QUICK_MEMORY
-        self._seen[layer] = self._seen[layer] * fade + len(rows)
-        for rank in range(len(right)):
-            right[rank] = right[rank] * fade + sum(row[rank] in needed for row in rows)

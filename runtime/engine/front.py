@@ -32,10 +32,7 @@ from expertcast.predictors.view import MoELayer, MoEView
 from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.engine.speculation import Speculator
 
-# How a `transformers` model finds the engine that runs its experts.
-#
-# The experts function that is registered here under :data:`EXPERTS_NAME` finds the engine of its module and calls
-# :meth:`Engine.run`.
+# The experts function in transformers' registry
 
 EXPERTS_NAME = "expertcast"
 """Name of our experts function in transformers' registry."""
@@ -125,15 +122,10 @@ def in_use(*parts: object) -> Iterator[None]:
 
 
 class ForwardGuard:
-    """Lets one forward run at a time, in the process that made the offload, with our experts function.
+    """Lets one forward run at a time, in the process that made the offload, with our experts function."""
 
-    Args:
-        name: the experts function that an offloaded model runs.
-    """
-
-    def __init__(self, model: PreTrainedModel, view: MoEView, name: str) -> None:
+    def __init__(self, model: PreTrainedModel, view: MoEView) -> None:
         self._base = model.base_model
-        self._name = name
         configs: list[PreTrainedConfig] = [layer.experts.config for layer in view]
         self._configs = list({id(config): config for config in configs}.values())
         self._parts = [
@@ -174,10 +166,10 @@ class ForwardGuard:
     def _before(self, _module: nn.Module, _args: object) -> None:
         for config in self._configs:
             name = config._experts_implementation
-            if name not in (self._name, PROBE_EXPERTS):
+            if name not in (EXPERTS_NAME, PROBE_EXPERTS):
                 raise ExpertcastError(
                     f"the model's experts implementation was changed to {name!r} while it is offloaded: set it back "
-                    f"with model.set_experts_implementation({self._name!r}), or close the offload first"
+                    f"with model.set_experts_implementation({EXPERTS_NAME!r}), or close the offload first"
                 )
         for children, name, part in self._parts:
             if children.get(name) is not part:
@@ -282,9 +274,7 @@ def _guarded_apply(part: nn.Module) -> Callable[..., nn.Module]:
     return apply
 
 
-# A model, resident or offloaded, that runs with forecasts executed: hooks only, for whole texts too.
-#
-# T tokens, K experts per token.
+# Executed forecasts without an engine
 
 
 @contextmanager

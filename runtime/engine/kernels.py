@@ -14,13 +14,14 @@ from itertools import groupby
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
-from expertcast.predictors.messages import Json
-from expertcast.runtime.engine.engine import combine, row_order
+from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.runtime.engine.engine import row_order
 from expertcast.runtime.experimental.kernel_link import has_persistent_grouped_mm
 
 # transformers' grouped kernel over slots on the CPU: the very products that it makes over experts.
@@ -41,18 +42,20 @@ class HostGrouped:
 
     Args:
         forward: transformers' `grouped_mm_experts_forward`.
+
+    Raises:
+        ExpertcastError: this release of transformers has written its kernel otherwise.
     """
 
-    @classmethod
-    def of(cls, forward: Callable[..., Tensor]) -> HostGrouped | None:
-        """That; None where this transformers has written its kernel otherwise."""
-        linear = getattr(forward, "__globals__", {}).get(_LINEAR)
-        known = uses(forward, _LINEAR) and uses(forward, "torch") and uses(linear, _MULTIPLY)
-        return cls(forward) if known else None
-
     def __init__(self, forward: Callable[..., Tensor]) -> None:
-        linear = with_names(forward.__globals__[_LINEAR], {_MULTIPLY: self._multiply})
-        self._forward = with_names(forward, {_LINEAR: linear, "torch": _Torch(self._sort)})
+        linear: Any = getattr(forward, "__globals__", {}).get(_LINEAR)
+        if not (_uses(forward, _LINEAR) and _uses(forward, "torch") and _uses(linear, _MULTIPLY)):
+            raise ExpertcastError(
+                f"the grouped experts kernel of transformers {transformers.__version__} is not the one that slots on "
+                "the CPU replace parts of: install another release of transformers, 5.23 to 5.x"
+            )
+        linear = _with_names(linear, {_MULTIPLY: self._multiply})
+        self._forward = _with_names(forward, {_LINEAR: linear, "torch": _Torch(self._sort)})
         self._slots_P = self._order_P = torch.empty(0, dtype=torch.int64)
         self._groups: list[tuple[int, int]] = []
         """(slot, rows), in the order of the rows."""
@@ -90,7 +93,7 @@ class _Torch:
         return getattr(torch, name)
 
 
-def with_names(function: Callable[..., Tensor], names: dict[str, Any]) -> Callable[..., Tensor]:
+def _with_names(function: Callable[..., Tensor], names: dict[str, Any]) -> Callable[..., Tensor]:
     """A copy of a function of a module that finds other things under some of the module's names."""
     assert isinstance(function, types.FunctionType)
     copy = types.FunctionType(
@@ -101,7 +104,7 @@ def with_names(function: Callable[..., Tensor], names: dict[str, Any]) -> Callab
     return copy
 
 
-def uses(function: object, name: str) -> bool:
+def _uses(function: object, name: str) -> bool:
     """Whether a function is Python's own and asks its module for a name."""
     return isinstance(function, types.FunctionType) and name in function.__code__.co_names
 
@@ -143,52 +146,21 @@ _MOST_GROUPS = 1023
 
 
 def over_slots(
-    experts: nn.Module, count: int, slots_TK: Tensor, order: Callable[[], Tensor], slots: Sequence[int] | None
+    experts: nn.Module, count: int, slots_TK: Tensor, slots: Sequence[int] | None
 ) -> AbstractContextManager[object]:
-    """What must stand between the experts' kernel and `grouped_mm` over so many slots on such a device; often nothing.
-
-    On the CPU :class:`expertcast.runtime.engine.kernels.HostGrouped` does the same faster.
+    """Context in which `grouped_mm` runs over this many slots of a CUDA device; does nothing where torch's own does.
 
     Args:
         experts: the module, whose parameters are slot views [S, ...].
         count: S.
         slots_TK: the slots that are computed.
-        order: gives the order [P] in which pairs are computed.
         slots: `slots_TK` (flat) on the host, if it is known there.
     """
-    if slots_TK.device.type == "cpu":
-        if len(slots_TK) > 1 or count > MANY_GROUPS:
-            return _ExpertOrder(slots_TK.reshape(-1), order())
-        return nullcontext()
     if slots_TK.device.type != "cuda":
         return nullcontext()
     if not has_persistent_grouped_mm(next(experts.parameters(recurse=False))):
         return _SlotProducts(slots_TK.reshape(-1).tolist() if slots is None else slots)
     return nullcontext() if count <= _MOST_GROUPS else _SlotRanges(slots)
-
-
-class _ExpertOrder(TorchFunctionMode):
-    """On the CPU, makes `grouped_mm` over slots the very products that it makes over experts: the reference for
-    `HostGrouped`, and what stands in for it where transformers' kernel is written otherwise."""
-
-    def __init__(self, slots_P: Tensor, order_P: Tensor) -> None:
-        super().__init__()
-        self._slots_P = slots_P
-        self._order_P = order_P
-        self._groups: list[tuple[int, int]] = []
-        """(slot, rows), in the order of the rows."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Json | None = None
-    ) -> object:
-        if func is torch.sort and args[0].shape == self._order_P.shape:
-            sorted_P = self._slots_P[self._order_P]
-            self._groups = [(slot, len(list(rows))) for slot, rows in groupby(sorted_P.tolist())]
-            return torch.return_types.sort((sorted_P, self._order_P))
-        if func not in _GROUPED_MM:
-            return func(*args, **(kwargs or {}))
-        rows, weight = args[:2]
-        return products(rows, weight, self._groups)
 
 
 class _SlotProducts(TorchFunctionMode):
@@ -275,7 +247,7 @@ class SlotKernel:
         self.forward = forward
         """transformers' kernel that runs from now on."""
         self._slots = slots
-        self._on_host = HostGrouped.of(grouped_mm_experts_forward)
+        self._on_host = HostGrouped(grouped_mm_experts_forward)
 
     def run(
         self,
@@ -314,10 +286,6 @@ class SlotKernel:
         output = self._run(experts, rows, of_rows.unsqueeze(-1), ones, lambda: torch.arange(len(rows)))
         return output if self._grouped else output[pairs]
 
-    def combine(self, output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        """All pairs' outputs of :meth:`run_pairs`, weighted and summed."""
-        return combine(output_PD, weights_TK, dtype)
-
     def by_expert(self, slots_TK: Tensor) -> bool:
         """Whether the grouped kernel computes these rows in the order of their experts; else in that of their slots."""
         return slots_TK.device.type == "cpu" and (len(slots_TK) > 1 or self._slots > MANY_GROUPS)
@@ -341,9 +309,9 @@ class SlotKernel:
         try:
             between: AbstractContextManager[object] = nullcontext()
             if self._grouped:
-                if self._on_host is not None and self.by_expert(slots_TK):
+                if self.by_expert(slots_TK):
                     return self._on_host.run(experts, hidden_TD, slots_TK, weights_TK, order())
-                between = over_slots(experts, self._slots, slots_TK, order, slots)
+                between = over_slots(experts, self._slots, slots_TK, slots)
             with between:
                 return self.forward(experts, hidden_TD, slots_TK, weights_TK)
         finally:

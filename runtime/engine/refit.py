@@ -1,13 +1,15 @@
 """Forecasts that follow the text: their ridge part refitted while the model runs, and used only where that is better.
 
 What a router has scored is compared with what was forecast for it, and recursive least squares
-(:mod:`expertcast.runtime.engine.least_squares`) say what the forecast's ridge part lacks. The targets are the routers'
+(:class:`RecursiveRidge`) say what the forecast's ridge part lacks. The targets are the routers'
 own scores, also at layers that execute their forecast: what those make of the text later on is part of what is learned,
 but a forecast is never its own target.
 
-Layers are collected in blocks of tokens, and a full block waits for its turn (:mod:`.refit_layer` learns from it). Each
+Layers are collected in blocks of tokens, and a full block waits for its turn (:class:`LayerRefit`). Each
 token gets `budget_ms`; what a token has not used is not saved, what it overdraws (by one block's work at most) the next
 ones pay back, collecting nothing meanwhile.
+
+T tokens, F features, R directions (F, or fewer), E routed experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -28,8 +30,7 @@ from expertcast.predictors.hybrid import Hybrid
 from expertcast.predictors.linear import Linear
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import MoELayer
-
-# A running mean that forgets, with its standard error.
+from expertcast.runtime.engine.traced import TENSORS
 
 
 class FadingMean:
@@ -63,25 +64,20 @@ class FadingMean:
         return math.sqrt(self._squares / (1 - self._weights) * self._weights)
 
 
-# Recursive least squares about a frozen map: what to add to it, from the errors that it makes.
-#
-# Sums are kept in information form: with rows x (a 1 behind the features) and errors e of the frozen map,
-#
-#     gram  <- memory gram  + sum of x' x        cross <- memory cross + sum of x' e
-#     change = (gram + prior penalty)^-1 cross
-#
-# so that the frozen map is the answer as long as nothing was seen, and stays the prior however long the run is: what is
-# forgotten is data, never the prior. The textbook form, which updates the inverse, forgets both, and its inverse grows
-# without bound in directions that a text does not visit.
-#
-# N rows, F features, E outputs.
-
-
 class RecursiveRidge:
-    """The sums, and what they say.
+    """Recursive least squares about a frozen map: what to add to it, from the errors that it makes.
+
+    Sums are kept in information form: with rows x (a 1 behind the features) and errors e of the frozen map,
+
+        gram  <- memory gram  + sum of x' x        cross <- memory cross + sum of x' e
+        change = (gram + prior penalty)^-1 cross
+
+    so that the frozen map is the answer as long as nothing was seen, and stays the prior however long the run is: what
+    is forgotten is data, never the prior. The textbook form, which updates the inverse, forgets both, and its inverse
+    grows without bound in directions that a text does not visit.
 
     Args:
-        features: F.
+        features: F, of N rows.
         outputs: E.
         prior: how many tokens the frozen map counts for, in every direction of features of unit variance.
         device: where the rows are.
@@ -115,9 +111,7 @@ class RecursiveRidge:
         return None if failed else torch.cholesky_solve(self._cross_GE, factor_GG)
 
 
-# The ridge part of a predictor's forecast of one layer: where its weights are, what it reads, how a change gets in.
-#
-# T tokens, F features, R directions (F, or fewer), E routed experts.
+# One layer
 
 MOST_DIRECTIONS = 512
 """Of more features than this, only so many directions are learned in: time goes with their square, and their cube."""
@@ -210,14 +204,6 @@ def _basis(weight_FE: Tensor, directions: int) -> Tensor:
     return basis_FR.contiguous()
 
 
-# Refitting the forecasts of one layer: a test on every block of tokens before it is learned from.
-#
-# The frozen map and the refitted one, which has not seen the block, both forecast it. The refitted one is used from the
-# block on after which the running difference in recall is above `MARGIN` and above `ERRORS` of its standard errors,
-# until that is no longer above nothing or the recent one is below `-LOSS`.
-#
-# T tokens, R directions (:mod:`expertcast.runtime.engine.refit`), E routed experts, K experts per token.
-
 BLOCK = 32
 """Tokens that are learned from at once."""
 SOLVE_EVERY = 4
@@ -239,11 +225,6 @@ RECENT = 4
 LOSS = 0.01
 """Recall that the refitted map may lack of late before it is left."""
 
-_TENSORS = (
-    "residual_TD", "router_input_TD", "logits_TE", "topk_ids_TK", "topk_weights_TK", "previous_logits_TLE", "early_TD"
-)  # fmt: skip
-"""A state's tensors; the last two may be missing."""
-
 
 @dataclass(slots=True)
 class Example:
@@ -255,7 +236,11 @@ class Example:
 
 
 class LayerRefit:
-    """Refits the forecasts of one layer.
+    """Refits the forecasts of one layer; every block of tokens is a test before it is learned from.
+
+    The frozen map and the refitted one, which has not seen the block, both forecast it. The refitted one is used from
+    the block on after which the running difference in recall is above `MARGIN` and above `ERRORS` of its standard
+    errors, until that is no longer above 0 or the recent one is below `-LOSS`.
 
     Args:
         part: what is changed.
@@ -366,7 +351,7 @@ class Guard:
 def _joined(examples: Sequence[Example]) -> Example:
     """All tokens of some examples of one layer."""
     states = [example.state for example in examples]
-    tensors = {name: [getattr(state, name) for state in states] for name in _TENSORS}
+    tensors = {name: [getattr(state, name) for state in states] for name in TENSORS}
     known = {name: torch.cat(parts) for name, parts in tensors.items() if all(part is not None for part in parts)}
     return Example(
         RouterState(layer=states[0].layer, **known),

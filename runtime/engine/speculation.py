@@ -1,4 +1,4 @@
-"""Speculative execution: forecast ids and weights run in place of the router's own (rows B8 and B9).
+"""Speculative execution: forecast ids and weights run in place of the router's own.
 
 B sequences, S tokens per sequence, T = B x S tokens, D hidden size, L MoE layers, E routed experts per layer,
 K experts per token.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -23,11 +22,6 @@ from expertcast.runtime.engine.traced import TracedForecasts
 
 if TYPE_CHECKING:
     from expertcast.data.early import EarlyAttention
-
-
-# What is kept of the last token for the next one's forecasts.
-#
-# B sequences, L MoE layers, E routed experts per layer.
 
 
 class TokenMemory:
@@ -55,59 +49,48 @@ class TokenMemory:
         self._now_BLE[:, call.layer] = last_BE
 
 
-# Router-free execution: at layers that execute their forecast the router never runs (row B15).
-#
-# A forecast stands in for all that the router returns, its logits included: predictors that read the previous token's
-# routing then read what was forecast for it.
-
-
 @contextmanager
 def routers_left_out(layers: Iterable[MoELayer], forecast_for: Callable[[int], Forecast | None]) -> Iterator[None]:
     """Inside, a layer's router gives its forecast without running, where there is one.
+
+    The forecast stands in for all that the router returns, its logits included: predictors that read the previous
+    token's routing then read what was forecast for it.
 
     `layers` are those that execute forecasts; `forecast_for` tells a layer's, when its router would run.
     """
     with ExitStack() as stack:
         for layer in layers:
-            layer.router.__dict__["forward"] = _Substitute(layer, forecast_for)
+            layer.router.__dict__["forward"] = _substitute(layer, forecast_for)
             stack.callback(layer.router.__dict__.pop, "forward")
         yield
 
 
-class _Substitute:
-    """In place of a router's forward."""
+def _substitute(layer: MoELayer, forecast_for: Callable[[int], Forecast | None]) -> Callable[..., RouterOutput]:
+    """A function in place of a router's forward."""
+    own, asked = layer.router.forward, False
 
-    def __init__(self, layer: MoELayer, forecast_for: Callable[[int], Forecast | None]) -> None:
-        self._layer, self._forecast_for = layer, forecast_for
-        self._own = layer.router.forward
-        self.asked = False
-
-    def __call__(self, hidden: Tensor, *args: object, **kwargs: object) -> RouterOutput:
-        if self.asked:  # forecasts run routers, too
-            return self._run(hidden, *args, **kwargs)
-        self.asked = True
-        try:
-            forecast = self._forecast_for(self._layer.index)
-        finally:
-            self.asked = False
+    def forward(hidden: Tensor, *args: object, **kwargs: object) -> RouterOutput:
+        nonlocal asked
+        forecast = None
+        if not asked:  # a forecast may run this router, too
+            asked = True
+            try:
+                forecast = forecast_for(layer.index)
+            finally:
+                asked = False
         if forecast is None:
-            return self._run(hidden, *args, **kwargs)
+            made: RouterOutput = own(hidden, *args, **kwargs)
+            return made
         return forecast.logits_TE, forecast.topk_weights_TK, forecast.topk_ids_TK
 
-    def _run(self, hidden: Tensor, *args: object, **kwargs: object) -> RouterOutput:
-        made: RouterOutput = self._own(hidden, *args, **kwargs)
-        return made
-
-
-Quick = Callable[[int, Tensor], object]
-"""Gets a layer and the ids [T, K] that its router gives for the stand-in, heaviest first."""
+    return forward
 
 
 class Speculator:
     """Makes forecasts as layers run and says which routing a layer executes.
 
     Forecasts are chained: the state at layer l carries what layer l executed, so a forecast that was executed
-    is what the next forecast is made from (trap 2 under row B19).
+    is what the next forecast is made from.
 
     Args:
         view: the model's MoE layers.
@@ -226,8 +209,6 @@ class Speculator:
         self,
         call: RouterCall,
         executed: tuple[Tensor, Tensor] | None,
-        *,
-        quick: Quick | None = None,
         pays: Callable[[int], bool] | None = None,
     ) -> Forecast | None:
         """The forecast made at this layer, if one is due.
@@ -235,7 +216,6 @@ class Speculator:
         Args:
             call: the layer's.
             executed: what :meth:`executed` said.
-            quick: is told of a first forecast in a decode step, where the better one has to wait for early attention.
             pays: whether one for a layer is worth making; layers that execute their forecast get one in any case.
         """
         if self.predictor is None or self._traced is None:
@@ -258,7 +238,7 @@ class Speculator:
             topk_ids_TK=ids_TK, topk_weights_TK=weights_TK, previous_logits_TLE=self._previous(call),
         )  # fmt: skip
         self._state = state
-        if self.predictor.wants_early(call.layer, self.ahead) and not self._look_early(call, state, quick):
+        if self.predictor.wants_early(call.layer, self.ahead) and not self._look_early(call, state):
             return None
         made = (self._traced if call.tokens == 1 else self.predictor).forecast(state, self.ahead)
         self._forecasts[made.layer] = made
@@ -277,10 +257,10 @@ class Speculator:
             if target >= len(self.view) or target in self._check.wrong:
                 continue
             if state.early_TD is None and self.predictor.wants_early(call.layer, distance):
-                self._look_early(call, state, None)
+                self._look_early(call, state)
             yield self._traced.forecast(state, distance)
 
-    def _look_early(self, call: RouterCall, state: RouterState, quick: Quick | None) -> bool:
+    def _look_early(self, call: RouterCall, state: RouterState) -> bool:
         """Fill in early attention; False: of whole texts it is known when the next block's own has run."""
         assert self.predictor is not None
         assert self._traced is not None
@@ -289,8 +269,6 @@ class Speculator:
             self._waiting[call.layer] = state, self.predictor.stand_in(state)
             return False
         standing_TD = self._traced.stand_in(state)
-        if quick is not None:
-            quick(call.layer + 1, self._traced.routed(replace(state, early_TD=_residual(None, standing_TD, state))))
         state.early_TD = _residual(self.early.attend(call.layer + 1, standing_TD), standing_TD, state)
         return True
 

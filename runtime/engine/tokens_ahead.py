@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.engine.cache import Residency
+from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.policies.eviction import Eviction
 
 LIKELY = 0.2
@@ -56,7 +56,7 @@ class TokensAhead:
     """
 
     def __init__(
-        self, forecasts: TokenForecasts, residency: Residency, eviction: Eviction, shape: ModelShape, *, layers: int,
+        self, forecasts: TokenForecasts, residency: ExpertCache, eviction: Eviction, shape: ModelShape, *, layers: int,
         likely: float = LIKELY,
     ) -> None:  # fmt: skip
         self._forecasts, self._residency, self._eviction = forecasts, residency, eviction

@@ -8,10 +8,11 @@ T tokens, E routed experts per layer, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,17 +21,21 @@ from expertcast.data.batch import capturing
 from expertcast.data.tracing import Program, Tensors, traced
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.view import MoEView
-from expertcast.runtime.engine.captured import Captures
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
 
 _CHECKED_CALLS = 3
 """Calls, the traced one included, on which a trace is compared with its predictor."""
+_WARM_UP = 3
+"""Runs before a capture: libraries get their workspaces."""
 
-_TENSORS = (
+TENSORS = (
     "residual_TD", "router_input_TD", "logits_TE", "topk_ids_TK", "topk_weights_TK", "previous_logits_TLE", "early_TD"
 )  # fmt: skip
 """A state's tensors, in the order of a trace's inputs; the last two may be missing."""
 
-_TENSORS_OF = attrgetter(*_TENSORS)
+_TENSORS_OF = attrgetter(*TENSORS)
 _Function = Callable[[RouterState], Tensors]
 
 
@@ -52,7 +57,8 @@ class TracedForecasts:
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
-        self._captures = Captures()
+        self._pool: _POOL_HANDLE | None = None
+        """Memory that all graphs share: they run one after another."""
         self._programs: dict[tuple[object, ...], _Program] = {}
 
     @torch.no_grad()
@@ -86,17 +92,6 @@ class TracedForecasts:
         """As `predictor.stand_in`."""
         (standing_TD,) = self._run("stand_in", lambda given: (self._predictor.stand_in(given),), state, state.layer)
         return standing_TD
-
-    def routed(self, state: RouterState) -> Tensor:
-        """Ids [T, K] that the next layer's router gives for `state.early_TD`."""
-        following = self._predictor.view[state.layer + 1]
-
-        def outputs(given: RouterState) -> Tensors:
-            assert given.early_TD is not None
-            return (following.routed(following.router_input(given.early_TD))[2],)
-
-        (ids_TK,) = self._run("routed", outputs, state, following.index)
-        return ids_TK
 
     def _run(self, kind: int | str, function: _Function, state: RouterState, frozen: int) -> Tensors:
         """The function's tensors, by its trace where that gives the same bits.
@@ -133,7 +128,9 @@ class TracedForecasts:
             program.run = None
         elif not program.checks_left:
             assert program.run is not None
-            program.replay = self._captures.of(program.run, inputs)
+            if self._pool is None and inputs[0].device.type == "cuda":
+                self._pool = torch.cuda.graph_pool_handle()
+            program.replay = captured(program.run, inputs, self._pool)
         return own
 
     def _trace(self, function: _Function, state: RouterState, frozen: int) -> Program | None:
@@ -149,7 +146,7 @@ class TracedForecasts:
 
 def _tensors(state: RouterState) -> dict[str, Tensor]:
     """By name, those that there are."""
-    found = {name: getattr(state, name) for name in _TENSORS}
+    found = {name: getattr(state, name) for name in TENSORS}
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
@@ -165,3 +162,66 @@ def _random_state(view: MoEView, layer: int, previous: bool, generator: torch.Ge
         topk_ids_TK=ids_1K, topk_weights_TK=weights_1K,
         previous_logits_TLE=logits_1E.expand(shape.layers, -1, -1).transpose(0, 1) if previous else None,
     )  # fmt: skip
+
+
+def captured(program: Program, inputs: Tensors, pool: _POOL_HANDLE | None) -> Program | None:
+    """The program as a CUDA graph, whose outputs are the same tensors each time and hold until the next call.
+
+    Args:
+        program: the same operations in every call.
+        inputs: of the shapes and dtypes that it will be called with.
+        pool: memory shared by graphs that never run side by side.
+
+    Returns:
+        None off CUDA, and where the program cannot be a graph or gives other bits as one.
+    """
+    if inputs[0].device.type != "cuda":
+        return None
+    try:
+        made = _CapturedProgram(program, inputs, pool)
+        same = all(map(torch.equal, made(*inputs), program(*inputs)))
+    except RuntimeError:  # such as a value that the device is asked for
+        return None
+    return made if same else None
+
+
+class _CapturedProgram:
+    def __init__(self, program: Program, inputs: Tensors, pool: _POOL_HANDLE | None) -> None:
+        device = inputs[0].device
+        self._inputs = tuple(tensor.clone() for tensor in inputs)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP):
+                program(*self._inputs)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with recording(self._graph, stream, pool):
+            self._outputs = program(*self._inputs)
+
+    def __call__(self, *inputs: Tensor) -> Tensors:
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own.copy_(given)
+        self._graph.replay()
+        return self._outputs
+
+
+@contextmanager
+def recording(
+    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: _POOL_HANDLE | None = None
+) -> Iterator[None]:
+    """What is launched becomes a graph and does not run.
+
+    torch's own capture stream belongs to whatever device was current first: kernels of another device would run beside
+    it and not be captured. Only this thread is kept from calls that a capture forbids.
+
+    Args:
+        graph: an empty one.
+        stream: of the device whose kernels are launched.
+        pool: memory that it shares with graphs which never run beside it; None: its own.
+    """
+    with (
+        torch.cuda.device(stream.device),
+        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+    ):
+        yield

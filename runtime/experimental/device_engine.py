@@ -1,8 +1,8 @@
 """One offloaded forward without the host: tables, copies and kernels follow each other on the device.
 
-For :class:`expertcast.runtime.links.kernel.KernelLink`. A step whose T x K ids fit the slots, whatever they are, asks
-the device for no value, so that it can be captured in a CUDA graph. Of others the host counts the experts, and runs in
-chunks what names more of them than there are slots.
+For :class:`expertcast.runtime.experimental.kernel_link.KernelLink`. A step whose T x K ids fit the slots, whatever
+they are, asks the device for no value, so that it can be captured in a CUDA graph. Of others the host
+counts the experts, and runs in chunks what names more of them than there are slots.
 
 T tokens, D hidden size, E routed experts per layer, K experts per token, P token-expert pairs.
 """

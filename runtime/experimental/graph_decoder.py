@@ -1,9 +1,9 @@
 """Decode steps as one CUDA graph: model, tables, copies and kernels, with no work left for the host.
 
-For one sequence with :class:`expertcast.runtime.links.kernel.KernelLink`. The ordinary engine cannot be captured: it
-asks the device for the router's ids at every layer. Its model can be compiled, though: `torch.compile(model.forward)`,
-or `generate` with `cache_implementation="static"`, makes graphs of what lies between router and experts of one layer
-and the next, and the runtime runs between them.
+For one sequence with :class:`expertcast.runtime.experimental.kernel_link.KernelLink`. The ordinary engine cannot be
+captured: it asks the device for the router's ids at every layer. Its model can be compiled,
+though: `torch.compile(model.forward)`, or `generate` with `cache_implementation="static"`, makes graphs of what lies
+between router and experts of one layer and the next, and the runtime runs between them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.engine.captured import recording
+from expertcast.runtime.engine.traced import recording
 from expertcast.runtime.experimental.kernel_link import KernelLink
 from expertcast.runtime.offloading import OffloadedModel
 

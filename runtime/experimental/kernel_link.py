@@ -1,8 +1,8 @@
-"""Which expert lies in which slot, kept in tensors: least recently used, no host round trip, static shapes.
+"""A link that decides and copies on the device: tables, the kernel that copies, and the link that drives both.
 
-The rules are those of :class:`expertcast.runtime.engine.residency.Residency` with an LRU policy, written so that a
-decode step can be captured in a CUDA graph: every table has one row more than it needs, where whatever does not
-apply is written.
+The tables say which expert lies in which slot: least recently used, no host round trip, static shapes. Their rules are
+those of :class:`expertcast.runtime.engine.cache.ExpertCache` with an LRU policy, written so that a decode step can be
+captured in a CUDA graph: every table has one row more than it needs, where whatever does not apply is written.
 
 L MoE layers, E routed experts per layer, T tokens, K experts per token, S slots, N candidates of one call (the T x K
 ids of a small step, or all E experts of the layer). An expert's key is layer * E + expert.
@@ -14,6 +14,7 @@ import importlib.util
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,13 +43,6 @@ class Moves(NamedTuple):
     keys_N: Tensor
     slots_N: Tensor
     moved_N: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidates:
-    keys_N: Tensor
-    needed_N: Tensor
-    """Each distinct key once."""
 
 
 class DeviceResidency:
@@ -100,14 +94,13 @@ class DeviceResidency:
             ids_TK: at most S distinct experts.
             within_E: bool [E], only these count (a chunk of a step that does not fit).
         """
-        chosen = self._candidates(layer, ids_TK, within_E)
-        slots_N = self.slot_of[chosen.keys_N]
-        hit_N = chosen.needed_N & (slots_N >= 0)
-        missing_N = chosen.needed_N & (slots_N < 0)
+        keys_N, needed_N = self._candidates(layer, ids_TK, within_E)
+        slots_N = self.slot_of[keys_N]
+        hit_N, missing_N = needed_N & (slots_N >= 0), needed_N & (slots_N < 0)
         used_N = hit_N & self._unused[slots_N]
-        moves = self._place(chosen.keys_N, slots_N, hit_N, missing_N, unused=False)
+        moves = self._place(keys_N, slots_N, hit_N, missing_N, unused=False)
         count = self.counts[layer]
-        count[_REQUESTS] += chosen.needed_N.sum()
+        count[_REQUESTS] += needed_N.sum()
         count[_HITS] += hit_N.sum()
         count[_MISSES] += missing_N.sum()
         count[_USED] += used_N.sum()
@@ -122,12 +115,11 @@ class DeviceResidency:
         Args:
             running: slots that the layer which runs now may need; they are not given up.
         """
-        chosen = self._candidates(layer, ids_N, None)
-        slots_N = self.slot_of[chosen.keys_N]
-        hit_N = chosen.needed_N & (slots_N >= 0)
-        missing_N = chosen.needed_N & (slots_N < 0)
+        keys_N, needed_N = self._candidates(layer, ids_N, None)
+        slots_N = self.slot_of[keys_N]
+        hit_N, missing_N = needed_N & (slots_N >= 0), needed_N & (slots_N < 0)
         missing_N &= missing_N.cumsum(0) <= self.slots - running - hit_N.sum()
-        moves = self._place(chosen.keys_N, slots_N, hit_N, missing_N, unused=True)
+        moves = self._place(keys_N, slots_N, hit_N, missing_N, unused=True)
         self.counts[layer, _PREFETCHED] += missing_N.sum()
         return moves
 
@@ -146,17 +138,18 @@ class DeviceResidency:
         self.key_of.masked_fill_(own_S, -1)
         self.used_at.copy_(torch.where(own_S, self._when_free, self.used_at))
 
-    def _candidates(self, layer: int, ids: Tensor, within_E: Tensor | None) -> _Candidates:
+    def _candidates(self, layer: int, ids: Tensor, within_E: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Keys [N], and which of them count: each distinct one once."""
         first = layer * self._experts
         if within_E is None and ids.numel() <= FEW_IDS:
             ids_N = ids.reshape(-1)
             again_N = (ids_N[:, None] == ids_N[None, :]).tril(-1).any(1)
-            return _Candidates(first + ids_N, ~again_N)
+            return first + ids_N, ~again_N
         needed_E = torch.zeros(self._experts, dtype=torch.bool, device=self._device)
         needed_E.scatter_(0, ids.reshape(-1), True)
         if within_E is not None:
             needed_E &= within_E
-        return _Candidates(first + self._arange[: self._experts], needed_E)
+        return first + self._arange[: self._experts], needed_E
 
     def _place(self, keys_N: Tensor, slots_N: Tensor, hit_N: Tensor, missing_N: Tensor, *, unused: bool) -> Moves:
         """Refresh hits, give the least recently used slots to the missing, in order."""
@@ -216,9 +209,7 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-# Copies of experts whose keys and slots only the device knows.
-#
-# N entries of one call; see :class:`expertcast.runtime.experimental.kernel_link.Moves`.
+# Copies
 
 _WORD = 8
 _WIDTH = 2048
@@ -313,18 +304,13 @@ def block_copier(store: ExpertStore, pool: SlotPool) -> BlockCopier:
     return KernelCopier(torch.tensor(addresses, device=pool.device), pool, programs)
 
 
-# Multiprocessors that torch's grouped matmul leaves to a kernel that copies beside it.
-#
 # torch's `grouped_mm` of Hopper and Blackwell is persistent: one block per multiprocessor, with all its registers,
 # takes one tile after another. Where another kernel holds a multiprocessor, that block waits until the other one ends,
-# and the matmul with it. torch can be told how many to leave out (pytorch, aten/src/ATen/Context.h:
-# `_SMCarveout_EXPERIMENTAL`).
-#
-# The bits of `grouped_mm` stay: the count says how many blocks share the tiles, while tile and order of summation
-# follow from the shapes (aten/src/ATen/native/cuda/GroupMM.cu: `hw_info.sm_count`). cuBLASLt, which torch uses for
-# linear layers with a bias, chooses its kernel by the count (aten/src/ATen/cuda/CUDABlas.cpp:
-# `CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET`) and may give other bits. So the count is set around the experts only, where
-# nothing goes through cuBLASLt, and not at all where torch is told to prefer it.
+# and the matmul with it. torch can leave some out (pytorch, aten/src/ATen/Context.h: `_SMCarveout_EXPERIMENTAL`). The
+# bits stay: the count says how many blocks share the tiles, while tile and order of summation follow from the shapes
+# (aten/src/ATen/native/cuda/GroupMM.cu: `hw_info.sm_count`). cuBLASLt, which torch uses for linear layers with a bias,
+# chooses its kernel by the count (aten/src/ATen/cuda/CUDABlas.cpp: `CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET`) and may give
+# other bits. So the count is set around the experts only, and not at all where torch is told to prefer cuBLASLt.
 
 _GET, _SET = "_get_sm_carveout_experimental", "_set_sm_carveout_experimental"
 
@@ -363,12 +349,6 @@ def has_persistent_grouped_mm(weight: Tensor) -> bool:
     return torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
 
 
-# A link without the host: what is copied is decided by tensors on the device and done by a kernel.
-#
-# Copies run on a stream of their own, one call after another, so that no two calls write to a slot out of order. Each
-# call waits for the compute stream first (for its table, and for the last readers of the slots it overwrites); compute
-# waits for the calls whose slots it reads. Fork and join are events, which a CUDA graph records like any kernel.
-
 _TIMED = 256
 """Calls whose times may be outstanding before they are counted."""
 _COPIED = [COUNTS.index("misses"), COUNTS.index("prefetched")]
@@ -387,6 +367,10 @@ class _Call:
 
 class KernelLink(Link):
     """Moves experts by a kernel that reads page-locked memory (CUDA), or by plain copies (the CPU's reference).
+
+    Copies run on a stream of their own, one call after another, so that no two calls write to a slot out of order. Each
+    call waits for the compute stream first (for its table, and for the last readers of the slots it overwrites);
+    compute waits for the calls whose slots it reads. Fork and join are events, which a CUDA graph records.
 
     It keeps its own tables (`residency`); `DeviceEngine` drives it. Used as a
     plain link, it copies one block a call.
@@ -546,6 +530,32 @@ class KernelLink(Link):
     def _took(self, layer: int, start: float, end: float, urgent: bool) -> None:
         self.busy_s += end - start
         self._tell(-1, layer, start, end, urgent)
+
+
+def fill_tables(link: KernelLink, keys: Sequence[int], experts: int) -> int:
+    """Load experts of E per layer into free slots, in this order, and wait for them. Counted as prefetched.
+
+    Returns:
+        How many were loaded: keys that have a slot, or for which none is free, are left out.
+    """
+    link.follow()
+    tables, held = link.residency, set(held_by_tables(link))
+    missing = [key for key in keys if key not in held][: tables.slots - len(held)]
+    for key in missing:
+        layer, expert = divmod(key, experts)
+        ids_N = torch.tensor([expert], device=tables.slot_of.device)
+        link.move(tables.expect(layer, ids_N, running=0), layer, urgent=False)
+    link.join(link.ticket())
+    link.synchronize()
+    link.check()
+    return len(missing)
+
+
+def held_by_tables(link: KernelLink) -> list[int]:
+    """Keys that have a slot by the device's tables, the least recently used first. Waits for the device."""
+    tables = link.residency
+    order = tables.used_at[: tables.slots].argsort()
+    return [key for key in tables.key_of[: tables.slots][order].tolist() if key >= 0]
 
 
 class DeviceStatistics(RunStatistics):

@@ -26,9 +26,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from expertcast.runtime.drafts.governor import Tally
-from expertcast.runtime.engine.cache import held_by_tables
 from expertcast.runtime.engine.drift import DriftMonitor
-from expertcast.runtime.experimental.kernel_link import KernelLink
+from expertcast.runtime.experimental.kernel_link import KernelLink, held_by_tables
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.slots import SlotPool

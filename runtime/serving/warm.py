@@ -16,8 +16,7 @@ from typing_extensions import TypedDict
 from expertcast.data.trace_writer import write_where_told
 from expertcast.predictors.artefacts import CLOSED, SEAL, read_bytes, read_json, seal
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.engine.cache import fill_tables, held_by_tables
-from expertcast.runtime.experimental.kernel_link import KernelLink
+from expertcast.runtime.experimental.kernel_link import KernelLink, fill_tables, held_by_tables
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.recording.recorder import Observer
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from expertcast.runtime.engine.cache import Residency
+from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.engine import LayerFlow
 from expertcast.runtime.engine.tokens_ahead import TokenForecasts
 from expertcast.runtime.links.virtual import VirtualDisk
@@ -114,7 +114,7 @@ class VirtualRuntime:
             self.link.keep_parts(pool, shape, passing=1 if case.predictor is None and tokens_ahead is None else 2)
         if self.link.pools is not None:
             policies.eviction = Eviction.over_all(Pooled(self.link.pools), shape.layers)
-        self.residency = Residency(
+        self.residency = ExpertCache(
             pool, self.link, policies.eviction, RunStatistics(shape.layers), experts=shape.experts, keep=case.cache
         )
         source: ForecastSource | None = None if case.predictor is None else trace.hints[case.predictor]

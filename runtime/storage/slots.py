@@ -34,7 +34,7 @@ class SlotPool:
     """One buffer on the device; any expert of any layer may lie in any slot.
 
     The pool keeps the books (which key is where, what state a slot is in). What goes in and out is decided
-    by :class:`expertcast.runtime.engine.cache.Residency`.
+    by :class:`expertcast.runtime.engine.cache.ExpertCache`.
     """
 
     def __init__(self, layout: BlockLayout, count: int, device: torch.device) -> None:

@@ -5,25 +5,32 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import linecache
+import multiprocessing
 import os
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from expertcast.data.taps import RouterTaps
-from expertcast.predictors import ExpertcastError
+from expertcast.predictors import ExpertcastError, predictor_class
 from expertcast.runtime import EmulatedLink, OffloadedModel, offload
 from expertcast.runtime import offloading as offloaded_module
 from expertcast.runtime import offloading as offloading_module
 from expertcast.runtime.engine.engine import Engine
 from expertcast.runtime.links.base import Copy
+from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -292,3 +299,358 @@ def test_offload_fails_on_the_way(
     assert_same(greedy(model, INPUTS), expected)
     with still_right(model, expected):
         pass
+
+
+# what users do to an offloaded model -------------------------------------------------------------------------------
+
+
+def test_use_after_close(model: PreTrainedModel, expected: Result) -> None:
+    offloaded = offload(model, slots=5, predictor="next_norm", link=slow_link())
+    offloaded.close()
+    offloaded.close()
+    for use in (lambda: offloaded.generate(**INPUTS), lambda: offloaded(**INPUTS), offloaded.__enter__):
+        with pytest.raises(ExpertcastError, match="this offload is closed"):
+            use()
+    assert_same(greedy(model, INPUTS), expected)
+    with still_right(model, expected):
+        pass
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.to(torch.float32),
+        lambda model: model.half(),
+        lambda model: model.to("meta"),
+        lambda model: model.share_memory(),
+        lambda model: model.base_model.to(torch.float32),
+        lambda model: model.model.layers[2].float(),
+        lambda model: model.model.layers[2].mlp.experts.double(),
+        lambda model: model.to_empty(device="cpu"),
+    ],
+)
+def test_the_model_is_moved(move: Callable[[Any], Any], model: PreTrainedModel, expected: Result) -> None:
+    with still_right(model, expected) as offloaded:
+        with pytest.raises(ExpertcastError, match="close the offload before moving or converting"):
+            move(model)
+        assert model.to("cpu").to(torch.bfloat16) is model, "to where it is"
+        assert_same(greedy(offloaded, INPUTS), expected)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("slots", [5, 8])
+def test_weights_cannot_be_saved_loaded_or_copied(
+    slots: int, model: PreTrainedModel, expected: Result, tmp_path: Path
+) -> None:
+    """With as many slots as experts, slots even have the weights' shapes."""
+    weights = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    part = {name: tensor for name, tensor in weights.items() if ".2.mlp.experts." in name}
+    with still_right(model, expected, slots=slots):
+        for what in (
+            lambda: model.state_dict(),
+            lambda: model.model.layers[2].mlp.state_dict(),
+            lambda: model.save_pretrained(tmp_path),
+            lambda: model.load_state_dict(weights),
+            lambda: model.load_state_dict(part, strict=False),
+            lambda: model.model.layers[2].mlp.experts.load_state_dict(
+                {name.rpartition(".")[2]: tensor for name, tensor in part.items()}
+            ),
+            lambda: copy.deepcopy(model),
+            lambda: copy.deepcopy(model.model.layers[2]),
+        ):
+            with pytest.raises(ExpertcastError, match="close the offload before"):
+                what()
+    assert not list(tmp_path.glob("*.safetensors"))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+def test_the_experts_implementation_is_changed(implementation: str, model: PreTrainedModel, expected: Result) -> None:
+    with still_right(model, expected, slots=16) as offloaded:
+        model.set_experts_implementation(implementation)
+        for run in (lambda: offloaded(**INPUTS), lambda: model.generate(**INPUTS, max_new_tokens=2)):
+            with pytest.raises(ExpertcastError, match=f"implementation was changed to '{implementation}'"):
+                run()
+        model.set_experts_implementation("expertcast")
+        assert_same(greedy(offloaded, INPUTS), expected)
+        model.set_experts_implementation(implementation)
+        model.set_experts_implementation("expertcast")
+
+
+def test_closed_while_the_implementation_is_another(model: PreTrainedModel, expected: Result) -> None:
+    facts = facts_of(model)
+    with offload(model, slots=5):
+        model.set_experts_implementation("eager")
+    assert facts_of(model) == facts
+    assert_same(greedy(model, INPUTS), expected)
+
+
+def test_parameters_replaced(model: PreTrainedModel, expected: Result) -> None:
+    with still_right(model, expected) as offloaded:
+        experts = offloaded.view[1].experts
+        mine = experts.down_proj
+        experts.down_proj = nn.Parameter(torch.zeros_like(mine), requires_grad=False)
+        with pytest.raises(ExpertcastError, match="down_proj was changed or moved while the model is offloaded"):
+            offloaded(**INPUTS)
+        experts.down_proj = mine
+
+
+def test_inference_mode(model: PreTrainedModel, expected: Result) -> None:
+    """Offloaded and closed within: the weights that are put back are no inference tensors."""
+    with torch.inference_mode(), still_right(model, expected):
+        pass
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+    with torch.inference_mode():
+        offloaded = offload(model, slots=5, predictor="next_norm")
+    assert_same(greedy(offloaded, INPUTS), expected)
+    offloaded.close()
+    model(**INPUTS, labels=INPUTS["input_ids"]).loss.backward()
+
+
+# the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_closed_with_prefetches_under_way(model: PreTrainedModel, expected: Result) -> None:
+    """A slow link is still busy with forecasts when the offload is closed."""
+    link = EmulatedLink(1e9, 5e-3)
+    facts, threads = facts_of(model), threading.active_count()
+    offloaded = offload(model, slots=16, predictor="next_norm", link=link, overfetch=4.0)
+    handle = offloaded.view[2].block.register_forward_pre_hook(RaiseAt(2, KeyError()))
+    with pytest.raises(KeyError), offloaded:
+        greedy(offloaded, INPUTS)
+    handle.remove()
+    assert facts_of(model) == facts
+    assert threading.active_count() == threads
+    assert_same(greedy(model, INPUTS), expected)
+
+
+def test_closed_from_a_hook(model: PreTrainedModel, expected: Result) -> None:
+    """Within a forward the slots cannot be taken away: one error, and the offload is as it was."""
+    with still_right(model, expected) as offloaded:
+        handle = offloaded.view[1].block.register_forward_hook(lambda *_args: offloaded.close())
+        with pytest.raises(ExpertcastError, match="a forward of this model is running"):
+            greedy(offloaded, INPUTS)
+        handle.remove()
+
+
+def test_dropped_without_close() -> None:
+    """Model, store and the link's thread go when nobody holds the model any more."""
+    threads = threading.active_count()
+    model = tiny_model("qwen3_moe")
+    offloaded = offload(model, slots=5, predictor="next_norm", link=slow_link())
+    greedy(offloaded, INPUTS)
+    gone = [weakref.ref(thing) for thing in (model, offloaded.store, offloaded.link, offloaded.view[0].experts)]
+    del model, offloaded
+    gc.collect()
+    gc.collect()  # the link's thread lets go of the store as it ends
+    assert [thing() for thing in gone] == [None] * len(gone)
+    assert threading.active_count() == threads
+
+
+class _Holder(Observer):
+    """Holds a model, and drops it in the thread in which a copy arrives."""
+
+    def __init__(self) -> None:
+        self.held: list[object] = []
+        self.let_go = threading.Event()
+
+    def copied(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
+        if self.let_go.is_set():
+            self.held.clear()
+            gc.collect()
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_dropped_in_the_links_own_thread(disk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose end it cannot wait for; all threads end."""
+    unraisable, holder = list[object](), _Holder()
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    link, store = (DiskLink(bandwidth=30e3), "disk") if disk else (EmulatedLink(30e3), "memory")
+    offloaded = offload(tiny_model("qwen3_moe"), slots=5, observers=[holder], link=link, store=store)
+    del link
+    gone = weakref.ref(offloaded.model)
+    gc.collect()
+    offloaded.link.submit(3, 0, urgent=True)  # takes a tenth of a second
+    holder.held.append(offloaded)
+    del offloaded
+    holder.let_go.set()
+    deadline = time.monotonic() + 10
+    while (gone() is not None or _own_threads()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+        gc.collect()  # the store goes when the link's threads have let go of it
+    assert gone() is None
+    assert not _own_threads()
+    assert not unraisable
+
+
+def _own_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("expertcast")]
+
+
+def test_the_handle_is_dropped(model: PreTrainedModel, expected: Result) -> None:
+    """The model goes on from its slots."""
+    offload(model, slots=5, predictor="next_norm", link=slow_link())
+    gc.collect()
+    assert_same(greedy(model, INPUTS), expected)
+    model._expertcast.close()  # or the link's thread ends while some other test counts threads
+
+
+# several models, threads, processes --------------------------------------------------------------------------------
+
+
+def test_two_models_at_once() -> None:
+    models = [tiny_model("qwen3_moe"), tiny_model("qwen3_moe", seed=7), tiny_model("gpt_oss")]
+    expected = [greedy(model, INPUTS) for model in models]
+    assert not torch.equal(expected[0][0], expected[1][0])
+    with (
+        offload(models[0], slots=4, predictor="next_norm", link=slow_link()) as first,
+        offload(models[1], slots=4, predictor="next_norm", link=slow_link(), cache=False) as second,
+        offload(models[2], slots=4) as third,
+    ):
+        for _ in range(2):
+            for offloaded, own in zip((first, second, third), expected, strict=True):
+                assert_same(greedy(offloaded, INPUTS, 8), own)
+        caches = [None, None]
+        for token in expected[0][0][0]:  # step by step in turns
+            for index, offloaded in enumerate((first, second)):
+                output = offloaded(input_ids=token.view(1, 1), past_key_values=caches[index], use_cache=True)
+                caches[index] = output.past_key_values
+        with pytest.raises(ExpertcastError, match="offloaded already: close the other offload first"):
+            offload(models[0], slots=4)
+        first.close()
+        assert_same(greedy(second, INPUTS), expected[1])
+    for model, own in zip(models, expected, strict=True):
+        assert_same(greedy(model, INPUTS), own)
+
+
+def test_what_two_offloads_may_not_share(model: PreTrainedModel, expected: Result) -> None:
+    other = tiny_model("qwen3_moe", seed=7)
+    link = slow_link()
+    predictor = predictor_class("next_norm")(*_predictor_arguments(model))
+    with offload(model, slots=5, link=link, predictor=predictor) as offloaded:
+        for shared in ({"link": link}, {"predictor": predictor}, {"store": offloaded.store}):
+            with pytest.raises(ExpertcastError, match="serves another offload: close that one first"):
+                offload(other, slots=5, **shared)
+        assert_same(greedy(offloaded, INPUTS), expected)
+    with offload(other, slots=5, link=link, predictor=predictor):
+        pass
+
+
+def _predictor_arguments(model: PreTrainedModel) -> tuple[Any, Any]:
+    from expertcast.data.moe_layers import find_moe_layers
+
+    cls = predictor_class("next_norm")
+    return cls.config_class(), find_moe_layers(model).shape
+
+
+def test_two_models_with_one_config(expected: Result) -> None:
+    """transformers keeps the experts implementation in the config: offloading one would switch the other."""
+    model = tiny_model("qwen3_moe")
+    twin = type(model)(model.config).to(torch.bfloat16).eval()
+    own = greedy(twin, INPUTS)
+    with offload(model, slots=5) as offloaded:
+        with pytest.raises(ExpertcastError, match="config"):
+            twin(**INPUTS)
+        with pytest.raises(ExpertcastError, match="give each model a config of its own"):
+            offload(twin, slots=5)
+        assert_same(greedy(offloaded, INPUTS), expected)
+    assert_same(greedy(twin, INPUTS), own)
+
+
+def test_two_threads(model: PreTrainedModel, expected: Result) -> None:
+    """A forward beside a running one is refused; after it, any thread may run."""
+    with still_right(model, expected) as offloaded:
+        inside, go_on = threading.Event(), threading.Event()
+
+        def hold(*_args: Any) -> None:
+            inside.set()
+            assert go_on.wait(20)
+
+        handle = offloaded.view[2].experts.act_fn.register_forward_hook(hold)  # type: ignore[operator, union-attr]
+        results: list[Result] = []
+        thread = threading.Thread(target=lambda: results.append(greedy(offloaded, INPUTS)))
+        thread.start()
+        assert inside.wait(20)
+        with pytest.raises(ExpertcastError, match="another thread is running this offloaded model"):
+            offloaded(**INPUTS)
+        with pytest.raises(ExpertcastError, match="a forward of this model is running"):
+            offloaded.close()
+        go_on.set()
+        thread.join()
+        handle.remove()
+        assert_same(results[0], expected)
+
+
+def test_many_threads(model: PreTrainedModel, expected: Result) -> None:
+    """Each generation is right or refused."""
+    right, refused, wrong = [], [], []
+
+    def work() -> None:
+        for _ in range(6):
+            try:
+                assert_same(greedy(offloaded, INPUTS), expected)
+                right.append(1)
+            except ExpertcastError:
+                refused.append(1)
+            except BaseException as error:
+                wrong.append(error)
+
+    with still_right(model, expected) as offloaded:
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    assert len(right) + len(refused) == 18
+
+
+def test_a_forward_inside_a_forward(model: PreTrainedModel, expected: Result) -> None:
+    with still_right(model, expected) as offloaded:
+        handle = offloaded.view[1].experts.act_fn.register_forward_hook(lambda *_args: model(**INPUTS) and None)  # type: ignore[operator, union-attr]
+        with pytest.raises(ExpertcastError, match="inside another one"):
+            greedy(offloaded, INPUTS)
+        handle.remove()
+
+
+def test_experts_of_another_layer_called_from_a_hook(model: PreTrainedModel, expected: Result) -> None:
+    """The same ids at another layer are other experts."""
+    outputs: list[Tensor] = []
+
+    def ask_layer_three(_module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+        outputs.append(layers[3].mlp.experts(args[0].reshape(-1, 32), output[2], output[1]))
+
+    layers: Any = model.model.layers
+    handle = layers[1].mlp.gate.register_forward_hook(ask_layer_three)
+    greedy(model, INPUTS)
+    handle.remove()
+    reference, outputs = outputs, []
+    with still_right(model, expected):
+        handle = layers[1].mlp.gate.register_forward_hook(ask_layer_three)
+        assert_same(greedy(model, INPUTS), expected)
+        handle.remove()
+    assert len(outputs) == len(reference) > 1
+    assert all(torch.equal(own, other) for own, other in zip(outputs, reference, strict=True))
+
+
+def _in_child(run: Callable[[], Any], answer: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        run()
+        answer.put("ran")
+    except ExpertcastError as error:
+        answer.put(str(error))
+
+
+def test_fork(model: PreTrainedModel, expected: Result) -> None:
+    """The link's thread does not live on in the child: it is told so, and the parent goes on."""
+    context = multiprocessing.get_context("fork")
+    answer = context.SimpleQueue()
+    with still_right(model, expected) as offloaded:
+        child = context.Process(target=_in_child, args=(lambda: offloaded(**INPUTS), answer))
+        child.start()
+        child.join(30)
+        assert child.exitcode == 0
+        assert "offloaded in another process" in answer.get()

@@ -15,7 +15,7 @@ import expertcast
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.data.models import load_model
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import load_offloaded, offload
+from expertcast.runtime import OffloadedModel, load_offloaded, offload
 from expertcast.runtime.storage.disk_store import DiskStore
 from tests.families.models import CONFIGS, tiny_model
 from tests.runtime.conftest import assert_same, greedy
@@ -250,3 +250,17 @@ def test_on_cuda(reference_tokenizer: Any) -> None:
         with load_offloaded(REFERENCE, device="cuda", slots=60, store=store) as offloaded:
             assert all(offloaded.store.pinned_layers) == (store == "memory")
             assert_same(greedy(offloaded, inputs, 8), expected)
+
+
+def test_more_experts_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 28 MB a quarter would be slots, which are host memory too."""
+    monkeypatch.setattr("expertcast.runtime.loading.available_memory", lambda: 1_000_000)
+    with pytest.raises(ExpertcastError, match="28311552 bytes of host memory and 1000000 are available: use store="):
+        load_offloaded(REFERENCE, device="cpu")
+    with pytest.raises(ExpertcastError, match="192 slots need 7077888 bytes of host memory and 1000000 are available"):
+        load_offloaded(REFERENCE, device="cpu", store="disk")
+    with load_offloaded(REFERENCE, device="cpu", store="disk", slots=8) as offloaded:
+        assert isinstance(offloaded, OffloadedModel)
+    monkeypatch.setattr("expertcast.runtime.loading.available_memory", lambda: 30_000_000)
+    with pytest.raises(ExpertcastError, match="the experts' 28311552 and 30000000 are available: give fewer slots"):
+        load_offloaded(REFERENCE, device="cpu")

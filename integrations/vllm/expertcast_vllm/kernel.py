@@ -50,10 +50,6 @@ class VllmKernel(ABC):
         """Never called: a step that does not fit the slots is run in groups of tokens."""
         raise AssertionError("a token's experts are computed together")
 
-    def combine(self, output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        """As :meth:`run_pairs`."""
-        raise AssertionError("a token's experts are computed together")
-
 
 class GatheringKernel(VllmKernel):
     """On the CPU, whose kernels go from one expert to the next by its size: slots, where both matrices of an expert lie

@@ -14,7 +14,7 @@ from expertcast.predictors.view import ModelShape
 from expertcast.runtime import EmulatedLink, offload
 from expertcast.runtime.drafts.drafting import DraftOptions
 from expertcast.runtime.drafts.prefetch import Schedule
-from expertcast.runtime.engine.cache import Residency, Window
+from expertcast.runtime.engine.cache import ExpertCache, Window
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -23,14 +23,14 @@ from tests.runtime.engine.evictions import eviction
 from tests.runtime.links.manual import ManualLink
 
 
-def made(slots: int, link: ManualLink | None = None) -> tuple[Schedule, Residency, ManualLink]:
+def made(slots: int, link: ManualLink | None = None) -> tuple[Schedule, ExpertCache, ManualLink]:
     view = find_moe_layers(tiny("qwen3_moe"))
     store = ExpertStore(view)
     store.pack(view)
     pool, link = SlotPool(store.layout, slots, store.device), link or ManualLink()
     link.attach(store, pool)
     policies = eviction(layers=3, experts=8, slots=slots)
-    residency = Residency(pool, link, policies, RunStatistics(3), experts=8)
+    residency = ExpertCache(pool, link, policies, RunStatistics(3), experts=8)
     return Schedule(residency, ModelShape(layers=3, experts=8, top_k=2, hidden=32)), residency, link
 
 
@@ -53,7 +53,7 @@ def guided(schedule: Schedule) -> None:
     schedule.draft(1)
 
 
-def hold(residency: Residency, link: ManualLink, keys: list[int]) -> None:
+def hold(residency: ExpertCache, link: ManualLink, keys: list[int]) -> None:
     """Bring experts in as a layer does, one after another."""
     for key in keys:
         residency.settle(key // 8, [key])

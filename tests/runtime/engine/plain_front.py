@@ -44,7 +44,7 @@ class PairKernel:
     ) -> Tensor:  # fmt: skip
         top_k = slots_TK.shape[1]
         output_PD = self.run_pairs(experts, hidden_TD, top_k, torch.arange(slots_TK.numel()), slots_TK.reshape(-1))
-        return self.combine(output_PD, weights_TK, hidden_TD.dtype)
+        return combine(output_PD, weights_TK, hidden_TD.dtype)
 
     def run_pairs(self, experts: nn.Module, hidden_TD: Tensor, top_k: int, pairs: Tensor, slots: Tensor) -> Tensor:
         rows = []
@@ -53,9 +53,6 @@ class PairKernel:
             gate, value = up.chunk(2)
             rows.append(F.linear(F.silu(gate) * value, experts.get_parameter("w2")[slot]))
         return torch.stack(rows)
-
-    def combine(self, output_PD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor:
-        return combine(output_PD, weights_TK, dtype)
 
 
 class PlainModel:

@@ -1,4 +1,4 @@
-"""The stateful property test's machine: drives Residency as the engine does, and checks its books at every step.
+"""The stateful property test's machine: drives ExpertCache as the engine does, and checks its books at every step.
 
 Model: 4 layers of 8 experts, keys layer * 8 + expert. Every byte of expert e of layer l says who it is (its block is
 filled with the number l * 1000 + e), so that reading a slot tells whose bytes lie there, and whether all of them do.
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.runtime.engine.cache import Residency
+from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.links.base import Copy, Link
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.policies import LRU, CacheShape, EvictionPolicy
@@ -119,7 +119,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.stats = RunStatistics(LAYERS)
         policies = eviction(type(self).policy_class, layers=LAYERS, experts=EXPERTS, slots=slots)
         (self.policy,) = policies.policies
-        self.residency = Residency(self.pool, self.link, policies, self.stats, experts=EXPERTS, keep=keep)
+        self.residency = ExpertCache(self.pool, self.link, policies, self.stats, experts=EXPERTS, keep=keep)
         self.slots, self.keep = slots, keep
         self.layer = LAYERS - 1
         self.forget()

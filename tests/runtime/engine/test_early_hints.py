@@ -1,4 +1,4 @@
-"""Early attention in an offloaded run: forecasts beside the experts, quick first stages, further layers, no routers."""
+"""Early attention in an offloaded run: forecasts beside the experts, further layers, no routers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from expertcast.predictors.baselines import QuasiHidden
 from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
 from expertcast.predictors.hybrid import Choice, Hybrid, HybridConfig
 from expertcast.runtime import offload
-from expertcast.runtime.engine import forecasting as quick_module
-from expertcast.runtime.engine.forecasting import FIRST_SEEN, LOOK, QuickForecasts
 from expertcast.runtime.policies import Policies
 from expertcast.training.fit import fit
 from tests.runtime.conftest import assert_same, greedy
@@ -195,69 +193,3 @@ def test_router_free_with_what_needs_routers_is_refused(
 ) -> None:
     with pytest.raises(ExpertcastError, match="router_free leaves routers out"):
         offload(reference_model, predictor=quasi, router_free=True, **options)
-
-
-def test_quick_forecasts_are_trusted_by_rank() -> None:
-    """Rank 0 is always needed, rank 1 in nine cases of ten."""
-    quick = QuickForecasts(2)
-    for step in range(FIRST_SEEN):
-        assert quick.sure(1, [[7, 3]]) == []
-        quick.learn(1, {7, 3} if step % 10 else {7})
-    assert quick.sure(1, [[5, 6], [8, 5]]) == [5, 8], "rank 0 of both tokens"
-    quick.start()
-    quick.learn(1, set())  # a forecast of a forward that was cut short teaches nothing
-    assert quick.sure(1, [[5, 6]]) == [5]
-    assert quick.sure(0, [[5, 6]]) == []
-    for _ in range(60):
-        quick.sure(1, [[5, 6]])
-        quick.learn(1, {6})
-    assert quick.sure(1, [[5, 6]]) == [], "and loses trust"
-
-
-def test_quick_forecasts_are_made_where_they_bring_something() -> None:
-    quick = QuickForecasts(1)
-
-    def made(steps: int, missing: bool) -> int:
-        count = 0
-        for _ in range(steps):
-            if quick.worth(0):
-                count += 1
-                if quick.sure(0, [[7, 3]]):
-                    quick.asked(0, missing)
-                quick.learn(0, {7})
-        return count
-
-    assert made(FIRST_SEEN, False) == FIRST_SEEN, "nothing is known so far"
-    assert made(40, True) == 40
-    made(40, False)
-    assert made(10 * LOOK, False) == 10
-    made(20 * LOOK, True)
-    assert made(40, True) == 40, "what was left out is looked at now and then"
-
-
-def test_no_rank_is_trusted() -> None:
-    quick = QuickForecasts(1)
-    for _ in range(FIRST_SEEN):
-        quick.sure(0, [[7, 3]])
-        quick.learn(0, {1})
-    assert [quick.worth(0) for _ in range(3 * LOOK)].count(True) == 3
-
-
-def test_sure_experts_go_out_before_early_attention(
-    reference_model: PreTrainedModel, early: Predictor, one: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quick_module, "SURE", 0.75)  # so little text makes few ranks surer than that
-    monkeypatch.setattr(quick_module, "BROUGHT", 0.0)  # whatever is there already
-    expected = greedy(reference_model, one, 48)
-    with offload(reference_model, predictor=early, slots=96, link="instant") as offloaded:
-        engine, order = offloaded._engine, []
-        attend, prefetch = engine._speculator.early.attend, engine._residency.prefetch
-        engine._speculator.early.attend = lambda *given: (order.append("attend"), attend(*given))[1]
-        engine._residency.prefetch = lambda keys: (order.append("ask") if keys else None, prefetch(keys))[1]
-        assert_same(greedy(offloaded, one, 48), expected)
-    # within a layer: what is sure, attention, the rest
-    first_stages = sum(order[place - 1] == "ask" for place, name in enumerate(order) if name == "attend" and place)
-    second_stages = sum(order[place + 1 : place + 2] == ["ask"] for place, name in enumerate(order) if name == "attend")
-    assert second_stages == order.count("attend")
-    assert order.count("ask") > second_stages, "some went out before"
-    assert first_stages > 0

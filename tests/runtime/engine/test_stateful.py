@@ -28,7 +28,16 @@ from expertcast.runtime.links.base import Copy, Link
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.policies import EvictionPolicy
 from expertcast.runtime.storage.slots import SlotPool
-from tests.runtime.engine.residency_machine import LoggedPolicy, ResidencyMachine, canary, canary_store, logged
+from tests.runtime.engine.residency_machine import (
+    EXPERTS,
+    LAYERS,
+    PACE,
+    LoggedPolicy,
+    ResidencyMachine,
+    canary,
+    canary_store,
+    logged,
+)
 from tests.runtime.links.manual import SteppedLink
 
 PROFILE = settings(
@@ -240,3 +249,36 @@ def test_broken_rules_are_seen(broken: type[Any]) -> None:
 
     with pytest.raises((AssertionError, KeyError)):
         run_state_machine_as_test(Broken, settings=settings(PROFILE, max_examples=120, phases=[Phase.generate]))
+
+
+class FilledMachine(ResidencyMachine):
+    make_link: Any = logged(SteppedLink)
+
+    @rule(keys=st.lists(st.integers(0, LAYERS * EXPERTS - 1), max_size=9, unique=True), pace=PACE)
+    @precondition(lambda self: not self.running)
+    def fill(self, keys: list[int], pace: list[int]) -> None:
+        with self.acting(pace):
+            held, free = list(self.pool.slots), len(self.pool.free_slots)
+            missing = [key for key in keys if key not in held][:free]
+            assert self.residency.fill(keys) == len(missing)
+            failed = {copy.key for copy in self.log.copies if copy.error is not None}
+            kept = [key for key in held if key in self.pool.slots]
+            assert list(self.pool.slots) == kept + missing
+            assert failed.issuperset(set(held).difference(kept)), "only what others asked for, and did not get"
+            assert not self.residency.copies
+
+
+def test_slots_filled_between_any_copies() -> None:
+    run_state_machine_as_test(FilledMachine, settings=settings(PROFILE, max_examples=100))
+
+
+def test_a_fill_that_does_not_wait_is_seen() -> None:
+    class Hasty(SteppedLink):
+        def wait(self, copy: Copy) -> None:
+            self._go_on()
+
+    class Broken(FilledMachine):
+        make_link = logged(Hasty)
+
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Broken, settings=settings(PROFILE, max_examples=60, phases=[Phase.generate]))

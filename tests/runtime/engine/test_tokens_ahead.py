@@ -14,7 +14,7 @@ from expertcast.predictors import ExpertcastError, ModelShape, NextToken, Predic
 from expertcast.predictors.next_token import NextTokenConfig
 from expertcast.runtime import OffloadConfig, offload
 from expertcast.runtime.engine import tokens_ahead as module
-from expertcast.runtime.engine.cache import Residency
+from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.forecasting import ForecastGate
 from expertcast.runtime.engine.tokens_ahead import TokensAhead, early_layers
 from expertcast.runtime.experimental.kernel_link import KernelLink
@@ -51,21 +51,21 @@ class Said:
 
 
 @pytest.fixture
-def residency() -> Residency:
+def residency() -> ExpertCache:
     model = tiny_model("qwen3_moe")
     view = find_moe_layers(model)
     store = ExpertStore(view)
     store.pack(view)
     pool, link = SlotPool(store.layout, 12, store.device), ManualLink()
     link.attach(store, pool)
-    return Residency(pool, link, eviction(layers=4, experts=8, slots=12), RunStatistics(4), experts=8)
+    return ExpertCache(pool, link, eviction(layers=4, experts=8, slots=12), RunStatistics(4), experts=8)
 
 
-def made(residency: Residency, likely: Mapping[int, float] | None, *, layers: int = 4) -> TokensAhead:
+def made(residency: ExpertCache, likely: Mapping[int, float] | None, *, layers: int = 4) -> TokensAhead:
     return TokensAhead(Said(likely), residency, residency.eviction, SHAPE, layers=layers, likely=0.3)
 
 
-def test_likely_experts_come_in_the_order_of_layers(residency: Residency, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_likely_experts_come_in_the_order_of_layers(residency: ExpertCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers early. Layer 0: 0.3 before 0.1; layer 1: 1.5; layer 2, 2.0, only when layer 0 is finished. 1.6 is too
     unlikely."""
     monkeypatch.setattr(module, "REACH", 2)
@@ -79,12 +79,12 @@ def test_likely_experts_come_in_the_order_of_layers(residency: Residency, monkey
     assert list(residency.copies) == [3, 1, 13, 16, 31]
 
 
-def test_only_the_first_layers_where_others_have_forecasts(residency: Residency) -> None:
+def test_only_the_first_layers_where_others_have_forecasts(residency: ExpertCache) -> None:
     made(residency, {1: 0.4, 13: 0.5}, layers=1).start(False, None)
     assert list(residency.copies) == [1]
 
 
-def test_nothing_is_asked_for_that_is_there(residency: Residency) -> None:
+def test_nothing_is_asked_for_that_is_there(residency: ExpertCache) -> None:
     """A layer whose likely experts have slots is left alone; one that lacks some asks for all, and keeps them."""
     residency.prefetch([1, 3])
     asked: list[list[int]] = []
@@ -100,7 +100,7 @@ def test_nothing_is_asked_for_that_is_there(residency: Residency) -> None:
     assert asked == [[3, 5, 1]]
 
 
-def test_what_will_be_missing(residency: Residency) -> None:
+def test_what_will_be_missing(residency: ExpertCache) -> None:
     """The sum over experts without a slot: .29 of layer 1, the others of which come; nothing is known without one."""
     ahead = made(residency, {1: 0.4, 13: 0.5, 14: 0.25, 15: 0.04, 12: 0.01})
     ahead.start(False, None)
@@ -120,7 +120,7 @@ def test_early_layers(keep: bool, loads: bool, forecast_from: int | None, layers
     assert early_layers(SHAPE, keep=keep, loads=loads, forecast_from=forecast_from) == layers
 
 
-def test_a_gate_weighs_waiting_against_cost(residency: Residency) -> None:
+def test_a_gate_weighs_waiting_against_cost(residency: ExpertCache) -> None:
     """A copy takes 1 s, a forecast .25 s, and finds six tenths: it pays where .25 / .6 = .42 experts are missing."""
     residency.link.bytes_moved, residency.link.busy_s = residency.pool.layout.block_bytes, 1.0
     assert residency.link.copy_s == 1.0
@@ -132,7 +132,7 @@ def test_a_gate_weighs_waiting_against_cost(residency: Residency) -> None:
     assert [gate.pays(layer) for layer in range(4)] == [False, True, False, False]
 
 
-def test_a_gate_goes_by_the_mean_where_nothing_else_is_known(residency: Residency) -> None:
+def test_a_gate_goes_by_the_mean_where_nothing_else_is_known(residency: ExpertCache) -> None:
     """Layer 0 has missed two experts, layer 1 none; what a forecast brought in counts as missed before it."""
     residency.link.bytes_moved, residency.link.busy_s = residency.pool.layout.block_bytes, 1.0
     gate = ForecastGate(residency, 4, None)

@@ -14,8 +14,8 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import MoEView, predictor_class
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
 from expertcast.runtime import offload
-from expertcast.runtime.engine.captured import Captures, Program
-from expertcast.runtime.engine.traced import TracedForecasts
+from expertcast.runtime.engine import traced as traced_module
+from expertcast.runtime.engine.traced import Program, TracedForecasts
 from expertcast.training.scoring import Fitted
 
 
@@ -123,7 +123,7 @@ def test_forecasts_that_replay_into_the_same_tensors(
         return made
 
     expected = decoded()
-    monkeypatch.setattr(Captures, "of", lambda _self, program, inputs: _Replayed(program, inputs))
+    monkeypatch.setattr(traced_module, "captured", lambda program, inputs, _pool: _Replayed(program, inputs))
     monkeypatch.setattr(_Replayed, "made", 0)
     assert torch.equal(decoded(), expected)
     assert _Replayed.made >= len(find_moe_layers(reference_model)) - ahead

@@ -106,9 +106,6 @@ class _Spy:
         self.seen.append(_now())
         return cast(torch.Tensor, self._kernel.run_pairs(*args))
 
-    def combine(self, *args: Any) -> torch.Tensor:
-        return cast(torch.Tensor, self._kernel.combine(*args))
-
 
 @pytest.mark.parametrize(
     ("ids", "predictor", "expected"),

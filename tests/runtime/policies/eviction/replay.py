@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from expertcast.runtime.engine.cache import Residency
+from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.links.virtual import VirtualLink
 from expertcast.runtime.policies.belady import Belady
 from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
@@ -35,7 +35,7 @@ class Visit:
     """Probabilities [E] forecast for the next layer."""
 
 
-def cache(policy: str, *, layers: int, experts: int, slots: int, top_k: int = 2, scope: str = "global") -> Residency:
+def cache(policy: str, *, layers: int, experts: int, slots: int, top_k: int = 2, scope: str = "global") -> ExpertCache:
     """An empty cache in virtual time."""
     layout = BlockLayout(
         fields=(Field(name="block", shape=(BLOCK,), dtype=torch.uint8, offset=0),), block_bytes=BLOCK
@@ -43,10 +43,10 @@ def cache(policy: str, *, layers: int, experts: int, slots: int, top_k: int = 2,
     policies = eviction(policy, layers=layers, experts=experts, slots=slots, top_k=top_k, scope=scope)
     pool = SlotPool(layout, slots, torch.device("cpu"))
     link = VirtualLink(1.0, lower={"int4": (LOW, 0.25)})
-    return Residency(pool, link, policies, RunStatistics(layers), experts=experts)
+    return ExpertCache(pool, link, policies, RunStatistics(layers), experts=experts)
 
 
-def run(residency: Residency, forwards: Sequence[Sequence[Visit]], low: Sequence[int] = ()) -> LayerStatistics:
+def run(residency: ExpertCache, forwards: Sequence[Sequence[Visit]], low: Sequence[int] = ()) -> LayerStatistics:
     """Returns the totals.
 
     Args:
@@ -60,7 +60,7 @@ def run(residency: Residency, forwards: Sequence[Sequence[Visit]], low: Sequence
     return residency.stats.total
 
 
-def tell(residency: Residency, forwards: Sequence[Sequence[Visit]]) -> None:
+def tell(residency: ExpertCache, forwards: Sequence[Sequence[Visit]]) -> None:
     """The future, to policies that need it."""
     eviction = residency.eviction
     events = [visit.needs for forward in forwards for visit in forward]
@@ -69,7 +69,7 @@ def tell(residency: Residency, forwards: Sequence[Sequence[Visit]]) -> None:
             policy.foresee(events if eviction.shares is None else events[layer :: len(forwards[0])])
 
 
-def step(residency: Residency, layer: int, visit: Visit, low: Sequence[int] = ()) -> None:
+def step(residency: ExpertCache, layer: int, visit: Visit, low: Sequence[int] = ()) -> None:
     """One layer of one forward."""
     eviction, keys = residency.eviction, list(visit.needs)
     if eviction.reads_scores and visit.scores:
