@@ -104,16 +104,7 @@ class CudaLink(QueuedLink):
         """Event of each tick that is not known to have passed, oldest first."""
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
-        copy = DeviceCopy(key, slot, urgent)
-        if precision != FULL:
-            self._store.copies(precision)
-            copy.precision = precision
-        if urgent:
-            self._issue(copy)
-        else:
-            self._queued.append(copy)
-            self._pump()
-        return copy
+        return self._enqueue(DeviceCopy(key, slot, urgent, precision=precision))
 
     def send(self, values: Sequence[int]) -> Sent:
         return self._upload.send(values)
@@ -159,16 +150,17 @@ class CudaLink(QueuedLink):
         super().reset()
 
     def close(self) -> None:
-        self._queued.clear()
+        self._queue.clear()
         self._device.synchronize()  # the buffers of store and pool may be freed after this
         self._collect()
 
     def _pump(self) -> None:
         self._collect()
-        while self._queued and self._forecasts < self._window:
-            self._issue(self._queued.popleft())
+        while (copy := self._queue.first()) is not None and (copy.urgent or self._forecasts < self._window):
+            self._issue(copy)
 
     def _issue(self, copy: Copy) -> None:
+        """Start the copy behind all that have been started."""
         assert isinstance(copy, DeviceCopy)
         copy.started = True
         arrived = self._timed.take()

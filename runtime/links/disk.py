@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.links.base import Copy, Link, check_rate
@@ -12,7 +11,7 @@ from expertcast.runtime.pools.cache import Pools
 from expertcast.runtime.pools.schedule import Task, schedule, simulate
 from expertcast.runtime.pools.states import Costs, ExpertBytes, State
 from expertcast.runtime.storage.coded_reader import EVERYTHING, NOTHING, PACKED, PLAIN, CodedRead, CodedReader, Kinds
-from expertcast.runtime.storage.disk_store import CodedStore, FileStore
+from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.reader import THREADS, Arrival, Reader
 from expertcast.runtime.storage.slots import SlotPool, SlotState
@@ -43,7 +42,7 @@ class KeptParts:
     """
 
     def __init__(
-        self, store: CodedStore, slots: SlotPool, memory: Mapping[State, int], *, passing: int, threads: int,
+        self, store: DiskStore, slots: SlotPool, memory: Mapping[State, int], *, passing: int, threads: int,
         pace: float | None,
     ) -> None:  # fmt: skip
         plain, packed = store.part_nbytes
@@ -137,12 +136,6 @@ class KeptParts:
         )
 
 
-@dataclass(slots=True, eq=False)
-class _DiskCopy(Copy):
-    read: Arrival | None = None
-    """None: the copy lay in memory."""
-
-
 class DiskLink(Link):
     """Reads a disk store's file directly into the slots of a model on the CPU: no memory but the slots is used.
 
@@ -185,7 +178,7 @@ class DiskLink(Link):
             reader.jobs.held_back = True
         self._reader = reader
 
-    def _reader_of(self, file: FileStore, pool: SlotPool) -> Reader:
+    def _reader_of(self, file: DiskStore, pool: SlotPool) -> Reader:
         """A new reader that fills these slots."""
         if pool.device.type != "cpu":
             raise ExpertcastError(
@@ -193,7 +186,7 @@ class DiskLink(Link):
             )
         if not self._memory:
             return file.reader(self._threads, self.bandwidth)
-        if not isinstance(file, CodedStore):
+        if file.addressable:
             raise ExpertcastError("pools keep compressed experts: give a codec that compresses, such as 'bitsplit'")
         self._kept = KeptParts(
             file, pool, self._memory, passing=self._passing, threads=self._threads, pace=self.bandwidth
@@ -215,12 +208,12 @@ class DiskLink(Link):
         if precision != FULL:  # lies in memory
             packed = self._store.copies(precision).block(key)
             block[: packed.numel()] = packed
-            copy = _DiskCopy(key, slot, urgent, started=True, done=True, precision=precision)
+            copy = Copy(key, slot, urgent, started=True, done=True, precision=precision)
             start = self.clock()
             with self._counting:
                 self._count(copy, start, start)
             return copy
-        copy = _DiskCopy(key, slot, urgent)
+        copy = Copy(key, slot, urgent)
         if self._kept is not None:
             self._kept.fills(slot)
 
@@ -239,7 +232,6 @@ class DiskLink(Link):
         return copy
 
     def wait(self, copy: Copy) -> None:
-        assert isinstance(copy, _DiskCopy)
         assert not copy.cancelled
         if self._kept is not None:
             self._kept.take_apart()
@@ -249,13 +241,11 @@ class DiskLink(Link):
             copy.read.wait()
 
     def promote(self, copy: Copy) -> None:
-        assert isinstance(copy, _DiskCopy)
         copy.urgent = True
         if copy.read is not None:
             self._open_reader.promote(copy.read)
 
     def cancel(self, copy: Copy) -> bool:
-        assert isinstance(copy, _DiskCopy)
         copy.cancelled = copy.read is not None and self._open_reader.cancel(copy.read)
         return copy.cancelled
 
@@ -280,13 +270,13 @@ class DiskLink(Link):
         return self._reader
 
 
-def file_of(store: ExpertStore) -> FileStore:
+def file_of(store: ExpertStore) -> DiskStore:
     """The store, if it is one that a disk's link can read.
 
     Raises:
         ExpertcastError: its experts do not lie in a file.
     """
-    if not isinstance(store, FileStore):
+    if not isinstance(store, DiskStore):
         raise ExpertcastError("link 'disk' reads experts from a file: give store='disk'")
     return store
 

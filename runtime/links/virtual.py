@@ -8,7 +8,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import itemgetter
 from typing import cast
 
 import torch
@@ -31,18 +31,10 @@ from expertcast.runtime.storage.coded_reader import (
     Rates,
     Taken,
 )
-from expertcast.runtime.storage.disk_store import CodedStore
+from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
 from expertcast.runtime.storage.reader import PIECE, THREADS
 from expertcast.runtime.storage.slots import SlotPool
-
-
-@dataclass(slots=True, eq=False)
-class VirtualCopy(Copy):
-    """A copy that has been issued arrives at a time which nothing changes any more."""
-
-    seconds: float = 0.0
-    arrives: float = math.inf
 
 
 class VirtualLink(QueuedLink):
@@ -70,7 +62,8 @@ class VirtualLink(QueuedLink):
         self._window, self.overlaps, self._expand_s, self.write_back_s = window, not blocking, expand_s, write_back_s
         self._free_at = 0.0
         """When the last issued copy arrives."""
-        self._issued: deque[VirtualCopy] = deque()
+        self._issued: deque[tuple[float, Copy]] = deque()
+        """Copies under way, each with the time at which it arrives, which nothing changes any more."""
 
     @classmethod
     def of(
@@ -108,23 +101,20 @@ class VirtualLink(QueuedLink):
     def clock(self) -> float:
         return self.now
 
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> VirtualCopy:
-        copy = VirtualCopy(key, slot, urgent, precision=precision, seconds=self._seconds[precision])
-        if urgent or len(self._issued) < self._window:
-            self._issue(copy)
-        else:
-            self._queued.append(copy)
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+        copy = super().submit(key, slot, urgent=urgent, precision=precision)
         if not self.overlaps:
             self.wait(copy)
         return copy
 
+    def _pump(self) -> None:
+        while (copy := self._queue.first()) is not None and (copy.urgent or len(self._issued) < self._window):
+            self._issue(copy, self.now)
+
     def wait(self, copy: Copy) -> None:
         """Let time pass until the copy has arrived."""
-        assert isinstance(copy, VirtualCopy)
-        while not copy.started:
-            self.run_until(self._issued[0].arrives)
-        if not copy.done:
-            self.run_until(copy.arrives)
+        while not copy.done:
+            self.run_until(self._issued[0][0])
 
     def read_ahead(self, keys: Sequence[int]) -> None:
         """There is no store."""
@@ -139,19 +129,19 @@ class VirtualLink(QueuedLink):
 
     def restart(self) -> None:
         self._issued.clear()
-        self._queued.clear()
+        self._queue.clear()
         self._free_at = self.now
 
     def run_until(self, time: float) -> None:
         """The model's thread does something else until `time`; copies go on."""
         self.now = time
         issued = self._issued
-        while issued and issued[0].arrives <= time:
-            arrived = issued.popleft()
-            arrived.done = True
-            self._came(arrived)
-            if self._queued and len(issued) < self._window:
-                self._issue(self._queued.popleft(), arrived.arrives)
+        while issued and issued[0][0] <= time:
+            at, copy = issued.popleft()
+            copy.done = True
+            self._came(copy)
+            if len(issued) < self._window and (waiting := self._queue.first()) is not None:
+                self._issue(waiting, at)
 
     def _came(self, copy: Copy) -> None:
         """A copy has arrived."""
@@ -160,17 +150,14 @@ class VirtualLink(QueuedLink):
         """The model's thread does something else for so long; copies go on."""
         self.run_until(self.now + seconds)
 
-    def _issue(self, copy: Copy, time: float | None = None) -> None:
-        """Behind everything that was issued before, at `time` (now) at the earliest."""
-        assert isinstance(copy, VirtualCopy)
-        if time is None:
-            time = self.now
+    def _issue(self, copy: Copy, time: float) -> None:
+        """Behind everything that was issued before, at `time` at the earliest."""
         copy.started = True
-        start = self._free_at if self._free_at > time else time
-        self._free_at = copy.arrives = start + copy.seconds
-        self._issued.append(copy)
+        seconds = self._seconds[copy.precision]
+        self._free_at = max(self._free_at, time) + seconds
+        self._issued.append((self._free_at, copy))
         self.copies += 1
-        self.busy_s += copy.seconds
+        self.busy_s += seconds
 
 
 def check_speed(bandwidth: float, latency: float) -> None:
@@ -395,7 +382,7 @@ class VirtualDisk(VirtualLink):
             ),
         )  # fmt: skip
         # it asks no more of a store than this one has
-        self._kept = KeptParts(cast(CodedStore, store), slots, memory, passing=passing, threads=1, pace=None)
+        self._kept = KeptParts(cast(DiskStore, store), slots, memory, passing=passing, threads=1, pace=None)
         self.pools = self._kept.pools
 
     @property
@@ -408,7 +395,7 @@ class VirtualDisk(VirtualLink):
     def in_order(self, keys: Sequence[int]) -> Sequence[int]:
         return keys if self._kept is None else self._kept.in_order(keys)
 
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> VirtualCopy:
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
         for thread in self._threads:  # no copy is begun before now any more
             while thread and thread[0][1] <= self.now:
                 del thread[0]
@@ -433,14 +420,12 @@ class VirtualDisk(VirtualLink):
         if parts is not None and copy.precision == FULL:
             parts.finish(copy.key)
 
-    def _issue(self, copy: Copy, time: float | None = None) -> None:
-        """Behind everything that the disk was asked for before, at `time` (now) at the earliest."""
-        assert isinstance(copy, VirtualCopy)
-        begin = self.now if time is None else time
+    def _issue(self, copy: Copy, time: float) -> None:
+        """Behind everything that the disk was asked for before, at `time` at the earliest."""
         copy.started = True
         self.copies += 1
-        copy.arrives = begin if copy.precision != FULL else self._read(copy.key, begin)
-        insort(self._issued, copy, key=attrgetter("arrives"))
+        arrives = time if copy.precision != FULL else self._read(copy.key, time)
+        insort(self._issued, (arrives, copy), key=itemgetter(0))
 
     def _read(self, key: int, begin: float) -> float:
         """Have an expert read and decoded; returns when it is there."""

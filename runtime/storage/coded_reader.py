@@ -19,9 +19,9 @@ from torch import Tensor
 
 from expertcast.data.machine import usable_processors
 from expertcast.runtime.storage.codecs import Codec, Part
-from expertcast.runtime.storage.expert_file import CodedFile
+from expertcast.runtime.storage.expert_file import ExpertFile
 from expertcast.runtime.storage.memory import HostMemory
-from expertcast.runtime.storage.reader import SECTOR, Arrival, DirectReader, Read, ReadQueue, sectors
+from expertcast.runtime.storage.reader import SECTOR, Arrival, DirectReader, Read, TransferQueue, sectors
 
 # In which pieces a coded expert is read, and what can be decoded once which of them are there.
 #
@@ -149,7 +149,7 @@ class Place:
 class PartPlaces:
     """Where the parts of each expert of a file lie in its buffers."""
 
-    def __init__(self, file: CodedFile, codec: Codec) -> None:
+    def __init__(self, file: ExpertFile, codec: Codec) -> None:
         packed_P = np.array([codec.planes[shard.plane].compressed for shard in codec.shards])
         whole_NP = -(-file.nbytes // SECTOR) * SECTOR
         self.kinds = [PACKED if packed else PLAIN for packed in packed_P.tolist()]
@@ -340,7 +340,7 @@ class ReadyJobs:
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed, self._processors = changed, usable_processors()
-        self._reads = ReadQueue[CodedRead](lambda read: bool(read.ready))
+        self._reads = TransferQueue[CodedRead](lambda read: bool(read.ready))
         self.held_back = False
         """Whether the model computes on these processors: forecasts are decoded while somebody waits, at other times
         only by processors that torch leaves free. To decode beside the model costs it more than it saves."""
@@ -426,7 +426,7 @@ class CodedReader:
     """
 
     def __init__(
-        self, file: CodedFile, codec: Codec, *, threads: int, pace: float | None = None, decoders: int | None = None,
+        self, file: ExpertFile, codec: Codec, *, threads: int, pace: float | None = None, decoders: int | None = None,
         kept: tuple[int, int] = (0, 0), wanted: Callable[[int], Kinds] = lambda _key: NOTHING,
     ) -> None:  # fmt: skip
         self._file, self._codec, self._wanted = file, codec, wanted
@@ -440,7 +440,7 @@ class CodedReader:
             for piece in range(len(self._plan.pieces))
         ]
         self._memory = PartMemory(self._places.nbytes, under_way=UNDER_WAY, kept=kept)
-        self._waiting = ReadQueue[CodedRead](lambda read: not read.begun)
+        self._waiting = TransferQueue[CodedRead](lambda read: not read.begun)
         self._changed = threading.Condition()
         self.jobs = ReadyJobs(self._changed)
         self._closed = False

@@ -20,9 +20,8 @@ from expertcast.predictors.messages import size_text
 from expertcast.runtime import EmulatedLink, InstantLink, OffloadConfig, offload
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.storage.coded_reader import EVERYTHING
-from expertcast.runtime.storage.disk_store import CodedStore
-from expertcast.runtime.storage.expert_file import CODED_FILE_NAME as FILE_NAME
-from expertcast.runtime.storage.expert_file import CodedFile, verify_coded
+from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.expert_file import FILE_NAME, ExpertFile, verify_store
 from expertcast.runtime.storage.memory import HostMemory
 from expertcast.runtime.storage.reader import DirectReader
 from expertcast.runtime.storage.store import ExpertStore
@@ -35,9 +34,9 @@ def _model(seed: int = 0) -> PreTrainedModel:
     return tiny_model("qwen3_moe", seed=seed).to(torch.bfloat16)
 
 
-def _store(folder: Path | None, seed: int = 0, codec: str = "bitsplit") -> tuple[CodedStore, MoEView]:
+def _store(folder: Path | None, seed: int = 0, codec: str = "bitsplit") -> tuple[DiskStore, MoEView]:
     view = find_moe_layers(_model(seed))
-    return CodedStore(view, folder, codec=codec, fingerprint=str(seed)), view
+    return DiskStore(view, folder, codec=codec, fingerprint=str(seed)), view
 
 
 def _blocks(store: ExpertStore) -> Tensor:
@@ -103,7 +102,7 @@ def test_same_bits(
     for link in (None, InstantLink()):
         chosen = options if link is None else {**options, "link": link}
         with offload(reference_model, **chosen) as offloaded:  # type: ignore[arg-type]
-            assert isinstance(offloaded.store, CodedStore)
+            assert isinstance(offloaded.store, DiskStore)
             assert isinstance(offloaded.link, DiskLink if link is None else InstantLink)
             assert_same(greedy(offloaded, one, 5), before)
     assert_same(greedy(reference_model, one, 5), before)
@@ -115,7 +114,7 @@ def test_the_codec_that_lies_there(tmp_path: Path) -> None:
     with offload(model, store="disk", codec="bitsplit:shards=2", store_folder=tmp_path / "coded", slots=5):
         pass
     with offload(model, store="disk", store_folder=tmp_path / "coded", slots=5, pools="C=20KB") as offloaded:
-        assert isinstance(offloaded.store, CodedStore)
+        assert isinstance(offloaded.store, DiskStore)
         assert offloaded.store.codec.text == "bitsplit:shards=2"
         size = size_text(offloaded.store.nbytes)
     with pytest.warns(UserWarning, match=f"{size} of experts are written to '.*raw' by codec 'raw'"):
@@ -143,9 +142,9 @@ def test_other_weights_or_codec_make_it_again(expected: Tensor, tmp_path: Path) 
 def test_a_damaged_file_is_made_again(place: str, tmp_path: Path) -> None:
     store, view = _store(tmp_path)
     store.pack(view)
-    file = CodedFile(store.path)
+    file = ExpertFile(store.path)
     content = bytearray(store.path.read_bytes())
-    at = {"header": content.index(b'"experts": "') + 12, "index": len(content) - 5, "cut": 0}[place]
+    at = {"header": content.index(b'experts\\": ') + 11, "index": len(content) - 5, "cut": 0}[place]
     content[at] ^= 1
     store.path.write_bytes(content[:-100] if place == "cut" else content)
     with pytest.warns(UserWarning, match="is made again"):
@@ -159,10 +158,10 @@ def test_a_damaged_part_is_one_error(tmp_path: Path) -> None:
     model = _model()
     with offload(model, store="disk", codec="bitsplit", store_folder=tmp_path, slots=5) as offloaded:
         store = offloaded.store
-        assert isinstance(store, CodedStore)
+        assert isinstance(store, DiskStore)
         before = greedy(offloaded, INPUTS)
         content = bytearray(store.path.read_bytes())
-        place = int(CodedFile(store.path).offsets[0, 1])
+        place = int(ExpertFile(store.path).offsets[0, 1])
         times = store.path.stat()
         for value in (1, 0):
             content[place] = content[place] ^ 1
@@ -173,10 +172,10 @@ def test_a_damaged_part_is_one_error(tmp_path: Path) -> None:
                 with pytest.raises(ExpertcastError, match=r"part 1 .* of an expert in the store is damaged"):
                     store.views(0)
                 with pytest.raises(ExpertcastError, match="part 1 of expert 0 is damaged; remove it"):
-                    verify_coded(store.path)
+                    verify_store(store.path)
                 assert store.views(1)
         assert_same(greedy(offloaded, INPUTS), before)
-        verify_coded(store.path)
+        verify_store(store.path)
 
 
 def test_reads_that_give_less_than_was_asked_for(
@@ -194,7 +193,7 @@ def test_what_failed_counts_for_no_rate(tmp_path: Path, monkeypatch: pytest.Monk
     """Expert 0 cannot be read, and of expert 1 all parts are damaged: how fast decoding is stays unknown."""
     store, view = _store(tmp_path)
     store.pack(view)
-    _change(store.path, CodedFile(store.path).offsets[1].tolist())
+    _change(store.path, ExpertFile(store.path).offsets[1].tolist())
     reader, block = store.reader(2, None), torch.empty(store.layout.block_bytes, dtype=torch.uint8)
     unknown = reader.rates()
 
