@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from expertcast.predictors.messages import ExpertcastError
+from expertcast.predictors.view import ModelShape
 from expertcast.runtime.links.base import Copy, Link, check_rate
 from expertcast.runtime.pools.cache import Pools
 from expertcast.runtime.pools.schedule import Task, schedule, simulate
 from expertcast.runtime.pools.states import Costs, ExpertBytes, State
+from expertcast.runtime.storage.codecs import Codec
 from expertcast.runtime.storage.coded_reader import EVERYTHING, NOTHING, PACKED, PLAIN, CodedRead, CodedReader, Kinds
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import FULL
@@ -31,25 +34,27 @@ class KeptParts:
     Calls come from the thread that runs the model.
 
     Args:
-        store: of coded experts.
+        codec: of the experts.
+        shape: of the model.
+        part_nbytes: of an expert in memory, plain and packed.
         slots: whose full experts are the first of the pools.
         memory: bytes of each other pool, of all layers together.
         passing: slots that are no pool, as a multiple of K: the running layer's, and those of its forecasts.
-        threads, pace: of the reader.
+        opened: makes a reader, by `kept` and `wanted` of :class:`CodedReader`.
 
     Raises:
         ExpertcastError: less memory than one expert takes, or states that the codec does not have.
     """
 
     def __init__(
-        self, store: DiskStore, slots: SlotPool, memory: Mapping[State, int], *, passing: int, threads: int,
-        pace: float | None,
+        self, codec: Codec, shape: ModelShape, part_nbytes: Sequence[int], slots: SlotPool,
+        memory: Mapping[State, int], *, passing: int, opened: Callable[..., CodedReader],
     ) -> None:  # fmt: skip
-        plain, packed = store.part_nbytes
+        plain, packed = part_nbytes
         self._size = ExpertBytes(plane=plain, exponents=packed)
-        self._store, self._slots = store, slots
+        self._codec, self._slots, self._opened = codec, slots, opened
         if not packed and memory.keys() - {State.C}:
-            raise ExpertcastError(f"codec {store.codec.text!r} has no parts that can be kept alone: give pools='C=...'")
+            raise ExpertcastError(f"codec {codec.text!r} has no parts that can be kept alone: give pools='C=...'")
         room = {state: nbytes // self._size.held(state) for state, nbytes in memory.items()}
         for state, count in room.items():
             if not count:
@@ -58,12 +63,11 @@ class KeptParts:
                     "give more, or leave it out"
                 )
         self.pools = Pools(
-            layers=store.layers,
-            experts=store.experts,
+            layers=shape.layers,
+            experts=shape.experts,
             size=self._size,
-            room=room | {State.F: max(0, slots.count - passing * store.top_k)},
+            room=room | {State.F: max(0, slots.count - passing * shape.top_k)},
         )
-        self._threads, self._pace = threads, pace
         self.reader = self._open()
         self._leaving: dict[int, int] = {}
         """Full experts that are to be taken apart before their slot is given away, by slot."""
@@ -76,9 +80,7 @@ class KeptParts:
 
     def _open(self) -> CodedReader:
         kept = self.pools.room
-        return self._store.reader(
-            self._threads,
-            self._pace,
+        return self._opened(
             kept=(kept[State.C] + kept[State.S], kept[State.C] + kept[State.E]),
             wanted=lambda key: _KINDS[self.pools.state(key)],
         )
@@ -125,12 +127,12 @@ class KeptParts:
         return simulate(tasks, schedule(tasks, costs), costs).makespan
 
     def _costs(self) -> Costs:
-        rates, codec = self.reader.rates(), self._store.codec
+        rates, codec = self.reader.rates(), self._codec
         shards = sum(codec.planes[shard.plane].compressed for shard in codec.shards)
         return Costs(
             read_s=self._size.plane / rates.disk,
             ratio=self._size.exponents / self._size.plane,
-            decode_s=self._store.layout.block_bytes / max(1, shards) / rates.decoding,
+            decode_s=codec.layout.block_bytes / max(1, shards) / rates.decoding,
             shards=max(1, shards),
             threads=rates.threads,
         )
@@ -188,8 +190,9 @@ class DiskLink(Link):
             return file.reader(self._threads, self.bandwidth)
         if file.addressable:
             raise ExpertcastError("pools keep compressed experts: give a codec that compresses, such as 'bitsplit'")
+        opened = partial(CodedReader, file.file, file.codec, threads=self._threads, pace=self.bandwidth)
         self._kept = KeptParts(
-            file, pool, self._memory, passing=self._passing, threads=self._threads, pace=self.bandwidth
+            file.codec, file.shape, file.part_nbytes, pool, self._memory, passing=self._passing, opened=opened
         )
         self.pools = self._kept.pools
         return self._kept.reader

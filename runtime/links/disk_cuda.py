@@ -136,10 +136,10 @@ class Staging:
             del self._asked[copy]
         return taken
 
-    def address(self, copy: StagedCopy) -> int:
-        """Where the block begins that has been read."""
+    def block(self, copy: StagedCopy) -> Tensor:
+        """uint8 [block_bytes] that has been read."""
         assert copy.place is not None
-        return self._blocks[copy.place].data_ptr()
+        return self._blocks[copy.place]
 
     def give_back(self, copy: StagedCopy) -> None:
         """The block that one had is not used any more."""
@@ -314,9 +314,9 @@ class CudaDiskLink(CudaLink):
             if copy.error is not None:
                 self._staging.give_back(copy)
 
-    def _source(self, copy: DeviceCopy) -> tuple[int, int]:
+    def _source(self, copy: DeviceCopy) -> Tensor:
         if isinstance(copy, StagedCopy):
-            return self._open_staging.address(copy), self._size
+            return self._open_staging.block(copy)
         return super()._source(copy)
 
     def _finish(self, copy: DeviceCopy) -> None:

@@ -8,6 +8,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import cast
 
@@ -26,12 +27,12 @@ from expertcast.runtime.storage.coded_reader import (
     PLAIN,
     SPARE,
     UNDER_WAY,
+    CodedReader,
     Kinds,
     PartMemory,
     Rates,
     Taken,
 )
-from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
 from expertcast.runtime.storage.reader import PIECE, THREADS
 from expertcast.runtime.storage.slots import SlotPool
@@ -215,33 +216,6 @@ class VirtualParts:
         """There is no thread."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VirtualStore:
-    """What :class:`expertcast.runtime.links.disk.KeptParts` asks of a store of coded experts."""
-
-    layers: int
-    """L"""
-    experts: int
-    """E, of a layer."""
-    top_k: int
-    """K, experts per token."""
-    codec: Codec
-    part_nbytes: tuple[int, int]
-    """Of an expert, plain and packed."""
-    rates: Rates
-
-    @property
-    def layout(self) -> BlockLayout:
-        """Of an expert's block."""
-        return self.codec.layout
-
-    def reader(
-        self, threads: int, pace: float | None, *, kept: tuple[int, int], wanted: Callable[[int], Kinds]
-    ) -> VirtualParts:
-        """Reads nothing: `threads` and `pace` are the link's."""
-        return VirtualParts(self.rates, self.layers * self.experts, kept, wanted)
-
-
 def virtual_codec(text: str, block_bytes: int) -> Codec:
     """A codec of bf16 experts of which no more is known than their bytes.
 
@@ -372,17 +346,15 @@ class VirtualDisk(VirtualLink):
         if not memory:
             return
         seconds = self._stored.decoding_s
-        store = VirtualStore(
-            layers=shape.layers, experts=shape.experts, top_k=shape.top_k,
-            codec=virtual_codec(self._stored.codec, self._block_bytes),
-            part_nbytes=(self._stored.plain, max(self._stored.coded)),
-            rates=Rates(
-                disk=self._rate, decoding=self._block_bytes / seconds if seconds else math.inf,
-                threads=self._stored.threads,
-            ),
+        rates = Rates(
+            disk=self._rate, decoding=self._block_bytes / seconds if seconds else math.inf, threads=self._stored.threads
+        )
+        # of a reader it asks no more than these parts have
+        opened = cast(Callable[..., CodedReader], partial(VirtualParts, rates, shape.layers * shape.experts))
+        self._kept = KeptParts(
+            virtual_codec(self._stored.codec, self._block_bytes), shape, (self._stored.plain, max(self._stored.coded)),
+            slots, memory, passing=passing, opened=opened,
         )  # fmt: skip
-        # it asks no more of a store than this one has
-        self._kept = KeptParts(cast(DiskStore, store), slots, memory, passing=passing, threads=1, pace=None)
         self.pools = self._kept.pools
 
     @property

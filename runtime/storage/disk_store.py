@@ -30,7 +30,7 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.storage.codecs import Part, make_codec
 from expertcast.runtime.storage.codecs.quantised import Scaled
-from expertcast.runtime.storage.coded_reader import NOTHING, CodedRead, CodedReader, Kinds, PartPlaces
+from expertcast.runtime.storage.coded_reader import CodedRead, CodedReader, PartPlaces
 from expertcast.runtime.storage.expert_file import (
     FILE_NAME,
     ExpertFile,
@@ -212,19 +212,15 @@ class DiskStore(ExpertStore):
             raise ExpertcastError(f"{str(self.path)!r} cannot be read: {error.strerror or error}") from error
         self.codec.decode(parts, block)
 
-    def reader(
-        self, threads: int, pace: float | None, *, kept: tuple[int, int] = (0, 0),
-        wanted: Callable[[int], Kinds] = lambda _key: NOTHING,
-    ) -> Reader:  # fmt: skip
+    def reader(self, threads: int, pace: float | None) -> Reader:
         """A new reader of the file, past the system's page cache, for what :meth:`read` makes.
 
         Args:
             threads: reads under way at a time.
             pace: bytes per second that the disk is taken for, at most; None: as it is.
-            kept, wanted: of coded experts, as for :class:`CodedReader`.
         """
         if self._mapped is None:
-            return CodedReader(self.file, self.codec, threads=threads, pace=pace, kept=kept, wanted=wanted)
+            return CodedReader(self.file, self.codec, threads=threads, pace=pace)
         self._mapped.forget()
         return DirectReader(self.path, threads=threads, pace=pace, handle=self.file.handle, stamp=self.file.stamp)
 

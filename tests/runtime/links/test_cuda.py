@@ -160,9 +160,9 @@ def test_misses_overtake_queued_forecasts_and_those_follow_in_order() -> None:
     link, _ = _attached(window=1)
     moved: list[int] = []
     original = link.device.to_device
-    link.device.to_device = lambda target, source, size, stream: (  # type: ignore[method-assign]
-        moved.append((source - link._store.block(0).data_ptr()) // size),
-        original(target, source, size, stream),
+    link.device.to_device = lambda target, source, stream: (  # type: ignore[method-assign]
+        moved.append((source.data_ptr() - link._store.block(0).data_ptr()) // len(source)),
+        original(target, source, stream),
     )
     forecasts = [link.submit(key, slot, urgent=False) for slot, key in enumerate((5, 6, 7))]
     assert moved == [5]

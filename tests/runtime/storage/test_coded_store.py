@@ -19,7 +19,7 @@ from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.messages import size_text
 from expertcast.runtime import EmulatedLink, InstantLink, OffloadConfig, offload
 from expertcast.runtime.links.disk import DiskLink
-from expertcast.runtime.storage.coded_reader import EVERYTHING
+from expertcast.runtime.storage.coded_reader import EVERYTHING, CodedReader
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import FILE_NAME, ExpertFile, verify_store
 from expertcast.runtime.storage.memory import HostMemory
@@ -230,7 +230,7 @@ def test_a_callback_that_fails(expected: Tensor, tmp_path: Path) -> None:
     store, view = _store(tmp_path)
     store.pack(view)
     wanted = RaiseAt(1, ZeroDivisionError())
-    reader = store.reader(2, None, kept=(2, 2), wanted=lambda _key: wanted() or EVERYTHING)
+    reader = CodedReader(store.file, store.codec, threads=2, kept=(2, 2), wanted=lambda _key: wanted() or EVERYTHING)
     block = HostMemory(store.layout.block_bytes).bytes
     raising = RaiseAt(1, KeyboardInterrupt())
     for key, arrival, error in ((0, None, ZeroDivisionError), (1, raising, KeyboardInterrupt)):
