@@ -240,10 +240,7 @@ class CudaLink(QueuedLink):
         self._count(copy, start, start + begun.elapsed_time(arrived) / 1e3)
 
 
-# A CUDA link that is as slow as a slower machine's: every copy is padded by copies of the same bytes.
-#
-# The copy engine is busy for as long as it would be over there, so that all that waits for it waits as long; neither
-# the device's multiprocessors nor the host have more to do than to queue the padding.
+# A slower link on this device: each copy is padded by copies of the same bytes, which keep the copy engine busy.
 
 _LARGE = 64 << 20
 """Bytes of the copies that the device's own rate is measured with; the store's own size if that is less."""

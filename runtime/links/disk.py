@@ -20,7 +20,7 @@ from expertcast.runtime.storage.reader import THREADS, Arrival, Reader
 from expertcast.runtime.storage.slots import SlotPool, SlotState
 from expertcast.runtime.storage.store import ExpertStore
 
-# What the disk link keeps of experts beside the slots: coded parts in memory, in the states that their pools say.
+# Coded parts that are kept in memory beside the slots, as the pools decide.
 
 _KINDS: dict[State, Kinds] = {
     State.F: NOTHING, State.C: EVERYTHING, State.S: frozenset({PLAIN}), State.E: frozenset({PACKED}), State.M: NOTHING,

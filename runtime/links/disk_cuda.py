@@ -2,7 +2,7 @@
 
 Order of one expert's way, and who waits for whom:
 
-- the reader's threads fill a block (:mod:`expertcast.runtime.links.staging`), several experts at a time;
+- the reader's threads fill a block, several experts at a time;
 - the thread that runs the model notices, whenever it calls the link, and queues the copy on the copies' stream, behind
   the event of the slot's last reader, as :class:`CudaLink` does. So copies follow each other as their reads end;
 - the block is free for the next read when the event behind its copy has been reached;
@@ -33,11 +33,11 @@ from expertcast.runtime.storage.reader import PIECE, THREADS, Arrival, Reader, T
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
-# Host memory between a disk and a CUDA device: a few blocks that a reader fills and copies to the device empty.
+# Staging: a few blocks of host memory that a reader fills and copies to the device empty.
 #
-# A block belongs to one expert from the moment that the reader is asked for it until the copy to the device is done.
-# Who has none waits here, urgent ones first, and is dropped for nothing. An urgent one that finds no block free takes
-# that of the forecast asked for last, if the reader has not begun it.
+# An expert has a block from the request of its read until its copy to the device is done. Experts without a block wait
+# in a queue, where they can be dropped. An urgent expert without a block takes that of the latest forecast whose read
+# has not begun.
 
 _FEWEST, _MOST = 4, 32
 _DECODED, _COPIED = 4, 2

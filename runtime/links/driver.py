@@ -161,10 +161,10 @@ def _driver() -> ctypes.CDLL:
     return driver
 
 
-# Small tensors between host and device, without holding up the host or the stream that makes them.
+# Small tensors between host and device.
 #
-# On CUDA a copy to the host runs on a stream of its own, which waits for the tensor's stream by an event, into
-# page-locked memory; whoever asks for the values waits for that copy only. On the CPU nothing is copied.
+# A copy to the host runs on a stream of its own, behind an event of the tensor's stream, into page-locked memory: only
+# the reader of the values waits for it. On the CPU nothing is copied.
 
 _ENTRIES = 32
 _ENTRY_BYTES = 4096

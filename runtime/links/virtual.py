@@ -1,4 +1,4 @@
-"""A link and the clock of the model's thread: one copy after another, misses before forecasts."""
+"""Links in virtual time, with the clock of the model's thread, for the simulator. Nothing is moved or read."""
 
 from __future__ import annotations
 
@@ -172,11 +172,11 @@ def check_speed(bandwidth: float, latency: float) -> None:
         raise ExpertcastError(f"latency={latency:g}: give seconds of 0 or more")
 
 
-# The books of :class:`expertcast.runtime.storage.coded_reader.CodedReader` without a file: which parts are kept.
+# A reader of coded experts without a file.
 
 
 class VirtualParts:
-    """What is kept of experts, and what is under way; buffers are a sector each, whatever they stand for.
+    """Parts that are kept and parts under way, as :class:`CodedReader` keeps them; a buffer is one sector.
 
     Args:
         rates: that the link knows.
@@ -226,10 +226,7 @@ def virtual_codec(text: str, block_bytes: int) -> Codec:
     return make_codec(text, BlockLayout(fields=(whole,), block_bytes=block_bytes))
 
 
-# A disk and the threads that decode what it reads, in virtual time: what :mod:`expertcast.runtime.links.disk` does.
-#
-# Reads follow one another, as they share the disk's rate; an expert's shards are decoded by whichever of L threads is
-# free, while the disk reads on. Which parts are kept beside the slots is decided by the same books as in a run.
+# The disk link in virtual time: reads follow one another, and L threads decode the shards of what was read.
 #
 # N experts of all layers, E of one. An expert's key is layer * E + expert.
 

@@ -1,7 +1,7 @@
 """Reads coded experts past the system's page cache and decodes them into the caller's memory, several at a time.
 
 The pieces of an expert are asked of a :class:`DirectReader` together, so that it can join them. Each that has come may
-make jobs ready (:mod:`expertcast.runtime.storage.decode_plan`), and a free thread takes the next job of the expert that
+make jobs ready (:class:`DecodePlan`), and a free thread takes the next job of the expert that
 comes first: the last expert of a layer is decoded by all threads at once. Parts may be kept for the next time.
 """
 
@@ -23,10 +23,10 @@ from expertcast.runtime.storage.expert_file import ExpertFile
 from expertcast.runtime.storage.memory import HostMemory
 from expertcast.runtime.storage.reader import SECTOR, Arrival, DirectReader, Read, TransferQueue, sectors
 
-# In which pieces a coded expert is read, and what can be decoded once which of them are there.
+# The plan of a codec: the pieces in which an expert is read, and the jobs that decode it.
 #
-# A codec that compresses a plane has the plain planes lie under it byte by byte, so that a compressed shard can be put
-# back together as soon as it and the bytes under it have come: the disk need not be waited for to the end.
+# Plain planes lie under a compressed plane byte by byte: a compressed shard can be decoded as soon as it and the bytes
+# under it have been read.
 
 CUT = 1 << 20
 """Bytes, about: plain parts are read in such pieces where something can be decoded sooner for it."""
@@ -123,11 +123,10 @@ class DecodePlan:
 assert CUT % SECTOR == 0
 
 
-# Memory for experts' coded parts: those that are being read or decoded, and those that are kept for the next time.
+# Memory for coded parts, under way or kept. All of it is allocated at the start.
 #
-# An expert's parts lie in two buffers, each in whole sectors: the *plain* one holds the parts of planes that are not
-# compressed (signs and mantissas), the *packed* one those of planes that are (exponents). Either can be kept alone. All
-# buffers are made at the start: what is kept costs no more memory than it was given.
+# An expert's parts lie in two buffers of whole sectors: the *plain* one holds planes that are not compressed (signs and
+# mantissas), the *packed* one compressed planes (exponents). Either can be kept alone.
 
 PLAIN, PACKED = 0, 1
 KINDS = (PLAIN, PACKED)
@@ -271,7 +270,7 @@ class PartMemory:
             self._free[kind].append(buffer)
 
 
-# One coded expert on its way from a file into memory.
+# The read of one coded expert.
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -328,11 +327,11 @@ class Rates:
     """That decode."""
 
 
-# Which job a decoding thread takes next, and when it had better wait.
+# Priority queue of decode jobs.
 
 
 class ReadyJobs:
-    """Jobs that can be done, of the read that comes first.
+    """Jobs whose pieces have been read, in the order of their reads.
 
     Args:
         changed: guards this and the reads; notified when there may be something to do.

@@ -325,7 +325,7 @@ class ExpertFile:
         """Leads to this file also when another one has taken its name."""
         weakref.finalize(self, os.close, self.handle)
         raw = read_range(self.handle, header.room + header.nbytes, header.index_nbytes)
-        if digest(raw) != header.index:  # or it was replaced since its header was read
+        if digest(memoryview(raw)) != header.index:  # or it was replaced since its header was read
             raise StaleFileError("its index is damaged")
         numbers = np.frombuffer(raw, "<i8").reshape(3, header.count, header.parts)
         self.offsets: npt.NDArray[np.int64] = numbers[0]

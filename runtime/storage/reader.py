@@ -26,12 +26,12 @@ from torch import Tensor
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.memory import HostMemory
 
-# Bytes on their way from a disk into memory, and what brings them.
+# Requests to a reader.
 
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """One thing that was asked of a :class:`Reader`."""
+    """One request to a :class:`Reader`."""
 
     target: Tensor
     """uint8, contiguous, in host memory: what is filled."""
@@ -141,7 +141,7 @@ class TransferQueue(Generic[T]):
         self._heap.clear()
 
 
-# One range of a file on its way into memory, as direct reads take it.
+# Direct reads of a file.
 
 SECTOR = 4096
 """Direct reads begin and end at a multiple of it, in the file as in memory. Disks ask for 512 or 4096."""
