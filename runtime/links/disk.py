@@ -171,31 +171,28 @@ class DiskLink(Link):
             ExpertcastError: the experts do not lie in a file, or the slots not in host memory.
         """
         super().attach(store, pool)
-        self._file = file_of(store)
-        self._use(self._reader_of(self._file, pool))
-        self._free_at = 0.0
-
-    def _use(self, reader: Reader) -> None:
-        if isinstance(reader, CodedReader):
-            reader.jobs.held_back = True
-        self._reader = reader
-
-    def _reader_of(self, file: DiskStore, pool: SlotPool) -> Reader:
-        """A new reader that fills these slots."""
+        self._file = file = file_of(store)
         if pool.device.type != "cpu":
             raise ExpertcastError(
                 f"this link fills host memory, and the slots are on {pool.device}: give link='disk', which goes by that"
             )
-        if not self._memory:
-            return file.reader(self._threads, self.bandwidth)
-        if file.addressable:
-            raise ExpertcastError("pools keep compressed experts: give a codec that compresses, such as 'bitsplit'")
-        opened = partial(CodedReader, file.file, file.codec, threads=self._threads, pace=self.bandwidth)
-        self._kept = KeptParts(
-            file.codec, file.shape, file.part_nbytes, pool, self._memory, passing=self._passing, opened=opened
-        )
-        self.pools = self._kept.pools
-        return self._kept.reader
+        if self._memory:
+            if file.addressable:
+                raise ExpertcastError("pools keep compressed experts: give a codec that compresses, such as 'bitsplit'")
+            opened = partial(CodedReader, file.file, file.codec, threads=self._threads, pace=self.bandwidth)
+            self._kept = KeptParts(
+                file.codec, file.shape, file.part_nbytes, pool, self._memory, passing=self._passing, opened=opened
+            )
+            self.pools = self._kept.pools
+        self._open()
+        self._free_at = 0.0
+
+    def _open(self) -> None:
+        """Read by a new reader from now on."""
+        kept = self._kept
+        self._reader = self._file.reader(self._threads, self.bandwidth) if kept is None else kept.reader
+        if isinstance(self._reader, CodedReader):
+            self._reader.jobs.held_back = True
 
     def twin(self) -> Link:
         return DiskLink(self._threads, bandwidth=self.bandwidth, pools=self._memory, passing=self._passing)
@@ -260,7 +257,7 @@ class DiskLink(Link):
             super().restart()
         else:
             self._kept.restart()
-            self._use(self._kept.reader)
+            self._open()
 
     def close(self) -> None:
         if self._reader is not None:

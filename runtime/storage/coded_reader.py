@@ -135,16 +135,6 @@ NOTHING: Kinds = frozenset()
 EVERYTHING: Kinds = frozenset(KINDS)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a part lies."""
-
-    kind: int
-    """PLAIN or PACKED."""
-    start: int
-    """Byte of its buffer, a multiple of a sector."""
-
-
 class PartPlaces:
     """Where the parts of each expert of a file lie in its buffers."""
 
@@ -162,9 +152,10 @@ class PartPlaces:
             self._starts_NP[:, own] = ends - whole_NP[:, own]
             self.nbytes[kind] = int(ends[:, -1].max()) if len(own) else 0
 
-    def of(self, key: int) -> list[Place]:
-        """One for each part."""
-        return [Place(kind, start) for kind, start in zip(self.kinds, self._starts_NP[key].tolist(), strict=True)]
+    def starts(self, key: int) -> list[int]:
+        """Byte of its buffer at which each part begins, a multiple of a sector."""
+        starts: list[int] = self._starts_NP[key].tolist()
+        return starts
 
 
 class Taken:
@@ -296,11 +287,6 @@ class CodedRead(Arrival):
     """Jobs that a thread does now."""
 
     @property
-    def nbytes(self) -> int:
-        """Of the block."""
-        return self.target.numel()
-
-    @property
     def bytes_read(self) -> int:
         return sum(part.bytes_read for part in self.reads)
 
@@ -416,7 +402,6 @@ class CodedReader:
         codec: that made them.
         threads: requests of the disk under way at a time.
         pace: bytes per second that the disk is taken for, at most; None: as it is.
-        decoders: threads that decode; None: as many as can be busy, for the model waits while they work.
         kept: experts whose plain, and whose packed parts may be kept in memory.
         wanted: of an expert that has just been decoded, which of its parts are to be kept.
 
@@ -425,13 +410,13 @@ class CodedReader:
     """
 
     def __init__(
-        self, file: ExpertFile, codec: Codec, *, threads: int, pace: float | None = None, decoders: int | None = None,
+        self, file: ExpertFile, codec: Codec, *, threads: int, pace: float | None = None,
         kept: tuple[int, int] = (0, 0), wanted: Callable[[int], Kinds] = lambda _key: NOTHING,
     ) -> None:  # fmt: skip
         self._file, self._codec, self._wanted = file, codec, wanted
         self._places, self._plan = PartPlaces(file, codec), DecodePlan(codec)
         scratch = [
-            torch.empty(self._plan.scratch_bytes, dtype=torch.uint8) for _ in range(decoders or decoders_of(self._plan))
+            torch.empty(self._plan.scratch_bytes, dtype=torch.uint8) for _ in range(decoders_of(self._plan))
         ]  # before any thread could lack it
         self._disk = DirectReader(file.path, threads=threads, pace=pace, handle=file.handle)
         self._jobs_of = [
@@ -548,13 +533,13 @@ class CodedReader:
         """Ask for the pieces that are not in memory; jobs that need none are ready at once."""
         file, key, plan = self._file, read.key, self._plan
         offsets, sizes, digests = file.offsets[key].tolist(), file.nbytes[key].tolist(), file.digests[key].tolist()
-        places, areas = self._places.of(key), []
-        for place, nbytes, digest in zip(places, sizes, digests, strict=True):
-            buffer = taken.buffers[place.kind]
+        kinds, areas = self._places.kinds, []
+        for kind, start, nbytes, digest in zip(kinds, self._places.starts(key), sizes, digests, strict=True):
+            buffer = taken.buffers[kind]
             assert buffer is not None
-            areas.append(buffer[place.start : place.start + sectors(nbytes)])
-            read.parts.append(Part(areas[-1][:nbytes], None if place.kind in taken.held else digest))
-        absent = [number for number, piece in enumerate(plan.pieces) if places[piece.part].kind not in taken.held]
+            areas.append(buffer[start : start + sectors(nbytes)])
+            read.parts.append(Part(areas[-1][:nbytes], None if kind in taken.held else digest))
+        absent = [number for number, piece in enumerate(plan.pieces) if kinds[piece.part] not in taken.held]
         read.needs = [len(set(job.pieces).intersection(absent)) for job in plan.jobs]
         read.undone, read.reading = len(plan.jobs), len(absent)
         for number in absent:

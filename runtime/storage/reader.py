@@ -49,9 +49,14 @@ class Arrival:
     """Held until all of it has come."""
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that are filled."""
+        return self.target.numel()
+
+    @property
     def bytes_read(self) -> int:
         """Bytes of the file that are read for it."""
-        return self.target.numel()
+        return self.nbytes
 
     def expect(self) -> None:
         """It has been asked for: whoever waits does so until `arrive`."""
@@ -158,11 +163,6 @@ class Read(Arrival):
     """Pieces that have not come."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that are read."""
-        return self.target.numel()
-
-    @property
     def pieces(self) -> int:
         """Requests that it is read by."""
         return -(-self.nbytes // PIECE)
@@ -218,8 +218,6 @@ class DirectReader:
         self._changed = threading.Condition()
         self._closed = False
         self._paced_until = 0.0
-        self.requests = 0
-        """Made of the system so far."""
         self.bytes_read, self.busy_s = 0, 0.0
         """So far, and the seconds in which any request was under way."""
         self._under_way, self._busy_since = 0, 0.0
@@ -344,7 +342,6 @@ class DirectReader:
         """Fill the views from one place of the file on, of which `least` bytes must be there."""
         unit, done = SECTOR if self.direct else 1, 0
         while True:
-            self.requests += 1
             count = os.preadv(self._file, _behind(views, done), offset + done)
             if (done + count < least and count < unit) or stamp_of(self._file) != self._stamp:
                 raise ExpertcastError(
