@@ -219,7 +219,7 @@ class OffloadConfig:
     """Seconds that each copy takes whatever its size, emulated likewise."""
     link: str | Link = "auto"
     """auto, instant, emulated, disk (read directly, past the system's page cache), cuda, or kernel (copies decided and
-    made on the device); auto reads a store on disk directly, and measures the last two on CUDA otherwise."""
+    made on the device); auto reads a store on disk directly, and takes cuda on CUDA otherwise."""
     policies: Policies | str | None = None
     """Which experts are kept, loaded and dropped, or a preset's name (default: lru, the forecast's own, every miss)."""
     next_token: str | Path | Predictor | None = None

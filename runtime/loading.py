@@ -31,7 +31,7 @@ from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.offloading import OffloadedModel, offload, slot_count
 from expertcast.runtime.recording.recorder import Observer, check_observers
 from expertcast.runtime.storage.checkpoint_experts import ExpertSources, Shipped, ShippedExperts
-from expertcast.runtime.storage.disk_store import CodedStore
+from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_store
 
@@ -95,7 +95,7 @@ def load_offloaded(
         reader = _Reader(sources, len(view), source.name, shipped)
         try:
             made.source = reader
-            if shipped is not None and isinstance(made, CodedStore):
+            if shipped is not None and isinstance(made, DiskStore):
                 made.shipped = reader.shipped
             config = replace(config, store=made, store_folder=None, codec="raw")
             _check_memory(made, slot_count(config, view) if target.type == "cpu" else 0)
@@ -105,7 +105,7 @@ def load_offloaded(
             raise
         finally:
             made.source = None
-            if isinstance(made, CodedStore):
+            if isinstance(made, DiskStore):
                 made.shipped = None
             reader.close()
 
@@ -186,7 +186,7 @@ def _as_shipped(
 ) -> ShippedExperts | None:
     """The experts in the form in which they are shipped, where the codec is of that form; None: they are converted."""
     codec = (
-        config.store.codec.name if isinstance(config.store, CodedStore) else config.resolved_codec().partition(":")[0]
+        config.store.codec.name if isinstance(config.store, DiskStore) else config.resolved_codec().partition(":")[0]
     )
     if form is not None and codec == form.codec:
         return ShippedExperts(sources, layers, codec)

@@ -50,13 +50,12 @@ from expertcast.runtime.engine.speculation import Speculator
 from expertcast.runtime.engine.whole_texts import SlotExperts
 from expertcast.runtime.experimental.device_engine import DeviceEngine
 from expertcast.runtime.links.base import Link
-from expertcast.runtime.links.speed import fastest_link
 from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.policies.eviction import Eviction, Pooled
 from expertcast.runtime.recording.recorder import Observer, Observers, check_observers
 from expertcast.runtime.storage.codecs import make_codec
 from expertcast.runtime.storage.coded_reader import decoding_bytes
-from expertcast.runtime.storage.disk_store import CodedStore
+from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import BlockLayout, device_of
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -175,7 +174,7 @@ def slot_count(config: OffloadConfig, view: MoEView) -> int:
         return slots_for(config, view.shape, 0)
     layout, store, decoding = BlockLayout.of(view), config.store, 0
     drafts = expected_bytes(view, config.draft) if config.draft in QUANTISED else 0
-    if isinstance(store, CodedStore) and store.device.type == "cpu":
+    if isinstance(store, DiskStore) and store.device.type == "cpu":
         decoding = decoding_bytes(store.codec)
     elif (codec := config.resolved_codec()) != "raw" and device_of(view).type == "cpu":
         decoding = decoding_bytes(make_codec(codec, layout))
@@ -322,7 +321,7 @@ class OffloadedModel(StandIn):
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: OffloadConfig, *, store: ExpertStore, slots: int, link: Link | None,
+        self, model: PreTrainedModel, config: OffloadConfig, *, store: ExpertStore, slots: int, link: Link,
         speculator: Speculator, next_token: NextToken | None, kernel: SlotKernel, drift: DriftMonitor | None,
         observers: Sequence[Observer],
     ) -> None:  # fmt: skip
@@ -356,7 +355,7 @@ class OffloadedModel(StandIn):
                 store.add_copies(policies.miss.precisions)
             self.pool = SlotPool(store.layout, slots, store.device)
             undo.callback(self.pool.free)
-            self.link = link = fastest_link(store, self.pool) if link is None else link
+            self.link = link
             link.observer = observer
             link.attach(store, self.pool)
             if link.pools is not None:

@@ -17,7 +17,7 @@ from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.links.disk_cuda import CudaDiskLink
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.policies import LRU, Fetch, Standard, TopK
-from expertcast.runtime.storage.disk_store import CodedStore, DiskStore, FileStore
+from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import ExpertsForm
 from expertcast.runtime.storage.reader import can_read_directly
 from expertcast.runtime.storage.store import ExpertStore
@@ -39,8 +39,8 @@ def _only_on_host(config: OffloadConfig) -> str | None:
     return next((name for name, given in used.items() if given), None)
 
 
-def make_link(config: OffloadConfig, device: str) -> Link | None:
-    """What `link`, `bandwidth` and `latency` stand for on a type of device; None where measurement decides.
+def make_link(config: OffloadConfig, device: str) -> Link:
+    """What `link`, `bandwidth` and `latency` stand for on a type of device.
 
     Raises:
         ExpertcastError: a link that the device or the other options rule out.
@@ -56,12 +56,15 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
     if isinstance(link, Link):
         return link
     if link == "auto":
-        coded = config.resolved_codec() != "raw" or isinstance(config.store, CodedStore)
+        made = config.store if isinstance(config.store, ExpertStore) else None
+        coded = config.resolved_codec() != "raw" or (made is not None and not made.addressable)
         timed = (bandwidth is not None or latency) and not coded
-        on_disk = (config.store == "disk" or isinstance(config.store, FileStore)) and can_read_directly()
+        on_disk = (config.store == "disk" or isinstance(made, DiskStore)) and can_read_directly()
         if on_disk and not timed:
             link = "disk"
-        elif device != "cuda":
+        elif device == "cuda":
+            link = "cuda"
+        else:
             link = "emulated" if timed else "instant"
     if link == "emulated":
         if device != "cpu":
@@ -74,14 +77,12 @@ def make_link(config: OffloadConfig, device: str) -> Link | None:
     if link == "cuda" and device != "cuda":
         raise ExpertcastError(f"link 'cuda' needs a model on CUDA, this one is on {device}: use 'emulated'")
     if bandwidth is not None or latency:
-        if link not in ("auto", "cuda"):
+        if link != "cuda":
             raise ExpertcastError(
                 "bandwidth and latency belong to the links emulated and cuda, bandwidth also to disk: "
                 f"{link!r} takes none of them"
             )
         return PacedCudaLink(bandwidth, latency)
-    if link == "auto":
-        return CudaLink() if only_on_host else None
     kinds: dict[str, Callable[[], Link]] = {"cuda": CudaLink, "instant": InstantLink, "kernel": KernelLink}
     return kinds[link]()
 
@@ -105,10 +106,8 @@ def make_store(
     if config.store != "disk":
         return ExpertStore(view, device=device, pinned=device.type == "cuda")
     folder, codec = config.store_folder, config.resolved_codec()
-    if codec != "raw":
-        return CodedStore(view, folder, codec=codec, device=device, fingerprint=fingerprint)
-    store = DiskStore(view, folder, device=device, fingerprint=fingerprint)
-    if config.codec is None and folder is not None and not store.holds(0):
+    store = DiskStore(view, folder, codec=codec, device=device, fingerprint=fingerprint)
+    if config.codec is None and codec == "raw" and folder is not None and not store.holds(0):
         size = size_text(store.nbytes)
         warnings.warn(
             f"{size} of experts are written to {str(folder)!r} by codec 'raw': a codec such as 'bitsplit' (--codec) "

@@ -38,8 +38,8 @@ from expertcast.runtime.simulation.machine import Case, Machine, Simulation, no_
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import Trace
 from expertcast.runtime.storage.codecs import Codec, Part, make_codec
-from expertcast.runtime.storage.disk_store import CodedStore, FileStore
-from expertcast.runtime.storage.expert_file import CodedFile
+from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.expert_file import ExpertFile
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.memory import HostMemory
 from expertcast.runtime.storage.reader import SECTOR, THREADS, DirectReader, Read, sectors
@@ -141,7 +141,7 @@ def decoding_seconds(codec: Codec, coded: Sequence[Sequence[Part]], *, threads: 
         return statistics.median(each for own in pool.map(decode_all, range(threads)) for each in own)
 
 
-def stored_in(file: CodedFile, codec: Codec, *, decoding_s: float, threads: int) -> Stored:
+def stored_in(file: ExpertFile, codec: Codec, *, decoding_s: float, threads: int) -> Stored:
     """What lies in a file of coded experts, in whole sectors as it is read.
 
     Args:
@@ -504,7 +504,7 @@ class _Coded:
 
     codec: Codec
     parts: list[Sequence[Part]]
-    file: CodedFile | None
+    file: ExpertFile | None
     """Where all of them lie, if they do."""
 
     def stored(self, threads: int) -> Stored:
@@ -555,7 +555,7 @@ def survey_disk(
         except ExpertcastError as error:
             refused = str(error)
         memory_copy_s = _memory_copy(store, slots, budget)
-        codec = store.codec.text if isinstance(store, CodedStore) else "raw"
+        codec = store.codec.text if isinstance(store, DiskStore) else "raw"
     shape = offloaded.view.shape
     own = watched.trace(shape)
     routing, trace = replayed or ("the model's own, in a short run", own)
@@ -583,7 +583,7 @@ def _rate(store: ExpertStore, folder: Path, bandwidth: float | None) -> tuple[fl
     if bandwidth is not None:
         return bandwidth, "given"
     block_bytes = store.layout.block_bytes
-    if isinstance(store, FileStore):
+    if isinstance(store, DiskStore):
         return disk_rate(store.path, block_bytes), "direct reads of the store"
     return scratch_rate(folder, block_bytes, most=store.nbytes), "direct reads of a scratch file"
 
@@ -595,7 +595,7 @@ def _coded(store: ExpertStore) -> _Coded:
     """
     count = store.layers * store.experts
     keys = sorted({round(place * (count - 1) / (_SAMPLED - 1)) for place in range(_SAMPLED)})
-    if isinstance(store, CodedStore):
+    if isinstance(store, DiskStore) and not store.addressable:
         return _Coded(store.codec, [store.file.read(key) for key in keys], store.file)
     codec = make_codec(CODEC, store.layout)
     return _Coded(codec, [codec.encode(store.block(key).clone()) for key in keys], None)
@@ -605,7 +605,7 @@ def _memory_copy(store: ExpertStore, slots: int, budget: int | None) -> float | 
     """Seconds of one expert's copy in memory; None where there is no room for all of them beside the slots."""
     block_bytes = store.layout.block_bytes
     least = store.nbytes + slots * block_bytes
-    if isinstance(store, FileStore):
+    if isinstance(store, DiskStore):
         room = available_memory() if budget is None else budget
     else:  # they lie in memory already
         room = least if budget is None else budget

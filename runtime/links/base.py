@@ -6,9 +6,9 @@ which they were asked for. A forecast's copy that has not started can be promote
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ from expertcast.runtime.links.driver import CudaDevice, Sent
 from expertcast.runtime.pools.cache import Pools
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.layout import FULL
+from expertcast.runtime.storage.reader import Arrival, TransferQueue
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
@@ -54,7 +55,9 @@ class Copy:
     error: BaseException | None = None
     precision: str = FULL
     held_s: float = 0.0
-    """Seconds for which asking for it held the model's thread up."""
+    """Seconds for which the request held the model's thread up."""
+    read: Arrival | None = None
+    """The read of a disk that it waits for."""
 
 
 class Link(ABC):
@@ -281,32 +284,41 @@ class InstantLink(Link):
         """Nothing is ever queued."""
 
 
-# A link that holds the copies of forecasts back until they are issued.
-
-
 class QueuedLink(Link):
-    """Holds the copies of forecasts back until they are issued: misses overtake them, useless ones are dropped.
+    """A link with a queue: urgent copies overtake those of forecasts, and copies that have not started can be dropped.
 
-    A copy that has been issued is `started`, and comes after all that were issued before it.
+    Subclasses start copies in `_pump`, in the queue's order; one that has started comes after all that started before.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._queued: deque[Copy] = deque()
+        self._queue = TransferQueue[Copy](lambda copy: not copy.started)
+        self._changed = threading.Condition()
+        """Guards the queue, and `started` of its copies."""
 
     @abstractmethod
-    def _issue(self, copy: Copy) -> None:
-        """Start the copy behind all that have been started."""
+    def _pump(self) -> None:
+        """Start what may start; called with the lock."""
+
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+        return self._enqueue(Copy(key, slot, urgent, precision=precision))
+
+    def _enqueue(self, copy: Copy) -> Copy:
+        if copy.precision != FULL:
+            self.block_bytes(copy.precision)  # refuses one that is not there
+        with self._changed:
+            self._queue.push(copy)
+            self._pump()
+        return copy
 
     def promote(self, copy: Copy) -> None:
-        if not copy.started:
-            copy.urgent = True
-            self._queued.remove(copy)
-            self._issue(copy)
+        with self._changed:
+            if not copy.started and not copy.urgent:
+                copy.urgent = True
+                self._queue.push(copy)
+                self._pump()
 
     def cancel(self, copy: Copy) -> bool:
-        if copy.started:
-            return False
-        copy.cancelled = True
-        self._queued.remove(copy)
-        return True
+        with self._changed:
+            copy.cancelled = not copy.started
+            return copy.cancelled

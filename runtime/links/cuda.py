@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.links.base import Copy, QueuedLink, check_rate
@@ -77,8 +78,6 @@ class CudaLink(QueuedLink):
         super().attach(store, pool)
         self._size = store.layout.block_bytes
         self._window = self._window_given or window_of(self._size)
-        self._target = pool.block(0).data_ptr()
-        self._sources: dict[int, int] = {}
         assert self.driver is not None, "this link is for slots on a CUDA device"
         self._open(self.driver, pool.count)
 
@@ -104,16 +103,7 @@ class CudaLink(QueuedLink):
         """Event of each tick that is not known to have passed, oldest first."""
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
-        copy = DeviceCopy(key, slot, urgent)
-        if precision != FULL:
-            self._store.copies(precision)
-            copy.precision = precision
-        if urgent:
-            self._issue(copy)
-        else:
-            self._queued.append(copy)
-            self._pump()
-        return copy
+        return self._enqueue(DeviceCopy(key, slot, urgent, precision=precision))
 
     def send(self, values: Sequence[int]) -> Sent:
         return self._upload.send(values)
@@ -159,24 +149,25 @@ class CudaLink(QueuedLink):
         super().reset()
 
     def close(self) -> None:
-        self._queued.clear()
+        self._queue.clear()
         self._device.synchronize()  # the buffers of store and pool may be freed after this
         self._collect()
 
     def _pump(self) -> None:
         self._collect()
-        while self._queued and self._forecasts < self._window:
-            self._issue(self._queued.popleft())
+        while (copy := self._queue.first()) is not None and (copy.urgent or self._forecasts < self._window):
+            self._issue(copy)
 
     def _issue(self, copy: Copy) -> None:
+        """Start the copy behind all that have been started."""
         assert isinstance(copy, DeviceCopy)
         copy.started = True
         arrived = self._timed.take()
-        target = self._target + copy.slot * self._size
         try:
             self._wait_for_reader(copy.slot)
             copy.begun = self._begun(copy)
-            self._transfer(target, *self._source(copy))
+            source = self._source(copy)
+            self._transfer(self._pool.block(copy.slot)[: len(source)], source)
             arrived.record(self._stream)
         except Exception as error:  # whoever waits for this copy gets it, and nobody else
             copy.error, copy.done = error, True
@@ -190,9 +181,9 @@ class CudaLink(QueuedLink):
         self._forecasts += copy.forecast
         self._issued.append(copy)
 
-    def _transfer(self, target: int, source: int, size: int) -> None:
-        """Queue `size` bytes from an address of the host to one of the device."""
-        self._device.to_device(target, source, size, self._stream)
+    def _transfer(self, target: Tensor, source: Tensor) -> None:
+        """Queue a copy of bytes from the host to the device."""
+        self._device.to_device(target, source, self._stream)
 
     def _begun(self, copy: DeviceCopy) -> torch.cuda.Event:
         """The event at which a copy begins; behind another one it needs none of its own, which takes link time."""
@@ -204,15 +195,11 @@ class CudaLink(QueuedLink):
         begun.record(self._stream)
         return begun
 
-    def _source(self, copy: DeviceCopy) -> tuple[int, int]:
-        """Address and bytes of what is copied. Blocks do not move while the link is open: it is asked for once."""
+    def _source(self, copy: DeviceCopy) -> Tensor:
+        """What is copied, uint8 [bytes]."""
         if copy.precision != FULL:
-            packed = self._store.copies(copy.precision)
-            return packed.address + copy.key * packed.block_bytes, packed.block_bytes
-        address = self._sources.get(copy.key)
-        if address is None:
-            address = self._sources[copy.key] = self._store.block(copy.key).data_ptr()
-        return address, self._size
+            return self._store.copies(copy.precision).block(copy.key)
+        return self._store.block(copy.key)
 
     def _wait_for_reader(self, slot: int) -> None:
         tick = self._last_read[slot]
@@ -253,10 +240,7 @@ class CudaLink(QueuedLink):
         self._count(copy, start, start + begun.elapsed_time(arrived) / 1e3)
 
 
-# A CUDA link that is as slow as a slower machine's: every copy is padded by copies of the same bytes.
-#
-# The copy engine is busy for as long as it would be over there, so that all that waits for it waits as long; neither
-# the device's multiprocessors nor the host have more to do than to queue the padding.
+# A slower link on this device: each copy is padded by copies of the same bytes, which keep the copy engine busy.
 
 _LARGE = 64 << 20
 """Bytes of the copies that the device's own rate is measured with; the store's own size if that is less."""
@@ -294,11 +278,12 @@ class PacedCudaLink(CudaLink):
                 "less, or leave bandwidth out"
             )
 
-    def _transfer(self, target: int, source: int, size: int) -> None:
+    def _transfer(self, target: Tensor, source: Tensor) -> None:
+        size = len(source)
         seconds = self.latency + size / (self.bandwidth or self.rate)
         padding = max(0, round(seconds * self.rate) - size)
         while padding:
             part = min(padding, size)
-            self._device.to_device(target, source, part, self._stream)
+            self._device.to_device(target[:part], source[:part], self._stream)
             padding -= part
-        super()._transfer(target, source, size)
+        super()._transfer(target, source)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from expertcast.predictors.messages import ExpertcastError
+from expertcast.predictors.view import ModelShape
 from expertcast.runtime.links.base import Copy, Link, check_rate
 from expertcast.runtime.pools.cache import Pools
 from expertcast.runtime.pools.schedule import Task, schedule, simulate
 from expertcast.runtime.pools.states import Costs, ExpertBytes, State
+from expertcast.runtime.storage.codecs import Codec
 from expertcast.runtime.storage.coded_reader import EVERYTHING, NOTHING, PACKED, PLAIN, CodedRead, CodedReader, Kinds
-from expertcast.runtime.storage.disk_store import CodedStore, FileStore
+from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.reader import THREADS, Arrival, Reader
 from expertcast.runtime.storage.slots import SlotPool, SlotState
 from expertcast.runtime.storage.store import ExpertStore
 
-# What the disk link keeps of experts beside the slots: coded parts in memory, in the states that their pools say.
+# Coded parts that are kept in memory beside the slots, as the pools decide.
 
 _KINDS: dict[State, Kinds] = {
     State.F: NOTHING, State.C: EVERYTHING, State.S: frozenset({PLAIN}), State.E: frozenset({PACKED}), State.M: NOTHING,
@@ -32,25 +34,27 @@ class KeptParts:
     Calls come from the thread that runs the model.
 
     Args:
-        store: of coded experts.
+        codec: of the experts.
+        shape: of the model.
+        part_nbytes: of an expert in memory, plain and packed.
         slots: whose full experts are the first of the pools.
         memory: bytes of each other pool, of all layers together.
         passing: slots that are no pool, as a multiple of K: the running layer's, and those of its forecasts.
-        threads, pace: of the reader.
+        opened: makes a reader, by `kept` and `wanted` of :class:`CodedReader`.
 
     Raises:
         ExpertcastError: less memory than one expert takes, or states that the codec does not have.
     """
 
     def __init__(
-        self, store: CodedStore, slots: SlotPool, memory: Mapping[State, int], *, passing: int, threads: int,
-        pace: float | None,
+        self, codec: Codec, shape: ModelShape, part_nbytes: Sequence[int], slots: SlotPool,
+        memory: Mapping[State, int], *, passing: int, opened: Callable[..., CodedReader],
     ) -> None:  # fmt: skip
-        plain, packed = store.part_nbytes
+        plain, packed = part_nbytes
         self._size = ExpertBytes(plane=plain, exponents=packed)
-        self._store, self._slots = store, slots
+        self._codec, self._slots, self._opened = codec, slots, opened
         if not packed and memory.keys() - {State.C}:
-            raise ExpertcastError(f"codec {store.codec.text!r} has no parts that can be kept alone: give pools='C=...'")
+            raise ExpertcastError(f"codec {codec.text!r} has no parts that can be kept alone: give pools='C=...'")
         room = {state: nbytes // self._size.held(state) for state, nbytes in memory.items()}
         for state, count in room.items():
             if not count:
@@ -59,12 +63,11 @@ class KeptParts:
                     "give more, or leave it out"
                 )
         self.pools = Pools(
-            layers=store.layers,
-            experts=store.experts,
+            layers=shape.layers,
+            experts=shape.experts,
             size=self._size,
-            room=room | {State.F: max(0, slots.count - passing * store.top_k)},
+            room=room | {State.F: max(0, slots.count - passing * shape.top_k)},
         )
-        self._threads, self._pace = threads, pace
         self.reader = self._open()
         self._leaving: dict[int, int] = {}
         """Full experts that are to be taken apart before their slot is given away, by slot."""
@@ -80,9 +83,7 @@ class KeptParts:
 
     def _open(self) -> CodedReader:
         kept = self.pools.room
-        return self._store.reader(
-            self._threads,
-            self._pace,
+        return self._opened(
             kept=(kept[State.C] + kept[State.S], kept[State.C] + kept[State.E]),
             wanted=lambda key: _KINDS[self.pools.state(key)],
         )
@@ -130,21 +131,15 @@ class KeptParts:
         return simulate(tasks, schedule(tasks, costs), costs).makespan
 
     def _costs(self) -> Costs:
-        rates, codec = self.reader.rates(), self._store.codec
+        rates, codec = self.reader.rates(), self._codec
         shards = sum(codec.planes[shard.plane].compressed for shard in codec.shards)
         return Costs(
             read_s=self._size.plane / rates.disk,
             ratio=self._size.exponents / self._size.plane,
-            decode_s=self._store.layout.block_bytes / max(1, shards) / rates.decoding,
+            decode_s=codec.layout.block_bytes / max(1, shards) / rates.decoding,
             shards=max(1, shards),
             threads=rates.threads,
         )
-
-
-@dataclass(slots=True, eq=False)
-class _DiskCopy(Copy):
-    read: Arrival | None = None
-    """None: the copy lay in memory."""
 
 
 class DiskLink(Link):
@@ -180,30 +175,28 @@ class DiskLink(Link):
             ExpertcastError: the experts do not lie in a file, or the slots not in host memory.
         """
         super().attach(store, pool)
-        self._file = file_of(store)
-        self._use(self._reader_of(self._file, pool))
-        self._free_at = 0.0
-
-    def _use(self, reader: Reader) -> None:
-        if isinstance(reader, CodedReader):
-            reader.jobs.held_back = True
-        self._reader = reader
-
-    def _reader_of(self, file: FileStore, pool: SlotPool) -> Reader:
-        """A new reader that fills these slots."""
+        self._file = file = file_of(store)
         if pool.device.type != "cpu":
             raise ExpertcastError(
                 f"this link fills host memory, and the slots are on {pool.device}: give link='disk', which goes by that"
             )
-        if not self._memory:
-            return file.reader(self._threads, self.bandwidth)
-        if not isinstance(file, CodedStore):
-            raise ExpertcastError("pools keep compressed experts: give a codec that compresses, such as 'bitsplit'")
-        self._kept = KeptParts(
-            file, pool, self._memory, passing=self._passing, threads=self._threads, pace=self.bandwidth
-        )
-        self.pools = self._kept.pools
-        return self._kept.reader
+        if self._memory:
+            if file.addressable:
+                raise ExpertcastError("pools keep compressed experts: give a codec that compresses, such as 'bitsplit'")
+            opened = partial(CodedReader, file.file, file.codec, threads=self._threads, pace=self.bandwidth)
+            self._kept = KeptParts(
+                file.codec, file.shape, file.part_nbytes, pool, self._memory, passing=self._passing, opened=opened
+            )
+            self.pools = self._kept.pools
+        self._open()
+        self._free_at = 0.0
+
+    def _open(self) -> None:
+        """Read by a new reader from now on."""
+        kept = self._kept
+        self._reader = self._file.reader(self._threads, self.bandwidth) if kept is None else kept.reader
+        if isinstance(self._reader, CodedReader):
+            self._reader.jobs.held_back = True
 
     def twin(self) -> Link:
         return DiskLink(self._threads, bandwidth=self.bandwidth, pools=self._memory, passing=self._passing)
@@ -221,12 +214,12 @@ class DiskLink(Link):
         if precision != FULL:  # lies in memory
             packed = self._store.copies(precision).block(key)
             block[: packed.numel()] = packed
-            copy = _DiskCopy(key, slot, urgent, started=True, done=True, precision=precision)
+            copy = Copy(key, slot, urgent, started=True, done=True, precision=precision)
             start = self.clock()
             with self._counting:
                 self._count(copy, start, start)
             return copy
-        copy = _DiskCopy(key, slot, urgent)
+        copy = Copy(key, slot, urgent)
 
         def arrived(read: Arrival) -> None:
             try:
@@ -243,7 +236,6 @@ class DiskLink(Link):
         return copy
 
     def wait(self, copy: Copy) -> None:
-        assert isinstance(copy, _DiskCopy)
         assert not copy.cancelled
         if self._kept is not None:
             self._kept.take_apart()
@@ -253,13 +245,11 @@ class DiskLink(Link):
             copy.read.wait()
 
     def promote(self, copy: Copy) -> None:
-        assert isinstance(copy, _DiskCopy)
         copy.urgent = True
         if copy.read is not None:
             self._open_reader.promote(copy.read)
 
     def cancel(self, copy: Copy) -> bool:
-        assert isinstance(copy, _DiskCopy)
         copy.cancelled = copy.read is not None and self._open_reader.cancel(copy.read)
         return copy.cancelled
 
@@ -271,7 +261,7 @@ class DiskLink(Link):
             super().restart()
         else:
             self._kept.restart()
-            self._use(self._kept.reader)
+            self._open()
 
     def close(self) -> None:
         if self._reader is not None:
@@ -284,13 +274,13 @@ class DiskLink(Link):
         return self._reader
 
 
-def file_of(store: ExpertStore) -> FileStore:
+def file_of(store: ExpertStore) -> DiskStore:
     """The store, if it is one that a disk's link can read.
 
     Raises:
         ExpertcastError: its experts do not lie in a file.
     """
-    if not isinstance(store, FileStore):
+    if not isinstance(store, DiskStore):
         raise ExpertcastError("link 'disk' reads experts from a file: give store='disk'")
     return store
 

@@ -2,7 +2,7 @@
 
 Order of one expert's way, and who waits for whom:
 
-- the reader's threads fill a block (:mod:`expertcast.runtime.links.staging`), several experts at a time;
+- the reader's threads fill a block, several experts at a time;
 - the thread that runs the model notices, whenever it calls the link, and queues the copy on the copies' stream, behind
   the event of the slot's last reader, as :class:`CudaLink` does. So copies follow each other as their reads end;
 - the block is free for the next read when the event behind its copy has been reached;
@@ -14,7 +14,6 @@ Tested with real files on devices that stand in; never run on a GPU.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,15 +29,15 @@ from expertcast.runtime.links.cuda import CudaLink, DeviceCopy
 from expertcast.runtime.links.disk import check_disk, file_of
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.memory import HostMemory, PageLock
-from expertcast.runtime.storage.reader import PIECE, THREADS, Arrival, Reader, sectors
+from expertcast.runtime.storage.reader import PIECE, THREADS, Arrival, Reader, TransferQueue, sectors
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 
-# Host memory between a disk and a CUDA device: a few blocks that a reader fills and copies to the device empty.
+# Staging: a few blocks of host memory that a reader fills and copies to the device empty.
 #
-# A block belongs to one expert from the moment that the reader is asked for it until the copy to the device is done.
-# Who has none waits here, urgent ones first, and is dropped for nothing. An urgent one that finds no block free takes
-# that of the forecast asked for last, if the reader has not begun it.
+# An expert has a block from the request of its read until its copy to the device is done. Experts without a block wait
+# in a queue, where they can be dropped. An urgent expert without a block takes that of the latest forecast whose read
+# has not begun.
 
 _FEWEST, _MOST = 4, 32
 _DECODED, _COPIED = 4, 2
@@ -51,14 +50,12 @@ class StagedCopy(DeviceCopy):
 
     place: int | None = None
     """The block that it has."""
-    read: Arrival | None = None
-    """What the reader was asked."""
     age: float = 0.0
     """Seconds from the beginning of the read to the copy's call."""
 
 
 class File(Protocol):
-    """Where experts are read from; :class:`expertcast.runtime.storage.disk_store.FileStore` is one."""
+    """Where experts are read from; :class:`expertcast.runtime.storage.disk_store.DiskStore` is one."""
 
     def reader(self, threads: int, pace: float | None) -> Reader:
         """A new reader for what `read` makes."""
@@ -90,8 +87,7 @@ class Staging:
         self._memory = HostMemory(places * size, lock)
         self._blocks = [self._memory.bytes[place * size :][:nbytes] for place in range(places)]
         self._free = list(range(places))
-        self._urgent: deque[StagedCopy] = deque()
-        self._forecasts: deque[StagedCopy] = deque()
+        self._queue = TransferQueue[StagedCopy](lambda copy: copy.place is None and not copy.started and not copy.done)
         self._asked: dict[StagedCopy, None] = {}
         """What the reader has and nobody has taken, in the order in which it was asked."""
         self._come: SimpleQueue[StagedCopy] = SimpleQueue()
@@ -100,7 +96,7 @@ class Staging:
 
     def ask(self, copy: StagedCopy) -> None:
         """Have an expert read as soon as there is a block for it."""
-        (self._urgent if copy.urgent else self._forecasts).append(copy)
+        self._queue.push(copy)
         self._fill()
 
     def promote(self, copy: StagedCopy) -> None:
@@ -109,19 +105,14 @@ class Staging:
             assert copy.read is not None
             self._reader.promote(copy.read)
         else:
-            self._forecasts.remove(copy)
-            self._urgent.append(copy)
+            self._queue.push(copy)
             self._fill()
 
     def cancel(self, copy: StagedCopy) -> bool:
         """Drop one that no thread has begun to read. True if nothing of it was or will be read."""
-        if copy.place is None:
-            (self._urgent if copy.urgent else self._forecasts).remove(copy)
-            return True
-        if not self._take_back(copy):
-            return False
+        copy.cancelled = copy.place is None or self._take_back(copy)
         self._fill()
-        return True
+        return copy.cancelled
 
     def wait(self) -> None:
         """Return when there is something to take; something has been asked for."""
@@ -145,10 +136,10 @@ class Staging:
             del self._asked[copy]
         return taken
 
-    def address(self, copy: StagedCopy) -> int:
-        """Where the block begins that has been read."""
+    def block(self, copy: StagedCopy) -> Tensor:
+        """uint8 [block_bytes] that has been read."""
         assert copy.place is not None
-        return self._blocks[copy.place].data_ptr()
+        return self._blocks[copy.place]
 
     def give_back(self, copy: StagedCopy) -> None:
         """The block that one had is not used any more."""
@@ -159,8 +150,7 @@ class Staging:
 
     def close(self) -> None:
         """Drop what waits, and return when nothing is being read."""
-        self._urgent.clear()
-        self._forecasts.clear()
+        self._queue.clear()
         self._reader.close()
 
     def release(self) -> None:
@@ -170,10 +160,9 @@ class Staging:
 
     def _fill(self) -> None:
         """Ask the reader for as many as there are blocks."""
-        while self._urgent or self._forecasts:
-            if not self._free and not (self._urgent and self._make_room()):
+        while (copy := self._queue.first()) is not None:
+            if not self._free and not (copy.urgent and self._make_room()):
                 return
-            copy = (self._urgent or self._forecasts).popleft()
             copy.place = self._free.pop()
             copy.read = self._file.read(copy.key, self._blocks[copy.place], partial(self._read, copy), copy.urgent)
             self._asked[copy] = None
@@ -188,7 +177,7 @@ class Staging:
         """Take the block of the forecast asked for last; it comes first when there is one again."""
         for copy in reversed(self._asked):
             if not copy.urgent and self._take_back(copy):
-                self._forecasts.appendleft(copy)
+                self._queue.push(copy, front=True)
                 return True
         return False
 
@@ -286,8 +275,7 @@ class CudaDiskLink(CudaLink):
     def cancel(self, copy: Copy) -> bool:
         if not isinstance(copy, StagedCopy):
             return super().cancel(copy)
-        copy.cancelled = not (copy.started or copy.done) and self._open_staging.cancel(copy)
-        return copy.cancelled
+        return not (copy.started or copy.done) and self._open_staging.cancel(copy)
 
     def read_ahead(self, keys: Sequence[int]) -> None:
         """Nothing to do: pages of a mapped file are not used."""
@@ -326,9 +314,9 @@ class CudaDiskLink(CudaLink):
             if copy.error is not None:
                 self._staging.give_back(copy)
 
-    def _source(self, copy: DeviceCopy) -> tuple[int, int]:
+    def _source(self, copy: DeviceCopy) -> Tensor:
         if isinstance(copy, StagedCopy):
-            return self._open_staging.address(copy), self._size
+            return self._open_staging.block(copy)
         return super()._source(copy)
 
     def _finish(self, copy: DeviceCopy) -> None:

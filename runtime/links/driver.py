@@ -1,9 +1,4 @@
-"""What the CUDA links take from the device: streams, events, and copies called straight in the driver.
-
-A copy through `Tensor.copy_` costs two slices, a change of torch's current stream and back, and the dispatcher: more
-host time than all bookkeeping of a layer. The driver's own function takes two addresses, a size and a stream.
-Streams and events are torch's, so that torch's allocator, profiler and stream guards know them.
-"""
+"""What the links of a CUDA device share: its streams and events, and small tensors to and from it."""
 
 from __future__ import annotations
 
@@ -30,14 +25,11 @@ kernels may read pageable memory (HMM, Grace), that has one too (seen on GH200: 
 class CudaDevice:
     """One CUDA device as the links see it; tests put a simulation in its place.
 
-    Every call is allowed whatever device is current in the calling thread: copies and waits take their device from
-    the stream, and torch guards the rest. Copies need some context to be current in the thread; an event recorded in
-    it before, as links and readback do, makes one.
+    Every call is allowed whatever device is current in the calling thread.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = with_index(device)
-        self._driver = _driver()
 
     def new_stream(self, priority: int = 0) -> torch.cuda.Stream:
         """A stream on this device; the lower the number, the sooner it gets its turn."""
@@ -69,38 +61,28 @@ class CudaDevice:
         while not event.query():  # type: ignore[no-untyped-call]
             meanwhile()
 
-    def to_device(self, target: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
-        """Queue a copy host -> device. From pageable memory the driver stages it, and the call takes as long.
+    def to_device(self, target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
+        """Queue a copy host -> device of as many bytes on a stream. The source is page-locked; from pageable memory the
+        call takes as long as the copy."""
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
 
-        Args:
-            target: address on the device.
-            source: address on the host.
-            size: bytes.
-            stream: in whose order the copy is made.
-        """
-        self._check(self._driver.cuMemcpyHtoDAsync_v2(target, source, size, stream.cuda_stream))
-
-    def to_host(self, target: int, source: int, size: int, stream: torch.cuda.Stream) -> None:
-        """Queue a copy of `size` bytes device -> host on a `stream`, from address `source` to the host's `target`."""
-        self._check(self._driver.cuMemcpyDtoHAsync_v2(target, source, size, stream.cuda_stream))
+    def to_host(self, target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
+        """Queue a copy device -> host, into page-locked memory, on a stream."""
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
 
     def address_of(self, host: int) -> int | None:
         """Where kernels find a host address: None in memory that is not page-locked."""
         kind, address = ctypes.c_uint(), ctypes.c_uint64()
         with torch.cuda.device(self.device):
             torch.cuda.current_stream().query()  # type: ignore[no-untyped-call]  # the context is current from here on
-            unknown = self._driver.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, host)
+            driver = _driver()
+            unknown = driver.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, host)
             if unknown or kind.value != _HOST:
                 return None
-            status = self._driver.cuPointerGetAttribute(ctypes.byref(address), _DEVICE_POINTER, host)
+            status = driver.cuPointerGetAttribute(ctypes.byref(address), _DEVICE_POINTER, host)
         return None if status else address.value or None
-
-    def _check(self, status: int) -> None:
-        if status:
-            text = ctypes.c_char_p()
-            self._driver.cuGetErrorString(status, ctypes.byref(text))
-            reason = text.value.decode() if text.value else "unknown error"
-            raise ExpertcastError(f"the CUDA driver refused a copy: {reason} ({status})")
 
 
 class EventPool:
@@ -161,7 +143,7 @@ def copy_seconds(driver: CudaDevice, size: int, *, rounds: int = 5, count: int =
         begun, end = driver.new_event(timing=True), driver.new_event(timing=True)
         begun.record(stream)
         for _ in range(count):
-            driver.to_device(target.data_ptr(), host.data_ptr(), size, stream)
+            driver.to_device(target, host, stream)
         end.record(stream)
         end.synchronize()  # type: ignore[no-untyped-call]
         seconds.append(float(begun.elapsed_time(end)) / 1e3 / count)
@@ -173,20 +155,16 @@ def _driver() -> ctypes.CDLL:
     """The driver that torch has loaded already, with the types of the functions used here."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        address, size = ctypes.c_uint64, ctypes.c_size_t
-        driver.cuMemcpyHtoDAsync_v2.argtypes = (address, ctypes.c_void_p, size, ctypes.c_void_p)
-        driver.cuMemcpyDtoHAsync_v2.argtypes = (ctypes.c_void_p, address, size, ctypes.c_void_p)
-        driver.cuPointerGetAttribute.argtypes = (ctypes.c_void_p, ctypes.c_int, address)
-        driver.cuGetErrorString.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
+        driver.cuPointerGetAttribute.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
     except (OSError, AttributeError) as error:
         raise ExpertcastError(f"NVIDIA's driver (libcuda.so.1) cannot be used ({error}): CUDA links need it") from error
     return driver
 
 
-# Small tensors between host and device, without holding up the host or the stream that makes them.
+# Small tensors between host and device.
 #
-# On CUDA a copy to the host runs on a stream of its own, which waits for the tensor's stream by an event, into
-# page-locked memory; whoever asks for the values waits for that copy only. On the CPU nothing is copied.
+# A copy to the host runs on a stream of its own, behind an event of the tensor's stream, into page-locked memory: only
+# the reader of the values waits for it. On the CPU nothing is copied.
 
 _ENTRIES = 32
 _ENTRY_BYTES = 4096
@@ -266,7 +244,7 @@ class _Entry:
         host = self._host(source)
         self._ready.record(self._cuda.current_stream())
         self._stream.wait_event(self._ready)
-        self._cuda.to_host(host.data_ptr(), source.data_ptr(), source.nbytes, self._stream)
+        self._cuda.to_host(host, source, self._stream)
         self._arrived.record(self._stream)
         self._pending = Pending(host, self)
         return self._pending
@@ -340,7 +318,7 @@ class Upload:
         self._stream.wait_event(place.read)
         host, on_device = place.host[: len(values)], place.on_device[: len(values)]
         host.copy_(torch.tensor(values))
-        driver.to_device(on_device.data_ptr(), host.data_ptr(), host.nbytes, self._stream)
+        driver.to_device(on_device, host, self._stream)
         place.arrived.record(self._stream)
         return Sent(on_device, driver, place.arrived)
 
@@ -357,4 +335,5 @@ class _Place:
 
 
 def _page_locked(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    with torch.inference_mode(False):  # a buffer made in one could not be written to outside of it
+        return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

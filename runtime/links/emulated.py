@@ -6,16 +6,14 @@ one copy after another.
 
 from __future__ import annotations
 
-import _thread
 import ctypes
-import heapq
 import random
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
 
-from expertcast.runtime.links.base import Copy, Link, check_rate
+from expertcast.runtime.links.base import Copy, Link, QueuedLink, check_rate
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -32,13 +30,11 @@ _memmove_locked = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_v
 
 
 @dataclass(slots=True, eq=False)
-class _QueuedCopy(Copy):
-    arrived: _thread.LockType = field(default_factory=_thread.allocate_lock)
-    """Held until the copy has arrived: cheaper than a threading.Event."""
+class _DueCopy(Copy):
     submitted: float = field(default_factory=time.perf_counter)
 
 
-class EmulatedLink(Link):
+class EmulatedLink(QueuedLink):
     """A link with `bandwidth` bytes per second and `latency` seconds per copy.
 
     Args:
@@ -57,9 +53,6 @@ class EmulatedLink(Link):
         self.latency = latency
         self._jitter = jitter
         self._random = random.Random(seed)
-        self._queue: list[tuple[int, int, _QueuedCopy]] = []
-        self._order = 0
-        self._changed = threading.Condition()
         self._closed = False
         self._awaited = False
         """Compute is blocked on a copy: only then the thread may hold the interpreter to be on time."""
@@ -67,19 +60,9 @@ class EmulatedLink(Link):
 
     def attach(self, store: ExpertStore, pool: SlotPool) -> None:
         super().attach(store, pool)
-        self._mover = HostMover(store, pool)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="expertcast-link", daemon=True)
         self._thread.start()
-
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
-        copy = _QueuedCopy(key, slot, urgent)
-        if precision != FULL:
-            self._store.copies(precision)
-            copy.precision = precision
-        copy.arrived.acquire()
-        self._push(copy)
-        return copy
 
     @property
     def copy_s(self) -> float:
@@ -88,34 +71,21 @@ class EmulatedLink(Link):
     def twin(self) -> Link:
         return EmulatedLink(self.bandwidth, self.latency)
 
-    def _push(self, copy: _QueuedCopy) -> None:
-        with self._changed:
-            self._order += 1
-            heapq.heappush(self._queue, (0 if copy.urgent else 1, self._order, copy))
-            self._changed.notify()
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+        return self._enqueue(_DueCopy(key, slot, urgent, precision=precision))
+
+    def _pump(self) -> None:
+        self._changed.notify_all()
 
     def wait(self, copy: Copy) -> None:
-        assert isinstance(copy, _QueuedCopy)
         assert not copy.cancelled
         if not copy.done:
-            self._awaited = True
-            with copy.arrived:
+            with self._changed:
+                self._awaited = True
+                self._changed.wait_for(lambda: copy.done)
                 self._awaited = False
         if copy.error is not None:
             raise copy.error
-
-    def promote(self, copy: Copy) -> None:
-        assert isinstance(copy, _QueuedCopy)
-        if not copy.started and not copy.urgent:
-            copy.urgent = True
-            self._push(copy)  # the old entry is skipped: the copy has started by then
-
-    def cancel(self, copy: Copy) -> bool:
-        with self._changed:
-            if copy.started:
-                return False
-            copy.cancelled = True
-            return True
 
     def close(self) -> None:
         with self._changed:
@@ -139,30 +109,32 @@ class EmulatedLink(Link):
             except BaseException as error:  # handed to the thread that waits for it
                 copy.error = error
             finally:
-                copy.done = True
-                copy.arrived.release()
+                with self._changed:
+                    copy.done = True
+                    self._changed.notify_all()
 
-    def _transfer(self, copy: _QueuedCopy, end: float) -> None:
+    def _transfer(self, copy: Copy, end: float) -> None:
         """Half of the block at once, half at the end: whoever computes without waiting finds a torn block."""
         half = self.block_bytes(copy.precision) // 2
         begun = time.perf_counter()
-        self._mover.move(copy.key, copy.slot, 0, half, copy.precision)
+        self._move(copy, 0, half)
         self._sleep_until(end - (time.perf_counter() - begun))
-        self._mover.move(copy.key, copy.slot, half, None, copy.precision)
+        self._move(copy, half)
         if end - time.perf_counter() > _NEGLIGIBLE_S:
             self._sleep_until(end)
 
-    def _next(self) -> _QueuedCopy | None:
+    def _move(self, copy: Copy, start: int, end: int | None = None) -> None:
+        move(self._store, self._pool, copy, start, end)
+
+    def _next(self) -> _DueCopy | None:
         with self._changed:
-            while True:
-                while self._queue:
-                    _, _, copy = heapq.heappop(self._queue)
-                    if not copy.started and not copy.cancelled:
-                        copy.started = True
-                        return copy
+            while (copy := self._queue.first()) is None:
                 if self._closed:
                     return None
                 self._changed.wait()
+            copy.started = True
+            assert isinstance(copy, _DueCopy)
+            return copy
 
     def _sleep_until(self, deadline: float) -> None:
         """Sleep; while compute is blocked, yield in a short loop at the end: late by 10 us instead of 60 and more."""
@@ -183,37 +155,18 @@ def _fine_timer() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
-class HostMover:
-    """memmove between two tensors in host memory, with the interpreter's lock released unless the copy is small.
+def move(store: ExpertStore, pool: SlotPool, copy: Copy, start: int, end: int | None = None) -> None:
+    """memmove of bytes of a block to the same place in its slot, with the interpreter's lock released unless the copy
+    is small. `Tensor.copy_` would start a second team of OpenMP threads in the copying thread and take cores from
+    compute.
 
-    `Tensor.copy_` would start a second team of OpenMP threads in the copying thread and take cores from compute.
+    Args:
+        store: on the host.
+        pool: on the host.
+        copy: which block, and which slot.
+        start: of the bytes within the block.
+        end: behind the last of them; None: all that follow.
     """
-
-    def __init__(self, store: ExpertStore, pool: SlotPool) -> None:
-        self._store = store
-        self._size = store.layout.block_bytes
-        self._experts = store.experts
-        self._sources = [store.block(layer * store.experts).data_ptr() for layer in range(store.layers)]
-        self._target = pool.block(0).data_ptr()
-
-    def move(self, key: int, slot: int, start: int = 0, end: int | None = None, precision: str = FULL) -> None:
-        """Copy bytes of a block to the same place in its slot.
-
-        Args:
-            key: the expert.
-            slot: where its block goes.
-            start: of the bytes within the block.
-            end: behind the last of them; None: all that follow.
-            precision: of the block that is copied.
-        """
-        if precision == FULL:
-            size = self._size
-            layer, expert = divmod(key, self._experts)
-            source = self._sources[layer] + expert * size
-        else:
-            packed = self._store.copies(precision)
-            size = packed.block_bytes
-            source = packed.address + key * size
-        target = self._target + slot * self._size
-        count = (size if end is None else end) - start
-        (_memmove_locked if count <= _SMALL_COPY else ctypes.memmove)(target + start, source + start, count)
+    source = store.block(copy.key) if copy.precision == FULL else store.copies(copy.precision).block(copy.key)
+    target, count = pool.block(copy.slot).data_ptr() + start, (len(source) if end is None else end) - start
+    (_memmove_locked if count <= _SMALL_COPY else ctypes.memmove)(target, source.data_ptr() + start, count)

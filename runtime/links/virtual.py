@@ -1,4 +1,4 @@
-"""A link and the clock of the model's thread: one copy after another, misses before forecasts."""
+"""Links in virtual time, with the clock of the model's thread, for the simulator. Nothing is moved or read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from functools import partial
+from operator import itemgetter
 from typing import cast
 
 import torch
@@ -26,23 +27,15 @@ from expertcast.runtime.storage.coded_reader import (
     PLAIN,
     SPARE,
     UNDER_WAY,
+    CodedReader,
     Kinds,
     PartMemory,
     Rates,
     Taken,
 )
-from expertcast.runtime.storage.disk_store import CodedStore
 from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
 from expertcast.runtime.storage.reader import PIECE, THREADS
 from expertcast.runtime.storage.slots import SlotPool
-
-
-@dataclass(slots=True, eq=False)
-class VirtualCopy(Copy):
-    """A copy that has been issued arrives at a time which nothing changes any more."""
-
-    seconds: float = 0.0
-    arrives: float = math.inf
 
 
 class VirtualLink(QueuedLink):
@@ -70,7 +63,8 @@ class VirtualLink(QueuedLink):
         self._window, self.overlaps, self._expand_s, self.write_back_s = window, not blocking, expand_s, write_back_s
         self._free_at = 0.0
         """When the last issued copy arrives."""
-        self._issued: deque[VirtualCopy] = deque()
+        self._issued: deque[tuple[float, Copy]] = deque()
+        """Copies under way, each with the time at which it arrives, which nothing changes any more."""
 
     @classmethod
     def of(
@@ -108,23 +102,20 @@ class VirtualLink(QueuedLink):
     def clock(self) -> float:
         return self.now
 
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> VirtualCopy:
-        copy = VirtualCopy(key, slot, urgent, precision=precision, seconds=self._seconds[precision])
-        if urgent or len(self._issued) < self._window:
-            self._issue(copy)
-        else:
-            self._queued.append(copy)
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+        copy = super().submit(key, slot, urgent=urgent, precision=precision)
         if not self.overlaps:
             self.wait(copy)
         return copy
 
+    def _pump(self) -> None:
+        while (copy := self._queue.first()) is not None and (copy.urgent or len(self._issued) < self._window):
+            self._issue(copy, self.now)
+
     def wait(self, copy: Copy) -> None:
         """Let time pass until the copy has arrived."""
-        assert isinstance(copy, VirtualCopy)
-        while not copy.started:
-            self.run_until(self._issued[0].arrives)
-        if not copy.done:
-            self.run_until(copy.arrives)
+        while not copy.done:
+            self.run_until(self._issued[0][0])
 
     def read_ahead(self, keys: Sequence[int]) -> None:
         """There is no store."""
@@ -139,19 +130,19 @@ class VirtualLink(QueuedLink):
 
     def restart(self) -> None:
         self._issued.clear()
-        self._queued.clear()
+        self._queue.clear()
         self._free_at = self.now
 
     def run_until(self, time: float) -> None:
         """The model's thread does something else until `time`; copies go on."""
         self.now = time
         issued = self._issued
-        while issued and issued[0].arrives <= time:
-            arrived = issued.popleft()
-            arrived.done = True
-            self._came(arrived)
-            if self._queued and len(issued) < self._window:
-                self._issue(self._queued.popleft(), arrived.arrives)
+        while issued and issued[0][0] <= time:
+            at, copy = issued.popleft()
+            copy.done = True
+            self._came(copy)
+            if len(issued) < self._window and (waiting := self._queue.first()) is not None:
+                self._issue(waiting, at)
 
     def _came(self, copy: Copy) -> None:
         """A copy has arrived."""
@@ -160,17 +151,14 @@ class VirtualLink(QueuedLink):
         """The model's thread does something else for so long; copies go on."""
         self.run_until(self.now + seconds)
 
-    def _issue(self, copy: Copy, time: float | None = None) -> None:
-        """Behind everything that was issued before, at `time` (now) at the earliest."""
-        assert isinstance(copy, VirtualCopy)
-        if time is None:
-            time = self.now
+    def _issue(self, copy: Copy, time: float) -> None:
+        """Behind everything that was issued before, at `time` at the earliest."""
         copy.started = True
-        start = self._free_at if self._free_at > time else time
-        self._free_at = copy.arrives = start + copy.seconds
-        self._issued.append(copy)
+        seconds = self._seconds[copy.precision]
+        self._free_at = max(self._free_at, time) + seconds
+        self._issued.append((self._free_at, copy))
         self.copies += 1
-        self.busy_s += copy.seconds
+        self.busy_s += seconds
 
 
 def check_speed(bandwidth: float, latency: float) -> None:
@@ -184,11 +172,11 @@ def check_speed(bandwidth: float, latency: float) -> None:
         raise ExpertcastError(f"latency={latency:g}: give seconds of 0 or more")
 
 
-# The books of :class:`expertcast.runtime.storage.coded_reader.CodedReader` without a file: which parts are kept.
+# A reader of coded experts without a file.
 
 
 class VirtualParts:
-    """What is kept of experts, and what is under way; buffers are a sector each, whatever they stand for.
+    """Parts that are kept and parts under way, as :class:`CodedReader` keeps them; a buffer is one sector.
 
     Args:
         rates: that the link knows.
@@ -228,33 +216,6 @@ class VirtualParts:
         """There is no thread."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VirtualStore:
-    """What :class:`expertcast.runtime.links.disk.KeptParts` asks of a store of coded experts."""
-
-    layers: int
-    """L"""
-    experts: int
-    """E, of a layer."""
-    top_k: int
-    """K, experts per token."""
-    codec: Codec
-    part_nbytes: tuple[int, int]
-    """Of an expert, plain and packed."""
-    rates: Rates
-
-    @property
-    def layout(self) -> BlockLayout:
-        """Of an expert's block."""
-        return self.codec.layout
-
-    def reader(
-        self, threads: int, pace: float | None, *, kept: tuple[int, int], wanted: Callable[[int], Kinds]
-    ) -> VirtualParts:
-        """Reads nothing: `threads` and `pace` are the link's."""
-        return VirtualParts(self.rates, self.layers * self.experts, kept, wanted)
-
-
 def virtual_codec(text: str, block_bytes: int) -> Codec:
     """A codec of bf16 experts of which no more is known than their bytes.
 
@@ -265,10 +226,7 @@ def virtual_codec(text: str, block_bytes: int) -> Codec:
     return make_codec(text, BlockLayout(fields=(whole,), block_bytes=block_bytes))
 
 
-# A disk and the threads that decode what it reads, in virtual time: what :mod:`expertcast.runtime.links.disk` does.
-#
-# Reads follow one another, as they share the disk's rate; an expert's shards are decoded by whichever of L threads is
-# free, while the disk reads on. Which parts are kept beside the slots is decided by the same books as in a run.
+# The disk link in virtual time: reads follow one another, and L threads decode the shards of what was read.
 #
 # N experts of all layers, E of one. An expert's key is layer * E + expert.
 
@@ -385,17 +343,15 @@ class VirtualDisk(VirtualLink):
         if not memory:
             return
         seconds = self._stored.decoding_s
-        store = VirtualStore(
-            layers=shape.layers, experts=shape.experts, top_k=shape.top_k,
-            codec=virtual_codec(self._stored.codec, self._block_bytes),
-            part_nbytes=(self._stored.plain, max(self._stored.coded)),
-            rates=Rates(
-                disk=self._rate, decoding=self._block_bytes / seconds if seconds else math.inf,
-                threads=self._stored.threads,
-            ),
+        rates = Rates(
+            disk=self._rate, decoding=self._block_bytes / seconds if seconds else math.inf, threads=self._stored.threads
+        )
+        # of a reader it asks no more than these parts have
+        opened = cast(Callable[..., CodedReader], partial(VirtualParts, rates, shape.layers * shape.experts))
+        self._kept = KeptParts(
+            virtual_codec(self._stored.codec, self._block_bytes), shape, (self._stored.plain, max(self._stored.coded)),
+            slots, memory, passing=passing, opened=opened,
         )  # fmt: skip
-        # it asks no more of a store than this one has
-        self._kept = KeptParts(cast(CodedStore, store), slots, memory, passing=passing, threads=1, pace=None)
         self.pools = self._kept.pools
 
     @property
@@ -408,7 +364,7 @@ class VirtualDisk(VirtualLink):
     def in_order(self, keys: Sequence[int]) -> Sequence[int]:
         return keys if self._kept is None else self._kept.in_order(keys)
 
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> VirtualCopy:
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
         for thread in self._threads:  # no copy is begun before now any more
             while thread and thread[0][1] <= self.now:
                 del thread[0]
@@ -433,14 +389,12 @@ class VirtualDisk(VirtualLink):
         if parts is not None and copy.precision == FULL:
             parts.finish(copy.key)
 
-    def _issue(self, copy: Copy, time: float | None = None) -> None:
-        """Behind everything that the disk was asked for before, at `time` (now) at the earliest."""
-        assert isinstance(copy, VirtualCopy)
-        begin = self.now if time is None else time
+    def _issue(self, copy: Copy, time: float) -> None:
+        """Behind everything that the disk was asked for before, at `time` at the earliest."""
         copy.started = True
         self.copies += 1
-        copy.arrives = begin if copy.precision != FULL else self._read(copy.key, begin)
-        insort(self._issued, copy, key=attrgetter("arrives"))
+        arrives = time if copy.precision != FULL else self._read(copy.key, time)
+        insort(self._issued, (arrives, copy), key=itemgetter(0))
 
     def _read(self, key: int, begin: float) -> float:
         """Have an expert read and decoded; returns when it is there."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from expertcast.data.machine import with_index
 from expertcast.predictors.messages import ExpertcastError
 
-# What a run tells of itself while it goes on: engine, flow, residency and link call it, and nothing depends on it.
+# Observers: engine, cache and link call them, and depend on nothing that they do.
 #
 # T tokens, D hidden size, E routed experts per layer. An expert's key is layer * E + expert.
 
@@ -266,7 +266,7 @@ class Recorder(Observer):
         return when if isinstance(when, float) else self.device_time(when)
 
 
-# Each layer's own times, from the spans of a recorded run.
+# Times of each layer, from the spans of a recorded run.
 #
 # L MoE layers.
 

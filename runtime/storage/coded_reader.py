@@ -1,7 +1,7 @@
 """Reads coded experts past the system's page cache and decodes them into the caller's memory, several at a time.
 
 The pieces of an expert are asked of a :class:`DirectReader` together, so that it can join them. Each that has come may
-make jobs ready (:mod:`expertcast.runtime.storage.decode_plan`), and a free thread takes the next job of the expert that
+make jobs ready (:class:`DecodePlan`), and a free thread takes the next job of the expert that
 comes first: the last expert of a layer is decoded by all threads at once. Parts may be kept for the next time.
 """
 
@@ -19,14 +19,14 @@ from torch import Tensor
 
 from expertcast.data.machine import usable_processors
 from expertcast.runtime.storage.codecs import Codec, Part
-from expertcast.runtime.storage.expert_file import CodedFile
+from expertcast.runtime.storage.expert_file import ExpertFile
 from expertcast.runtime.storage.memory import HostMemory
-from expertcast.runtime.storage.reader import SECTOR, Arrival, DirectReader, Read, ReadQueue, sectors
+from expertcast.runtime.storage.reader import SECTOR, Arrival, DirectReader, Read, TransferQueue, sectors
 
-# In which pieces a coded expert is read, and what can be decoded once which of them are there.
+# The plan of a codec: the pieces in which an expert is read, and the jobs that decode it.
 #
-# A codec that compresses a plane has the plain planes lie under it byte by byte, so that a compressed shard can be put
-# back together as soon as it and the bytes under it have come: the disk need not be waited for to the end.
+# Plain planes lie under a compressed plane byte by byte: a compressed shard can be decoded as soon as it and the bytes
+# under it have been read.
 
 CUT = 1 << 20
 """Bytes, about: plain parts are read in such pieces where something can be decoded sooner for it."""
@@ -123,11 +123,10 @@ class DecodePlan:
 assert CUT % SECTOR == 0
 
 
-# Memory for experts' coded parts: those that are being read or decoded, and those that are kept for the next time.
+# Memory for coded parts, under way or kept. All of it is allocated at the start.
 #
-# An expert's parts lie in two buffers, each in whole sectors: the *plain* one holds the parts of planes that are not
-# compressed (signs and mantissas), the *packed* one those of planes that are (exponents). Either can be kept alone. All
-# buffers are made at the start: what is kept costs no more memory than it was given.
+# An expert's parts lie in two buffers of whole sectors: the *plain* one holds planes that are not compressed (signs and
+# mantissas), the *packed* one compressed planes (exponents). Either can be kept alone.
 
 PLAIN, PACKED = 0, 1
 KINDS = (PLAIN, PACKED)
@@ -136,20 +135,10 @@ NOTHING: Kinds = frozenset()
 EVERYTHING: Kinds = frozenset(KINDS)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a part lies."""
-
-    kind: int
-    """PLAIN or PACKED."""
-    start: int
-    """Byte of its buffer, a multiple of a sector."""
-
-
 class PartPlaces:
     """Where the parts of each expert of a file lie in its buffers."""
 
-    def __init__(self, file: CodedFile, codec: Codec) -> None:
+    def __init__(self, file: ExpertFile, codec: Codec) -> None:
         packed_P = np.array([codec.planes[shard.plane].compressed for shard in codec.shards])
         whole_NP = -(-file.nbytes // SECTOR) * SECTOR
         self.kinds = [PACKED if packed else PLAIN for packed in packed_P.tolist()]
@@ -163,9 +152,10 @@ class PartPlaces:
             self._starts_NP[:, own] = ends - whole_NP[:, own]
             self.nbytes[kind] = int(ends[:, -1].max()) if len(own) else 0
 
-    def of(self, key: int) -> list[Place]:
-        """One for each part."""
-        return [Place(kind, start) for kind, start in zip(self.kinds, self._starts_NP[key].tolist(), strict=True)]
+    def starts(self, key: int) -> list[int]:
+        """Byte of its buffer at which each part begins, a multiple of a sector."""
+        starts: list[int] = self._starts_NP[key].tolist()
+        return starts
 
 
 class Taken:
@@ -271,7 +261,7 @@ class PartMemory:
             self._free[kind].append(buffer)
 
 
-# One coded expert on its way from a file into memory.
+# The read of one coded expert.
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -295,11 +285,6 @@ class CodedRead(Arrival):
     """Jobs that are not done."""
     running: int = 0
     """Jobs that a thread does now."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of the block."""
-        return self.target.numel()
 
     @property
     def bytes_read(self) -> int:
@@ -328,11 +313,11 @@ class Rates:
     """That decode."""
 
 
-# Which job a decoding thread takes next, and when it had better wait.
+# Priority queue of decode jobs.
 
 
 class ReadyJobs:
-    """Jobs that can be done, of the read that comes first.
+    """Jobs whose pieces have been read, in the order of their reads.
 
     Args:
         changed: guards this and the reads; notified when there may be something to do.
@@ -340,7 +325,7 @@ class ReadyJobs:
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed, self._processors = changed, usable_processors()
-        self._reads = ReadQueue[CodedRead](lambda read: bool(read.ready))
+        self._reads = TransferQueue[CodedRead](lambda read: bool(read.ready))
         self.held_back = False
         """Whether the model computes on these processors: forecasts are decoded while somebody waits, at other times
         only by processors that torch leaves free. To decode beside the model costs it more than it saves."""
@@ -417,7 +402,6 @@ class CodedReader:
         codec: that made them.
         threads: requests of the disk under way at a time.
         pace: bytes per second that the disk is taken for, at most; None: as it is.
-        decoders: threads that decode; None: as many as can be busy, for the model waits while they work.
         kept: experts whose plain, and whose packed parts may be kept in memory.
         wanted: of an expert that has just been decoded, which of its parts are to be kept.
 
@@ -426,13 +410,13 @@ class CodedReader:
     """
 
     def __init__(
-        self, file: CodedFile, codec: Codec, *, threads: int, pace: float | None = None, decoders: int | None = None,
+        self, file: ExpertFile, codec: Codec, *, threads: int, pace: float | None = None,
         kept: tuple[int, int] = (0, 0), wanted: Callable[[int], Kinds] = lambda _key: NOTHING,
     ) -> None:  # fmt: skip
         self._file, self._codec, self._wanted = file, codec, wanted
         self._places, self._plan = PartPlaces(file, codec), DecodePlan(codec)
         scratch = [
-            torch.empty(self._plan.scratch_bytes, dtype=torch.uint8) for _ in range(decoders or decoders_of(self._plan))
+            torch.empty(self._plan.scratch_bytes, dtype=torch.uint8) for _ in range(decoders_of(self._plan))
         ]  # before any thread could lack it
         self._disk = DirectReader(file.path, threads=threads, pace=pace, handle=file.handle)
         self._jobs_of = [
@@ -440,7 +424,7 @@ class CodedReader:
             for piece in range(len(self._plan.pieces))
         ]
         self._memory = PartMemory(self._places.nbytes, under_way=UNDER_WAY, kept=kept)
-        self._waiting = ReadQueue[CodedRead](lambda read: not read.begun)
+        self._waiting = TransferQueue[CodedRead](lambda read: not read.begun)
         self._changed = threading.Condition()
         self.jobs = ReadyJobs(self._changed)
         self._closed = False
@@ -549,13 +533,13 @@ class CodedReader:
         """Ask for the pieces that are not in memory; jobs that need none are ready at once."""
         file, key, plan = self._file, read.key, self._plan
         offsets, sizes, digests = file.offsets[key].tolist(), file.nbytes[key].tolist(), file.digests[key].tolist()
-        places, areas = self._places.of(key), []
-        for place, nbytes, digest in zip(places, sizes, digests, strict=True):
-            buffer = taken.buffers[place.kind]
+        kinds, areas = self._places.kinds, []
+        for kind, start, nbytes, digest in zip(kinds, self._places.starts(key), sizes, digests, strict=True):
+            buffer = taken.buffers[kind]
             assert buffer is not None
-            areas.append(buffer[place.start : place.start + sectors(nbytes)])
-            read.parts.append(Part(areas[-1][:nbytes], None if place.kind in taken.held else digest))
-        absent = [number for number, piece in enumerate(plan.pieces) if places[piece.part].kind not in taken.held]
+            areas.append(buffer[start : start + sectors(nbytes)])
+            read.parts.append(Part(areas[-1][:nbytes], None if kind in taken.held else digest))
+        absent = [number for number, piece in enumerate(plan.pieces) if kinds[piece.part] not in taken.held]
         read.needs = [len(set(job.pieces).intersection(absent)) for job in plan.jobs]
         read.undone, read.reading = len(plan.jobs), len(absent)
         for number in absent:

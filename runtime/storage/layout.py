@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape, MoEView
 
-# Precisions that experts are held and moved in: the model's own, and those of packed copies beside it.
+# Precisions of experts: the model's own, and those of packed copies.
 
 FULL = "full"
 """The model's own precision."""

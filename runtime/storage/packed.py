@@ -135,11 +135,6 @@ class PackedExperts:
         """Whether the memory is page-locked."""
         return self._memory.pinned
 
-    @property
-    def address(self) -> int:
-        """Of the first block; blocks lie one after another by key."""
-        return self._blocks.data_ptr()
-
     def block(self, key: int) -> Tensor:
         """uint8 [block_bytes] of one expert."""
         return self._blocks[key]

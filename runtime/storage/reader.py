@@ -11,6 +11,7 @@ import _thread
 import contextlib
 import ctypes
 import heapq
+import itertools
 import os
 import threading
 import time
@@ -25,14 +26,12 @@ from torch import Tensor
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.memory import HostMemory
 
-# Bytes on their way from a disk into memory, and what brings them.
-
-_URGENT, _FORECAST = 0, 1
+# Requests to a reader.
 
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """One thing that was asked of a :class:`Reader`."""
+    """One request to a :class:`Reader`."""
 
     target: Tensor
     """uint8, contiguous, in host memory: what is filled."""
@@ -50,14 +49,14 @@ class Arrival:
     """Held until all of it has come."""
 
     @property
-    def rank(self) -> int:
-        """What is lower comes first."""
-        return _URGENT if self.urgent else _FORECAST
+    def nbytes(self) -> int:
+        """Bytes that are filled."""
+        return self.target.numel()
 
     @property
     def bytes_read(self) -> int:
         """Bytes of the file that are read for it."""
-        return self.target.numel()
+        return self.nbytes
 
     def expect(self) -> None:
         """It has been asked for: whoever waits does so until `arrive`."""
@@ -103,35 +102,43 @@ class Reader(Protocol):
         """Drop what is queued, and return when nothing is being read."""
 
 
-# What is to be read next: urgent reads first, then forecasts, each in the order in which they were asked for.
-
-R = TypeVar("R", bound=Arrival)
+# The queue of every reader and link: urgent transfers first, then forecasts, each in the order of their requests.
 
 
-class ReadQueue(Generic[R]):
-    """Reads by rank and order. Whoever uses it holds a lock.
+class Transfer(Protocol):
+    """What a queue knows of a transfer."""
+
+    urgent: bool
+    cancelled: bool
+
+
+T = TypeVar("T", bound=Transfer)
+
+
+class TransferQueue(Generic[T]):
+    """Transfers that have not started. Where several threads use a queue, they hold a lock.
 
     Args:
-        waiting: whether something of a read is left to be taken; one of which nothing is leaves the queue.
+        waiting: whether something of a transfer is left to start; a transfer of which nothing is leaves the queue.
     """
 
-    def __init__(self, waiting: Callable[[R], bool]) -> None:
+    def __init__(self, waiting: Callable[[T], bool]) -> None:
         self._waiting = waiting
-        self._heap: list[tuple[int, int, R]] = []
-        self._order = 0
+        self._heap: list[tuple[bool, int, T]] = []
+        self._order = itertools.count()
 
-    def push(self, read: R) -> None:
-        """Behind those that are as urgent. One that is in the queue and has become urgent is pushed again."""
-        self._order += 1
-        heapq.heappush(self._heap, (read.rank, self._order, read))
+    def push(self, transfer: T, *, front: bool = False) -> None:
+        """Behind (`front`: before) those that are as urgent. One that has become urgent is pushed again."""
+        order = next(self._order)
+        heapq.heappush(self._heap, (not transfer.urgent, -order if front else order, transfer))
 
-    def first(self) -> R | None:
+    def first(self) -> T | None:
         """The next one, which stays in the queue as long as something of it is left; None: there is none."""
         while self._heap:
-            rank, _, read = self._heap[0]
-            if rank == read.rank and not read.cancelled and self._waiting(read):
-                return read
-            heapq.heappop(self._heap)  # of another rank: it was pushed again
+            later, _, transfer = self._heap[0]
+            if later != transfer.urgent and not transfer.cancelled and self._waiting(transfer):
+                return transfer
+            heapq.heappop(self._heap)  # it became urgent, and was pushed again
         return None
 
     def clear(self) -> None:
@@ -139,7 +146,7 @@ class ReadQueue(Generic[R]):
         self._heap.clear()
 
 
-# One range of a file on its way into memory, as direct reads take it.
+# Direct reads of a file.
 
 SECTOR = 4096
 """Direct reads begin and end at a multiple of it, in the file as in memory. Disks ask for 512 or 4096."""
@@ -154,11 +161,6 @@ class Read(Arrival):
     offset: int
     left: int = 0
     """Pieces that have not come."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are read."""
-        return self.target.numel()
 
     @property
     def pieces(self) -> int:
@@ -210,14 +212,12 @@ class DirectReader:
         staging = [HostMemory(PIECE + 2 * SECTOR).bytes for _ in range(threads)]  # before any thread could lack it
         self._file, self.direct = _open(path, handle)
         self._stamp = stamp or stamp_of(self._file)
-        self._queue = ReadQueue[Read](lambda read: read.begun < read.pieces)
+        self._queue = TransferQueue[Read](lambda read: read.begun < read.pieces)
         self._next_at: dict[int, Read] = {}
         """Ranges that no thread has begun, by their first byte."""
         self._changed = threading.Condition()
         self._closed = False
         self._paced_until = 0.0
-        self.requests = 0
-        """Made of the system so far."""
         self.bytes_read, self.busy_s = 0, 0.0
         """So far, and the seconds in which any request was under way."""
         self._under_way, self._busy_since = 0, 0.0
@@ -310,7 +310,7 @@ class DirectReader:
         reads, size = [read], read.nbytes
         while read.pieces == 1 and read.aligned and size < PIECE:
             following = self._next_at.get(reads[-1].offset + reads[-1].nbytes)
-            if following is None or following.rank != read.rank or not following.aligned:
+            if following is None or following.urgent != read.urgent or not following.aligned:
                 break
             size += following.nbytes
             if following.pieces > 1 or size > PIECE:
@@ -342,7 +342,6 @@ class DirectReader:
         """Fill the views from one place of the file on, of which `least` bytes must be there."""
         unit, done = SECTOR if self.direct else 1, 0
         while True:
-            self.requests += 1
             count = os.preadv(self._file, _behind(views, done), offset + done)
             if (done + count < least and count < unit) or stamp_of(self._file) != self._stamp:
                 raise ExpertcastError(

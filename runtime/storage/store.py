@@ -66,6 +66,7 @@ class ExpertStore:
         lock: PageLock | None = None,
     ) -> None:
         form = view if isinstance(view, ExpertsForm) else ExpertsForm.of(view)
+        self.shape = form.shape
         self.layers, self.experts, self.top_k = form.shape.layers, form.shape.experts, form.shape.top_k
         self.layout = form.layout
         if device is None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
+from torch import Tensor
 
 from expertcast.runtime.timed.costs import DriverCosts
 from expertcast.runtime.timed.streams import CopyEngine, Direction, Span, TimedEvent, TimedStream, Work
@@ -86,11 +87,11 @@ class TimedDevice:
     def synchronize(self) -> None:
         self.wait_until(lambda: not any(stream.queue for stream in self._streams))
 
-    def to_device(self, target: int, source: int, size: int, stream: TimedStream) -> None:
-        self._copy(target, source, size, stream, "to_device")
+    def to_device(self, target: Tensor, source: Tensor, stream: TimedStream) -> None:
+        self._copy(target.data_ptr(), source.data_ptr(), source.nbytes, stream, "to_device")
 
-    def to_host(self, target: int, source: int, size: int, stream: TimedStream) -> None:
-        self._copy(target, source, size, stream, "to_host")
+    def to_host(self, target: Tensor, source: Tensor, stream: TimedStream) -> None:
+        self._copy(target.data_ptr(), source.data_ptr(), source.nbytes, stream, "to_host")
 
     # the clock
 

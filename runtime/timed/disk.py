@@ -87,7 +87,7 @@ class TimedDisk:
     def _next(self) -> None:
         device = self._device
         while self._queued and self._under_way < self._depth:
-            read = min(self._queued, key=lambda queued: queued.rank)
+            read = min(self._queued, key=lambda queued: not queued.urgent)
             self._queued.remove(read)
             read.begun, now = 1, device.at
             self._under_way += 1

@@ -19,7 +19,7 @@ from expertcast.predictors import MoEView, PredictorConfig
 from expertcast.predictors.baselines import Frequency
 from expertcast.predictors.next_token import NextToken, NextTokenConfig
 from expertcast.runtime import OffloadConfig, offload
-from expertcast.runtime.storage.expert_file import CODED_FILE_NAME as CODED_FILE
+from expertcast.runtime.storage.expert_file import FILE_NAME
 from tests.runtime.quantised import fp8, mxfp4
 from tests.sealed import edit_json
 
@@ -290,14 +290,14 @@ def test_store_and_generate_from_it(capsys: pytest.CaptureFixture[str], tmp_path
     said = json.loads(result.read_text())
     assert said["bound"] < said["ratio"] < 0.8
     assert "768 experts" in capsys.readouterr().out
-    changed = (tmp_path / "store" / CODED_FILE).stat().st_mtime_ns
+    changed = (tmp_path / "store" / FILE_NAME).stat().st_mtime_ns
     texts = []
     there = packed[:2]
     for options in ([], [*packed, "--memory", "2MB"], there, [*there, "--memory", "4MB", "--pools", "C=2MB"]):
         assert main(["generate", "reference", "--prompt", "It was", "--new-tokens", "4", *options]) == 0
         texts.append(capsys.readouterr().out.split("\n\n")[0])
     assert len(set(texts)) == 1
-    assert (tmp_path / "store" / CODED_FILE).stat().st_mtime_ns == changed
+    assert (tmp_path / "store" / FILE_NAME).stat().st_mtime_ns == changed
     assert len(list((tmp_path / "store").iterdir())) == 1, "no second store"
     assert "loses bits" in fails(capsys, "store", "reference", "--store-folder", str(tmp_path), "--codec", "int4")
 

@@ -174,16 +174,10 @@ class _Unreliable(EmulatedLink):
         self.submitting = submitting
         self.fails = RaiseAt(0, OSError("bus error"))
 
-    def attach(self, store: ExpertStore, pool: SlotPool) -> None:
-        super().attach(store, pool)
-        move = self._mover.move
-
-        def unreliable(*args: int) -> None:
-            if not self.submitting:
-                self.fails()
-            move(*args)
-
-        self._mover.move = unreliable  # type: ignore[method-assign]
+    def _move(self, copy: Copy, start: int, end: int | None = None) -> None:
+        if not self.submitting:
+            self.fails()
+        super()._move(copy, start, end)
 
     def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
         if self.submitting:

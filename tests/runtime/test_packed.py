@@ -17,7 +17,7 @@ from expertcast.data.models import load_model
 from expertcast.data.weights.packed import join_bnb
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import load_offloaded
-from expertcast.runtime.storage.disk_store import CodedStore
+from expertcast.runtime.storage.disk_store import DiskStore
 from tests.data.weights.test_fp8 import Held
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.packed import awq, checkpoint, compressed, compressed_fp8, eight_bits, four_bits, gptq, group
@@ -131,7 +131,7 @@ def test_fp8_of_compressed_tensors_stays_as_shipped(form: str, tmp_path: Path) -
     path, plain = checkpoint(tmp_path, make, **settings)
     assert inspect_model(path).loaded.endswith("codec fp8, experts stay as they are shipped")
     with load_offloaded(path, device="cpu", store="disk", codec="fp8", slots=6) as offloaded:
-        assert isinstance(offloaded.store, CodedStore)
+        assert isinstance(offloaded.store, DiskStore)
         assert offloaded.store.stored_nbytes < 0.7 * offloaded.store.nbytes
         same_weights(offloaded, load_model(plain))
 

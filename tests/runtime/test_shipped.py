@@ -11,7 +11,7 @@ from torch import Tensor
 from expertcast.data.models import load_model
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import load_offloaded
-from expertcast.runtime.storage.disk_store import CodedStore
+from expertcast.runtime.storage.disk_store import DiskStore
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.quantised import (
@@ -48,7 +48,7 @@ def test_fp8(family: str, block: tuple[int, int] | None, scale_fmt: str, codec: 
             same_weights(offloaded, resident)
             assert_same(greedy(offloaded, IDS, 4), expected)
             if "codec" in options:
-                assert isinstance(offloaded.store, CodedStore)
+                assert isinstance(offloaded.store, DiskStore)
                 assert offloaded.store.codec.text == codec
                 assert offloaded.store.stored_nbytes < 0.7 * offloaded.store.nbytes
     assert_same(greedy(load_model(path), IDS, 4), expected)
@@ -62,7 +62,7 @@ def test_bytes_of_real_blocks(tmp_path: Path) -> None:
     }
     for codec, resident, most in (("fp8", fp8_resident, 0.504), ("mxfp4", mxfp4_resident, 0.27)):
         with load_offloaded(made[codec], store="disk", codec=codec, slots=6) as offloaded:
-            assert isinstance(offloaded.store, CodedStore)
+            assert isinstance(offloaded.store, DiskStore)
             assert offloaded.store.codec.text == codec
             assert offloaded.store.stored_nbytes < most * offloaded.store.nbytes
             same_weights(offloaded, resident(made[codec]))
@@ -154,7 +154,7 @@ def test_mxfp4(dtype: torch.dtype, tmp_path: Path) -> None:
         with load_offloaded(path, device="cpu", dtype=dtype, slots=6, **options) as offloaded:
             same_weights(offloaded, resident)
             assert_same(greedy(offloaded, IDS, 4), expected)
-    assert isinstance(offloaded.store, CodedStore)
+    assert isinstance(offloaded.store, DiskStore)
     assert offloaded.store.codec.text == "mxfp4"
 
 
@@ -170,7 +170,7 @@ def test_the_shipped_bytes_are_what_is_stored(tmp_path: Path, monkeypatch: pytes
     for _ in range(2):
         options = {"store": "disk", "codec": "mxfp4", "store_folder": tmp_path / "store", "slots": 6}
         with load_offloaded(path, **options) as offloaded:
-            assert isinstance(offloaded.store, CodedStore)
+            assert isinstance(offloaded.store, DiskStore)
             inodes.add(offloaded.store.path.stat().st_ino)
     assert len(inodes) == 1
 

@@ -15,7 +15,6 @@ from expertcast.predictors.messages import Json
 from expertcast.runtime.engine.engine import Engine, EngineParts, HostEngine
 from expertcast.runtime.experimental.device_engine import DeviceEngine
 from expertcast.runtime.links.base import Link
-from expertcast.runtime.links.speed import fastest_link
 from expertcast.runtime.offloading import slots_for
 from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.serving.metrics import Source
@@ -55,7 +54,7 @@ class Parts:
         slots = slots_for(config, shape, store.layout.block_bytes)
         check_slots(offload.config, shape, slots)
         pool = SlotPool(store.layout, slots, device)
-        link = make_link(config, device.type) or fastest_link(store, pool)
+        link = make_link(config, device.type)
         link.attach(store, pool)
         for layer in offload.layers:
             layer.quant_method.use_slots(layer, pool.views)

@@ -1,4 +1,4 @@
-"""Bytes of 16-bit weights apart: the high ones, which compress, and the low ones, which do not (rows E1 to E3, E11).
+"""Lossless codecs: experts as they are, and 16-bit weights with their high bytes compressed.
 
 bf16    [ sign | exponent 7..1 ]  [ exponent 0 | mantissa 6..0 ]
           high: 2.7 bits of 8        low: 7.97 bits of 8
@@ -21,7 +21,7 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.codecs.base import Codec, CodecConfig, Plane, Shard, shards_of
 from expertcast.runtime.storage.layout import BlockLayout
 
-# Experts as they are.
+# Experts as they are, in one part.
 
 
 class Raw(Codec):
@@ -45,7 +45,7 @@ class Raw(Codec):
             block.copy_(planes[0])
 
 
-# How often each exponent occurs, and what that allows a lossless codec to save (row E1).
+# Statistics of exponents, and the bound that they set to lossless codecs.
 
 _SHIFTS = {torch.bfloat16: 7, torch.float16: 10}
 """Bits below the exponent."""

@@ -21,7 +21,7 @@ from expertcast.runtime.storage.codecs.base import Codec, CodecConfig, Part, Pla
 from expertcast.runtime.storage.layout import BlockLayout, Field, aligned_bytes
 from expertcast.runtime.storage.packed import PackedLayout
 
-# Lossy precisions, row-wise quantised: :mod:`expertcast.runtime.storage.packed` as codecs.
+# Row-wise quantised copies (:mod:`expertcast.runtime.storage.packed`) as codecs.
 
 
 class RowWise(Codec):
@@ -63,7 +63,7 @@ class Int2(RowWise):
     name = "int2"
 
 
-# What codecs of quantised checkpoints share: matrices as codes and scales, other parameters as they are.
+# Base of the codecs of quantised checkpoints: matrices as codes and scales, other parameters as they are.
 #
 # plane    [ codes | scales | codes | scales | biases ... ]      each at a multiple of 256 bytes
 

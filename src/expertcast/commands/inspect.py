@@ -15,8 +15,7 @@ from expertcast.data.inspection import inspect_model
 from expertcast.data.trace_format import TRACE_FILE
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.storage.expert_file import CODED_FILE_NAME as CODED_FILE
-from expertcast.runtime.storage.expert_file import FILE_NAME, verify_coded, verify_store
+from expertcast.runtime.storage.expert_file import FILE_NAME, verify_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +77,7 @@ def _verify(folder: Path) -> list[str]:
         checkpoint = PredictorCheckpoint.open(folder)
         known = [] if checkpoint.load().learned_from is None else [files.DOCUMENTS]
         return [files.CONFIG, files.METRICS, files.WEIGHTS, *known]
-    stores = {FILE_NAME: verify_store, CODED_FILE: verify_coded}
-    found = [name for name in stores if (folder / name).is_file()]
-    for name in found:
-        stores[name](folder / name)
-    if found:
-        return found
+    if (folder / FILE_NAME).is_file():
+        verify_store(folder / FILE_NAME)
+        return [FILE_NAME]
     raise ExpertcastError(f"{folder} holds neither traces nor a checkpoint nor a store: only these have digests")

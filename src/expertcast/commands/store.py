@@ -18,7 +18,7 @@ from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.storage.codecs import CODECS, ExponentHistogram, exponent_histogram
 from expertcast.runtime.storage.codecs.quantised import Scaled
-from expertcast.runtime.storage.disk_store import CodedStore
+from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.store import ExpertStore
 
 # How often each exponent occurs among a model's experts, as a picture (row E1).
@@ -122,7 +122,7 @@ def _histogram(store: ExpertStore) -> ExponentHistogram | None:
     """Of the middle layer's experts; None where a parameter is not of 16-bit floats, or where they are stored in the
     form of a quantised checkpoint, which holds less.
     """
-    if isinstance(store, CodedStore) and isinstance(store.codec, Scaled):
+    if isinstance(store, DiskStore) and isinstance(store.codec, Scaled):
         return None
     fields = store.layout.fields
     if {field.dtype for field in fields} not in ({torch.bfloat16}, {torch.float16}):

@@ -25,8 +25,9 @@ from expertcast.runtime.advising.disk import (
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.virtual import Stored
 from expertcast.runtime.simulation.trace import Trace
-from expertcast.runtime.storage.disk_store import CodedStore
-from expertcast.runtime.storage.expert_file import CodedFile
+from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.expert_file import ExpertFile
+from expertcast.runtime.storage.reader import SECTOR
 from tests.runtime.made import decoding, layer_times
 from tests.runtime.storage.test_coded_store import _store
 
@@ -171,13 +172,13 @@ def test_a_disk_is_measured(tmp_path: Path) -> None:
 def test_sizes_by_a_sample_are_those_of_the_file(tmp_path: Path) -> None:
     store, view = _store(tmp_path)
     store.pack(view)
-    assert isinstance(store, CodedStore)
-    file = CodedFile(store.path)
+    assert isinstance(store, DiskStore)
+    file = ExpertFile(store.path)
     exact = stored_in(file, store.codec, decoding_s=0.5, threads=2)
     count = file.header.count
     sample = stored_as(store.codec, [file.read(key) for key in range(count)], decoding_s=0.5, threads=2)
     assert len(exact.coded) == count
     assert exact.plain == sample.plain
     assert sample.mean_coded == pytest.approx(exact.mean_coded, abs=1)
-    spans = torch.tensor([file.span(key) for key in range(count)])
+    spans = torch.tensor(file.offsets[:, -1] - file.offsets[:, 0] + -(-file.nbytes[:, -1] // SECTOR) * SECTOR)
     assert torch.equal(spans, exact.plain + torch.tensor(exact.coded))

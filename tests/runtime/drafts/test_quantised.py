@@ -25,7 +25,7 @@ from expertcast.runtime.drafts.quantised import (
     QuantisedExperts,
     squared_error,
 )
-from expertcast.runtime.storage.disk_store import CodedStore, DiskStore
+from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import CONFIGS, tiny_model
 from tests.runtime.drafts.by_hand import distance, rounded_experts, rounded_weights, step
@@ -106,17 +106,14 @@ def _outputs(view: MoEView, quantised: QuantisedExperts) -> Tensor:
 
 
 @pytest.mark.parametrize("precision", ["int4", "int8"])
-@pytest.mark.parametrize("kind", ["memory", "disk", "bitsplit"])
+@pytest.mark.parametrize("kind", ["memory", "raw", "bitsplit"])
 @torch.no_grad()
 def test_from_every_store(kind: str, precision: str, tmp_path: Path) -> None:
     """The same bits as from the model; the store may go, and the model need not hold its experts."""
     _, view = _wide("gpt_oss")
     expected = _outputs(view, QuantisedExperts.of(view, ModelWeights(view), precision))
     store: ExpertStore
-    if kind == "memory":
-        store = ExpertStore(view)
-    else:
-        store = DiskStore(view, tmp_path) if kind == "disk" else CodedStore(view, tmp_path, codec=kind)
+    store = ExpertStore(view) if kind == "memory" else DiskStore(view, tmp_path, codec=kind)
     store.pack(view)
     quantised = QuantisedExperts.of(view, store, precision)
     assert torch.equal(_outputs(view, quantised), expected)

@@ -67,19 +67,19 @@ class _Gate:
     """Stands before every half block that the link's thread moves, and opens when told."""
 
     def __init__(self, link: EmulatedLink) -> None:
-        self._move = link._mover.move
-        link._mover.move = self._wait  # type: ignore[method-assign]
+        self._move = link._move
+        link._move = self._wait  # type: ignore[method-assign]
         self._reached, self._open = threading.Semaphore(0), threading.Semaphore(0)
         self._removed = False
         self.key: int | None = None
         """Whose half block stands before the gate."""
 
-    def _wait(self, key: int, *rest: int) -> None:
+    def _wait(self, copy: Copy, *rest: int | None) -> None:
         if not self._removed:
-            self.key = key
+            self.key = copy.key
             self._reached.release()
             self._open.acquire()
-        self._move(key, *rest)
+        self._move(copy, *rest)
 
     def reached(self) -> None:
         assert self._reached.acquire(timeout=10), "the link's thread stands still"

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import deque
 
 from expertcast.runtime.links.base import Copy, Link
-from expertcast.runtime.links.emulated import HostMover
+from expertcast.runtime.links.emulated import move
 from expertcast.runtime.storage.layout import FULL
-from expertcast.runtime.storage.slots import SlotPool
-from expertcast.runtime.storage.store import ExpertStore
 
 
 class ManualLink(Link):
@@ -18,10 +16,6 @@ class ManualLink(Link):
         super().__init__()
         self.submitted: list[tuple[int, str]] = []
         self.queue: list[Copy] = []
-
-    def attach(self, store: ExpertStore, pool: SlotPool) -> None:
-        super().attach(store, pool)
-        self._mover = HostMover(store, pool)
 
     def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
         self.submitted.append((key, "urgent" if urgent else "forecast"))
@@ -36,7 +30,7 @@ class ManualLink(Link):
         """The first `count` copies of the queue (all) arrive."""
         for copy in self.queue[:count]:
             copy.started = True
-            self._mover.move(copy.key, copy.slot, precision=copy.precision)
+            move(self._store, self._pool, copy, 0)
             self._count(copy, 0.0, 0.0)
             copy.done = True
         del self.queue[:count]
@@ -75,10 +69,6 @@ class SteppedLink(Link):
         """So many copies are refused from now on."""
         self._queue: list[Copy] = []
         self._under_way: Copy | None = None
-
-    def attach(self, store: ExpertStore, pool: SlotPool) -> None:
-        super().attach(store, pool)
-        self._mover = HostMover(store, pool)
 
     def step(self, count: int = 1) -> None:
         """Half a copy each."""
@@ -143,13 +133,13 @@ class SteppedLink(Link):
         self._queue.remove(copy)
         copy.started = True
         self._pool.block(copy.slot).fill_(0xFF)  # nobody may take the slot's last content for the new one
-        self._mover.move(copy.key, copy.slot, 0, self.block_bytes(copy.precision) // 2, copy.precision)
+        move(self._store, self._pool, copy, 0, self.block_bytes(copy.precision) // 2)
 
     def _finish(self, copy: Copy) -> None:
         if self.failing:
             self.failing -= 1
             copy.error = OSError("the copy was lost")
         else:
-            self._mover.move(copy.key, copy.slot, self.block_bytes(copy.precision) // 2, None, copy.precision)
+            move(self._store, self._pool, copy, self.block_bytes(copy.precision) // 2)
         self._count(copy, 0.0, 0.0)
         copy.done = True

@@ -106,14 +106,14 @@ class SimulatedDevice:
         while not event.query():
             meanwhile()
 
-    def to_device(self, target: int, source: int, size: int, stream: SimulatedStream) -> None:
+    def to_device(self, target: torch.Tensor, source: torch.Tensor, stream: SimulatedStream) -> None:
         """Two halves, so that a reader between them finds a torn block."""
         if self.fail_next_copy:
             self.fail_next_copy = False
             raise RuntimeError("copy refused")
-        half = size // 2
-        stream.push(lambda: ctypes.memmove(target, source, half))
-        stream.push(lambda: ctypes.memmove(target + half, source + half, size - half))
+        to, of, size, half = target.data_ptr(), source.data_ptr(), source.nbytes, source.nbytes // 2
+        stream.push(lambda: ctypes.memmove(to, of, half))
+        stream.push(lambda: ctypes.memmove(to + half, of + half, size - half))
 
     to_host = to_device
 

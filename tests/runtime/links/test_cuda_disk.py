@@ -14,7 +14,7 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime import offload
 from expertcast.runtime.links.disk_cuda import CudaDiskLink
 from expertcast.runtime.links.speed import link_speed
-from expertcast.runtime.storage.disk_store import CodedStore, DiskStore, FileStore
+from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.slots import SlotPool
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.links.cuda_helpers import LONG, MARKS, cuda_model, holds, prompt
@@ -22,9 +22,9 @@ from tests.runtime.links.cuda_helpers import LONG, MARKS, cuda_model, holds, pro
 pytestmark = [*MARKS, pytest.mark.parametrize("codec", ["raw", "bitsplit"])]
 
 
-def attached(link: CudaDiskLink, codec: str, folder: Path) -> tuple[FileStore, SlotPool]:
+def attached(link: CudaDiskLink, codec: str, folder: Path) -> tuple[DiskStore, SlotPool]:
     view = find_moe_layers(cuda_model())
-    store = DiskStore(view, folder) if codec == "raw" else CodedStore(view, folder, codec=codec)
+    store = DiskStore(view, folder, codec=codec)
     store.pack(view)
     pool = SlotPool(store.layout, 12, torch.device("cuda"))
     link.attach(store, pool)

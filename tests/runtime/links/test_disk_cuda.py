@@ -21,7 +21,7 @@ from expertcast.runtime.links.cuda import CudaLink, PacedCudaLink
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.links.disk_cuda import CudaDiskLink, StagedCopy, Staging, places_of
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.storage.disk_store import CodedStore, DiskStore, FileStore
+from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import FILE_NAME
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -41,20 +41,20 @@ def _model() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module", params=["raw", "bitsplit"])
-def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FileStore]:
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DiskStore]:
     view, folder = find_moe_layers(_model()), tmp_path_factory.mktemp("store")
-    made = DiskStore(view, folder) if request.param == "raw" else CodedStore(view, folder, codec=request.param)
+    made = DiskStore(view, folder, codec=request.param)
     made.pack(view)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def blocks(store: FileStore) -> list[Tensor]:
+def blocks(store: DiskStore) -> list[Tensor]:
     return [store.block(key).clone() for key in range(store.layers * store.experts)]
 
 
-def _drive(seed: int, store: FileStore, blocks: list[Tensor], link: DiskOnDevice, layers: int = 30) -> int:
+def _drive(seed: int, store: DiskStore, blocks: list[Tensor], link: DiskOnDevice, layers: int = 30) -> int:
     """Random layers: keys are read, forecast, promoted, dropped and overwritten; how many kernels saw another block."""
     pool = SlotPool(store.layout, SLOTS, torch.device("cpu"))
     link.attach(store, pool)
@@ -93,7 +93,7 @@ def _drive(seed: int, store: FileStore, blocks: list[Tensor], link: DiskOnDevice
 
 @pytest.mark.parametrize("places", [1, 3, None])
 def test_no_schedule_lets_a_kernel_see_another_block(
-    store: FileStore, blocks: list[Tensor], places: int | None
+    store: DiskStore, blocks: list[Tensor], places: int | None
 ) -> None:
     for seed in range(8):
         link = DiskOnDevice(SimulatedDevice(seed), places)
@@ -104,7 +104,7 @@ def test_no_schedule_lets_a_kernel_see_another_block(
 
 
 def test_a_block_given_back_too_early_is_seen(
-    store: FileStore, blocks: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    store: DiskStore, blocks: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = 0
     give_back, issue = Staging.give_back, CudaDiskLink._issue
@@ -202,7 +202,7 @@ def test_what_is_taken_on_cuda(tmp_path: Path) -> None:
     assert type(link(link="cuda")) is CudaLink, "which copies from the mapped file"
 
 
-def test_refusals(store: FileStore) -> None:
+def test_refusals(store: DiskStore) -> None:
     view = find_moe_layers(_model())
     link = DiskOnDevice(TimedDevice(1e9))
     with pytest.raises(ExpertcastError, match="give store='disk'"):

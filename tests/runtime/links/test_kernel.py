@@ -30,11 +30,10 @@ class _LateCopier(BlockCopier):
         self._link, self._store, self._pool = link, store, pool
 
     def copy(self, moves: Moves) -> None:
-        size = LAYOUT.block_bytes
         for key, slot, moved in zip(*(tensor.tolist() for tensor in moves), strict=True):
             if moved:
-                source, target = self._store.block(key).data_ptr(), self._pool.block(slot).data_ptr()
-                self._link.device.to_device(target, source, size, cast(Any, self._link._stream))
+                target, source = self._pool.block(slot), self._store.block(key)
+                self._link.device.to_device(target, source, cast(Any, self._link._stream))
 
 
 class _SimulatedLink(KernelLink):

@@ -11,8 +11,12 @@ import torch
 
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime import EmulatedLink, InstantLink, Link
+from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.links.base import Copy
+from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.transport import make_link
 from tests.families.models import tiny_model
 
 
@@ -72,14 +76,14 @@ def test_rate_of_the_emulated_link(store: ExpertStore) -> None:
 def test_urgent_first_and_dropped_never(store: ExpertStore, monkeypatch: pytest.MonkeyPatch) -> None:
     link = EmulatedLink(1e12)
     pool = _attached(link, store)
-    move, gate, order = link._mover.move, threading.Event(), []
+    move, gate, order = link._move, threading.Event(), []
 
-    def gated(key: int, slot: int, *part: int) -> None:
+    def gated(copy: Copy, *part: int) -> None:
         gate.wait(10)
-        order.append(key)
-        move(key, slot, *part)
+        order.append(copy.key)
+        move(copy, *part)
 
-    monkeypatch.setattr(link._mover, "move", gated)
+    monkeypatch.setattr(link, "_move", gated)
     first = link.submit(0, 0, urgent=False)
     while not first.started:
         time.sleep(1e-4)
@@ -105,9 +109,15 @@ def test_a_copy_that_fails(store: ExpertStore, monkeypatch: pytest.MonkeyPatch) 
         raise OSError("bus error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(link._mover, "move", fail)
+        patch.setattr(link, "_move", fail)
         broken = link.submit(1, 1, urgent=True)
         with pytest.raises(OSError, match="bus error"):
             link.wait(broken)
     link.wait(link.submit(2, 2, urgent=True))
     link.close()
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cpu", InstantLink), ("cuda", CudaLink)])
+def test_the_link_that_auto_takes(device: str, kind: type[Link]) -> None:
+    """On CUDA the one that a reader can check, not one that never ran there."""
+    assert type(make_link(OffloadConfig(), device)) is kind

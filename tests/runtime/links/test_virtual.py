@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.links.virtual import VirtualLink
+from expertcast.predictors.view import ModelShape
+from expertcast.runtime.links.virtual import Stored, VirtualDisk, VirtualLink
+from expertcast.runtime.pools.states import State
+from expertcast.runtime.storage.layout import BlockLayout, Field
+from expertcast.runtime.storage.slots import SlotPool
 
 
 @pytest.mark.parametrize(("window", "arrival"), [(1, 2.0), (2, 3.0), (3, 4.0), (8, 4.0)])
@@ -88,3 +93,165 @@ def test_refuses_no_bandwidth(bandwidth: float, latency: float) -> None:
 def test_refuses_negative_latency() -> None:
     with pytest.raises(ExpertcastError, match="latency=-1: give seconds of 0 or more"):
         VirtualLink.of({"full": 1}, 1.0, -1.0)
+
+
+# The disk in virtual time, worked out by hand
+
+
+CODED = Stored(plain=4, coded=(2,), shards=2, decode_s=3.0, threads=1)
+
+
+def disk(stored: Stored) -> VirtualDisk:
+    """A byte a second."""
+    return VirtualDisk(stored, 1.0, block_bytes=8, lower={"int8": 3})
+
+
+def pooled(stored: Stored, experts: int = 8) -> VirtualDisk:
+    """With pools, of one layer of so many experts; its slot is no pool."""
+    link = disk(stored)
+    block = Field(name="block", shape=(8,), dtype=torch.uint8, offset=0)
+    slots = SlotPool(BlockLayout(fields=(block,), block_bytes=8), 1, torch.device("meta"))
+    link.keep_parts(slots, ModelShape(layers=1, experts=experts, top_k=1, hidden=1), passing=1)
+    return link
+
+
+def used(link: VirtualDisk, *keys: int) -> None:
+    """A step with these experts begins."""
+    assert link.pools is not None
+    link.pools.use(0, keys)
+
+
+def states(link: VirtualDisk, count: int) -> list[State]:
+    assert link.pools is not None
+    return [link.pools.state(key) for key in range(count)]
+
+
+def arrivals(link: VirtualDisk, *keys: int) -> list[float]:
+    """When each expert of a step is there."""
+    copies = [link.submit(key, key, urgent=True) for key in keys]
+    times = []
+    for copy in copies:
+        link.wait(copy)
+        times.append(link.now)
+    return times
+
+
+def test_raw_experts_follow_one_another() -> None:
+    link = disk(Stored(plain=6))
+    assert arrivals(link, 0, 1, 2) == [6, 12, 18]
+    assert link.bytes_read == 18
+    link.spend(10)
+    assert arrivals(link, 3) == [34], "the disk begins when it is asked"
+
+
+def test_the_disk_reads_on_while_a_thread_decodes() -> None:
+    """Shards are there after 5 and 6 seconds: decoded at 8 and 11. The next expert's at 11 and 12: at 14 and 17."""
+    link = disk(CODED)
+    assert arrivals(link, 0, 1) == [11, 17]
+    assert (link.bytes_read, link.busy_s) == (12, 12)
+    assert CODED.copy_s(1.0) == 6, "decoding takes as long as reading"
+
+
+def test_shards_are_decoded_by_several_threads() -> None:
+    slow = Stored(plain=4, coded=(2,), shards=2, decode_s=10.0, threads=2)
+    assert arrivals(disk(slow), 0, 1) == [16, 26]
+    alone = Stored(plain=4, coded=(2,), shards=2, decode_s=10.0, threads=1)
+    assert arrivals(disk(alone), 0, 1) == [25, 45]
+
+
+def test_experts_of_any_size() -> None:
+    link = disk(Stored(plain=4, coded=(1, 2, 3, 4, 5, 6, 7, 8)))
+    assert arrivals(link, 7, 0) == [12, 17]
+
+
+def test_pools_keep_parts() -> None:
+    """Pools S and E have room for one expert each. First everything is read. Two experts were used as often: the one of
+    the smaller number ranks first, and its plane stays; of the other one the shards."""
+    link = pooled(Stored(plain=4, coded=(2,), pools={State.S: 4, State.E: 2}))
+    used(link, 0, 1)
+    assert arrivals(link, 0, 1) == [6, 12]
+    assert states(link, 3) == [State.S, State.E, State.M]
+    used(link, 0)
+    assert arrivals(link, 0) == [14], "its shards"
+    used(link, 1)
+    assert arrivals(link, 1) == [18], "its plane"
+
+
+def test_shards_that_are_held_wait_for_what_lies_under_them() -> None:
+    """The plane comes until 10: half of it at 8, decoded at 9, the rest at 10, decoded at 11."""
+    link = pooled(Stored(plain=4, coded=(2,), shards=2, decode_s=1.0, pools={State.E: 2}))
+    for expected in (7, 12):
+        used(link, 0)
+        assert arrivals(link, 0) == [expected]
+    assert link.bytes_read == 10
+
+
+def test_an_expert_that_is_held_needs_no_disk() -> None:
+    """It is decoded at once, while the disk reads expert 1, whose shards come at 15 and 16."""
+    link = pooled(Stored(plain=4, coded=(2,), shards=2, decode_s=2.5, pools={State.C: 6}))
+    used(link, 0)
+    assert arrivals(link, 0) == [10]
+    busy = link.submit(1, 1, urgent=True)
+    assert arrivals(link, 0) == [15]
+    link.wait(busy)
+    assert link.now == 20
+    assert link.bytes_read == 12
+
+
+def test_forecasts_wait_their_turn() -> None:
+    """Two are begun; a miss overtakes the one behind them, and another is dropped, of which nothing is kept."""
+    link = pooled(Stored(plain=4, coded=(2,), pools={State.C: 60}))
+    assert [Stored(plain=count).window for count in (1000, 3 << 20, 1 << 30)] == [4, 2, 1]
+    begun, _, queued, dropped = (link.submit(key, key, urgent=False) for key in range(4))
+    assert link.cancel(dropped)
+    assert not link.cancel(begun)
+    used(link, 0, 1, 2, 4)
+    assert arrivals(link, 4) == [18]
+    link.wait(queued)
+    assert link.now == 24
+    assert arrivals(link, 0, 1, 2, 4, 3) == [24, 24, 24, 24, 30]
+
+
+def test_misses_are_asked_for_in_the_order_that_keeps_disk_and_threads_busy() -> None:
+    """Expert 5 is held compressed: a thread decodes it while expert 0 is read."""
+    link = pooled(Stored(plain=4, coded=(2,), decode_s=1.0, pools={State.C: 6}))
+    used(link, 5)
+    arrivals(link, 5)
+    assert states(link, 6)[5] is State.C
+    assert link.in_order([0, 5]) == [5, 0]
+    assert link.in_order([0, 1]) == [0, 1]
+
+
+def test_a_prefill_may_need_any_number_of_experts() -> None:
+    link = pooled(Stored(plain=4, coded=(2,), pools={State.C: 6}), experts=100)
+    used(link, *range(100))
+    assert arrivals(link, *range(100))[-1] == 600
+
+
+def test_a_pool_holds_an_expert() -> None:
+    with pytest.raises(ExpertcastError, match="holds no expert of 6"):
+        pooled(Stored(plain=4, coded=(2,), pools={State.C: 5}))
+
+
+def test_copies_in_lower_precision_lie_in_memory() -> None:
+    link = disk(CODED)
+    link.wait(link.submit(0, 0, urgent=True, precision="int8"))
+    assert (link.now, link.bytes_read, link.block_bytes("int8")) == (0.0, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"plain": 0}, "an expert of 0 bytes"),
+        ({"plain": 1, "coded": (2, 0)}, r"\(2, 0\)"),
+        ({"plain": 1, "threads": 0}, "threads=0"),
+        ({"plain": 1, "coded": (1,), "pools": {State.F: 1}}, r"pools \['F'\]"),
+        ({"plain": 1, "coded": (1,), "pools": {State.C: -1}}, r"pools \['C'\]"),
+        ({"plain": 1, "pools": {State.C: 1}}, "choose a codec"),
+    ],
+)
+def test_what_is_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ExpertcastError, match=message):
+        Stored(**fields)  # type: ignore[arg-type]
+    with pytest.raises(ExpertcastError, match="bandwidth=0"):
+        VirtualDisk(CODED, 0.0, block_bytes=8)

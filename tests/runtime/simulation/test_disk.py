@@ -22,8 +22,8 @@ from expertcast.runtime.links.virtual import Stored
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.simulation.machine import Case, Machine, constant_times
 from expertcast.runtime.simulation.simulator import simulate
-from expertcast.runtime.storage.disk_store import CodedStore
-from expertcast.runtime.storage.expert_file import CodedFile
+from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.expert_file import ExpertFile
 from tests.runtime.conftest import greedy
 
 COUNTS = ("requests", "hits", "misses", "collisions", "evicted", "bytes_moved")
@@ -67,8 +67,8 @@ def test_the_simulator_counts_what_the_runtime_reads(
         assert offloaded.link.name == "disk"
         block_bytes = offloaded.store.layout.block_bytes
         stored = Stored(plain=block_bytes)
-        if isinstance(offloaded.store, CodedStore):
-            file, made = CodedFile(offloaded.store.path), offloaded.store.codec
+        if isinstance(offloaded.store, DiskStore) and not offloaded.store.addressable:
+            file, made = ExpertFile(offloaded.store.path), offloaded.store.codec
             stored = replace(stored_in(file, made, decoding_s=0.001, threads=1), pools=pool_bytes(pools))
         with bytes_of_reads(monkeypatch) as read:
             greedy(reference_model, one, 12)

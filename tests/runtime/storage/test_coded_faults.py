@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import load_offloaded, offload
-from expertcast.runtime.storage.disk_store import CodedStore
-from expertcast.runtime.storage.expert_file import CODED_FILE_NAME as FILE_NAME
+from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.expert_file import FILE_NAME
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.faults import INPUTS
@@ -100,13 +100,13 @@ def test_two_that_pack_at_once(tmp_path: Path) -> None:
 
 
 def _pack_beside(path: str, folder: Path, barrier: Barrier, put: Callable[[object], None]) -> None:
-    fill = CodedStore.fill
+    fill = DiskStore.fill
 
-    def wait(store: CodedStore, layer: int, write: Callable[[dict[str, Tensor]], None]) -> None:
+    def wait(store: DiskStore, layer: int, write: Callable[[dict[str, Tensor]], None]) -> None:
         fill(store, layer, write)
         barrier.wait(100)
 
-    CodedStore.fill = wait  # type: ignore[method-assign]
+    DiskStore.fill = wait  # type: ignore[method-assign]
     with load_offloaded(path, store="disk", codec="bitsplit", store_folder=folder / "store", slots=6) as offloaded:
         put(greedy(offloaded, INPUTS)[0].tolist())
 

@@ -6,6 +6,8 @@ import errno
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,15 +16,15 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from expertcast.data.machine import usable_processors
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.messages import size_text
 from expertcast.runtime import EmulatedLink, InstantLink, OffloadConfig, offload
 from expertcast.runtime.links.disk import DiskLink
-from expertcast.runtime.storage.coded_reader import EVERYTHING
-from expertcast.runtime.storage.disk_store import CodedStore
-from expertcast.runtime.storage.expert_file import CODED_FILE_NAME as FILE_NAME
-from expertcast.runtime.storage.expert_file import CodedFile, verify_coded
+from expertcast.runtime.storage.coded_reader import EVERYTHING, CodedReader
+from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.expert_file import FILE_NAME, ExpertFile, verify_store
 from expertcast.runtime.storage.memory import HostMemory
 from expertcast.runtime.storage.reader import DirectReader
 from expertcast.runtime.storage.store import ExpertStore
@@ -35,9 +37,9 @@ def _model(seed: int = 0) -> PreTrainedModel:
     return tiny_model("qwen3_moe", seed=seed).to(torch.bfloat16)
 
 
-def _store(folder: Path | None, seed: int = 0, codec: str = "bitsplit") -> tuple[CodedStore, MoEView]:
+def _store(folder: Path | None, seed: int = 0, codec: str = "bitsplit") -> tuple[DiskStore, MoEView]:
     view = find_moe_layers(_model(seed))
-    return CodedStore(view, folder, codec=codec, fingerprint=str(seed)), view
+    return DiskStore(view, folder, codec=codec, fingerprint=str(seed)), view
 
 
 def _blocks(store: ExpertStore) -> Tensor:
@@ -103,7 +105,7 @@ def test_same_bits(
     for link in (None, InstantLink()):
         chosen = options if link is None else {**options, "link": link}
         with offload(reference_model, **chosen) as offloaded:  # type: ignore[arg-type]
-            assert isinstance(offloaded.store, CodedStore)
+            assert isinstance(offloaded.store, DiskStore)
             assert isinstance(offloaded.link, DiskLink if link is None else InstantLink)
             assert_same(greedy(offloaded, one, 5), before)
     assert_same(greedy(reference_model, one, 5), before)
@@ -115,7 +117,7 @@ def test_the_codec_that_lies_there(tmp_path: Path) -> None:
     with offload(model, store="disk", codec="bitsplit:shards=2", store_folder=tmp_path / "coded", slots=5):
         pass
     with offload(model, store="disk", store_folder=tmp_path / "coded", slots=5, pools="C=20KB") as offloaded:
-        assert isinstance(offloaded.store, CodedStore)
+        assert isinstance(offloaded.store, DiskStore)
         assert offloaded.store.codec.text == "bitsplit:shards=2"
         size = size_text(offloaded.store.nbytes)
     with pytest.warns(UserWarning, match=f"{size} of experts are written to '.*raw' by codec 'raw'"):
@@ -143,9 +145,9 @@ def test_other_weights_or_codec_make_it_again(expected: Tensor, tmp_path: Path) 
 def test_a_damaged_file_is_made_again(place: str, tmp_path: Path) -> None:
     store, view = _store(tmp_path)
     store.pack(view)
-    file = CodedFile(store.path)
+    file = ExpertFile(store.path)
     content = bytearray(store.path.read_bytes())
-    at = {"header": content.index(b'"experts": "') + 12, "index": len(content) - 5, "cut": 0}[place]
+    at = {"header": content.index(b'experts\\": ') + 11, "index": len(content) - 5, "cut": 0}[place]
     content[at] ^= 1
     store.path.write_bytes(content[:-100] if place == "cut" else content)
     with pytest.warns(UserWarning, match="is made again"):
@@ -159,10 +161,10 @@ def test_a_damaged_part_is_one_error(tmp_path: Path) -> None:
     model = _model()
     with offload(model, store="disk", codec="bitsplit", store_folder=tmp_path, slots=5) as offloaded:
         store = offloaded.store
-        assert isinstance(store, CodedStore)
+        assert isinstance(store, DiskStore)
         before = greedy(offloaded, INPUTS)
         content = bytearray(store.path.read_bytes())
-        place = int(CodedFile(store.path).offsets[0, 1])
+        place = int(ExpertFile(store.path).offsets[0, 1])
         times = store.path.stat()
         for value in (1, 0):
             content[place] = content[place] ^ 1
@@ -173,10 +175,10 @@ def test_a_damaged_part_is_one_error(tmp_path: Path) -> None:
                 with pytest.raises(ExpertcastError, match=r"part 1 .* of an expert in the store is damaged"):
                     store.views(0)
                 with pytest.raises(ExpertcastError, match="part 1 of expert 0 is damaged; remove it"):
-                    verify_coded(store.path)
+                    verify_store(store.path)
                 assert store.views(1)
         assert_same(greedy(offloaded, INPUTS), before)
-        verify_coded(store.path)
+        verify_store(store.path)
 
 
 def test_reads_that_give_less_than_was_asked_for(
@@ -194,7 +196,7 @@ def test_what_failed_counts_for_no_rate(tmp_path: Path, monkeypatch: pytest.Monk
     """Expert 0 cannot be read, and of expert 1 all parts are damaged: how fast decoding is stays unknown."""
     store, view = _store(tmp_path)
     store.pack(view)
-    _change(store.path, CodedFile(store.path).offsets[1].tolist())
+    _change(store.path, ExpertFile(store.path).offsets[1].tolist())
     reader, block = store.reader(2, None), torch.empty(store.layout.block_bytes, dtype=torch.uint8)
     unknown = reader.rates()
 
@@ -231,7 +233,7 @@ def test_a_callback_that_fails(expected: Tensor, tmp_path: Path) -> None:
     store, view = _store(tmp_path)
     store.pack(view)
     wanted = RaiseAt(1, ZeroDivisionError())
-    reader = store.reader(2, None, kept=(2, 2), wanted=lambda _key: wanted() or EVERYTHING)
+    reader = CodedReader(store.file, store.codec, threads=2, kept=(2, 2), wanted=lambda _key: wanted() or EVERYTHING)
     block = HostMemory(store.layout.block_bytes).bytes
     raising = RaiseAt(1, KeyboardInterrupt())
     for key, arrival, error in ((0, None, ZeroDivisionError), (1, raising, KeyboardInterrupt)):
@@ -267,7 +269,7 @@ def test_killed_while_packing(expected: Tensor, tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == [FILE_NAME]
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_refusals() -> None:
     model = _model()
     with pytest.raises(ExpertcastError, match="codec 'int4' loses bits"):
         offload(model, store="disk", codec="int4")
@@ -282,6 +284,73 @@ def test_refusals(tmp_path: Path) -> None:
         OffloadConfig(codec="bitsplit")
     with pytest.raises(ExpertcastError, match="not bf16 or fp16"):
         offload(tiny_model("qwen3_moe").float(), store="disk", codec="bitsplit")
-    (tmp_path / FILE_NAME).write_bytes(b"something else")
-    with pytest.raises(ExpertcastError, match="was not written by expertcast"):
-        offload(model, store="disk", codec="bitsplit", store_folder=tmp_path)
+
+
+# Forecasts are not decoded beside the model: they wait until somebody waits
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DiskStore:
+    view = find_moe_layers(tiny_model("qwen3_moe").to(torch.bfloat16))
+    made = DiskStore(view, tmp_path, codec="bitsplit", fingerprint="one")
+    made.pack(view)
+    return made
+
+
+@pytest.fixture
+def reader(store: DiskStore) -> Iterator[CodedReader]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(usable_processors())
+    made = store.reader(2, None)
+    made.jobs.held_back = True
+    yield made
+    made.close()
+    torch.set_num_threads(threads)
+
+
+def test_a_forecast_is_read_and_waits(store: DiskStore, reader: CodedReader) -> None:
+    blocks = torch.zeros(2, store.layout.block_bytes, dtype=torch.uint8)
+    early, urgent = (store.read(key, block, None, not key) for key, block in zip((1, 0), blocks, strict=True))
+    reader.submit(early)
+    while early.reading:
+        time.sleep(1e-3)
+    reader.submit(urgent)
+    urgent.wait()
+    assert torch.equal(blocks[1], store.block(0))
+    assert early.undone == len(reader._plan.jobs)
+    assert not blocks[0].any()
+    reader.wait(early)
+    assert torch.equal(blocks[0], store.block(1))
+
+
+def test_one_that_becomes_urgent(store: DiskStore, reader: CodedReader) -> None:
+    block = torch.zeros(store.layout.block_bytes, dtype=torch.uint8)
+    read = store.read(2, block, None, False)
+    reader.submit(read)
+    while read.reading:
+        time.sleep(1e-3)
+    assert read.undone
+    reader.promote(read)
+    read.wait()
+    assert torch.equal(block, store.block(2))
+
+
+def test_threads_are_no_more_than_can_be_busy(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of the machine's 64 processors are this process's; with all of them, two jobs of each of four experts."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    for affinity, threads in ((2, 2), (64, 8)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _process, count=affinity: range(count))
+        made = store.reader(2, None)
+        assert made.rates().threads == threads
+        made.close()
+
+
+def test_processors_that_torch_leaves_free(store: DiskStore, reader: CodedReader) -> None:
+    torch.set_num_threads(max(1, usable_processors() - 1))
+    if usable_processors() == 1:
+        pytest.skip("one processor: torch leaves none free")
+    block = torch.zeros(store.layout.block_bytes, dtype=torch.uint8)
+    read = store.read(3, block, None, False)
+    reader.submit(read)
+    read.wait()
+    assert torch.equal(block, store.block(3))

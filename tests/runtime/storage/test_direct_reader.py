@@ -13,7 +13,7 @@ from torch import Tensor
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.storage import reader as direct_reader
 from expertcast.runtime.storage.memory import HostMemory
-from expertcast.runtime.storage.reader import PIECE, SECTOR, DirectReader, Read
+from expertcast.runtime.storage.reader import PIECE, SECTOR, DirectReader, Read, TransferQueue
 from tests.runtime.faults import RaiseAt
 
 
@@ -129,19 +129,20 @@ def test_urgent_ones_first(path: Path) -> None:
     assert not reader.cancel(reads[0]), "it has been read"
 
 
-def test_neighbours_are_one_request(content: Tensor, path: Path) -> None:
+def test_neighbours_are_one_request(content: Tensor, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = DirectReader(path, threads=1)
     held = Held(reader)
     near = [held.ask(str(number), number * SECTOR) for number in (3, 4, 5, 6)]
     far = held.ask("far", 9 * SECTOR)
     odd = held.ask("odd", 10 * SECTOR, 100)
-    before = reader.requests
+    preadv, requests = os.preadv, []
+    monkeypatch.setattr(os, "preadv", lambda *args: (requests.append(args), preadv(*args))[1])
     held.let_go()
     for read in (*near, far, odd):
         read.wait()
         assert torch.equal(read.target, content[read.offset : read.offset + read.nbytes])
     reader.close()
-    assert reader.requests - before == 3
+    assert len(requests) == 3
     assert held.order == ["3", "4", "5", "6", "far", "odd"]
 
 
@@ -272,3 +273,23 @@ def test_a_file_system_without_direct_reads(content: Tensor, path: Path, monkeyp
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(ExpertcastError, match="No such file"):
         DirectReader(tmp_path / "none")
+
+
+def test_the_queue_of_transfers() -> None:
+    """Urgent ones first, then forecasts in order; promoted, cancelled, started ones, and one that comes back."""
+    queue = TransferQueue[Read](lambda read: not read.begun)
+    first, second, third, miss = (Read(torch.empty(0), urgent=urgent, offset=0) for urgent in (False,) * 3 + (True,))
+    for read in (first, second, third, miss):
+        queue.push(read)
+    assert queue.first() is miss
+    miss.begun = 1
+    third.urgent = True
+    queue.push(third)
+    assert queue.first() is third
+    third.begun = first.begun = 1
+    assert queue.first() is second
+    first.begun = 0
+    queue.push(first, front=True)
+    assert queue.first() is first
+    first.cancelled = second.cancelled = True
+    assert queue.first() is None

@@ -16,8 +16,7 @@ import torch
 
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime import offload
-from expertcast.runtime.storage import expert_file as draft
-from expertcast.runtime.storage.disk_store import DiskStore, FileStore
+from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
@@ -43,8 +42,7 @@ def test_a_killed_process_leaves_nothing(when: str, codec: str, tmp_path: Path) 
 
 def _wait_to_be_killed(when: str, codec: str) -> None:
     if when == "packing":
-        for kind in FileStore.__subclasses__():
-            kind.finish = _stop  # type: ignore[method-assign]
+        DiskStore.finish = _stop  # type: ignore[method-assign]
     with offload(tiny_model("qwen3_moe"), store="disk", codec=codec, slots=6) as offloaded:
         greedy(offloaded, INPUTS)
         _stop(offloaded.store)
@@ -83,19 +81,6 @@ def test_it_is_filled_again_beside_what_is_in_use() -> None:
     assert torch.equal(first, before)
     assert not torch.equal(store.block(0), before)
     store.close()
-
-
-def test_where_files_need_names_they_are_in_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft, "_HANDLES", tmp_path / "none")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    view = find_moe_layers(tiny_model("qwen3_moe"))
-    store = DiskStore(view)
-    (folder,) = tmp_path.iterdir()
-    assert folder.name.startswith("expertcast-")
-    store.pack(view)
-    assert list(folder.iterdir()) == [store.path]
-    store.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def _open_files() -> set[tuple[int, int]]:

@@ -223,7 +223,7 @@ def test_copies_are_page_locked_as_the_store_is() -> None:
     store.add_copies(("int4",))
     copies = store.copies("int4")
     assert copies.pinned
-    assert driver.locked[copies.address] >= copies.nbytes
+    assert driver.locked[copies.block(0).data_ptr()] >= copies.nbytes
     store.unpack()
     assert len(driver.locked) == 0 < before
 

@@ -6,8 +6,6 @@ import json
 import os
 import random
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +13,13 @@ import pytest
 
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.storage import expert_file as coded_file
-from expertcast.runtime.storage import expert_file as draft
-from expertcast.runtime.storage import expert_file as store_file
-from expertcast.runtime.storage.disk_store import CodedStore, DiskStore
+from expertcast.runtime.storage import expert_file
+from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import (
     FILE_NAME,
-    Draft,
+    ExpertFile,
+    ExpertWriter,
     StaleFileError,
-    StoreFile,
     read_header,
     verify_store,
 )
@@ -41,7 +37,7 @@ def path(tmp_path: Path) -> Path:
 
 def _refused(path: Path) -> bool:
     try:
-        StoreFile.open(path)
+        ExpertFile(path)
     except (StaleFileError, ExpertcastError) as error:
         return "\n" not in str(error)
     return False
@@ -56,6 +52,12 @@ def _rewritten(path: Path, change: Callable[[Any], None]) -> None:
     text = json.dumps(entries).encode()
     assert len(text) <= size
     path.write_bytes(content[:8] + text.ljust(size) + content[8 + size :])
+
+
+def _say(entries: Any, **changes: object) -> None:
+    """Other values, under the old digest."""
+    metadata = entries["__metadata__"]
+    metadata["header"] = json.dumps(json.loads(metadata["header"]) | changes)
 
 
 def test_every_byte_of_the_header_counts(path: Path) -> None:
@@ -75,22 +77,26 @@ def test_every_byte_of_the_header_counts(path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda entries: entries["layer.1"].update(data_offsets=entries["layer.2"]["data_offsets"]),
-        lambda entries: entries["layer.1"].update(shape=entries["layer.1"]["shape"][::-1]),
-        lambda entries: entries["layer.0"].update(shape=[1 << 40, 1 << 40]),
-        lambda entries: entries["layer.0"].update(shape=[10**30, 1]),
-        lambda entries: entries["layer.0"].update(shape=[-1, 5]),
-        lambda entries: entries["layer.0"].update(dtype="BF16"),
-        lambda entries: entries.pop("layer.3"),
-        lambda entries: entries.update({"layer.4": entries["layer.3"]}),
-        lambda entries: entries.update({"layer.0": None}),
-        lambda entries: entries["__metadata__"].update(checksums="00000000 " * 3 + "00000000"),
-        lambda entries: entries["__metadata__"].update(checksums="0"),
-        lambda entries: entries["__metadata__"].update(changed="9" * 12),
-        lambda entries: entries["__metadata__"].update(model_id="other"),
+        lambda entries: entries["nbytes"].update(data_offsets=entries["offsets"]["data_offsets"]),
+        lambda entries: entries["nbytes"].update(shape=entries["nbytes"]["shape"][::-1]),
+        lambda entries: entries["parts"].update(shape=[10**30]),
+        lambda entries: entries["parts"].update(dtype="BF16"),
+        lambda entries: entries.pop("digests"),
+        lambda entries: entries.update(more=entries["parts"]),
+        lambda entries: entries.update(parts=None),
+        lambda entries: entries.update(offsets=None),
         lambda entries: entries["__metadata__"].update(more="1"),
-        lambda entries: entries["__metadata__"].update(layout=[[]]),
-        lambda entries: entries["__metadata__"].pop("layout"),
+        lambda entries: entries["__metadata__"].update(header="[" * 500),
+        lambda entries: entries["__metadata__"].pop("header"),
+        lambda entries: _say(entries, layers=5),
+        lambda entries: _say(entries, layers=-1),
+        lambda entries: _say(entries, block_bytes=1 << 62),
+        lambda entries: _say(entries, nbytes="1"),
+        lambda entries: _say(entries, index="xxh3:0"),
+        lambda entries: _say(entries, changed=10**12 - 1),
+        lambda entries: _say(entries, model_id="other"),
+        lambda entries: _say(entries, layout=[[]]),
+        lambda entries: _say(entries, codec=None),
     ],
 )
 def test_a_changed_header_is_refused(change: Callable[[Any], None], path: Path) -> None:
@@ -101,17 +107,11 @@ def test_a_changed_header_is_refused(change: Callable[[Any], None], path: Path) 
     assert str(path) in str(caught.value)
 
 
-def test_a_file_from_before_the_digest_is_read_with_a_warning(path: Path) -> None:
-    header = read_header(path)
-    assert header.sealed
-    old = replace(header, sealed=False).encoded()
-    assert len(old) == len(header.encoded())
-    with path.open("r+b") as file:
-        file.write(old)
-    with pytest.warns(UserWarning, match="was written by an older expertcast"):
-        opened = StoreFile.open(path)
-    assert opened.form == header.form
-    assert path.stat().st_mtime == header.changed
+def test_a_file_of_an_older_version_is_made_again(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"expertcast-experts-1", b"expertcast-store-1  ", 1))
+    with pytest.raises(ExpertcastError, match="made by an older version; remove it, and the next load packs"):
+        verify_store(path)
 
 
 def test_all_of_it_is_verified(path: Path) -> None:
@@ -126,7 +126,7 @@ def test_all_of_it_is_verified(path: Path) -> None:
         file.write(bytes([byte ^ 1]))
     os.utime(path, (time, time))
     assert not _refused(path)
-    with pytest.raises(ExpertcastError, match="layer 3 is damaged; remove it"):
+    with pytest.raises(ExpertcastError, match="part 0 of expert 30 is damaged; remove it"):
         verify_store(path.parent)
 
 
@@ -157,18 +157,17 @@ def test_a_header_is_not_longer_than_its_file(path: Path) -> None:
     assert _refused(path)
 
 
-@pytest.mark.parametrize(("where", "name"), [(draft, "_lock"), (store_file, "_reserve"), (coded_file, "bytes")])
-def test_an_interrupt_leaves_no_file(where: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["_lock", "bytes"])
+def test_an_interrupt_leaves_no_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty one would stay for ever: the next process takes it for one that is about to be locked."""
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(where, name, interrupted, raising=False)
-    made = partial(CodedStore, codec="bitsplit") if where is coded_file else DiskStore
+    monkeypatch.setattr(expert_file, name, interrupted, raising=False)
     view = find_moe_layers(tiny_model("gpt_oss"))
     with pytest.raises(KeyboardInterrupt):
-        made(view, tmp_path).pack(view)
+        DiskStore(view, tmp_path, codec="bitsplit").pack(view)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -177,13 +176,13 @@ def test_what_killed_processes_left_is_removed(path: Path) -> None:
     left, starting = path.with_name(f"{FILE_NAME}.1.partial"), path.with_name(f"{FILE_NAME}.2.partial")
     left.write_bytes(bytes(1000))
     starting.touch()
-    form = read_header(path).form
-    writing = StoreFile.create(Draft(path), form)
-    assert sorted(path.parent.iterdir()) == sorted([path, starting, writing.path])
-    held = writing.path.with_name(f"{FILE_NAME}.3.partial")
-    writing.path.rename(held)
-    StoreFile.create(Draft(path), form)
+    form = read_header(path)
+    writing = ExpertWriter(path, form)
+    assert sorted(path.parent.iterdir()) == sorted([path, starting, writing._path])
+    held = writing._path.with_name(f"{FILE_NAME}.3.partial")
+    writing._path.rename(held)
+    ExpertWriter(path, form)
     assert held.exists()
     del writing
-    StoreFile.create(Draft(path), form)
+    ExpertWriter(path, form)
     assert not held.exists()

@@ -26,7 +26,7 @@ def device() -> TimedDevice:
 def copy(device: TimedDevice, size: int, stream: TimedStream, fill: int = 1) -> torch.Tensor:
     source = torch.full((size,), fill, dtype=torch.uint8)
     target = torch.zeros(size, dtype=torch.uint8)
-    device.to_device(target.data_ptr(), source.data_ptr(), size, stream)
+    device.to_device(target, source, stream)
     return target
 
 
@@ -77,7 +77,7 @@ def test_one_copy_at_a_time_in_each_direction(device: TimedDevice) -> None:
     assert copy(device, 100, one).all()
     copy(device, 200, two)
     back = torch.zeros(300, dtype=torch.uint8)
-    device.to_host(back.data_ptr(), torch.ones(300, dtype=torch.uint8).data_ptr(), 300, two)
+    device.to_host(back, torch.ones(300, dtype=torch.uint8), two)
     device.launch(1.5, name="kernel")
     device.synchronize()
     assert sorted(spans(device)) == [
@@ -111,7 +111,7 @@ def test_an_engine_does_not_stay_with_a_stream_that_waits(device: TimedDevice) -
 def test_copies_to_scaled_addresses_stand_for_more(device: TimedDevice) -> None:
     target = torch.zeros(100, dtype=torch.uint8)
     device.scale(range(target.data_ptr(), target.data_ptr() + 100), 5.0)
-    device.to_device(target.data_ptr(), torch.ones(10).data_ptr(), 10, device.compute)
+    device.to_device(target[:10], torch.ones(10, dtype=torch.uint8), device.compute)
     device.synchronize()
     assert spans(device) == [("to_device", 0.0, 0.5)]
 
@@ -124,7 +124,7 @@ def test_what_reads_too_early_is_a_race(device: TimedDevice) -> None:
     device.launch(1.0, reads=[target.data_ptr()])
     device.synchronize()
     assert not device.races
-    device.to_device(target.data_ptr(), torch.zeros(100).data_ptr(), 100, copies)
+    device.to_device(target, torch.zeros(100, dtype=torch.uint8), copies)
     device.launch(1.0, reads=[target.data_ptr()], name="early")
     device.synchronize()
     assert [race.split()[0] for race in device.races] == ["early"]
@@ -134,7 +134,7 @@ def test_what_overwrites_too_early_is_one_too(device: TimedDevice) -> None:
     copies = device.new_stream()
     target = torch.zeros(100, dtype=torch.uint8)
     device.launch(1.0, reads=[target.data_ptr()])
-    device.to_device(target.data_ptr(), torch.zeros(100).data_ptr(), 100, copies)
+    device.to_device(target, torch.zeros(100, dtype=torch.uint8), copies)
     device.synchronize()
     assert [race.split()[0] for race in device.races] == ["to_device"]
 

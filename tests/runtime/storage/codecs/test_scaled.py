@@ -12,7 +12,8 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.codecs import Codec, Fp8, Mxfp4, Part, make_codec
-from expertcast.runtime.storage.layout import BlockLayout
+from expertcast.runtime.storage.layout import PRECISIONS, BlockLayout
+from expertcast.runtime.storage.packed import PackedExperts, PackedLayout
 from tests.runtime.storage.codecs.layouts import layout_of, normal_block, same_bits
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -220,3 +221,28 @@ def test_what_fp8_refuses() -> None:
         _fp8("fp8", layout_of((200, 256)))
     with pytest.raises(ExpertcastError, match="rows=-1, columns=128: give 0 or more"):
         _fp8("fp8:rows=-1", layout)
+
+
+# Lossy precisions as codecs: their bits are those of the packed copies beside a store
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_parts_are_packed_copies(precision: str) -> None:
+    layout = layout_of((64, 96), (96,), (96, 64))
+    blocks = [normal_block(layout, seed) for seed in range(3)]
+    packed = PackedLayout.of(layout, precision)
+    copies = PackedExperts(packed, layers=1, experts=3)
+    copies.fill(0, layout.views(torch.cat(blocks)))
+    codec = make_codec(precision, layout)
+    for expert, block in enumerate(blocks):
+        (part,) = codec.encode(block)
+        end = packed.rows_nbytes
+        assert torch.equal(part.data[:end], copies.block(expert)[:end])
+        expected, found = torch.zeros_like(block), torch.zeros_like(block)
+        packed.expand(copies.block(expert), expected)
+        codec.decode([part], found)
+        assert torch.equal(found, expected)
+        found[: len(part.data)] = part.data  # in its own slot
+        codec.recover([found[: len(part.data)]], found)
+        views = layout.views(found), layout.views(expected)
+        assert all(torch.equal(views[0][name], view) for name, view in views[1].items())
