@@ -21,13 +21,13 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from benchmarks.timed.compare import GRAPH_DRIVER, as_graph, compare
+from benchmarks.timed.costs import HOSTS, LINKS, MEMORY_BANDWIDTH, DriverCosts, StepCosts, step_costs
+from benchmarks.timed.run import TimedCase
 
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.output import write_json
 from expertcast.predictors.messages import ExpertcastError, Json
-from expertcast.runtime.timed.compare import GRAPH_DRIVER, as_graph, compare
-from expertcast.runtime.timed.costs import HOSTS, LINKS, MEMORY_BANDWIDTH, DriverCosts, StepCosts, step_costs
-from expertcast.runtime.timed.run import TimedCase
 
 SHAPES = ("qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "olmoe-1b-7b", "mixtral-8x7b")
 ACCURACIES = (1.0, 0.95, 0.9, 0.8)

@@ -144,7 +144,7 @@ def test_a_folder_named_reference_is_not_the_bundled_model(
     assert "cannot load model './reference'" in fails(capsys, "inspect", "./reference")
 
 
-@pytest.mark.parametrize("command", [["bench"], ["advise"], ["advise", "--gpu", "25e9"]])
+@pytest.mark.parametrize("command", [["bench"], ["advise"]])
 @pytest.mark.parametrize("name", ["olmoe-1b-7b", "reference"])
 def test_a_folder_named_as_a_shape(
     name: str, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from benchmarks.timed.device import TimedDevice
+from benchmarks.timed.streams import Span, Work
 from expertcast.runtime.storage.reader import Arrival
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.timed.device import TimedDevice
-from expertcast.runtime.timed.streams import Span, Work
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

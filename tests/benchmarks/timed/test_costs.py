@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.timed.costs import HOSTS, LAUNCHES, LINKS, Launches, StepCosts, step_costs
+from benchmarks.timed.device import TimedDevice
+from benchmarks.timed.run import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PretrainedConfig
 
@@ -19,9 +22,6 @@ from expertcast.predictors.base import RouterState
 from expertcast.predictors.estimator import Estimator, EstimatorConfig
 from expertcast.runtime.benchmarking.shapes import SHAPES, random_model
 from expertcast.runtime.engine.traced import TracedForecasts
-from expertcast.runtime.timed.costs import HOSTS, LAUNCHES, LINKS, Launches, StepCosts, step_costs
-from expertcast.runtime.timed.device import TimedDevice
-from expertcast.runtime.timed.run import tiny_model
 
 FAMILIES = {SHAPES[name].model_type: name for name in ("qwen3-30b-a3b", "gpt-oss-20b", "olmoe-1b-7b", "mixtral-8x7b")}
 ALLOCATE = {"empty", "empty_strided", "empty_like", "new_empty", "_unsafe_view", "lift_fresh", "detach"}

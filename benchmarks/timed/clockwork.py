@@ -10,11 +10,11 @@ from contextlib import ExitStack
 from torch import nn
 from transformers import PreTrainedModel
 
+from benchmarks.timed.costs import StepCosts
+from benchmarks.timed.device import TimedDevice
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.recording.recorder import Observer, State
-from expertcast.runtime.timed.costs import StepCosts
-from expertcast.runtime.timed.device import TimedDevice
 
 _PIECES = 5
 """Kernels of a layer's part are launched one after another: the first runs while the last is launched."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from benchmarks.timed.device import TimedDevice
+from benchmarks.timed.disk import TimedDisk
 from expertcast.runtime.experimental.kernel_link import BlockCopier, KernelLink, Moves
 from expertcast.runtime.links.cuda import CudaLink, window_of
 from expertcast.runtime.links.disk_cuda import CudaDiskLink, File, Staging, places_of
@@ -11,8 +13,6 @@ from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.storage.reader import THREADS
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.timed.device import TimedDevice
-from expertcast.runtime.timed.disk import TimedDisk
 
 
 class TimedCudaLink(CudaLink):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from expertcast.runtime.timed.device import TimedDevice
+    from benchmarks.timed.device import TimedDevice
 
 Direction = Literal["to_device", "to_host"]
 

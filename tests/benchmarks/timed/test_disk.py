@@ -9,6 +9,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+from benchmarks.timed.device import TimedDevice
+from benchmarks.timed.links import TimedDiskLink
+from benchmarks.timed.run import TimedCase, decode_timed
+from benchmarks.timed.streams import Span
 
 from expertcast.runtime import offload
 from expertcast.runtime.links.cuda import CudaLink
@@ -17,10 +21,6 @@ from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.timed.device import TimedDevice
-from expertcast.runtime.timed.links import TimedDiskLink
-from expertcast.runtime.timed.run import TimedCase, decode_timed
-from expertcast.runtime.timed.streams import Span
 from tests.families.models import tiny_model
 
 BLOCK = 9437184

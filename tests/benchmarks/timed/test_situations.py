@@ -9,6 +9,11 @@ from typing import cast
 
 import pytest
 import torch
+from benchmarks.timed.costs import StepCosts
+from benchmarks.timed.device import TimedDevice
+from benchmarks.timed.links import TimedCudaLink, TimedKernelLink
+from benchmarks.timed.run import TimedCase, TimedRun, decode_timed
+from benchmarks.timed.streams import Span
 
 from expertcast.runtime import offload
 from expertcast.runtime.links.driver import CudaDevice, Readback
@@ -16,11 +21,6 @@ from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.timed.costs import StepCosts
-from expertcast.runtime.timed.device import TimedDevice
-from expertcast.runtime.timed.links import TimedCudaLink, TimedKernelLink
-from expertcast.runtime.timed.run import TimedCase, TimedRun, decode_timed
-from expertcast.runtime.timed.streams import Span
 from tests.families.models import tiny_model
 
 COPY_S = 171e-6

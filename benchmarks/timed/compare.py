@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from benchmarks.timed.costs import DriverCosts, StepCosts
+from benchmarks.timed.run import TimedCase, TimedRun, decode_timed
 from expertcast.predictors.messages import Json
-from expertcast.runtime.timed.costs import DriverCosts, StepCosts
-from expertcast.runtime.timed.run import TimedCase, TimedRun, decode_timed
 
 GRAPH_DRIVER = DriverCosts(
     record_s=0.0, wait_s=0.0, query_s=0.0, copy_call_s=0.0, launch_s=0.0, stream_entry_s=DriverCosts().stream_entry_s

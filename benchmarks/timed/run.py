@@ -13,6 +13,11 @@ from typing import cast
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from benchmarks.timed.clockwork import Clockwork
+from benchmarks.timed.costs import DriverCosts, StepCosts
+from benchmarks.timed.device import TimedDevice
+from benchmarks.timed.links import TimedCudaLink, TimedDiskLink, TimedKernelLink
+from benchmarks.timed.streams import Span
 from expertcast.data.models import meta_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
@@ -24,11 +29,6 @@ from expertcast.runtime.links.driver import CudaDevice, Readback
 from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.storage.layout import BlockLayout
-from expertcast.runtime.timed.clockwork import Clockwork
-from expertcast.runtime.timed.costs import DriverCosts, StepCosts
-from expertcast.runtime.timed.device import TimedDevice
-from expertcast.runtime.timed.links import TimedCudaLink, TimedDiskLink, TimedKernelLink
-from expertcast.runtime.timed.streams import Span
 
 _TINY = {
     "hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8, "num_attention_heads": 1,

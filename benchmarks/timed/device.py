@@ -19,8 +19,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from expertcast.runtime.timed.costs import DriverCosts
-from expertcast.runtime.timed.streams import CopyEngine, Direction, Span, TimedEvent, TimedStream, Work
+from benchmarks.timed.costs import DriverCosts
+from benchmarks.timed.streams import CopyEngine, Direction, Span, TimedEvent, TimedStream, Work
 
 
 class TimedDevice:

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-from expertcast.runtime.timed.costs import DriverCosts
-from expertcast.runtime.timed.device import TimedDevice
-from expertcast.runtime.timed.streams import TimedStream
+from benchmarks.timed.costs import DriverCosts
+from benchmarks.timed.device import TimedDevice
+from benchmarks.timed.streams import TimedStream
 
 FREE = DriverCosts(
     record_s=0, wait_s=0, query_s=0, copy_call_s=0, wake_s=0, launch_s=0, stream_entry_s=0, copy_setup_s=0
