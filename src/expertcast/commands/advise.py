@@ -86,7 +86,7 @@ def advise_on_disk(
     heading = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **provenance(), "target": options.target}
     text = f"{options.target}, experts in {folder}\n{advice.text()}"
     if save is not None:
-        advice.config(options.offload, folder).save(save)
+        advice.chosen.config(options.offload, folder).save(save)
         text += f"\nwrote {save}"
         if advice.chosen.store == "disk" and advice.chosen.codec != codec:
             text += f"; pack with: expertcast store {options.target} --store-folder {folder} --codec "
@@ -248,7 +248,7 @@ def run(options: Options) -> Outcome:
         result["drafts"] = [draft.as_dict() for draft in drafts]
         text += "\n\ndrafts, as replayed from this routing\n" + "\n".join(f"- {draft.text()}" for draft in drafts)
     if options.save is not None:
-        chosen = replace(advice.config(config), slots=advice.slots, memory=None, store="memory")
+        chosen = replace(advice.chosen.config(config), slots=found.case.slots, memory=None, store="memory")
         chosen.save(options.save)
         text += f"\nwrote {options.save}"
     return result, text

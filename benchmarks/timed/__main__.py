@@ -1,6 +1,6 @@
 """What forecasts bring on a CUDA device in virtual time: the real link, engine and books, made-up seconds.
 
-    python scripts/bench_timed_device.py --jobs 2 --out benchmarks/results/timed-device.json
+    python -m benchmarks.timed --jobs 2 --out benchmarks/results/timed-device.json
 
 For five published shapes, four links, forecasts right 1 to .8 of the time, no cache to 45% of the experts resident, and
 a host that takes 650, 300 or 100 us to launch a layer eagerly, or nothing (a decode step as one CUDA graph over the
@@ -21,10 +21,10 @@ from itertools import product
 from pathlib import Path
 
 import torch
+
 from benchmarks.timed.compare import GRAPH_DRIVER, as_graph, compare
 from benchmarks.timed.costs import HOSTS, LINKS, MEMORY_BANDWIDTH, DriverCosts, StepCosts, step_costs
 from benchmarks.timed.run import TimedCase
-
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.output import write_json
 from expertcast.predictors.messages import ExpertcastError, Json
@@ -147,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
             "pieces": parts,
         })  # fmt: skip
     except ExpertcastError as error:
-        print(f"bench_timed_device: {error}", file=sys.stderr)
+        print(f"benchmarks.timed: {error}", file=sys.stderr)
         return 2
     print(table(results, parts))
     return 0

@@ -1,4 +1,4 @@
-"""The benchmarks of virtual time and of prefills run in their small form; what is kept of the first is complete."""
+"""The benchmark in virtual time runs in its small form; what is kept of it is complete."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from scripts import bench_prefill, bench_timed_device
-from scripts.bench_timed_device import ACCURACIES, CAPACITIES, HOST_US, SHAPES
+from benchmarks.timed import __main__ as timed
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 KEYS = {"shape", "bandwidth", "accuracy", "capacity", "host_us", "graph", "efficiency", "tpot_over_bound"}
 
 
 @pytest.mark.slow
 def test_the_small_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "timed.json"
-    assert bench_timed_device.main(["--small", "--out", str(out)]) == 0
+    assert timed.main(["--small", "--out", str(out)]) == 0
     found = json.loads(out.read_text())
-    assert len(found["results"]) == 4 * len(ACCURACIES)
+    assert len(found["results"]) == 4 * len(timed.ACCURACIES)
     assert all(row.keys() >= KEYS for row in found["results"])
     assert {row["graph"] for row in found["results"]} == {True, False}
     assert all(row["tpot_over_bound"] > 0.99 for row in found["results"])
@@ -34,7 +33,7 @@ def test_what_is_kept_has_every_case() -> None:
         (row["shape"], row["link"], row["accuracy"], row["capacity"], row["host_us"]) for row in found["results"]
     }  # fmt: skip
     links = ("pcie3", "pcie4", "pcie5", "grace")
-    assert places == set(product(SHAPES, links, ACCURACIES, CAPACITIES, HOST_US))
+    assert places == set(product(timed.SHAPES, links, timed.ACCURACIES, timed.CAPACITIES, timed.HOST_US))
     assert "none was measured" in found["note"]
 
 
@@ -48,11 +47,3 @@ def test_what_was_promised_for_the_main_shape() -> None:
     assert own[1.0]["efficiency"] >= 0.95
     assert own[1.0]["tpot_over_bound"] <= 1.05
     assert own[0.9]["tpot_over_bound"] <= 1.08
-
-
-def test_prefill(tmp_path: Path) -> None:
-    out = tmp_path / "prefill.json"
-    assert bench_prefill.main(["--tokens", "64", "--repetitions", "1", "--out", str(out)]) == 0
-    found = json.loads(out.read_text())
-    assert found["runs"].keys() == {"without", "with"}
-    assert all(run["ttft_s"] > 0 for run in found["runs"].values())
