@@ -138,13 +138,13 @@ LAUNCHES = {
 
 
 def step_costs(
-    shape: str | Shape, *, host: str = "fast", captured: Collection[str] = ("forecast",),
+    shape: str, *, host: str = "fast", captured: Collection[str] = ("forecast",),
     memory_bandwidth: float = MEMORY_BANDWIDTH, kernel_s: float = KERNEL_S,
 ) -> StepCosts:  # fmt: skip
     """A decode step of one text with a short context, in bf16: the cache of keys and values is not read.
 
     Args:
-        shape: one of `SHAPES`, or another; of a family in `LAUNCHES`.
+        shape: one of `SHAPES`, of a family in `LAUNCHES`.
         host: one of `HOSTS`; the runtime's own Python is as much slower as its launches are.
         captured: parts of a layer (`attention`, `experts`, `forecast`) that are one CUDA graph each; the runtime makes
             one of forecasts.
@@ -152,21 +152,14 @@ def step_costs(
         kernel_s: seconds of a kernel beside what it reads.
 
     Raises:
-        ExpertcastError: unknown shape or host, or a family whose launches are not counted.
+        ExpertcastError: unknown shape or host.
     """
-    if isinstance(shape, str):
-        known = [name for name, each in SHAPES.items() if each.model_type in LAUNCHES]
-        if shape not in known:
-            raise ExpertcastError(f"no costs of shape {shape!r}: choose from {', '.join(known)}")
-        shape = SHAPES[shape]
-    if shape.model_type not in LAUNCHES:
-        raise ExpertcastError(
-            f"{shape.hub_id!r} is of the family {shape.model_type}, whose launches nobody counted: those of "
-            f"{', '.join(LAUNCHES)} are known"
-        )
+    known = [name for name, each in SHAPES.items() if each.model_type in LAUNCHES]
+    if shape not in known:
+        raise ExpertcastError(f"no costs of shape {shape!r}: choose from {', '.join(known)}")
     if host not in HOSTS:
         raise ExpertcastError(f"unknown host {host!r}: choose from {', '.join(HOSTS)}")
-    launches, weights = LAUNCHES[shape.model_type], _weights(shape)
+    launches, weights = LAUNCHES[SHAPES[shape].model_type], _weights(SHAPES[shape])
     launch_s, slower = HOSTS[host], HOSTS[host] / HOSTS["fast"]
 
     def device_s(kernels: int, size: int = 0) -> float:

@@ -6,11 +6,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-from transformers import PreTrainedModel
-
 from expertcast.runtime.advising.advice import WORTH, Advice, Option, milliseconds
-from expertcast.runtime.advising.survey import Given, Survey, label_of, survey
+from expertcast.runtime.advising.survey import Survey, label_of
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.offloading import executed_layers
 from expertcast.runtime.simulation.machine import Case, Simulation
@@ -68,25 +65,6 @@ _LEVERS: dict[str, Callable[[Case], Case]] = {
         case, machine=replace(case.machine, bandwidth=2 * case.machine.bandwidth)
     ),
 }
-
-
-def advise(
-    model: PreTrainedModel,
-    prompt_ids: Tensor,
-    config: OffloadConfig | None = None,
-    *,
-    predictors: Sequence[Given] = (),
-    new_tokens: int = 32,
-    repetitions: int = 2,
-) -> Advice[PrefetchOption]:
-    """Measure the link and the layers in short runs, and say what to do.
-
-    `model`, `prompt_ids`, `config`, `predictors` (names, checkpoint folders or objects to choose from), `new_tokens`,
-    `repetitions` and what is raised are as :func:`expertcast.runtime.advising.survey.survey` has them.
-    """
-    return advice_from(
-        survey(model, prompt_ids, config, predictors=predictors, new_tokens=new_tokens, repetitions=repetitions)
-    )
 
 
 def advice_from(found: Survey) -> Advice[PrefetchOption]:

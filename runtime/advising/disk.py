@@ -1,6 +1,8 @@
 """How to keep experts that lie on a disk: compressed or not, with which pools beside the slots, or in memory after all.
 
-Recorded routing is replayed in virtual time with what this machine was measured to take.
+Recorded routing is replayed in virtual time with the disk's rate and the decoding time of this machine.
+
+N experts of all layers, P parts of each.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from expertcast.runtime.pools.planner import Plan, plans
 from expertcast.runtime.pools.ranks import rank_model
 from expertcast.runtime.pools.states import POOLS, Costs, ExpertBytes, State
 from expertcast.runtime.recording.recorder import LayerTimes, Observer, Recorder, layer_times
-from expertcast.runtime.simulation.machine import Case, Machine, Simulation, no_times
+from expertcast.runtime.simulation.machine import Case, Machine, no_times
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import Trace
 from expertcast.runtime.storage.codecs import Codec, Part, make_codec
@@ -43,10 +45,6 @@ from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.memory import HostMemory
 from expertcast.runtime.storage.reader import SECTOR, THREADS, DirectReader, Read, sectors
 from expertcast.runtime.storage.store import ExpertStore
-
-# What experts cost that lie on a disk of this machine: the disk's rate, and what decoding takes.
-#
-# N experts of all layers, P parts of each.
 
 MOST_READ = 256 << 20
 """Bytes that are read to measure a disk, at most."""
@@ -264,7 +262,7 @@ def advise_disk(found: DiskFindings) -> Advice[DiskOption]:
         options.append(_option(found, found.stored, found.slots))
         options += _pooled(found, found.stored)
     if found.memory_copy_s is not None:
-        options.append(_in_memory(found, found.memory_copy_s))
+        options.append(_option(found, None, found.slots))
     plain = [option for option in options if option.codec == "raw"]
     chosen = min(plain, key=lambda option: option.tpot_s)
     best = min(options, key=lambda option: option.tpot_s)
@@ -368,32 +366,29 @@ def _of_plan(found: DiskFindings, stored: Stored, plan: Plan) -> DiskOption:
     return _option(found, replace(stored, pools=pools), shape.layers * plan.experts[State.F] + shape.top_k)
 
 
-def _option(found: DiskFindings, stored: Stored, slots: int) -> DiskOption:
-    machine = Machine(
-        times=_times(found, coded=bool(stored.coded)), block_bytes={FULL: found.block_bytes}, bandwidth=found.rate,
-        stored=stored, prefill=no_times(found.trace.shape.layers),
-    )  # fmt: skip
-    done = _simulated(found.trace, machine, slots)
+def _option(found: DiskFindings, stored: Stored | None, slots: int) -> DiskOption:
+    """Experts on the disk as `stored`, or in memory; simulated on demand."""
+    block_bytes, prefill = {FULL: found.block_bytes}, no_times(found.trace.shape.layers)
+    if stored is not None:
+        times = _times(found, coded=bool(stored.coded))
+        machine = Machine(times=times, block_bytes=block_bytes, bandwidth=found.rate, stored=stored, prefill=prefill)
+    else:
+        assert found.memory_copy_s is not None, "they fit"
+        machine = Machine(
+            times=replace(found.times, late_s=0.0), block_bytes=block_bytes,
+            bandwidth=found.block_bytes / found.memory_copy_s, blocking=True, prefill=prefill,
+        )  # fmt: skip
+    done = simulate(found.trace, Case(policies=Policies(prefetch="none"), slots=slots, machine=machine), waits=True)
     return DiskOption(
-        store="disk", codec=stored.codec, pools=stored.pools_text, slots=slots, tpot_s=done.tpot_s,
-        wait_s=done.wait_s, hit_rate=done.hit_rate, read_per_token=done.bytes_read / len(done.steps_s),
-    )  # fmt: skip
-
-
-def _in_memory(found: DiskFindings, copy_s: float) -> DiskOption:
-    machine = Machine(
-        times=replace(found.times, late_s=0.0), block_bytes={FULL: found.block_bytes},
-        bandwidth=found.block_bytes / copy_s, blocking=True, prefill=no_times(found.trace.shape.layers),
-    )  # fmt: skip
-    done = _simulated(found.trace, machine, found.slots)
-    return DiskOption(
-        store="memory", slots=found.slots, tpot_s=done.tpot_s, wait_s=done.wait_s, hit_rate=done.hit_rate,
-        read_per_token=0.0,
-    )  # fmt: skip
-
-
-def _simulated(trace: Trace, machine: Machine, slots: int) -> Simulation:
-    return simulate(trace, Case(policies=Policies(prefetch="none"), slots=slots, machine=machine), waits=True)
+        store="memory" if stored is None else "disk",
+        codec="raw" if stored is None else stored.codec,
+        pools="" if stored is None else stored.pools_text,
+        slots=slots,
+        tpot_s=done.tpot_s,
+        wait_s=done.wait_s,
+        hit_rate=done.hit_rate,
+        read_per_token=done.bytes_read / len(done.steps_s),
+    )
 
 
 def _times(found: DiskFindings, *, coded: bool) -> LayerTimes:
@@ -440,8 +435,6 @@ def _why_not(found: DiskFindings, stored: Stored, chosen: DiskOption, best: Disk
         f"do not compress: {saved}, which saves {gain:.0%} of a token here; less than {COMPRESS:.0%} is not relied on"
     )
 
-
-# A short run and a few reads: all that is needed to say how experts on a disk of this machine are best kept.
 
 CODEC = "bitsplit"
 _SAMPLED = 6

@@ -19,7 +19,6 @@ from expertcast.runtime.advising.advise import (
     PrefetchOption,
     advice_errors,
     advice_from,
-    advise,
     expected_tpot,
     most_to_gain,
 )
@@ -272,13 +271,12 @@ def test_every_distance_is_surveyed(
 
 def test_when_nothing_can_be_hidden(reference_model: PreTrainedModel, one: dict[str, Any]) -> None:
     common: dict[str, Any] = {"new_tokens": 4, "repetitions": 1, "predictors": ["next_norm"]}
-    advice = advise(
-        reference_model, one["input_ids"], OffloadConfig(slots=64), **common
-    )  # copies in the model's own thread
+    found = survey(reference_model, one["input_ids"], OffloadConfig(slots=64), **common)
+    advice = advice_from(found)  # copies in the model's own thread
     assert not advice.facts["prefetch"]
     assert "nothing can be hidden" in advice.reasons[0]
     every = torch.arange(3, 4000, 9)[None]
-    advice = advise(reference_model, every, OffloadConfig(slots=768, bandwidth=1e9), **common)
+    advice = advice_from(survey(reference_model, every, OffloadConfig(slots=768, bandwidth=1e9), **common))
     assert not advice.facts["prefetch"]
     assert advice.facts["slots"] == advice.facts["experts"] == 768
     assert "all 768 experts fit" in advice.reasons[0]

@@ -53,8 +53,8 @@ def test_ranks_by_hand() -> None:
     moved = {(1, 1): 0.5, (4, 3): 1, (2, 2): 0.5}
     assert {place: model.moved_LRR[0][place] for place in moved} == moved
     assert model.moved_LRR.sum() == 2
-    with pytest.raises(ExpertcastError, match="2 decoded tokens, warm=2"):
-        rank_model(routing([[[1, 2]], [[2, 3]], [[3, 0]]], experts=4, prompt=1), warm=2)
+    with pytest.raises(ExpertcastError, match="has no decoded tokens"):
+        rank_model(routing([[[1, 2]], [[2, 3]], [[3, 0]]], experts=4, prompt=3))
 
 
 def test_states_that_are_found_against_a_loop() -> None:
@@ -115,10 +115,6 @@ def test_the_grid() -> None:
         assert sum(plan.memory.values()) <= memory
     left = [memory - sum(plan.memory.values()) for plan in found if plan.experts[E]]
     assert max(left) < SIZE.held(E), "the last pool takes what it can"
-    only = plans(model, disk(5e8, 1), size=SIZE, memory=memory, step=0.1, pools=(F, S))
-    assert {tuple(plan.experts.values()) for plan in only} == {
-        tuple(plan.experts.values()) for plan in found if not plan.experts[C] + plan.experts[E]
-    }
     with pytest.raises(ExpertcastError, match=r"step=0\.3"):
         plans(model, disk(5e8, 1), size=SIZE, memory=memory, step=0.3)
 

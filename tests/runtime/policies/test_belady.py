@@ -12,7 +12,7 @@ import pytest
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.policies import EVICTION, CacheShape
 from expertcast.runtime.policies.belady import Belady, bypass_misses
-from tests.runtime.policies.eviction.replay import Visit, cache, run
+from tests.runtime.policies.replay import Visit, cache, run
 
 ONLINE = [name for name in EVICTION.names() if not EVICTION.choose(name).cls.offline]
 POLICIES = [*ONLINE, "fld:distance=absolute", "least_stale:order=layer", "importance:alpha=0", "importance:alpha=1"]

@@ -12,7 +12,7 @@ import torch
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.policies import EVICTION, CacheShape
 from expertcast.runtime.policies.forecast import ForecastEviction, endless_value, next_use_value
-from tests.runtime.policies.eviction.replay import Visit, cache, run, step
+from tests.runtime.policies.replay import Visit, cache, run, step
 
 SURE = 1.0
 

@@ -16,7 +16,7 @@ from expertcast.runtime.policies import EVICTION, CacheShape
 from expertcast.runtime.policies.next_use import LayerUse, NextUse, UsageModel
 from expertcast.runtime.simulation.byte_cache import forwards_of, replay
 
-REAL = Path(__file__).resolve().parents[4] / "benchmarks" / "routing" / "gpt-oss-120b-k2.parquet"
+REAL = Path(__file__).resolve().parents[3] / "benchmarks" / "routing" / "gpt-oss-120b-k2.parquet"
 
 
 def hits(routing: Routing, policy: str, capacity: float = 0.2) -> float:
