@@ -390,5 +390,3 @@ def _tokens_of_missing(lookup: Lookup) -> dict[int, dict[int, float]]:
 MISS: PolicyRegistry[MissPolicy] = PolicyRegistry(
     "miss policy", Fetch, FetchLowest, FetchPriority, Cascade, Drop, DropCascade, Substitute
 )
-
-__all__ = ["MISS", "Fetch", "Lookup", "MissPolicy", "Verdict"]

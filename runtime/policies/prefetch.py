@@ -500,5 +500,3 @@ def saved_s(p: float, backlog_s: float, copy_s: float, left_s: float) -> float:
 PREFETCH: PolicyRegistry[PrefetchPolicy] = PolicyRegistry(
     "prefetch policy", NoPrefetch, TopK, Percentile, Threshold, Value
 )
-
-__all__ = ["PREFETCH", "Percentile", "PrefetchPolicy", "TopK", "TopKConfig", "Transfer", "Value", "Wanted"]

@@ -205,5 +205,3 @@ def _counts(ranked: Sequence[Sequence[int]], cached: set[int], available: int, k
 
 
 ROUTING: PolicyRegistry[RoutingPolicy] = PolicyRegistry("routing policy", Standard, CacheAware, Budget)
-
-__all__ = ["ROUTING", "Routed", "RoutingPolicy", "Standard"]
