@@ -44,7 +44,7 @@ TOKENS = 1000
 def check_disk(options: TargetOptions) -> None:
     """
     Raises:
-        ExpertcastError: options of a link to memory, of forecasts, or of a GPU.
+        ExpertcastError: options of a link to memory or of forecasts, or a device other than the CPU.
     """
     config = options.offload
     given = {
@@ -143,8 +143,11 @@ _DRAFT = Option(
     metavar="NAME:K=V,...",
     help="the `acceptance` of its tokens, the share of experts `foreseen`, `cost` of its pass in steps without copies",
 )
-_OF_A_RUN = ("draft", "dtype", "device", "copy_over_compute", "replay", "prompt_tokens", "new_tokens", "store_folder")
-"""Options that say how a model is run here."""
+_OF_A_MODEL = (
+    "draft", "dtype", "device", "copy_over_compute", "replay", "prompt_tokens", "new_tokens", "store_folder", "layers",
+    "predictor", "seed",
+)  # fmt: skip
+"""Options that do not apply to a routing file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +169,7 @@ class Options(TargetOptions):
     save: Annotated[Path | None, Option(metavar="FILE", read=new_file)] = None
     """Write what is advised there, for `expertcast generate --config`."""
     capacity: Annotated[float | None, Option(metavar="SHARE")] = None
-    """Of a routing file in place of a model: the share of all experts that fits, in place of --slots or --memory."""
+    """Of a routing file, the share of all experts that fits, in place of --slots or --memory (default: 0.25)."""
     experts: Count | None = None
     """Of a routing file in place of a model: experts per layer (default: the largest id and one)."""
     expert_bytes: Annotated[str | None, Option(metavar="BYTES")] = None
@@ -179,7 +182,7 @@ class Options(TargetOptions):
         if self.experts is not None or self.expert_bytes is not None:
             raise ExpertcastError("--experts and --expert-bytes are for routing files: a model says both")
         if self.capacity is not None:
-            raise ExpertcastError("--capacity is for routing files: give --slots or --memory for a model")
+            raise ExpertcastError("--capacity is for routing files: for a model give --slots or --memory")
         super().__post_init__()
         BenchSettings(new_tokens=self.new_tokens)
         if self.draft:
@@ -202,14 +205,11 @@ class Options(TargetOptions):
 
     def _check_routing(self) -> None:
         defaults = {field.name: field.default for field in fields(self)}
-        given = [name for name in (*_OF_A_RUN, "layers", "predictor", "seed") if self._is_given(name, defaults)]
+        given = [name for name in _OF_A_MODEL if getattr(self, name) != defaults[name]]
         given += list(self.process)
         if given or self.offload.link != OffloadConfig().link:
             flags = ", ".join("--" + name.replace("_", "-") for name in given or ["link"])
             raise ExpertcastError(f"{flags}: of a model, and {self.target} is a routing file: leave it out")
-
-    def _is_given(self, name: str, defaults: dict[str, object]) -> bool:
-        return bool(getattr(self, name) != defaults[name])
 
 
 def run(options: Options) -> Outcome:
