@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.disk_claims.replay import Found, mean_makespan, replay_pools
 from expertcast.data.routing_file import Routing, read_routing
 from expertcast.runtime.policies import EVICTION
 from expertcast.runtime.pools.cache import PoolCache
 from expertcast.runtime.pools.planner import Plan, plans
 from expertcast.runtime.pools.ranks import rank_model
-from expertcast.runtime.pools.schedule import Found, mean_makespan, replay_pools
 from expertcast.runtime.pools.states import Costs, ExpertBytes, State
 from expertcast.runtime.simulation.byte_cache import forwards_of, replay
 

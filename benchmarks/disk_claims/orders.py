@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tests.runtime.pools.brute_force import optimum
+from tests.runtime.pools.brute_force import lower_bounds, optimum
 from tests.runtime.pools.test_schedule import one_by_one, small
 
-from expertcast.runtime.pools.schedule import Task, lower_bounds, schedule, simulate
+from expertcast.runtime.pools.schedule import Task, schedule, simulate
 from expertcast.runtime.pools.states import Costs
 
 INSTANCES, MOST = 3000, 4000

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
-from torch import Tensor
-from transformers import PreTrainedModel
-
-from expertcast.predictors.messages import Json, aligned
-from expertcast.runtime.advising.survey import Given, Survey, label_of, survey
+from expertcast.runtime.advising.advice import WORTH, Advice, Option, milliseconds
+from expertcast.runtime.advising.survey import Survey, label_of
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.offloading import executed_layers
 from expertcast.runtime.simulation.machine import Case, Simulation
 
-# What :func:`expertcast.runtime.advising.advise.advise` gives back: plain numbers, and a text for the terminal.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """One way to run the model, and what is expected of it. Times are medians over decode steps."""
+class PrefetchOption(Option):
+    """On demand, or with one predictor at one distance. Times are medians over decode steps."""
 
     mode: str
     """`on_demand`, `exact` or `speculate`."""
@@ -42,97 +37,28 @@ class Option:
 
     @property
     def name(self) -> str:
-        """For a sentence."""
+        """The option's name in a sentence."""
         return "on demand" if self.predictor is None else f"{self.predictor} {self.ahead} ahead"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
-    """What to do, what to expect, and why."""
-
-    prefetch: bool
-    predictor: str | None
-    ahead: int | None
-    tpot_s: float
-    """Expected of what is advised."""
-    options: list[Option]
-    """All that was considered, on demand first."""
-    most_to_gain: float
-    """Share of the on-demand time that prefetching could hide at best (row B11)."""
-    levers: dict[str, float]
-    """Expected seconds per token of what is advised, if one thing were different."""
-    reasons: list[str]
-    slots: int
-    experts: int
-    """Of all layers together."""
-    memory_bytes: int
-    """Of the slots."""
-    link_rate: float
-    """Bytes per second, measured."""
-    copy_s: float
-    """One expert's copy."""
-    layer_compute_s: list[float]
-    """Per layer, on demand, measured."""
-    measured_on_demand_s: float
-    """Seconds per token of the survey's own on-demand run."""
+    @property
+    def cells(self) -> dict[str, str]:
+        return {
+            "mode": self.mode,
+            "predictor": self.predictor or "-",
+            "ahead": str(self.ahead or "-"),
+            "ms/token": f"{1e3 * self.tpot_s:.2f}",
+            "waiting": f"{1e3 * self.wait_s:.2f}",
+            "forecasts": f"{1e3 * self.forecast_s:.2f}",
+            "hit rate": f"{self.hit_rate:.3f}",
+            "MB/token": f"{self.bytes_per_token / 1e6:.2f}",
+            "recall": "-" if self.recall is None else f"{self.recall:.3f}",
+        }
 
     def config(self, given: OffloadConfig) -> OffloadConfig:
-        """What is advised, as a configuration to run with; a predictor that was given as an object is only named.
-        Slots, cache, link, store and so on stay as they are in what the advice was asked for.
-        """
+        """`given` with this predictor and distance, in mode `exact`; a predictor object is named only."""
         return replace(given, predictor=self.predictor, ahead=self.ahead or 1, mode="exact", layers=None)
 
-    def as_dict(self) -> Json:
-        """Plain values, for JSON."""
-        return asdict(self)
 
-    def text(self) -> str:
-        """For the terminal."""
-        what = "load on demand"
-        if self.prefetch:
-            what = f"prefetch with {self.predictor}, {self.ahead} layer{'s' * (self.ahead != 1)} ahead"
-        return "\n".join(
-            [
-                f"advice: {what}; expect {milliseconds(self.tpot_s)} per token",
-                "",
-                *(f"- {reason}" for reason in self.reasons),
-                "",
-                _table(self.options),
-                "",
-                f"link {self.link_rate / 1e9:.3g} GB/s, {milliseconds(self.copy_s)} per expert; {self.slots} of "
-                f"{self.experts} experts in {self.memory_bytes / 1e6:.4g} MB",
-                f"measured on demand: {milliseconds(self.measured_on_demand_s)} per token, which the event model "
-                f"misses by {milliseconds(self.options[0].unexplained_s)}",
-            ]
-        )
-
-
-def milliseconds(seconds: float) -> str:
-    """For a sentence."""
-    return f"{1e3 * seconds:.3g} ms"
-
-
-def _table(options: Sequence[Option]) -> str:
-    rows = [["mode", "predictor", "ahead", "ms/token", "waiting", "forecasts", "hit rate", "MB/token", "recall"]]
-    for option in options:
-        rows.append(
-            [
-                option.mode,
-                option.predictor or "-",
-                str(option.ahead or "-"),
-                f"{1e3 * option.tpot_s:.2f}",
-                f"{1e3 * option.wait_s:.2f}",
-                f"{1e3 * option.forecast_s:.2f}",
-                f"{option.hit_rate:.3f}",
-                f"{option.bytes_per_token / 1e6:.2f}",
-                "-" if option.recall is None else f"{option.recall:.3f}",
-            ]
-        )
-    return aligned(rows, left=len(rows[0]))
-
-
-WORTH = 0.02
-"""Share of the time per token that a change must save before it is advised."""
 _LEVERS: dict[str, Callable[[Case], Case]] = {
     "twice the slots": lambda case: replace(case, slots=2 * case.slots),
     "a link of twice the speed": lambda case: replace(
@@ -141,26 +67,7 @@ _LEVERS: dict[str, Callable[[Case], Case]] = {
 }
 
 
-def advise(
-    model: PreTrainedModel,
-    prompt_ids: Tensor,
-    config: OffloadConfig | None = None,
-    *,
-    predictors: Sequence[Given] = (),
-    new_tokens: int = 32,
-    repetitions: int = 2,
-) -> Advice:
-    """Measure the link and the layers in short runs, and say what to do.
-
-    `model`, `prompt_ids`, `config`, `predictors` (names, checkpoint folders or objects to choose from), `new_tokens`,
-    `repetitions` and what is raised are as :func:`expertcast.runtime.advising.survey.survey` has them.
-    """
-    return advice_from(
-        survey(model, prompt_ids, config, predictors=predictors, new_tokens=new_tokens, repetitions=repetitions)
-    )
-
-
-def advice_from(found: Survey) -> Advice:
+def advice_from(found: Survey) -> Advice[PrefetchOption]:
     """The advice that a survey leads to."""
     replayed = found.predict()
     on_demand = _option(found, "on_demand", replayed)
@@ -182,22 +89,33 @@ def advice_from(found: Survey) -> Advice:
     reasons = [_share_of_copies(found, on_demand, most)]
     if on_demand.wait_s:
         reasons += _choice(on_demand, exact, chosen)
+    prefetch, speed, memory_bytes = chosen is not on_demand, found.speed, found.case.slots * found.block_bytes
+    what = f"prefetch with {chosen.predictor}, {chosen.ahead} layer{'s' * (chosen.ahead != 1)} ahead"
     return Advice(
-        prefetch=chosen is not on_demand,
-        predictor=chosen.predictor,
-        ahead=chosen.ahead,
-        tpot_s=chosen.tpot_s,
+        headline=f"advice: {what if prefetch else 'load on demand'}; expect {milliseconds(chosen.tpot_s)} per token",
+        chosen=chosen,
         options=[on_demand, *exact, *speculated],
-        most_to_gain=most,
-        levers=levers,
         reasons=reasons + _further(on_demand, speculated, chosen, levers),
-        slots=found.case.slots,
-        experts=found.experts,
-        memory_bytes=found.case.slots * found.block_bytes,
-        link_rate=found.speed.rate,
-        copy_s=found.speed.copy_s,
-        layer_compute_s=compute_s,
-        measured_on_demand_s=found.tpot_s,
+        levers=levers,
+        facts={
+            "prefetch": prefetch,
+            "predictor": chosen.predictor,
+            "ahead": chosen.ahead,
+            "tpot_s": chosen.tpot_s,
+            "most_to_gain": most,
+            "slots": found.case.slots,
+            "experts": found.experts,
+            "memory_bytes": memory_bytes,
+            "link_rate": speed.rate,
+            "copy_s": speed.copy_s,
+            "layer_compute_s": compute_s,
+            "measured_on_demand_s": found.tpot_s,
+        },
+        notes=f"link {speed.rate / 1e9:.3g} GB/s, {milliseconds(speed.copy_s)} per expert; {found.case.slots} of "
+        f"{found.experts} experts in {memory_bytes / 1e6:.4g} MB\n"
+        f"measured on demand: {milliseconds(found.tpot_s)} per token, which the event model misses by "
+        f"{milliseconds(on_demand.unexplained_s)}",
+        left=len(on_demand.cells),
     )
 
 
@@ -251,12 +169,12 @@ def advice_errors(
     return errors
 
 
-def _option(found: Survey, mode: str, replayed: Simulation, name: tuple[str, int] | None = None) -> Option:
+def _option(found: Survey, mode: str, replayed: Simulation, name: tuple[str, int] | None = None) -> PrefetchOption:
     """What a replay says; `name`: the predictor's label and the layers ahead."""
     forecasting = None if name is None else found.known(*name)
     label, ahead = name or (None, None)
     times = found.case.machine.times if forecasting is None else forecasting.times
-    return Option(
+    return PrefetchOption(
         mode=mode,
         predictor=label,
         ahead=ahead,
@@ -271,7 +189,7 @@ def _option(found: Survey, mode: str, replayed: Simulation, name: tuple[str, int
     )
 
 
-def _share_of_copies(found: Survey, on_demand: Option, most: float) -> str:
+def _share_of_copies(found: Survey, on_demand: PrefetchOption, most: float) -> str:
     if found.case.slots >= found.experts:
         return f"all {found.experts} experts fit the slots: each is copied once, then there is nothing to prefetch"
     if found.case.machine.blocking:
@@ -283,7 +201,7 @@ def _share_of_copies(found: Survey, on_demand: Option, most: float) -> str:
     )
 
 
-def _choice(on_demand: Option, exact: Sequence[Option], chosen: Option) -> list[str]:
+def _choice(on_demand: PrefetchOption, exact: Sequence[PrefetchOption], chosen: PrefetchOption) -> list[str]:
     """Why the best prefetching option was taken or was not, and what the other predictors and distances would do."""
     if not exact:
         return []
@@ -294,7 +212,7 @@ def _choice(on_demand: Option, exact: Sequence[Option], chosen: Option) -> list[
     ]
 
 
-def _verdict(on_demand: Option, best: Option, chosen: Option) -> str:
+def _verdict(on_demand: PrefetchOption, best: PrefetchOption, chosen: PrefetchOption) -> str:
     change = best.tpot_s / on_demand.tpot_s - 1
     saved_s, cost_s = on_demand.wait_s - best.wait_s, best.tpot_s - best.wait_s - (on_demand.tpot_s - on_demand.wait_s)
     who = f"{best.name} ({best.recall:.0%} of experts forecast right, {best.recall_source})"
@@ -313,7 +231,9 @@ def _verdict(on_demand: Option, best: Option, chosen: Option) -> str:
     return f"{who} gains {-change:.1%}, too little to be worth it: load on demand"
 
 
-def _further(on_demand: Option, speculated: Sequence[Option], chosen: Option, levers: Mapping[str, float]) -> list[str]:
+def _further(
+    on_demand: PrefetchOption, speculated: Sequence[PrefetchOption], chosen: PrefetchOption, levers: Mapping[str, float]
+) -> list[str]:
     """What would be faster still, at a price."""
     reasons = []
     fastest = min(speculated, key=lambda option: option.tpot_s, default=chosen)

@@ -1,6 +1,8 @@
 """How to keep experts that lie on a disk: compressed or not, with which pools beside the slots, or in memory after all.
 
-Recorded routing is replayed in virtual time with what this machine was measured to take.
+Recorded routing is replayed in virtual time with the disk's rate and the decoding time of this machine.
+
+N experts of all layers, P parts of each.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +22,8 @@ from torch import Tensor
 
 from expertcast.data.machine import available_memory, usable_processors
 from expertcast.data.routing_file import ABSENT, Routing
-from expertcast.predictors.messages import ExpertcastError, Json, aligned
-from expertcast.runtime.advising.advise import milliseconds
+from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.runtime.advising.advice import Advice, Option, milliseconds
 from expertcast.runtime.advising.survey import Watcher, without_copies
 from expertcast.runtime.benchmarking.runs import decode_greedily
 from expertcast.runtime.config import OffloadConfig
@@ -31,10 +33,9 @@ from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.pools.planner import Plan, plans
 from expertcast.runtime.pools.ranks import rank_model
-from expertcast.runtime.pools.schedule import best_by_replay
 from expertcast.runtime.pools.states import POOLS, Costs, ExpertBytes, State
 from expertcast.runtime.recording.recorder import LayerTimes, Observer, Recorder, layer_times
-from expertcast.runtime.simulation.machine import Case, Machine, Simulation, no_times
+from expertcast.runtime.simulation.machine import Case, Machine, no_times
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import Trace
 from expertcast.runtime.storage.codecs import Codec, Part, make_codec
@@ -44,10 +45,6 @@ from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.memory import HostMemory
 from expertcast.runtime.storage.reader import SECTOR, THREADS, DirectReader, Read, sectors
 from expertcast.runtime.storage.store import ExpertStore
-
-# What experts cost that lie on a disk of this machine: the disk's rate, and what decoding takes.
-#
-# N experts of all layers, P parts of each.
 
 MOST_READ = 256 << 20
 """Bytes that are read to measure a disk, at most."""
@@ -141,34 +138,33 @@ def decoding_seconds(codec: Codec, coded: Sequence[Sequence[Part]], *, threads: 
         return statistics.median(each for own in pool.map(decode_all, range(threads)) for each in own)
 
 
-def stored_in(file: ExpertFile, codec: Codec, *, decoding_s: float, threads: int) -> Stored:
-    """What lies in a file of coded experts, in whole sectors as it is read.
+def stored_in(file: ExpertFile) -> list[list[int]]:
+    """[N][P] bytes of each part of a file of coded experts, in whole sectors as it is read."""
+    nbytes_NP: list[list[int]] = (-(-file.nbytes // SECTOR) * SECTOR).tolist()
+    return nbytes_NP
+
+
+def stored_as(coded: Sequence[Sequence[Part]]) -> list[list[int]]:
+    """The same for a file that is not there: one row, the mean over the parts of some experts."""
+    sizes = [[sectors(len(part.data)) for part in parts] for parts in coded]
+    return [[round(statistics.fmean(column)) for column in zip(*sizes, strict=True)]]
+
+
+def stored(codec: Codec, nbytes_NP: Sequence[Sequence[int]], *, decoding_s: float, threads: int) -> Stored:
+    """Coded experts on a disk.
 
     Args:
-        file: the file.
-        codec: that made it.
+        codec: that made them.
+        nbytes_NP: bytes of each part of some experts.
         decoding_s: seconds of a thread for one expert.
         threads: L
     """
-    nbytes_NP = -(-file.nbytes // SECTOR) * SECTOR
-    return _stored(nbytes_NP.tolist(), codec, decoding_s=decoding_s, threads=threads)
-
-
-def stored_as(codec: Codec, coded: Sequence[Sequence[Part]], *, decoding_s: float, threads: int) -> Stored:
-    """What a file of coded experts would hold, by the parts of some of them; else as :func:`stored_in`."""
-    sizes = [[sectors(len(part.data)) for part in parts] for parts in coded]
-    mean = [[round(statistics.fmean(column)) for column in zip(*sizes, strict=True)]]
-    return _stored(mean, codec, decoding_s=decoding_s, threads=threads)
-
-
-def _stored(nbytes_NP: list[list[int]], codec: Codec, *, decoding_s: float, threads: int) -> Stored:
     compressed = [codec.planes[shard.plane].compressed for shard in codec.shards]
     shards = sum(compressed)
     coded = [sum(count for count, own in zip(sizes, compressed, strict=True) if own) for sizes in nbytes_NP]
-    plain = [sum(count for count, own in zip(sizes, compressed, strict=True) if not own) for sizes in nbytes_NP]
     return Stored(
         codec=codec.text,
-        plain=plain[0],
+        plain=sum(nbytes_NP[0]) - coded[0],
         coded=tuple(coded) if shards else (),
         shards=max(1, shards),
         decode_s=decoding_s / max(1, shards),
@@ -176,12 +172,9 @@ def _stored(nbytes_NP: list[list[int]], codec: Codec, *, decoding_s: float, thre
     )
 
 
-# What :func:`expertcast.runtime.advising.disk.advise_disk` gives back: plain numbers, and a text for the terminal.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiskOption:
-    """One way to keep the experts, and what is expected of it on demand. Times are medians over decode steps."""
+class DiskOption(Option):
+    """One way to keep the experts, on demand. Times are medians over decode steps."""
 
     store: str
     """`disk` or `memory`."""
@@ -199,101 +192,38 @@ class DiskOption:
 
     @property
     def name(self) -> str:
-        """For a sentence."""
+        """The option's name in a sentence."""
         if self.store == "memory":
             return "experts in memory"
         return f"codec {self.codec}" + (f" with pools {self.pools}" if self.pools else "")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskAdvice:
-    """How to keep the experts, what to expect, and why."""
-
-    chosen: DiskOption
-    options: list[DiskOption]
-    """All that was considered, raw on disk first."""
-    reasons: list[str]
-    disk_rate: float
-    """Bytes per second."""
-    disk_source: str
-    """`given`, or what was measured."""
-    decode_rate: float | None
-    """Bytes of weights per second and thread; None: nothing was compressed."""
-    decoders: int
-    stored_share: float | None
-    """Of the bytes, that the codec stores."""
-    block_bytes: int
-    experts: int
-    """Of all layers together."""
-    memory_bytes: int
-    """For slots and pools."""
-    routing: str
-    """What was replayed."""
-    tokens: int
-    layer_compute_s: list[float] = field(default_factory=list)
-    """Per layer, measured."""
-    unexplained_s: float = 0.0
-    """Added to the event model's time per token: what it missed of the short run from the store that is there."""
+    @property
+    def cells(self) -> dict[str, str]:
+        return {
+            "store": self.store,
+            "codec": self.codec,
+            "pools": self.pools or "-",
+            "slots": str(self.slots),
+            "ms/token": f"{1e3 * self.tpot_s:.2f}",
+            "waiting": f"{1e3 * self.wait_s:.2f}",
+            "hit rate": f"{self.hit_rate:.3f}",
+            "MB read": f"{self.read_per_token / 1e6:.2f}",
+        }
 
     def config(self, given: OffloadConfig, folder: Path) -> OffloadConfig:
-        """What is advised, as a configuration to run with; other options stay as they are in what was given."""
-        chosen = self.chosen
-        sized = replace(given, slots=chosen.slots, memory=None, predictor=None, bandwidth=None, link="auto")
-        if chosen.store == "memory":
+        """`given` with this store, codec, slots and pools; `folder` is that of a store on disk."""
+        sized = replace(given, slots=self.slots, memory=None, predictor=None, bandwidth=None, link="auto")
+        if self.store == "memory":
             return replace(sized, store="memory", store_folder=None, codec="raw", pools="")
-        return replace(sized, store="disk", store_folder=str(folder), codec=chosen.codec, pools=chosen.pools)
-
-    def as_dict(self) -> Json:
-        """Plain values, for JSON."""
-        return asdict(self)
-
-    def text(self) -> str:
-        """For the terminal."""
-        decoder = ""
-        if self.decode_rate is not None:
-            decoder = f"; {self.decoders} x {self.decode_rate / 1e9:.3g} GB/s decoded, {self.stored_share:.3f} stored"
-        late = ""
-        if self.unexplained_s:
-            late = f"\nthe event model misses the short run by {milliseconds(self.unexplained_s)} per token"
-        return "\n".join(
-            [
-                f"advice: {self.chosen.name}; expect {milliseconds(self.chosen.tpot_s)} per token on demand",
-                "",
-                *(f"- {reason}" for reason in self.reasons),
-                "",
-                _table(self.options),
-                "",
-                f"disk {self.disk_rate / 1e9:.3g} GB/s ({self.disk_source}){decoder}; an expert is "
-                f"{self.block_bytes:,} bytes, {self.memory_bytes / 1e6:.4g} MB for some of {self.experts}; "
-                f"{self.tokens} tokens replayed, routing: {self.routing}{late}",
-            ]
-        )
-
-
-def _table(options: Sequence[DiskOption]) -> str:
-    rows = [["store", "codec", "pools", "slots", "ms/token", "waiting", "hit rate", "MB read"]]
-    for option in options:
-        rows.append(
-            [
-                option.store,
-                option.codec,
-                option.pools or "-",
-                str(option.slots),
-                f"{1e3 * option.tpot_s:.2f}",
-                f"{1e3 * option.wait_s:.2f}",
-                f"{option.hit_rate:.3f}",
-                f"{option.read_per_token / 1e6:.2f}",
-            ]
-        )
-    return aligned(rows, left=3)
+        return replace(sized, store="disk", store_folder=str(folder), codec=self.codec, pools=self.pools)
 
 
 COMPRESS = 0.1
 """Share of raw's time per token that compressing must be expected to save before it is advised: what decoding takes
 beside its own time, memory and processors that others use, is not in the event model."""
 _STEP = 0.1
-_REPLAYED = 8
-"""Of the planner's allocations, how many are replayed."""
+_SIMULATED = 8
+"""Of the planner's allocations, how many are simulated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,7 +254,7 @@ class DiskFindings:
     """The codec of the run that `times.late_s` comes from; None: of no run from a disk."""
 
 
-def advise_disk(found: DiskFindings) -> DiskAdvice:
+def advise_disk(found: DiskFindings) -> Advice[DiskOption]:
     """What is fastest on demand, with compression only where it is expected to pay well."""
     raw = _option(found, Stored(plain=found.block_bytes), found.slots)
     options = [raw]
@@ -332,29 +262,53 @@ def advise_disk(found: DiskFindings) -> DiskAdvice:
         options.append(_option(found, found.stored, found.slots))
         options += _pooled(found, found.stored)
     if found.memory_copy_s is not None:
-        options.append(_in_memory(found, found.memory_copy_s))
+        options.append(_option(found, None, found.slots))
     plain = [option for option in options if option.codec == "raw"]
     chosen = min(plain, key=lambda option: option.tpot_s)
     best = min(options, key=lambda option: option.tpot_s)
     if best.tpot_s < (1 - COMPRESS) * chosen.tpot_s:
         chosen = best
-    stored, shape = found.stored, found.trace.shape
-    return DiskAdvice(
+    facts = _facts(found)
+    return Advice(
+        headline=f"advice: {chosen.name}; expect {milliseconds(chosen.tpot_s)} per token on demand",
         chosen=chosen,
         options=options,
         reasons=_reasons(found, options, chosen),
-        disk_rate=found.rate,
-        disk_source=found.rate_source,
-        decode_rate=None if stored is None or not stored.decoding_s else found.block_bytes / stored.decoding_s,
-        decoders=1 if stored is None else stored.threads,
-        stored_share=None if stored is None else (stored.plain + stored.mean_coded) / found.block_bytes,
-        block_bytes=found.block_bytes,
-        experts=shape.layers * shape.experts,
-        memory_bytes=found.slots * found.block_bytes,
-        routing=found.routing,
-        tokens=found.trace.steps,
-        layer_compute_s=found.times.compute_s,
-        unexplained_s=found.times.late_s if found.late is not None else 0.0,
+        facts=facts,
+        notes=_notes(facts),
+        left=3,
+    )
+
+
+def _facts(found: DiskFindings) -> Json:
+    stored, shape = found.stored, found.trace.shape
+    return {
+        "disk_rate": found.rate,
+        "disk_source": found.rate_source,
+        "decode_rate": None if stored is None or not stored.decoding_s else found.block_bytes / stored.decoding_s,
+        "decoders": 1 if stored is None else stored.threads,
+        "stored_share": None if stored is None else (stored.plain + stored.mean_coded) / found.block_bytes,
+        "block_bytes": found.block_bytes,
+        "experts": shape.layers * shape.experts,
+        "memory_bytes": found.slots * found.block_bytes,
+        "routing": found.routing,
+        "tokens": found.trace.steps,
+        "layer_compute_s": found.times.compute_s,
+        "unexplained_s": found.times.late_s if found.late is not None else 0.0,
+    }
+
+
+def _notes(facts: Json) -> str:
+    decoder = late = ""
+    if facts["decode_rate"] is not None:
+        rate, share = facts["decode_rate"] / 1e9, facts["stored_share"]
+        decoder = f"; {facts['decoders']} x {rate:.3g} GB/s decoded, {share:.3f} stored"
+    if facts["unexplained_s"]:
+        late = f"\nthe event model misses the short run by {milliseconds(facts['unexplained_s'])} per token"
+    return (
+        f"disk {facts['disk_rate'] / 1e9:.3g} GB/s ({facts['disk_source']}){decoder}; an expert is "
+        f"{facts['block_bytes']:,} bytes, {facts['memory_bytes'] / 1e6:.4g} MB for some of {facts['experts']}; "
+        f"{facts['tokens']} tokens replayed, routing: {facts['routing']}{late}"
     )
 
 
@@ -381,7 +335,7 @@ def routing_of(trace: Trace, source: str) -> Routing:
 
 
 def _pooled(found: DiskFindings, stored: Stored) -> list[DiskOption]:
-    """Slots and pools that share the memory: of the planner's first, the best by replay; several of them simulated."""
+    """Slots and pools that share the memory: the fastest, simulated, of the allocations that the planner puts first."""
     shape = found.trace.shape
     if not stored.coded or not shape.top_k < found.slots < shape.layers * shape.experts:
         return []  # nothing to keep apart, or nothing is ever read twice
@@ -400,12 +354,10 @@ def _pooled(found: DiskFindings, stored: Stored) -> list[DiskOption]:
         for plan in plans(rank_model(routing), costs, size=size, memory=memory, step=_STEP)
         # prompts take turns in the slots, which decode steps do not show: a full expert of each layer at the least
         if plan.experts[State.F] and any(plan.experts[state] for state in POOLS[1:])
-    ][:_REPLAYED]
+    ][:_SIMULATED]
     if not planned:
         return []
-    best = best_by_replay(planned, routing, costs, size=size)
-    options = [_of_plan(found, stored, plan) for plan in (best, *(plan for plan in planned[:2] if plan is not best))]
-    return [min(options, key=lambda option: option.tpot_s)]
+    return [min((_of_plan(found, stored, plan) for plan in planned), key=lambda option: option.tpot_s)]
 
 
 def _of_plan(found: DiskFindings, stored: Stored, plan: Plan) -> DiskOption:
@@ -414,32 +366,29 @@ def _of_plan(found: DiskFindings, stored: Stored, plan: Plan) -> DiskOption:
     return _option(found, replace(stored, pools=pools), shape.layers * plan.experts[State.F] + shape.top_k)
 
 
-def _option(found: DiskFindings, stored: Stored, slots: int) -> DiskOption:
-    machine = Machine(
-        times=_times(found, coded=bool(stored.coded)), block_bytes={FULL: found.block_bytes}, bandwidth=found.rate,
-        stored=stored, prefill=no_times(found.trace.shape.layers),
-    )  # fmt: skip
-    done = _simulated(found.trace, machine, slots)
+def _option(found: DiskFindings, stored: Stored | None, slots: int) -> DiskOption:
+    """Experts on the disk as `stored`, or in memory; simulated on demand."""
+    block_bytes, prefill = {FULL: found.block_bytes}, no_times(found.trace.shape.layers)
+    if stored is not None:
+        times = _times(found, coded=bool(stored.coded))
+        machine = Machine(times=times, block_bytes=block_bytes, bandwidth=found.rate, stored=stored, prefill=prefill)
+    else:
+        assert found.memory_copy_s is not None, "they fit"
+        machine = Machine(
+            times=replace(found.times, late_s=0.0), block_bytes=block_bytes,
+            bandwidth=found.block_bytes / found.memory_copy_s, blocking=True, prefill=prefill,
+        )  # fmt: skip
+    done = simulate(found.trace, Case(policies=Policies(prefetch="none"), slots=slots, machine=machine), waits=True)
     return DiskOption(
-        store="disk", codec=stored.codec, pools=stored.pools_text, slots=slots, tpot_s=done.tpot_s,
-        wait_s=done.wait_s, hit_rate=done.hit_rate, read_per_token=done.bytes_read / len(done.steps_s),
-    )  # fmt: skip
-
-
-def _in_memory(found: DiskFindings, copy_s: float) -> DiskOption:
-    machine = Machine(
-        times=replace(found.times, late_s=0.0), block_bytes={FULL: found.block_bytes},
-        bandwidth=found.block_bytes / copy_s, blocking=True, prefill=no_times(found.trace.shape.layers),
-    )  # fmt: skip
-    done = _simulated(found.trace, machine, found.slots)
-    return DiskOption(
-        store="memory", slots=found.slots, tpot_s=done.tpot_s, wait_s=done.wait_s, hit_rate=done.hit_rate,
-        read_per_token=0.0,
-    )  # fmt: skip
-
-
-def _simulated(trace: Trace, machine: Machine, slots: int) -> Simulation:
-    return simulate(trace, Case(policies=Policies(prefetch="none"), slots=slots, machine=machine), waits=True)
+        store="memory" if stored is None else "disk",
+        codec="raw" if stored is None else stored.codec,
+        pools="" if stored is None else stored.pools_text,
+        slots=slots,
+        tpot_s=done.tpot_s,
+        wait_s=done.wait_s,
+        hit_rate=done.hit_rate,
+        read_per_token=done.bytes_read / len(done.steps_s),
+    )
 
 
 def _times(found: DiskFindings, *, coded: bool) -> LayerTimes:
@@ -487,8 +436,6 @@ def _why_not(found: DiskFindings, stored: Stored, chosen: DiskOption, best: Disk
     )
 
 
-# A short run and a few reads: all that is needed to say how experts on a disk of this machine are best kept.
-
 CODEC = "bitsplit"
 _SAMPLED = 6
 """Experts that are decoded to measure it."""
@@ -496,23 +443,6 @@ _COPIES = 8
 
 Run = Callable[[Sequence[Observer]], OffloadedModel]
 """Offloads a model, with observers."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Coded:
-    """The codec, and some experts as it stores them."""
-
-    codec: Codec
-    parts: list[Sequence[Part]]
-    file: ExpertFile | None
-    """Where all of them lie, if they do."""
-
-    def stored(self, threads: int) -> Stored:
-        """As it is measured."""
-        decoding_s = decoding_seconds(self.codec, self.parts, threads=threads)
-        if self.file is None:
-            return stored_as(self.codec, self.parts, decoding_s=decoding_s, threads=threads)
-        return stored_in(self.file, self.codec, decoding_s=decoding_s, threads=threads)
 
 
 def survey_disk(
@@ -549,9 +479,9 @@ def survey_disk(
             times = without_copies(times, recorder)
         block_bytes, refused = store.layout.block_bytes, ""
         rate, source = _rate(store, folder, bandwidth)
-        coded: _Coded | None = None
+        coded: Stored | None = None
         try:
-            coded = _coded(store)
+            coded = _coded(store, threads)
         except ExpertcastError as error:
             refused = str(error)
         memory_copy_s = _memory_copy(store, slots, budget)
@@ -569,7 +499,7 @@ def survey_disk(
         block_bytes=block_bytes,
         rate=rate,
         rate_source=source,
-        stored=None if coded is None else coded.stored(threads),
+        stored=coded,
         refused=refused,
         memory_copy_s=memory_copy_s,
     )
@@ -588,17 +518,23 @@ def _rate(store: ExpertStore, folder: Path, bandwidth: float | None) -> tuple[fl
     return scratch_rate(folder, block_bytes, most=store.nbytes), "direct reads of a scratch file"
 
 
-def _coded(store: ExpertStore) -> _Coded:
-    """
+def _coded(store: ExpertStore, threads: int) -> Stored:
+    """Decodes some experts as the store's codec, or the default one, keeps them.
+
     Raises:
         ExpertcastError: the codec cannot hold these experts.
     """
     count = store.layers * store.experts
     keys = sorted({round(place * (count - 1) / (_SAMPLED - 1)) for place in range(_SAMPLED)})
     if isinstance(store, DiskStore) and not store.addressable:
-        return _Coded(store.codec, [store.file.read(key) for key in keys], store.file)
-    codec = make_codec(CODEC, store.layout)
-    return _Coded(codec, [codec.encode(store.block(key).clone()) for key in keys], None)
+        codec = store.codec
+        sample: list[Sequence[Part]] = [store.file.read(key) for key in keys]
+        nbytes_NP = stored_in(store.file)
+    else:
+        codec = make_codec(CODEC, store.layout)
+        sample = [codec.encode(store.block(key).clone()) for key in keys]
+        nbytes_NP = stored_as(sample)
+    return stored(codec, nbytes_NP, decoding_s=decoding_seconds(codec, sample, threads=threads), threads=threads)
 
 
 def _memory_copy(store: ExpertStore, slots: int, budget: int | None) -> float | None:

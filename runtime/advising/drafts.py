@@ -19,23 +19,18 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-import torch
-from torch import Tensor
-
-from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.options import parse_options
-from expertcast.predictors.view import ModelShape
+from expertcast.runtime.advising.advice import WORTH, Advice, Option
 from expertcast.runtime.drafts.costs import PRIOR_ACCEPTANCE
 from expertcast.runtime.simulation.machine import Case, check_slots
 from expertcast.runtime.simulation.simulator import VirtualRuntime
-from expertcast.runtime.simulation.trace import Forward, Trace, asked_for, prefilled
+from expertcast.runtime.simulation.trace import Forward, Trace, asked_for
 
 LONGEST = 8
 """n of the longest draft that is asked about."""
 FEWEST = 4
 """Tokens to be written at least: the first comes from the prompt, and a draft of one needs three steps."""
-WORTH = 0.02
-"""Share of tokens per second that a draft must gain before it is advised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +68,8 @@ class DraftTraits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftOption:
-    """One length, and what is expected of it."""
+class DraftOption(Option):
+    """One length."""
 
     length: int
     """n; 0: plain exact steps."""
@@ -88,44 +83,29 @@ class DraftOption:
     """Experts copied per token."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftAdvice:
-    """What every length of a draft would do."""
-
-    draft: DraftTraits
-    options: list[DraftOption]
-    """n = 0, 1, ..."""
-
-    @property
-    def best(self) -> DraftOption:
-        """The fastest; plain steps unless a length is faster by a margin."""
-        fastest = max(self.options, key=lambda option: option.tokens_per_s)
-        plain = self.options[0]
-        return fastest if fastest.tokens_per_s > (1 + WORTH) * plain.tokens_per_s else plain
-
-    def text(self) -> str:
-        """One line for the terminal."""
-        plain, best = self.options[0], self.best
-        name, given = self.draft.name, f"{self.draft.acceptance:.0%} accepted at {self.draft.cost:.2g} of a step each"
-        if best is plain:
-            other = max(self.options[1:], key=lambda option: option.tokens_per_s)
-            return (
-                f"{name} ({given}) does not pay: {other.length} ahead gives {other.tokens_per_s:.3g} tokens/s, plain "
-                f"steps {plain.tokens_per_s:.3g}"
-            )
-        return (
-            f"{name}, {best.length} ahead ({given}): {best.tokens_per_cycle:.1f} tokens in "
+def _advice(draft: DraftTraits, options: Sequence[DraftOption]) -> Advice[DraftOption]:
+    """The fastest length; plain steps unless it is faster by a margin."""
+    plain = options[0]
+    best = max(options, key=lambda option: option.tokens_per_s)
+    given = f"{draft.acceptance:.0%} accepted at {draft.cost:.2g} of a step each"
+    if best.tokens_per_s > (1 + WORTH) * plain.tokens_per_s:
+        headline = (
+            f"{draft.name}, {best.length} ahead ({given}): {best.tokens_per_cycle:.1f} tokens in "
             f"{1e3 * best.cycle_s:.3g} ms, {best.tokens_per_s:.3g} tokens/s; plain steps {plain.tokens_per_s:.3g}"
         )
-
-    def as_dict(self) -> Json:
-        """Plain values, for JSON."""
-        return {**asdict(self), "best_length": self.best.length, "text": self.text()}
+    else:
+        best, other = plain, max(options[1:], key=lambda option: option.tokens_per_s)
+        headline = (
+            f"{draft.name} ({given}) does not pay: {other.length} ahead gives {other.tokens_per_s:.3g} tokens/s, plain "
+            f"steps {plain.tokens_per_s:.3g}"
+        )
+    facts = {"draft": asdict(draft), "best_length": best.length, "text": headline}
+    return Advice(headline=headline, chosen=best, options=options, facts=facts)
 
 
 def advise_drafts(
     trace: Trace, case: Case, draft: DraftTraits, *, longest: int = LONGEST, repetitions: int = 4
-) -> DraftAdvice:
+) -> Advice[DraftOption]:
     """Replay cycles of every length, 0 included, and say what they give.
 
     Args:
@@ -147,30 +127,7 @@ def advise_drafts(
         )
     case = replace(case, predictor=None)
     runs = [_Replay(trace, case, draft, seed) for seed in range(repetitions)]
-    return DraftAdvice(draft=draft, options=[_mean(n, [run.cycles(n) for run in runs]) for n in range(longest + 1)])
-
-
-def routed_trace(ids_TLK: Tensor, experts: int, prompt: int = 64) -> Trace:
-    """The trace of one text whose routing is known and nothing else.
-
-    Args:
-        ids_TLK: experts of consecutive tokens, [T, L, K].
-        experts: E
-        prompt: leading tokens that are read at once; half of a text shorter than twice as many.
-
-    Raises:
-        ExpertcastError: fewer than two tokens.
-    """
-    count, layers, top_k = ids_TLK.shape
-    if count < 2:
-        raise ExpertcastError(f"ids_TLK has shape {list(ids_TLK.shape)}: give 2 tokens or more, [T, L, K]")
-    keys_TLK: list[list[list[int]]] = (ids_TLK + experts * torch.arange(layers)[:, None]).tolist()
-    cut = prefilled(count, prompt)
-    forwards = [
-        Forward(fresh=not start, rows=slice(start, stop), keys=_union(keys_TLK[start:stop]))
-        for start, stop in [(0, cut), *((token, token + 1) for token in range(cut, count))]
-    ]
-    return Trace(shape=ModelShape(layers=layers, experts=experts, top_k=top_k, hidden=0), forwards=forwards)
+    return _advice(draft, [_mean(n, [run.cycles(n) for run in runs]) for n in range(longest + 1)])
 
 
 @dataclass(slots=True)

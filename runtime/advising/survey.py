@@ -32,10 +32,6 @@ from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import Asked, Forward, Trace
 from expertcast.runtime.storage.layout import FULL
 
-# What a run asks of its residency, the experts that layers need and forecasts want; and replays of it in virtual time.
-#
-# L MoE layers, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
-
 _ASKED = "asked"
 
 

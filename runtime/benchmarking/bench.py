@@ -1,6 +1,9 @@
 """The benchmark: time per output token of an offloaded model, in several ways over one link (rows B11, B16, B17).
 
-Runs alternate, so that a machine that slows down slows all of them. L MoE layers, K experts per token.
+Runs alternate, so that a machine that slows down slows all of them. All figures are of decode steps, the prefill left
+out.
+
+L MoE layers, K experts per token. A step's times are split by MoE layer; what follows the last one counts to layer L.
 """
 
 from __future__ import annotations
@@ -34,8 +37,6 @@ from expertcast.runtime.recording.timeline import draw_steps
 from expertcast.runtime.recording.timeline import write_timeline as write_trace
 from expertcast.runtime.storage.store import ExpertStore
 
-# What a measurement ran on, as plain JSON values.
-
 
 def hardware() -> Json:
     """Processor, cores, threads, memory and GPU (None without one)."""
@@ -65,12 +66,6 @@ def _cpu_name() -> str:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
-
-# Whether a measured ratio can be believed: it must lie where such a figure can lie, by more than its own noise.
-#
-# A benchmark's figures compare medians of runs that took turns on one machine. Where the machine's own noise is larger
-# than what they differ by, their ratio is an accident: 125 times what can be hidden was hidden, or a run takes .42 of
-# the least time that any can take. Such figures are not given, but why.
 
 MOST_NOISE = 0.5
 """A figure that is no more certain than by so much is none: all that it can say lies between 0 and 1, or near 1."""
@@ -106,7 +101,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A ratio, or why it is not given."""
+    """A ratio, or why it is not given: within the machine's own noise a ratio is an accident."""
 
     value: float | None = None
     reason: str | None = None
@@ -127,11 +122,6 @@ def figure(value: float, error: float, *, repetitions: int, least: float = -math
         return Figure(reason=f"too noisy: {repetitions} repetition{'s' * (repetitions != 1)}, spread {error:.2g}")
     return Figure(inside)
 
-
-# From recordings of a benchmark's runs to what it reports.
-#
-# L MoE layers. A step is the forward of one token; its times are split by MoE layer, and what follows the last one
-# counts to layer L. All figures are of decode steps, the prefill left out.
 
 _RATE_ERROR = 0.025
 """Of a link's measured rate, at least."""
@@ -505,9 +495,6 @@ def _repeat(run: Run, model: PreTrainedModel, prompt_ids: Tensor, new_tokens: in
             bench.link_rate = link_speed(link, offloaded.store).rate
 
 
-# A benchmark's runs over time: a Chrome trace, and a picture of two steps.
-
-
 def write_timeline(path: Path, measured: Bench) -> dict[str, str]:
     """Chrome trace of the last repetition of every run, and a PNG of two decode steps, on demand above prefetch."""
     recorders = {name: run.recorder for name, run in measured.runs.items() if run.recorder is not None}
@@ -518,9 +505,6 @@ def write_timeline(path: Path, measured: Bench) -> dict[str, str]:
             written["picture"] = str(path.with_suffix(".png"))
             draw_steps({name: recorders[name] for name in pair}, path.with_suffix(".png"), steps=2)
     return written
-
-
-# Time per output token of one offload under several drafts, in alternation, against plain exact decoding.
 
 
 def bench_drafts(

@@ -184,17 +184,11 @@ def _overlap(ids_PLK: Tensor, other_PLK: Tensor) -> float:
     return float((ids_PLK.unsqueeze(-1) == other_PLK.unsqueeze(-2)).any(-1).float().mean())
 
 
-# Routing by table in place of a model's own routers, and a predictor that forecasts it as well as it is told to.
-#
-# Random weights route at random, which no cache and no forecast survives. Hooks on the routers replace what they
-# return, by position in the text, so that every run of a benchmark sees the same routing; the routers still run and
-# cost their time.
-#
-# T tokens, N decode positions, L MoE layers, E routed experts per layer, K experts per token.
-
-
 class RoutingProcess:
     """Replaces the routing of a model while it is entered (`with process:`); attach it before `offload`.
+
+    Random weights route at random, which no cache and no forecast survives. Hooks on the routers replace their output
+    by position in the text, so that every run of a benchmark sees the same routing; the routers still run.
 
     One text at a time. What a hook costs per layer and token is one list index: everything is in its place before.
     """

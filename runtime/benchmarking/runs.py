@@ -1,7 +1,10 @@
-"""The peer: the same model under accelerate's own CPU offload, what a transformers user would otherwise take.
+"""Greedy decoding with every step timed, a store shared by several offloads, and the peer.
 
-accelerate moves whole modules: all experts of a layer for every token, whichever of them are routed to. Its hooks load
-a module's weights before its forward and drop them after it; what fits the memory stays on the device (`device_map`).
+The peer is the same model under accelerate's own CPU offload, what a transformers user would otherwise take. accelerate
+moves whole modules: all experts of a layer for every token, whichever of them are routed to. Its hooks load a module's
+weights before its forward and drop them after it; what fits the memory stays on the device (`device_map`).
+
+V vocabulary, L MoE layers, E routed experts per layer.
 """
 
 from __future__ import annotations
@@ -27,8 +30,6 @@ from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.recording.recorder import Recorder
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.store import ExpertStore
-
-# Greedy decoding with every step timed alone, and its logits kept for comparison. V vocabulary.
 
 
 @dataclass(slots=True)
@@ -107,13 +108,8 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-# A store that one model's offloads use in turn: its experts are packed once, however many runs a benchmark has.
-#
-# L MoE layers, E routed experts per layer.
-
-
 class LentStore(ExpertStore):
-    """Give it to :func:`expertcast.offload` as `store`, as often as needed; `give_back` ends it.
+    """A store that one model's offloads use in turn: the experts are packed once. `give_back` ends it.
 
     Between offloads the model's experts are views of the blocks in host memory: a model that computes on the CPU runs
     as ever, one on `device` runs inside :meth:`resident`, while its experts may still lie on the CPU.

@@ -42,16 +42,6 @@ class Shape:
     values: Mapping[str, object] = field(default_factory=dict, hash=False)
     """What is other than the model type's defaults."""
 
-    @classmethod
-    def of(cls, config: PretrainedConfig) -> Shape:
-        """What a config says of a forward: no ids of tokens, and no dtype."""
-        values = {
-            name: value
-            for name, value in config.to_dict().items()
-            if name not in ("model_type", "dtype", "quantization_config") and not name.endswith("_token_id")
-        }
-        return cls(hub_id=str(config._name_or_path), model_type=config.model_type, values=values)
-
     def config(self, layers: int | None = None) -> PretrainedConfig:
         """The config, cut to the first `layers` MoE layers (dense layers before them stay)."""
         cut: Json = {} if layers is None else {"num_hidden_layers": layers + self.dense_layers}

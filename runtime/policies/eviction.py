@@ -1,6 +1,8 @@
-"""Bases of policies whose books find the expert to give up without looking at every slot.
+"""Eviction policies, which choose the expert that gives up its slot, and pre-eviction policies, which free slots early.
 
-L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
+A policy owns no tensor and starts no copy.
+
+L MoE layers, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
 """
 
 from __future__ import annotations
@@ -23,10 +25,6 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.policies.base import CacheShape, Choice, Policy, PolicyConfig, PolicyRegistry
 from expertcast.runtime.pools.cache import Pools
 from expertcast.runtime.pools.states import State
-
-# Eviction: which expert gives up its slot. A policy owns no tensor and starts no copy.
-#
-# L MoE layers, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
 
 PROMPT_ROWS = 64
 """Tokens of a prompt whose routing is told one by one."""
@@ -320,37 +318,6 @@ class Rescored(EvictionPolicy):
         self._lowest[layer] = self._scores[layer].of(ranking[0]) if ranking else math.inf
 
 
-# First in, first out: a baseline of ZipMoE's (section 5.1; row E21).
-
-
-class FIFO(EvictionPolicy):
-    """Gives up the expert that has had its slot for longest, however often it was used. Every operation is O(1)."""
-
-    name = "fifo"
-
-    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
-        super().__init__(config, shape)
-        self._keys: dict[int, None] = {}
-
-    def insert(self, key: int, full: bool = True) -> None:
-        self._keys[key] = None
-
-    def use(self, keys: Sequence[int]) -> None:
-        pass
-
-    def remove(self, key: int) -> None:
-        del self._keys[key]
-
-    def clear(self) -> None:
-        self._keys.clear()
-
-    def victim(self, protected: Container[int]) -> int | None:
-        return next((key for key in self._keys if key not in protected), None)
-
-
-# Least recently used (row A12).
-
-
 class LRU(EvictionPolicy):
     """Gives up the expert that was not used for the longest time. Every operation is O(1)."""
 
@@ -381,7 +348,14 @@ class LRU(EvictionPolicy):
         return None
 
 
-# Least frequently used (row A13).
+class FIFO(LRU):
+    """Gives up the expert that has had its slot for longest, however often it was used: a baseline of ZipMoE's (section
+    5.1). Every operation is O(1)."""
+
+    name = "fifo"
+
+    def use(self, keys: Sequence[int]) -> None:
+        """Use does not count."""
 
 
 class LFU(ByPriority):
@@ -405,18 +379,15 @@ class LFU(ByPriority):
         return self._uses[key]
 
 
-# Least frequently and recently used.
-#
-# Source: 2608.07911 compares it with Belady's bound in an event-atomic replay. The score, uses over age, is that of
-# tinyserve, whose author named it (vLLM pull request 37190), and what others read in 2608.07911's released replay.
-
-
 class LFRU(EvictionPolicy):
     """Gives up the expert with the lowest f / (now - last + 1); ties by f, then by LRU.
 
     f counts its uses since the start and goes on where it was when an expert comes back; the clock counts layers that
     ran, of those that this policy rules over. An insertion that no use follows (a prefetch) sets `last` alone. Of
     experts with equal f the one accessed longest ago is lowest, so a decision looks at one expert per count there is.
+
+    Source: 2608.07911 compares it with Belady's bound in an event-atomic replay; the score, uses over age, is that of
+    tinyserve (vLLM pull request 37190).
     """
 
     name = "lfru"
@@ -463,9 +434,6 @@ class LFRU(EvictionPolicy):
         return found
 
 
-# Least high-precision used (row A14).
-
-
 class LHU(LFU):
     """LFU that counts only uses while the expert was held in the model's own precision; without copies in a lower one
     it is LFU."""
@@ -486,9 +454,6 @@ class LHU(LFU):
             if key in self._full:
                 self._uses[key] += 1
             self._access(key)
-
-
-# Lowest historical router score (row A16).
 
 
 class Score(Rescored):
@@ -517,9 +482,6 @@ class Score(Rescored):
         return Scores(sums_E, 1 / (max(sums_E) or 1.0))
 
 
-# Marking (Fiat et al., Competitive paging algorithms, 1991): a baseline of ZipMoE's (section 5.1; row E21).
-
-
 @dataclass(frozen=True, kw_only=True)
 class MarkingConfig(PolicyConfig):
     seed: int = 0
@@ -531,7 +493,8 @@ class MarkingConfig(PolicyConfig):
 
 
 class Marking(ByPriority):
-    """Gives up an expert drawn from those that were not used in the present phase. O(log n).
+    """Gives up an expert drawn from those that were not used in the present phase (Fiat et al., Competitive paging
+    algorithms, 1991; a baseline of ZipMoE's). O(log n).
 
     A use marks an expert. When a marked one goes, because no other is left, the next phase begins: the marks set so far
     count no longer. An expert that comes in without being used, by a prefetch, is not marked.
@@ -568,8 +531,6 @@ class Marking(ByPriority):
     def _priority(self, key: int) -> float:
         return self._drawn[key]
 
-
-# Farthest layer distance (row A15).
 
 DISTANCES = ("cyclic", "absolute")
 
@@ -625,8 +586,6 @@ def _from_the_ends(layers: int, current: int) -> Iterator[list[int]]:
         for layer in equal:
             layers ^= 1 << layer
 
-
-# Least-Stale (row A17).
 
 ORDERS = ("distance", "layer")
 
@@ -699,8 +658,6 @@ def _first_to_last(layers: int) -> Iterator[int]:
         yield (layers & -layers).bit_length() - 1
         layers &= layers - 1
 
-
-# Importance: recent use and forecast together (rows D3 to D5).
 
 _HEAVY = 1e100
 """A use's weight from which on a layer's weights are scaled down."""
@@ -776,9 +733,6 @@ class Importance(Rescored):
         return Scores([per_use * u + per_chance * p for u, p in zip(hotness_E, forecast_E, strict=True)], 1.0, equal)
 
 
-# Slots as the pool of full experts (rows E12 and E14): who may stay in one is decided with what is kept compressed.
-
-
 class Pooled(EvictionPolicy):
     """Gives up experts that only pass through a slot first, the one used longest ago, then full ones in the same order.
 
@@ -827,11 +781,6 @@ class Pooled(EvictionPolicy):
                 if key not in protected:
                     return key
         return None
-
-
-# Giving slots up before a layer's routing is known (rows D6 to D8).
-#
-# E routed experts per layer, k distinct experts that a forecast predicts.
 
 
 class PreEviction(Policy):
@@ -908,8 +857,6 @@ class Gap(PreEviction):
 
 PRE_EVICTION: PolicyRegistry[PreEviction] = PolicyRegistry("pre-eviction policy", NoPreEviction, Gap)
 
-
-# Which experts compete for a slot: those of all layers for all slots, or each layer's for its own share.
 
 SCOPES = ("global", "layer")
 

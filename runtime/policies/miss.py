@@ -1,4 +1,7 @@
-"""Miss policies. Every registration is here; the order is the order of tables."""
+"""Miss policies: what happens to experts that a layer needs and the device does not hold.
+
+T tokens, E routed experts per layer, K experts per token. Experts are numbered 0..E-1 within their layer.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,6 @@ from typing import ClassVar
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.policies.base import CacheShape, Policy, PolicyConfig, PolicyRegistry
 from expertcast.runtime.storage.layout import FULL, PRECISIONS, is_better
-
-# Miss handling: what happens to experts that a layer needs and the device does not hold.
-#
-# T tokens, E routed experts per layer, K experts per token. Experts are numbered 0..E-1 within their layer.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,9 +98,6 @@ def copies_of(levels: Sequence[str]) -> tuple[str, ...]:
     return tuple(level for level in levels if level != FULL)
 
 
-# Load whatever is missing, in full (row A5).
-
-
 class Fetch(MissPolicy):
     """Waits for every missing expert: the output is the resident model's."""
 
@@ -110,9 +106,6 @@ class Fetch(MissPolicy):
 
     def decide(self, lookup: Lookup) -> Verdict:
         return Verdict()
-
-
-# Load whatever is missing in the lowest precision there is (row A6).
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,17 +134,6 @@ class FetchLowest(MissPolicy):
         return Verdict(precision=dict.fromkeys(lookup.missing(), self.config.levels[-1]))
 
 
-# Load what is missing in the highest precision, and less important experts in lower ones under pressure (row A7).
-#
-# The paper gives the levels (int8, int4, int2), that low-importance experts are those in the bottom 60th percentile of
-# the gate score, and that they fall back "under capacity constraints". Read here as:
-#
-# - pressure: a layer misses more experts than there are free slots, so that something has to be evicted for them;
-# - the percentile is taken over the misses of the run so far (the last 1024), each by its largest share of any token's
-#   combine weights;
-# - the experts below it are spread evenly over the lower levels: with two of them, the bottom 30 in 100 get the second.
-
-
 @dataclass(frozen=True, kw_only=True)
 class FetchPriorityConfig(PolicyConfig):
     """The precisions, and which experts are important."""
@@ -168,7 +150,12 @@ class FetchPriorityConfig(PolicyConfig):
 
 
 class FetchPriority(MissPolicy):
-    """Degrades a miss by how its score compares with those of earlier misses.
+    """Loads misses in the highest precision and, under pressure, less important experts in lower ones.
+
+    Pressure: a layer misses more experts than there are free slots. An expert's score is its largest share of any
+    token's combine weights; its percentile is taken over the last 1024 misses. Experts below the percentile are spread
+    evenly over the lower levels: with two of them, the bottom 30 in 100 get the second. SpecMD gives the levels and
+    the 60th percentile, and says "under capacity constraints"; the rest is this project's.
 
     An expert that is held in a lower precision and is important now is asked for again in the first one.
     """
@@ -226,13 +213,6 @@ class RunningRank:
         return bisect_right(self._sorted, value) / len(self._sorted) if self._sorted else 1.0
 
 
-# Load a missing expert in the precision that its gate score deserves (row A8, HOBBIT's cascade).
-#
-# The paper names a score with thresholds and gives none. The score here is the expert's share of a token's combine
-# weights times K, which has mean 1 for any model and any K. With thresholds 1 (the mean) and 0.25, a third of what the
-# reference model routes falls into each of the three bands.
-
-
 @dataclass(frozen=True, kw_only=True)
 class CascadeConfig(PolicyConfig):
     """The precisions, and the scores between which each of them is taken."""
@@ -255,7 +235,11 @@ class CascadeConfig(PolicyConfig):
 
 
 class Cascade(MissPolicy):
-    """Never drops. An expert that is held in a lower precision than its score deserves now is asked for again."""
+    """Loads a missing expert in the precision that its score deserves (HOBBIT's cascade); never drops.
+
+    The score is the expert's share of a token's combine weights times K, which has mean 1 for any model and any K. The
+    paper gives no thresholds: with 1 and 0.25 a third of what the reference model routes falls into each band.
+    An expert that is held in a lower precision than its score deserves now is asked for again."""
 
     name = "cascade"
     config_class = CascadeConfig
@@ -280,12 +264,6 @@ class Cascade(MissPolicy):
         return config.levels[min(below, len(config.levels) - 1)]
 
 
-# Skip missing experts that no token ranks high (row A9).
-#
-# The paper reports that models hold up against changes beyond rank 2, and gives no cut-off: the two heaviest experts of
-# every token are fetched here, those from the third on are dropped when they are missing.
-
-
 @dataclass(frozen=True, kw_only=True)
 class DropConfig(PolicyConfig):
     """Which experts are never dropped."""
@@ -299,7 +277,10 @@ class DropConfig(PolicyConfig):
 
 
 class Drop(MissPolicy):
-    """The rest of a token's experts keep their weights: its output gets smaller by what is left out."""
+    """Skips missing experts that no token ranks among its heaviest; the others keep their weights.
+
+    The paper reports that models hold up against changes beyond rank 2, and gives no cut-off.
+    """
 
     name = "drop"
     config_class = DropConfig
@@ -318,9 +299,6 @@ def low_ranked(lookup: Lookup, fetched: int) -> set[int]:
     return lookup.missing() - heavy
 
 
-# Skip missing experts of low rank, and load the others in the precision that they deserve (row A10: A8 and A9).
-
-
 @dataclass(frozen=True, kw_only=True)
 class DropCascadeConfig(CascadeConfig, DropConfig):
     """What is never dropped, and the precisions of what is fetched."""
@@ -331,7 +309,7 @@ class DropCascadeConfig(CascadeConfig, DropConfig):
 
 
 class DropCascade(Cascade):
-    """What is not dropped is left to the cascade."""
+    """Drops as `drop` does, and loads the others as `cascade` does."""
 
     name = "drop_cascade"
     config_class = DropCascadeConfig
@@ -343,9 +321,6 @@ class DropCascade(Cascade):
         for expert in verdict.dropped:
             del verdict.precision[expert]
         return verdict
-
-
-# Run a held expert in a missing one's place if the router scored it nearly as high (row A11).
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,5 +390,3 @@ def _tokens_of_missing(lookup: Lookup) -> dict[int, dict[int, float]]:
 MISS: PolicyRegistry[MissPolicy] = PolicyRegistry(
     "miss policy", Fetch, FetchLowest, FetchPriority, Cascade, Drop, DropCascade, Substitute
 )
-
-__all__ = ["MISS", "Fetch", "Lookup", "MissPolicy", "Verdict"]

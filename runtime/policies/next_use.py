@@ -1,6 +1,7 @@
 """Evict by a forecast of the next uses that learns while it runs, from routing alone.
 
-L MoE layers, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
+L MoE layers, E routed experts per layer, K experts per token, F features of an expert. An expert's
+key is layer * E + expert. A visit is one token at one layer.
 
 Sources: that a learned next use, as an eviction rule, can lose to plain recency is 2608.07911's finding, hence the
 shadow caches; the features, the regression and the choice among policies are this project's.
@@ -19,11 +20,9 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.policies.base import CacheShape, PolicyConfig
 from expertcast.runtime.policies.eviction import LFRU, LFU, LRU, EvictionPolicy, Rescored, Scores
 
-# A cache of keys alone: what a policy would have missed, had it decided.
-
 
 class Shadow:
-    """Books of a cache that loads on demand, without weights.
+    """A cache of keys alone that loads on demand: counts what a policy would have missed.
 
     Args:
         policy: decides; nobody else tells it of slots.
@@ -54,10 +53,6 @@ class Shadow:
         policy.use(fitting)
         return len(missing)
 
-
-# Which experts a layer uses soon, learnt from nothing but which ones it has used: online logistic regression.
-#
-# L MoE layers, E routed experts per layer, F features of an expert. A visit is one token at one layer.
 
 Numbers = npt.NDArray[np.float64]
 

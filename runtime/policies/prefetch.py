@@ -1,4 +1,7 @@
-"""Prefetch selections. Every registration is here; the order is the order of tables."""
+"""Prefetch policies: which of a forecast's experts are requested, and in which order.
+
+T tokens, E routed experts per layer, K experts per token.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,6 @@ from expertcast.predictors.base import FARTHEST, Forecast, LogOdds
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import overfetched
 from expertcast.runtime.policies.base import CacheShape, Policy, PolicyConfig, PolicyRegistry
-
-# Prefetch selection: which of a forecast's experts are asked for, and in which order.
-#
-# T tokens, E routed experts per layer, K experts per token.
 
 
 class Wanted:
@@ -94,9 +93,6 @@ def likeliest_first(chosen_TE: npt.NDArray[np.bool_], probability_TE: npt.NDArra
     return [int(expert) for expert in experts[order]]
 
 
-# Nothing is prefetched: forecasts serve eviction alone.
-
-
 class NoPrefetch(PrefetchPolicy):
     """Asks for nothing."""
 
@@ -105,8 +101,6 @@ class NoPrefetch(PrefetchPolicy):
     def experts(self, wanted: Wanted, transfer: Transfer | None) -> list[int]:
         return []
 
-
-# The forecast's own experts, and further ones by probability (row A20).
 
 MOST_OVERFETCH = 65_536
 
@@ -162,10 +156,6 @@ def by_weight(ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) 
             weight[expert] = weight.get(expert, 0.0) + value
     return sorted(weight, key=weight.__getitem__, reverse=True)
 
-
-# Experts whose score lies above a percentile (row A21, traps 6 and 13).
-#
-# T tokens, E routed experts per layer, K experts per token.
 
 OVER = ("history", "token", "mass")
 
@@ -272,10 +262,6 @@ class RunningQuantile:
         return int(np.searchsorted(below, rank, side="right"))
 
 
-# How likely each expert is needed, learnt while the model runs: probabilities that mean what they say.
-#
-# T tokens, E routed experts per layer, K experts per token.
-
 Array = npt.NDArray[np.float64]
 
 _MEMORY = 0.999
@@ -362,10 +348,6 @@ def _any(p_TE: Array) -> Array:
     return p_E.clip(_LEAST, 1.0)
 
 
-# Experts whose probability exceeds a fixed one.
-#
-# T tokens, E routed experts per layer, K experts per token.
-
 OF = ("use", "softmax")
 
 
@@ -386,7 +368,24 @@ class ThresholdConfig(PolicyConfig):
             raise ExpertcastError(f"unknown of={self.of!r}: choose from {', '.join(OF)}")
 
 
-class Threshold(PrefetchPolicy):
+class Calibrated(PrefetchPolicy):
+    """Base of policies that go by the calibrated probability that a step uses an expert."""
+
+    reads_transfer = True  # the flow calls see_routing only beside it
+
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
+        super().__init__(config, shape)
+        self._calibration = Calibration(shape.top_k)
+
+    def probability(self, wanted: Wanted) -> Array:
+        """[E] probability that the step uses an expert."""
+        return self._calibration.probability(wanted.layer, wanted.forecast.logits_TE, wanted.forecast.log_odds)
+
+    def see_routing(self, layer: int, ids: Sequence[int]) -> None:
+        self._calibration.learn(layer, ids)
+
+
+class Threshold(Calibrated):
     """Experts above a probability, the likeliest first.
 
     Defaults are where precision and recall balance (highest F1) on the reference model: .83 and .91 with forecasts of
@@ -397,28 +396,14 @@ class Threshold(PrefetchPolicy):
     name = "threshold"
     config_class = ThresholdConfig
     config: ThresholdConfig
-    reads_transfer = True  # the flow calls see_routing only beside it
-
-    def __init__(self, config: ThresholdConfig, shape: CacheShape) -> None:
-        super().__init__(config, shape)
-        self._calibration = Calibration(shape.top_k)
 
     def experts(self, wanted: Wanted, transfer: Transfer | None) -> list[int]:
         if self.config.of == "softmax":
             probability_TE = wanted.probability_TE.numpy()
         else:
-            probability_TE = self._calibration.probability(
-                wanted.layer, wanted.forecast.logits_TE, wanted.forecast.log_odds
-            )[None]
+            probability_TE = self.probability(wanted)[None]
         return likeliest_first(probability_TE > self.config.above, probability_TE)
 
-    def see_routing(self, layer: int, ids: Sequence[int]) -> None:
-        self._calibration.learn(layer, ids)
-
-
-# Experts whose copy is expected to save more waiting than it costs.
-#
-# E routed experts per layer, K experts per token.
 
 EVICTION = ("wrong", "always")
 
@@ -440,7 +425,7 @@ class ValueConfig(PolicyConfig):
             raise ExpertcastError(f"unknown eviction={self.eviction!r}: choose from {', '.join(EVICTION)}")
 
 
-class Value(PrefetchPolicy):
+class Value(Calibrated):
     """Loads the likeliest experts first, for as long as the next one's copy is worth it.
 
     A copy of `copy_s` seconds that begins after a backlog of b seconds, for a layer that asks in `left_s`, saves
@@ -467,22 +452,14 @@ class Value(PrefetchPolicy):
     name = "value"
     config_class = ValueConfig
     config: ValueConfig
-    reads_transfer = True
-
-    def __init__(self, config: ValueConfig, shape: CacheShape) -> None:
-        super().__init__(config, shape)
-        self._calibration = Calibration(shape.top_k)
 
     def experts(self, wanted: Wanted, transfer: Transfer | None) -> list[int]:
         assert transfer is not None, "reads_transfer asks for it"
-        p_E = self._calibration.probability(wanted.layer, wanted.forecast.logits_TE, wanted.forecast.log_odds)
+        p_E = self.probability(wanted)
         own = {expert for row in wanted.ids for expert in row}
         named = [expert for expert in own if transfer.resident(expert)]
         named += self._worth_loading(p_E, transfer)
         return sorted(named, key=lambda expert: (-p_E[expert], expert))
-
-    def see_routing(self, layer: int, ids: Sequence[int]) -> None:
-        self._calibration.learn(layer, ids)
 
     def _worth_loading(self, p_E: Array, transfer: Transfer) -> list[int]:
         if transfer.left_s <= transfer.backlog_s:
@@ -523,5 +500,3 @@ def saved_s(p: float, backlog_s: float, copy_s: float, left_s: float) -> float:
 PREFETCH: PolicyRegistry[PrefetchPolicy] = PolicyRegistry(
     "prefetch policy", NoPrefetch, TopK, Percentile, Threshold, Value
 )
-
-__all__ = ["PREFETCH", "Percentile", "PrefetchPolicy", "TopK", "TopKConfig", "Transfer", "Value", "Wanted"]

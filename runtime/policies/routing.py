@@ -1,4 +1,7 @@
-"""Routing policies. Every registration is here; the order is the order of tables."""
+"""Routing policies: which experts a layer executes, given what the cache holds.
+
+T tokens, E routed experts per layer, K experts per token, J guarded experts per token.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,6 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.routing_rule import renormalises, weights_over
 from expertcast.predictors.view import MoELayer
 from expertcast.runtime.policies.base import CacheShape, Policy, PolicyConfig, PolicyRegistry
-
-# Routing with an eye on the cache: which experts a layer executes.
-#
-# T tokens, E routed experts per layer, K experts per token.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,9 +45,6 @@ class RoutingPolicy(Policy):
         may name any expert."""
 
 
-# The router's own choice (row A2).
-
-
 class Standard(RoutingPolicy):
     """Leaves the routing as it is."""
 
@@ -57,11 +53,6 @@ class Standard(RoutingPolicy):
 
     def route(self, routed: Routed) -> None:
         del routed
-
-
-# Experts that are on the device are preferred (rows A3 and A4, trap 7).
-#
-# T tokens, E routed experts per layer, K experts per token, J guarded experts per token.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +131,6 @@ def _with_guard(chosen_TK: Tensor, guard_TJ: Tensor, biased_TE: Tensor) -> Tenso
     return torch.where(complete_T1, chosen_TK, guarded_TK)
 
 
-# As many of a token's experts as the free slots allow (rows D9 and D10).
-#
-# T tokens, E routed experts per layer, K experts per token.
-
-
 @dataclass(frozen=True, kw_only=True)
 class BudgetConfig(PolicyConfig):
     """How many experts a token executes."""
@@ -219,5 +205,3 @@ def _counts(ranked: Sequence[Sequence[int]], cached: set[int], available: int, k
 
 
 ROUTING: PolicyRegistry[RoutingPolicy] = PolicyRegistry("routing policy", Standard, CacheAware, Budget)
-
-__all__ = ["ROUTING", "Routed", "RoutingPolicy", "Standard"]

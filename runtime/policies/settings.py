@@ -31,8 +31,6 @@ from expertcast.runtime.policies.next_use import NextUse
 from expertcast.runtime.policies.prefetch import MOST_OVERFETCH, PREFETCH, PrefetchPolicy
 from expertcast.runtime.policies.routing import ROUTING, RoutingPolicy
 
-# Eviction policies. Every registration is here; the order is the order of tables.
-
 EVICTION: PolicyRegistry[EvictionPolicy] = PolicyRegistry(
     "eviction policy",
     LRU,
@@ -135,14 +133,10 @@ class PolicySet:
     pre_eviction: PreEviction
 
 
-# Published systems as sets of policies, by name.
-#
-# Each preset says which predictor the system forecasts with, for whoever runs it: a parameter-free one, or none.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A system's policies with the forecast they rest on, and what it was measured with where its paper says so."""
+    """A published system's policies, the predictor that it forecasts with, and what it was measured with where its
+    paper says so."""
 
     policies: Policies
     source: str

@@ -1,5 +1,4 @@
-"""Which experts are kept in which state: pools of full, compressed and partial experts (ZipMoE, section 3.4; rows E12
-and E14).
+"""Pools of full, compressed and partial experts: which expert is kept in which state (ZipMoE, section 3.4).
 
 Each layer has pools F, C, S and E of its own, in bytes. Beside them stand the slots that a running layer computes with.
 """
@@ -12,8 +11,6 @@ from dataclasses import dataclass
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.pools.states import POOLS, ExpertBytes, State
-
-# Experts of one layer by how often they were used: the runtime frequency list (ZipMoE, section 3.4).
 
 FADE = 0.97
 """What a use still counts after one step of its layer: half after 23 steps. Recorded routing drifts from what it was at
@@ -208,11 +205,6 @@ def _lowered(state: State, pool: int) -> State:
     return State.M if state is State.E else State.S
 
 
-# The pools of all layers of a model, and what changes in them as it runs.
-#
-# L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
-
-
 class Pools:
     """Which expert is to be held in which state. Calls come from the thread that runs the model, but for `state`.
 
@@ -221,7 +213,6 @@ class Pools:
         experts: E.
         size: bytes of an expert's parts.
         room: experts for which each state has room, of all layers together; layers share it as evenly as can be.
-        margin, fade: of :class:`PoolCache`.
 
     Raises:
         ExpertcastError: room for less than none.
@@ -234,8 +225,6 @@ class Pools:
         experts: int,
         size: ExpertBytes,
         room: Mapping[State, int],
-        margin: int = MARGIN,
-        fade: float = FADE,
     ) -> None:
         wrong = {state.name: count for state, count in room.items() if count < 0 or state not in POOLS}
         if wrong:
@@ -247,7 +236,7 @@ class Pools:
         for layer in range(layers):
             shares = {state: _share(count, layer, layers) for state, count in self.room.items()}
             memory = {state: count * size.held(state) for state, count in shares.items()}
-            self._layers.append(PoolCache(experts, size=size, memory=memory, margin=margin, fade=fade))
+            self._layers.append(PoolCache(experts, size=size, memory=memory))
         self._changed: list[tuple[int, State]] = []
         self.running: frozenset[int] = frozenset()
         """Experts that the last layer ran with."""

@@ -1,26 +1,23 @@
-"""Which share of the memory each pool is given (ZipMoE, Algorithm 4; row E19).
+"""Which share of the memory each pool is given (ZipMoE, Algorithm 4).
 
 R ranks, M most experts of a step, G hit patterns, N allocations; four pools in the order F, C, S, E.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.pools.ranks import Counts, RankModel, hit_patterns, interval_hits, pattern_chances
-from expertcast.runtime.pools.ranks import _Floats as Floats
+from expertcast.runtime.pools.ranks import Counts, Floats, RankModel, hit_patterns, interval_hits, pattern_chances
 from expertcast.runtime.pools.states import POOLS, Costs, ExpertBytes, State
-
-# How long a layer waits, from how many of its experts are in which state (ZipMoE, Algorithm 3; row E18).
 
 
 def estimate_makespan(found_4: npt.NDArray[np.generic], size: int, costs: Costs) -> Floats:
-    """Seconds, the experts' own computing left out.
+    """Seconds until a layer's experts are ready, their computing left out (ZipMoE, Algorithm 3).
 
     The larger of what the disk reads and of what the threads decode, where reading a shard counts as their work too: as
     if a thread waited for the shards that it decodes.
@@ -63,7 +60,6 @@ def plans(
     size: ExpertBytes,
     memory: int,
     step: float = 0.05,
-    pools: Sequence[State] = POOLS,
 ) -> list[Plan]:
     """Every allocation of a grid with what it is expected to take, the best first.
 
@@ -73,17 +69,15 @@ def plans(
         size: bytes of an expert's parts.
         memory: bytes for the pools of one layer.
         step: of the grid, as a share of the memory (the paper's delta, which is its dispatch margin as well).
-        pools: those to use (the paper's Lambda).
 
     Raises:
-        ExpertcastError: a step that does not divide 1, or no pools.
+        ExpertcastError: a step that does not divide 1.
     """
     parts = round(1 / step) if step > 0 else 0
-    if parts < 1 or abs(parts * step - 1) > 1e-9 or not pools:
-        raise ExpertcastError(f"step={step}, {len(pools)} pools: give a step of 1, 1/2, 1/3, ... and one pool or more")
+    if parts < 1 or abs(parts * step - 1) > 1e-9:
+        raise ExpertcastError(f"step={step}: give a step of 1, 1/2, 1/3, ...")
     bytes_4 = np.array([size.held(state) for state in POOLS])
-    used_4 = np.array([state in pools for state in POOLS])
-    shares_N4 = np.array([shares for shares in _compositions(parts, 4) if not any(np.array(shares)[~used_4])])
+    shares_N4 = np.array(list(_compositions(parts, 4)))
     counts_N4 = np.unique(_counts(shares_N4, parts, memory, bytes_4), axis=0)
     seconds_N = expected_makespans(model, costs, counts_N4)
     made = []

@@ -1,7 +1,8 @@
 """How often experts of each rank are used, and the distribution of a step's experts that follows.
 
-L MoE layers, R ranks (as many as experts), M most experts that one step of a layer uses. A layer's experts are ranked
-by how often they were used before the step (ZipMoE, section 3.4; row E13).
+L MoE layers, R ranks (as many as experts), M most experts that one step of a layer uses,
+G hit patterns, four pools in the order F, C, S, E. A layer's experts are ranked
+by how often they were used before the step (ZipMoE, section 3.4).
 """
 
 from __future__ import annotations
@@ -14,20 +15,16 @@ import numpy.typing as npt
 
 from expertcast.data.routing_file import Routing
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.pools.cache import FADE, Ranking
+from expertcast.runtime.pools.cache import Ranking
 
-# How many of a step's experts are found in each pool.
-#
-# R ranks, M most experts of a step, G hit patterns, four pools in the order F, C, S, E.
-
-_Floats = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 _MOST_PATTERNS = 2**20
 
 
-def poisson_binomials(chances_LR: _Floats, most: int) -> _Floats:
+def poisson_binomials(chances_LR: Floats, most: int) -> Floats:
     """Probability of 0, 1, ... `most` hits among the first 0, 1, ... R ranks [L, R + 1, most + 1], each rank hit by
-    itself (ZipMoE, Algorithm 2; row E15)."""
+    itself (ZipMoE, Algorithm 2)."""
     layers, ranks = chances_LR.shape
     found = np.zeros((layers, ranks + 1, most + 1))
     found[:, 0, 0] = 1.0
@@ -38,7 +35,7 @@ def poisson_binomials(chances_LR: _Floats, most: int) -> _Floats:
     return found
 
 
-def interval_hits(chances_R: _Floats, most: int) -> _Floats:
+def interval_hits(chances_R: Floats, most: int) -> Floats:
     """The same for ranks from a up to b, b left out: [a, b, hits], zero where b < a."""
     ranks = len(chances_R)
     found = np.zeros((ranks + 1, ranks + 1, most + 1))
@@ -69,8 +66,8 @@ def hit_patterns(most: int) -> Counts:
     return patterns
 
 
-def pattern_chances(intervals: _Floats, ends: Counts, patterns_G4: Counts, size: int) -> _Floats:
-    """Probability of each hit pattern when a step uses `size` experts (ZipMoE, section 3.4 and Algorithm 4; row E16).
+def pattern_chances(intervals: Floats, ends: Counts, patterns_G4: Counts, size: int) -> Floats:
+    """Probability of each hit pattern when a step uses `size` experts (ZipMoE, section 3.4 and Algorithm 4).
 
     Phi_M(size - hits) / Phi_N(size) times the pools' Phi(h); pools take ranks one after another.
 
@@ -85,7 +82,7 @@ def pattern_chances(intervals: _Floats, ends: Counts, patterns_G4: Counts, size:
     """
     ranks = intervals.shape[0] - 1
     rest_G = size - patterns_G4.sum(axis=1)
-    chances: _Floats = np.where(rest_G >= 0, intervals[ends[..., -1, None], ranks, np.maximum(rest_G, 0)], 0.0)
+    chances: Floats = np.where(rest_G >= 0, intervals[ends[..., -1, None], ranks, np.maximum(rest_G, 0)], 0.0)
     start = np.zeros_like(ends[..., 0])
     for pool in range(4):
         chances = chances * intervals[start[..., None], ends[..., pool, None], patterns_G4[:, pool]]
@@ -94,7 +91,6 @@ def pattern_chances(intervals: _Floats, ends: Counts, patterns_G4: Counts, size:
     return chances
 
 
-Floats = npt.NDArray[np.float64]
 _LEAST = 1e-6
 """Inclusion probabilities are kept this far from 0 and from 1."""
 _ITERATIONS, _CLOSE = 500, 1e-9
@@ -123,19 +119,17 @@ class RankModel:
         return fit_selection(self.inclusion_LR, self.sizes_LM)
 
 
-def rank_model(routing: Routing, *, fade: float = FADE, warm: int = 0) -> RankModel:
+def rank_model(routing: Routing) -> RankModel:
     """Count at which rank each decoded token's experts were before it, as a cache that runs along sees them.
 
     Args:
         routing: prompts are counted in the ranking and not in the model, as they use nearly everything.
-        fade: of :class:`Ranking`.
-        warm: decoded steps to leave out of the model at the start.
 
     Raises:
-        ExpertcastError: no decoded steps are left.
+        ExpertcastError: no decoded steps.
     """
     layers, experts = routing.layers, routing.experts
-    rankings = [Ranking(experts, fade) for _ in range(layers)]
+    rankings = [Ranking(experts) for _ in range(layers)]
     sizes_LM = np.zeros((layers, experts + 1))
     moved_LRR = np.zeros((layers, experts + 1, experts))
     last_LE = np.full((layers, experts), experts)
@@ -145,21 +139,21 @@ def rank_model(routing: Routing, *, fade: float = FADE, warm: int = 0) -> RankMo
         for layer, rows in enumerate(step.rows):
             keys = sorted({expert for row in rows for expert in row})
             ranking = rankings[layer]
-            if not step.fresh and decoded > warm:
+            if not step.fresh:
                 moved_LRR[layer, last_LE[layer, keys], [ranking.rank(expert) for expert in keys]] += 1
                 sizes_LM[layer, len(keys)] += 1
             ranking.use(keys)
             last_LE[layer, keys] = [ranking.rank(expert) for expert in keys]
-    if decoded <= warm:
-        raise ExpertcastError(f"{routing.source} has {decoded} decoded tokens, warm={warm} leaves none: give less")
+    if not decoded:
+        raise ExpertcastError(f"{routing.source} has no decoded tokens: give routing with some")
     most = int(np.flatnonzero(sizes_LM.any(axis=0))[-1])
-    moved_LRR /= decoded - warm
-    return RankModel(moved_LRR.sum(axis=1), sizes_LM[:, : most + 1] / (decoded - warm), moved_LRR)
+    moved_LRR /= decoded
+    return RankModel(moved_LRR.sum(axis=1), sizes_LM[:, : most + 1] / decoded, moved_LRR)
 
 
 def fit_selection(inclusion_LR: Floats, sizes_LM: Floats) -> Floats:
     """Selection probabilities q [L, R] of independent draws that, given how many are drawn, include each rank as often
-    as observed: the distribution of largest entropy (ZipMoE, Theorem 3.2 and equations 23 and 24; row E17).
+    as observed: the distribution of largest entropy (ZipMoE, Theorem 3.2 and equations 23 and 24).
 
     w <- w f / f(w) by iterative proportional fitting, q = w / (1 + w). The paper prints w <- w f / R(k, N), which
     diverges. Where steps use different numbers of experts, f(w) is the mean over the observed numbers; one w serves

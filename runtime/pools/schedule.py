@@ -14,21 +14,11 @@ adds an idle period behind the base.
 from __future__ import annotations
 
 import heapq
-import math
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from expertcast.data.routing_file import Routing
-from expertcast.runtime.pools.cache import FADE, MARGIN, PoolCache
-from expertcast.runtime.pools.planner import Plan
-from expertcast.runtime.pools.states import Costs, ExpertBytes, State
-
-# What an order of reads and decodings takes: one disk, L threads that decode, and one stream that computes.
-#
-# Nobody waits who has something to do: the disk reads without a pause in the order given, a free thread takes the first
-# shard in the order of decoding that has been read, and an expert is computed, one at a time, when all of its tensors
-# are there (ZipMoE, appendix A, "work-conserving").
+from expertcast.runtime.pools.states import Costs, State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +65,12 @@ class Times:
 
 
 def simulate(tasks: Sequence[Task], order: Order, costs: Costs) -> Times:
-    """How long it takes."""
+    """How long an order takes on one disk, L threads that decode, and one stream that computes.
+
+    All of them are work-conserving (ZipMoE, appendix A): the disk reads without a pause in the order given, a free
+    thread takes the first shard in the order of decoding that has been read, and an expert is computed, one at a time,
+    when all of its tensors are there.
+    """
     clock = 0.0
     ready = [0.0] * len(tasks)
     place = {task: rank for rank, task in enumerate(order.decodes)}
@@ -213,124 +208,3 @@ class Block:
         costs, free = self._costs, self._free
         for number in range(first, last + 1):
             heapq.heapreplace(free, max(free[0], self._start + number * costs.shard_s) + costs.decode_s)
-
-
-# What no order of reads and decodings can beat (ZipMoE, Lemma B.3; row E9).
-
-
-@dataclass(frozen=True, slots=True)
-class LowerBounds:
-    """Seconds; the makespan of any order is at least the largest of them."""
-
-    disk: float
-    """I: all reads, one after another."""
-    threads: float
-    """C / L: all decodings, shared evenly."""
-    compute: float
-    """P: all experts, one after another."""
-    path: float
-    """Z: the longest that a single tensor takes alone."""
-
-    @property
-    def largest(self) -> float:
-        """The bound."""
-        return max(self.disk, self.threads, self.compute, self.path)
-
-
-def lower_bounds(tasks: Sequence[Task], costs: Costs) -> LowerBounds:
-    """The four bounds.
-
-    Z is mended. The paper's z = rho u + max(K c / min(K, L), u) + p has all shards read before the first is decoded;
-    decoding may begin when the first of several has been read, so that for K > 1 the optimum can be below it.
-    """
-    read = [_read_s(task.state, costs) for task in tasks]
-    decodings = sum(task.state.decodes for task in tasks) * costs.shards
-    compute = {task.expert: task.compute_s for task in tasks}
-    path = (
-        max(seconds, _decoded_s(task.state, costs)) + task.compute_s
-        for task, seconds in zip(tasks, read, strict=True)
-    )  # fmt: skip
-    return LowerBounds(
-        disk=sum(read),
-        threads=decodings * costs.decode_s / costs.threads,
-        compute=sum(compute.values()),
-        path=max(path, default=0.0),
-    )
-
-
-def _read_s(state: State, costs: Costs) -> float:
-    return costs.read_s * (costs.ratio * state.reads_exponents + state.reads_mantissas)
-
-
-def _decoded_s(state: State, costs: Costs) -> float:
-    """Until all shards of a tensor have been decoded: after the first one was read all of them are decoded in rounds,
-    and after the last one at least that one is."""
-    if not state.decodes:
-        return 0.0
-    rounds = math.ceil(costs.shards / costs.threads) * costs.decode_s
-    if not state.reads_exponents:
-        return rounds
-    return max(costs.shard_s + rounds, costs.shards * costs.shard_s + costs.decode_s)
-
-
-# Recorded routing through pools: what every layer waits for, by the scheduler's own order.
-#
-# L MoE layers, E routed experts per layer.
-
-Found = tuple[int, ...]
-"""How many experts of a step were found in each state, in the order of :class:`State`."""
-
-
-def replay_pools(
-    routing: Routing,
-    *,
-    size: ExpertBytes,
-    memory: Mapping[State, int],
-    margin: int = MARGIN,
-    fade: float = FADE,
-) -> Counter[Found]:
-    """How often a layer of a decoded token found its experts in which states. Prompts go through the pools uncounted.
-
-    Args:
-        routing: what is used.
-        size: bytes of an expert's parts.
-        memory: bytes of each pool of one layer.
-        margin: of :class:`PoolCache`.
-        fade: of :class:`PoolCache`.
-    """
-    caches = [
-        PoolCache(routing.experts, size=size, memory=memory, margin=margin, fade=fade) for _ in range(routing.layers)
-    ]
-    found: Counter[Found] = Counter()
-    for step in routing.steps():
-        for layer, rows in enumerate(step.rows):
-            access = caches[layer].use(sorted({expert for row in rows for expert in row}))
-            if not step.fresh:
-                states = Counter(access.found.values())
-                found[tuple(states[state] for state in State)] += 1
-    return found
-
-
-def mean_makespan(found: Mapping[Found, int], costs: Costs) -> float:
-    """Mean seconds until a layer's experts are ready, scheduled as :func:`schedule` does."""
-    total = sum(times * ready_s(states, costs) for states, times in found.items())
-    return total / sum(found.values())
-
-
-def ready_s(found: Found, costs: Costs) -> float:
-    """Seconds until experts that were found in these states are ready."""
-    states = [state for state, count in zip(State, found, strict=True) for _ in range(count)]
-    tasks = [Task(expert=expert, state=state) for expert, state in enumerate(states) for _ in range(costs.tensors)]
-    return simulate(tasks, schedule(tasks, costs), costs).makespan
-
-
-def best_by_replay(
-    candidates: Sequence[Plan], routing: Routing, costs: Costs, *, size: ExpertBytes, margin: int = MARGIN
-) -> Plan:
-    """The plan that takes least when it is replayed: of the few that a planner has put first, which are close to each
-    other."""
-
-    def replayed_s(plan: Plan) -> float:
-        return mean_makespan(replay_pools(routing, size=size, memory=plan.memory, margin=margin), costs)
-
-    return min(candidates, key=replayed_s)

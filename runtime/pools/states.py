@@ -13,12 +13,10 @@ from enum import Enum
 
 from expertcast.predictors.messages import ExpertcastError
 
-# What the operations on an expert cost, in the symbols of ZipMoE (section 3.3, row E5). Measured elsewhere.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds of one disk and of the threads that decode.
+    """Seconds of one disk and of the threads that decode, in the symbols of ZipMoE (section 3.3).
 
     Raises:
         ExpertcastError: a negative or endless time or ratio, or no shard, thread or tensor.
@@ -52,24 +50,6 @@ class Costs:
         return self.ratio * self.read_s / self.shards
 
 
-class Operation(Enum):
-    """A step from disk to a tensor that can be computed with."""
-
-    READ_EXPONENTS = "read_exponents"
-    DECODE = "decode"
-    READ_MANTISSAS = "read_mantissas"
-    RECOVER = "recover"
-
-
-AFTER = {
-    Operation.READ_EXPONENTS: (),
-    Operation.DECODE: (Operation.READ_EXPONENTS,),
-    Operation.READ_MANTISSAS: (),
-    Operation.RECOVER: (Operation.DECODE, Operation.READ_MANTISSAS),
-}
-"""What comes before each operation, where it is needed at all."""
-
-
 class State(Enum):
     """What memory holds of an expert. The order is that of the pools, and of what is left to do."""
 
@@ -95,20 +75,6 @@ class State(Enum):
     def decodes(self) -> bool:
         """Whether shards must be decoded."""
         return self is not State.F
-
-    @property
-    def needs(self) -> tuple[Operation, ...]:
-        """What is left to do for each tensor, each after those of `AFTER` that are among them."""
-        return tuple(
-            operation
-            for operation, needed in (
-                (Operation.READ_EXPONENTS, self.reads_exponents),
-                (Operation.DECODE, self.decodes),
-                (Operation.READ_MANTISSAS, self.reads_mantissas),
-                (Operation.RECOVER, self.decodes),
-            )
-            if needed
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

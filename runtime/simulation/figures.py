@@ -20,8 +20,6 @@ from matplotlib.lines import Line2D
 
 from expertcast.predictors.messages import Json
 
-# The lines of a sweep's figures: what each is called, how it is drawn, and which are one to the eye.
-
 Rows = Sequence[Json]
 
 

@@ -174,9 +174,6 @@ def no_times(layers: int) -> LayerTimes:
     )  # fmt: skip
 
 
-# What a simulation is reported as: one flat row of numbers, and a table of rows.
-
-
 def summary(done: Simulation) -> Json:
     """Counts and times of a run, of its decode steps unless they say `prefill` or `ttft`.
 

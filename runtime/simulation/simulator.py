@@ -22,15 +22,11 @@ from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.policies.belady import Belady, bypass_misses
 from expertcast.runtime.policies.eviction import PROMPT_ROWS, Eviction, Pooled, layer_shares
 from expertcast.runtime.recording.recorder import LayerTimes
-from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
+from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.simulation.machine import Case, Machine, Simulation, check_slots
 from expertcast.runtime.simulation.trace import ForecastSource, Forward, Trace, asked_for
 from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
-
-# Belady's bounds over a trace: forced admission is an eviction policy that knows the future, bypass is counted here.
-#
-# L MoE layers, E routed experts per layer, K experts per token.
 
 
 def foretell(trace: Trace, eviction: Eviction) -> None:
@@ -62,7 +58,12 @@ def simulate_bypass(trace: Trace, slots: int, machine: Machine, scope: str = "gl
         for layer, keys in enumerate(forward.keys):
             missed = misses[index * layers + layer]
             waited = max(0.0, missed * copy_s - times.launch_s[layer])
-            _count(stats.layers[layer], len(keys), missed, missed * machine.block_bytes[FULL], waited)
+            counts = stats.layers[layer]
+            counts.requests += len(keys)
+            counts.misses += missed
+            counts.hits += len(keys) - missed
+            counts.bytes_moved += missed * machine.block_bytes[FULL]
+            counts.waited_s += waited
             seconds += times.before_s[layer] + times.request_s[layer] + times.launch_s[layer] + waited
             seconds += times.experts_s[layer] / trace.shape.top_k * len(keys)
         (done.prefills_s if forward.fresh else done.steps_s).append(seconds)
@@ -80,14 +81,6 @@ def _misses(trace: Trace, slots: int, scope: str) -> list[int]:
     for layer, share in enumerate(layer_shares(cache)):
         misses[layer :: shape.layers] = bypass_misses(events[layer :: shape.layers], share)
     return misses
-
-
-def _count(stats: LayerStatistics, requests: int, misses: int, moved: int, waited_s: float) -> None:
-    stats.requests += requests
-    stats.misses += misses
-    stats.hits += requests - misses
-    stats.bytes_moved += moved
-    stats.waited_s += waited_s
 
 
 _Costs = tuple[list[float], list[float], list[float], list[float], float]

@@ -6,7 +6,6 @@ An expert's key is layer * E + expert.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -60,39 +59,27 @@ class Routes:
     """The tokens' own ids; None where they are not known."""
 
 
-class ForecastSource(ABC):
-    """Says what is asked for, at which layer of a decode step."""
-
-    ahead: int
-    """Layers between a forecast and its target."""
-
-    @abstractmethod
-    def due(self, layer: int, forward: Forward) -> bool:
-        """Whether a forecast is made at this layer."""
-
-    @abstractmethod
-    def ask(self, layer: int, forward: Forward, flow: LayerFlow) -> None:
-        """Tell the flow of the forecast that is due at this layer."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hints(ForecastSource):
+class Hints:
     """A predictor's forecasts for all tokens of a trace, made from the recorded routing (teacher-forced)."""
 
     ahead: int
+    """Layers between a forecast and its target."""
     forecasts: dict[int, Forecast]
     """By target layer, with [T, ...] tensors."""
 
     def due(self, layer: int, forward: Forward) -> bool:
+        """Whether a forecast is made at this layer."""
         return layer + self.ahead in self.forecasts
 
     def ask(self, layer: int, forward: Forward, flow: LayerFlow) -> None:
+        """Tell the flow of the forecast that is due at this layer."""
         forecast = self.forecasts[layer + self.ahead][forward.rows]
         flow.hint(forecast, forecast.topk_ids_TK.tolist(), forecast.topk_weights_TK.tolist())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked(ForecastSource):
+class Asked:
     """Forecasts of one text as the keys that a run asked for, most needed first; selections have had their word."""
 
     ahead: int = 1
@@ -100,15 +87,20 @@ class Asked(ForecastSource):
     """Per row of the trace, keys by target layer; layers without a forecast are left out."""
 
     def due(self, layer: int, forward: Forward) -> bool:
+        """As :meth:`Hints.due`."""
         return layer + self.ahead in self._step(forward)
 
     def ask(self, layer: int, forward: Forward, flow: LayerFlow) -> None:
+        """As :meth:`Hints.ask`."""
         flow.residency.prefetch(self._step(forward)[layer + self.ahead])
 
     def _step(self, forward: Forward) -> Mapping[int, Sequence[int]]:
         assert isinstance(forward.rows, slice), "asked keys are those of one text"
         row: int = forward.rows.start
         return self.steps[row]
+
+
+ForecastSource = Hints | Asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,15 +207,12 @@ def _groups(document_T: Tensor, batch: int) -> Iterator[list[range]]:
         yield documents[first : first + batch]
 
 
-# Forecasts of the next tokens' routing for a whole trace, made once and given in every simulation of it.
-#
-# They depend on the recorded routing alone, and cost more than all policies together. L MoE layers, E routed experts
-# per layer, H rows of a forecast, N forecasts.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTable:
-    """All forecasts that a follower of the trace makes."""
+    """Forecasts of the next tokens' routing for a whole trace, made once and given in every simulation of it.
+
+    H rows of a forecast, N forecasts.
+    """
 
     probability_NHLE: Tensor
     """In half precision: they are compared with each other, and there are many."""
@@ -269,10 +258,6 @@ class ReplayedTokens:
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
         """All that follows from `layer`, `residual_TD`, `logits_TE` and `sequences` stands in the table."""
 
-
-# Trace datasets as :class:`expertcast.runtime.simulation.trace.Trace`, with predictors' forecasts of them.
-#
-# T tokens, B sequences decoded together, L MoE layers, E routed experts per layer, K experts per token, D hidden size.
 
 _CHUNK = 2048
 """Tokens routed and forecast at a time."""

@@ -12,14 +12,11 @@ import numpy as np
 from expertcast.data.routing_file import Routing
 from expertcast.runtime.pools.planner import plans
 from expertcast.runtime.pools.ranks import rank_model
-from expertcast.runtime.pools.schedule import best_by_replay
 from expertcast.runtime.pools.states import Costs, ExpertBytes, State, pools_text
 
 DECODED = 1.0e9
 """Bytes of bf16 that a thread decodes in a second while the other one does, too."""
 _SHARDS = 6
-_REPLAYED = 8
-"""Plans, the planner's first."""
 _LEAST_FULL = 1
 """Experts per layer for which there is a slot: plans without any would leave every hit to be decoded."""
 
@@ -50,9 +47,8 @@ def planned(
         threads=threads,
     )  # fmt: skip
     share = (memory - passing * block) // layers
-    found = [
+    best = next(
         plan for plan in plans(rank_model(routing), costs, size=size, memory=share, step=0.1)
         if plan.experts[State.F] >= _LEAST_FULL
-    ]  # fmt: skip
-    best = best_by_replay(found[:_REPLAYED], routing, costs, size=size)
+    )  # fmt: skip
     return pools_text({state: layers * nbytes for state, nbytes in best.memory.items()})

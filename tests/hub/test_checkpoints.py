@@ -116,14 +116,14 @@ def test_by_name_it_is_the_same_checkpoint(hub: FakeHub, worker: Worker, work: P
     assert scored["recall_at_k"]["linear"] == kept["recall_at_k"]["linear"]
 
 
-def test_a_configuration_in_a_file_names_it_and_advise_knows_its_recall(
-    hub: FakeHub, worker: Worker, work: Path
-) -> None:
+def test_a_configuration_in_a_file_names_it_and_its_recall_is_known(hub: FakeHub, worker: Worker, work: Path) -> None:
     code = (
         "import expertcast\n"
         "expertcast.OffloadConfig(predictor='me/linear', mode='hybrid', min_recall=0.8).save('offload.json')\n"
-        "from expertcast.runtime.advising.absent import AbsentModel, known_recall\n"
-        "print(known_recall('me/linear', AbsentModel.of('reference')))"
+        "from expertcast.checkpoints.checkpoint import PredictorCheckpoint\n"
+        "from expertcast.runtime.offloading import recall_per_layer\n"
+        "recall = recall_per_layer(PredictorCheckpoint.open('me/linear'))\n"
+        "print(sum(recall.values()) / len(recall))"
     )
     validation = json.loads((work / "linear" / "metrics.json").read_text())["validation"]
     assert float(right(worker.code(code)).out) == pytest.approx(validation["recall_at_k"]["linear"]["mean"])

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.timed.device import TimedDevice
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
@@ -34,7 +35,6 @@ from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.timed.device import TimedDevice
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.faults import INPUTS, RaiseAt, Result, facts_of, slow_link, still_right

@@ -14,7 +14,14 @@ from transformers import PreTrainedModel
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.predictors import ExpertcastError, MoEView, predictor_class
 from expertcast.predictors.baselines import NextNorm
-from expertcast.runtime.advising.advise import WORTH, advice_errors, advice_from, advise, expected_tpot, most_to_gain
+from expertcast.runtime.advising.advice import WORTH, Advice
+from expertcast.runtime.advising.advise import (
+    PrefetchOption,
+    advice_errors,
+    advice_from,
+    expected_tpot,
+    most_to_gain,
+)
 from expertcast.runtime.advising.survey import Watcher, executed, measured_recall, survey, with_recall
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.recording.statistics import RunStatistics
@@ -39,12 +46,17 @@ def _survey(asked: Asked, *, forecast_s: float = 0.0, setting: Setting = COPIES)
     return made_survey(TRACE, TIMES, setting, {("made", asked.ahead): (asked, own)})
 
 
+def _advised(advice: Advice[PrefetchOption]) -> tuple[bool, str | None, int | None]:
+    """Whether to prefetch, and with what."""
+    return advice.facts["prefetch"], advice.chosen.predictor, advice.chosen.ahead
+
+
 def test_copies_as_long_as_compute_are_prefetched() -> None:
     advice = advice_from(_survey(perfect(TRACE)))
-    assert (advice.prefetch, advice.predictor, advice.ahead) == (True, "made", 1)
+    assert _advised(advice) == (True, "made", 1)
     assert advice.options[0].tpot_s == 4 * (2.0 + 2.0)
-    assert advice.tpot_s == 2.0 + 4 * 2.0  # the first layer's copies, then compute alone
-    assert advice.most_to_gain == 0.5
+    assert advice.chosen.tpot_s == 2.0 + 4 * 2.0  # the first layer's copies, then compute alone
+    assert advice.facts["most_to_gain"] == 0.5
     assert "waiting for copies is 50%" in advice.reasons[0]
     assert "can gain at most 50%" in advice.reasons[0]
     assert "made 1 ahead" in advice.reasons[1]
@@ -55,16 +67,16 @@ def test_copies_as_long_as_compute_are_prefetched() -> None:
 def test_advice_as_a_configuration() -> None:
     """What is advised goes into the configuration that was given, whose other fields stay."""
     given = OffloadConfig(slots=12, cache=False, bandwidth=1e9, layers=[1])
-    advised = advice_from(_survey(perfect(TRACE, 2))).config(given)
+    advised = advice_from(_survey(perfect(TRACE, 2))).chosen.config(given)
     assert advised == OffloadConfig(slots=12, cache=False, bandwidth=1e9, predictor="made", ahead=2)
-    on_demand = advice_from(_survey(WRONG)).config(replace(given, mode="hybrid", predictor="other", ahead=3))
+    on_demand = advice_from(_survey(WRONG)).chosen.config(replace(given, mode="hybrid", predictor="other", ahead=3))
     assert on_demand == OffloadConfig(slots=12, cache=False, bandwidth=1e9)
 
 
 def test_forecasts_that_cost_more_than_they_hide() -> None:
     advice = advice_from(_survey(perfect(TRACE), forecast_s=3.0))
-    assert (advice.prefetch, advice.predictor, advice.ahead) == (False, None, None)
-    assert advice.tpot_s == 16.0
+    assert _advised(advice) == (False, None, None)
+    assert advice.chosen.tpot_s == 16.0
     assert "costs 9e+03 ms of forecasts" in advice.reasons[1]
     assert "more than" in advice.reasons[1]
     assert advice.text().startswith("advice: load on demand")
@@ -72,7 +84,7 @@ def test_forecasts_that_cost_more_than_they_hide() -> None:
 
 def test_wrong_forecasts_are_not_followed() -> None:
     advice = advice_from(_survey(WRONG))
-    assert not advice.prefetch
+    assert not advice.facts["prefetch"]
     assert advice.options[1].tpot_s >= 16.0
     assert "hides nothing" in advice.reasons[1]
 
@@ -83,7 +95,7 @@ def test_a_gain_too_small_to_be_worth_it() -> None:
     advice = advice_from(_survey(right_once, setting=small))
     assert 1 - advice.options[1].tpot_s / advice.options[0].tpot_s == pytest.approx(0.1 / 8.8)
     assert WORTH > 0.1 / 8.8
-    assert not advice.prefetch
+    assert not advice.facts["prefetch"]
     assert "too little to be worth it" in advice.reasons[1]
 
 
@@ -100,7 +112,7 @@ def test_further_ahead_pays_where_misses_are_uneven() -> None:
     found = made_survey(trace, TIMES, setting, {("made", ahead): (forecasts[ahead], TIMES) for ahead in (1, 2)})
     advice = advice_from(found)
     assert [option.tpot_s for option in advice.options[:3]] == [12.0, 10.0, 8.0]
-    assert (advice.prefetch, advice.ahead) == (True, 2)
+    assert _advised(advice) == (True, "made", 2)
     assert "made 1 ahead would take" in advice.reasons[2]
 
 
@@ -259,15 +271,14 @@ def test_every_distance_is_surveyed(
 
 def test_when_nothing_can_be_hidden(reference_model: PreTrainedModel, one: dict[str, Any]) -> None:
     common: dict[str, Any] = {"new_tokens": 4, "repetitions": 1, "predictors": ["next_norm"]}
-    advice = advise(
-        reference_model, one["input_ids"], OffloadConfig(slots=64), **common
-    )  # copies in the model's own thread
-    assert not advice.prefetch
+    found = survey(reference_model, one["input_ids"], OffloadConfig(slots=64), **common)
+    advice = advice_from(found)  # copies in the model's own thread
+    assert not advice.facts["prefetch"]
     assert "nothing can be hidden" in advice.reasons[0]
     every = torch.arange(3, 4000, 9)[None]
-    advice = advise(reference_model, every, OffloadConfig(slots=768, bandwidth=1e9), **common)
-    assert not advice.prefetch
-    assert advice.slots == advice.experts == 768
+    advice = advice_from(survey(reference_model, every, OffloadConfig(slots=768, bandwidth=1e9), **common))
+    assert not advice.facts["prefetch"]
+    assert advice.facts["slots"] == advice.facts["experts"] == 768
     assert "all 768 experts fit" in advice.reasons[0]
 
 

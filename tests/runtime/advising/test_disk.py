@@ -19,6 +19,7 @@ from expertcast.runtime.advising.disk import (
     expected,
     routing_of,
     scratch_rate,
+    stored,
     stored_as,
     stored_in,
 )
@@ -107,14 +108,14 @@ def test_memory_where_there_is_room() -> None:
     assert advice.chosen.store == "memory"
     assert advice.chosen.tpot_s == pytest.approx(LAYERS * 2.002)
     given = OffloadConfig(memory="4000", predictor="next_norm")
-    assert advice.config(given, Path("folder")) == OffloadConfig(slots=4, codec="raw")
+    assert advice.chosen.config(given, Path("folder")) == OffloadConfig(slots=4, codec="raw")
 
 
 def test_experts_that_the_codec_cannot_hold() -> None:
     advice = advise_disk(_found(rate=1.0, stored=None))
     assert [option.codec for option in advice.options] == ["raw"]
     assert advice.reasons[-1] == "codec 'bitsplit' cannot hold these"
-    assert advice.decode_rate is None
+    assert advice.facts["decode_rate"] is None
 
 
 def test_what_a_run_took_longer_counts_for_its_like() -> None:
@@ -130,7 +131,7 @@ def test_what_a_run_took_longer_counts_for_its_like() -> None:
 
 def test_what_is_advised_can_be_saved(tmp_path: Path) -> None:
     advice = advise_disk(_found(rate=100.0))
-    config = advice.config(OffloadConfig(memory="4000", bandwidth=100.0), tmp_path)
+    config = advice.chosen.config(OffloadConfig(memory="4000", bandwidth=100.0), tmp_path)
     config.save(tmp_path / "offload.json")
     loaded = OffloadConfig.load(tmp_path / "offload.json")
     assert (loaded.store, loaded.codec, loaded.slots) == ("disk", "bitsplit", advice.chosen.slots)
@@ -174,9 +175,10 @@ def test_sizes_by_a_sample_are_those_of_the_file(tmp_path: Path) -> None:
     store.pack(view)
     assert isinstance(store, DiskStore)
     file = ExpertFile(store.path)
-    exact = stored_in(file, store.codec, decoding_s=0.5, threads=2)
+    exact = stored(store.codec, stored_in(file), decoding_s=0.5, threads=2)
     count = file.header.count
-    sample = stored_as(store.codec, [file.read(key) for key in range(count)], decoding_s=0.5, threads=2)
+    mean = stored_as([file.read(key) for key in range(count)])
+    sample = stored(store.codec, mean, decoding_s=0.5, threads=2)
     assert len(exact.coded) == count
     assert exact.plain == sample.plain
     assert sample.mean_coded == pytest.approx(exact.mean_coded, abs=1)

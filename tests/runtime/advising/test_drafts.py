@@ -8,17 +8,39 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.advising.drafts import DraftTraits, advise_drafts, routed_trace
+from expertcast.predictors.view import ModelShape
+from expertcast.runtime.advising.drafts import DraftTraits, advise_drafts
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.simulation.machine import Case, Machine, constant_times
 from expertcast.runtime.simulation.simulator import simulate
-from expertcast.runtime.simulation.trace import Trace
+from expertcast.runtime.simulation.trace import Forward, Trace, asked_for, prefilled
 from expertcast.runtime.storage.layout import FULL
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 LAYER_S = 0.004
+
+
+def routed_trace(ids_TLK: Tensor, experts: int, prompt: int = 64) -> Trace:
+    """The trace of one text whose routing is known and nothing else.
+
+    Args:
+        ids_TLK: experts of consecutive tokens, [T, L, K].
+        experts: E
+        prompt: leading tokens that are read at once; half of a text shorter than twice as many.
+    """
+    count, layers, top_k = ids_TLK.shape
+    keys_TLK: list[list[list[int]]] = (ids_TLK + experts * torch.arange(layers)[:, None]).tolist()
+    cut = prefilled(count, prompt)
+    spans = [(0, cut), *((token, token + 1) for token in range(cut, count))]
+    forwards = []
+    for start, stop in spans:
+        columns = zip(*keys_TLK[start:stop], strict=True)
+        keys = [asked_for([key for row in column for key in row]) for column in columns]
+        forwards.append(Forward(fresh=not start, rows=slice(start, stop), keys=keys))
+    return Trace(shape=ModelShape(layers=layers, experts=experts, top_k=top_k, hidden=0), forwards=forwards)
 
 
 def _trace(tokens: int = 60, seed: int = 0) -> Trace:
@@ -104,17 +126,17 @@ def test_acceptance_gives_the_tokens_of_a_cycle() -> None:
 def test_the_best_length_and_what_is_said_of_it() -> None:
     trace, case = _trace(300), _case(12, 0.006)
     good = advise_drafts(trace, case, DraftTraits(name="int4", acceptance=0.9))
-    assert good.best.length > 0
-    assert good.best.tokens_per_s == max(option.tokens_per_s for option in good.options)
-    assert good.text().startswith(f"int4, {good.best.length} ahead (90% accepted at 1 of a step each): ")
+    assert good.chosen.length > 0
+    assert good.chosen.tokens_per_s == max(option.tokens_per_s for option in good.options)
+    assert good.text().startswith(f"int4, {good.chosen.length} ahead (90% accepted at 1 of a step each): ")
     blind = advise_drafts(trace, case, DraftTraits(name="int4", acceptance=0.9, foreseen=0.0))
-    assert blind.best.tokens_per_s < good.best.tokens_per_s
+    assert blind.chosen.tokens_per_s < good.chosen.tokens_per_s
     # what computing costs, and is seldom accepted, does not pay where nothing is copied
     bad = advise_drafts(trace, replace(case, slots=24), DraftTraits(name="drop", acceptance=0.2))
-    assert bad.best.length == 0
+    assert bad.chosen.length == 0
     assert "drop (20% accepted at 1 of a step each) does not pay: 1 ahead gives" in bad.text()
     found = json.loads(json.dumps(good.as_dict()))
-    assert found["best_length"] == good.best.length
+    assert found["best_length"] == good.chosen.length
     assert [option["length"] for option in found["options"]] == list(range(9))
 
 
@@ -124,8 +146,6 @@ def test_refusals() -> None:
         advise_drafts(_trace(16), _case(10, 0.003), draft)
     with pytest.raises(ExpertcastError, match="slots=1 is fewer than the 2 experts one token needs"):
         advise_drafts(_trace(), _case(1, 0.003), draft)
-    with pytest.raises(ExpertcastError, match=r"give 2 tokens or more, \[T, L, K\]"):
-        routed_trace(torch.zeros(1, LAYERS, TOP_K, dtype=torch.long), EXPERTS)
     with pytest.raises(
         ExpertcastError, match=r"int4: acceptance=1\.5, foreseen=1\.0, cost=1\.0: give shares from 0 to 1"
     ):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import cast
 
+from benchmarks.timed.device import TimedDevice
+
 from expertcast.runtime.links.disk_cuda import CudaDiskLink
 from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.storage.slots import SlotPool
-from expertcast.runtime.timed.device import TimedDevice
 from tests.runtime.links.simulated_device import SimulatedDevice
 
 

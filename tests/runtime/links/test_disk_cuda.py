@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 import torch
+from benchmarks.timed.device import TimedDevice
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,7 +26,6 @@ from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.expert_file import FILE_NAME
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.timed.device import TimedDevice
 from expertcast.runtime.transport import make_link
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy

@@ -6,6 +6,8 @@ from typing import cast
 
 import pytest
 import torch
+from benchmarks.timed.costs import DriverCosts
+from benchmarks.timed.device import TimedDevice
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.links.cuda import PacedCudaLink
@@ -14,8 +16,6 @@ from expertcast.runtime.links.speed import link_speed
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.timed.costs import DriverCosts
-from expertcast.runtime.timed.device import TimedDevice
 from tests.runtime.links.simulated_device import SimulatedDevice
 
 BLOCK = 1 << 20

@@ -8,11 +8,11 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from benchmarks.disk_claims.replay import mean_makespan, replay_pools
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.pools.planner import estimate_makespan, expected_makespans, found_states, plans
 from expertcast.runtime.pools.ranks import RankModel, fit_selection, inclusion, rank_model
-from expertcast.runtime.pools.schedule import best_by_replay, mean_makespan, replay_pools
 from expertcast.runtime.pools.states import POOLS, Costs, ExpertBytes, State
 from tests.runtime.pools.made import recorded, routing, skewed
 
@@ -53,8 +53,8 @@ def test_ranks_by_hand() -> None:
     moved = {(1, 1): 0.5, (4, 3): 1, (2, 2): 0.5}
     assert {place: model.moved_LRR[0][place] for place in moved} == moved
     assert model.moved_LRR.sum() == 2
-    with pytest.raises(ExpertcastError, match="2 decoded tokens, warm=2"):
-        rank_model(routing([[[1, 2]], [[2, 3]], [[3, 0]]], experts=4, prompt=1), warm=2)
+    with pytest.raises(ExpertcastError, match="has no decoded tokens"):
+        rank_model(routing([[[1, 2]], [[2, 3]], [[3, 0]]], experts=4, prompt=3))
 
 
 def test_states_that_are_found_against_a_loop() -> None:
@@ -115,10 +115,6 @@ def test_the_grid() -> None:
         assert sum(plan.memory.values()) <= memory
     left = [memory - sum(plan.memory.values()) for plan in found if plan.experts[E]]
     assert max(left) < SIZE.held(E), "the last pool takes what it can"
-    only = plans(model, disk(5e8, 1), size=SIZE, memory=memory, step=0.1, pools=(F, S))
-    assert {tuple(plan.experts.values()) for plan in only} == {
-        tuple(plan.experts.values()) for plan in found if not plan.experts[C] + plan.experts[E]
-    }
     with pytest.raises(ExpertcastError, match=r"step=0\.3"):
         plans(model, disk(5e8, 1), size=SIZE, memory=memory, step=0.3)
 
@@ -126,7 +122,7 @@ def test_the_grid() -> None:
 @pytest.mark.parametrize("share", [0.08, 0.3])
 def test_what_is_chosen_is_close_to_the_best_by_replay(share: float) -> None:
     """GPT-OSS-120B as recorded, every third layer, memory for that share of the experts: by the model alone within 10%
-    of the best allocation of the grid, and within 3% when the first few are replayed. The worst is far from either."""
+    of the best allocation of the grid, and within 3% among the first eight. The worst is far from either."""
     whole = recorded("gpt-oss-120b-k2")
     routing = replace(whole, ids_TLK=whole.ids_TLK[:, ::3], bytes_LE=None)
     model = rank_model(routing)
@@ -146,5 +142,3 @@ def test_what_is_chosen_is_close_to_the_best_by_replay(share: float) -> None:
         assert seconds[0] <= 1.1 * min(seconds)
         worst.append(max(seconds) / min(seconds))
     assert min(worst) > 1.15
-    chosen = best_by_replay(candidates[:8], routing, costs, size=SIZE)
-    assert chosen is candidates[seconds.index(min(seconds[:8]))]

@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.pools.schedule import Order, Read, Task, lower_bounds, schedule, simulate
-from expertcast.runtime.pools.states import AFTER, Costs, ExpertBytes, Operation, State
-from tests.runtime.pools.brute_force import optimum
+from expertcast.runtime.pools.schedule import Order, Read, Task, schedule, simulate
+from expertcast.runtime.pools.states import Costs, ExpertBytes, State
+from tests.runtime.pools.brute_force import lower_bounds, optimum
 
 INSTANCES, MOST = 2500, 4000
 
@@ -198,18 +198,13 @@ def test_the_simulator_against_one_that_ticks() -> None:
 def test_what_each_state_needs_and_takes() -> None:
     size = ExpertBytes(plane=100, exponents=37)
     assert {state.name: size.held(state) for state in State} == {"F": 200, "C": 137, "S": 100, "E": 37, "M": 0}
-    assert {state.name: [operation.value for operation in state.needs] for state in State} == {
-        "F": [],
-        "C": ["decode", "recover"],
-        "S": ["read_exponents", "decode", "recover"],
-        "E": ["decode", "read_mantissas", "recover"],
-        "M": ["read_exponents", "decode", "read_mantissas", "recover"],
+    assert {state.name: (state.reads_exponents, state.decodes, state.reads_mantissas) for state in State} == {
+        "F": (False, False, False),
+        "C": (False, True, False),
+        "S": (True, True, False),
+        "E": (False, True, True),
+        "M": (True, True, True),
     }
-    for state in State:
-        for place, operation in enumerate(state.needs):
-            before = [needed for needed in AFTER[operation] if needed in state.needs]
-            assert set(before) <= set(state.needs[:place])
-    assert AFTER[Operation.RECOVER] == (Operation.DECODE, Operation.READ_MANTISSAS)
 
 
 @pytest.mark.parametrize("wrong", [{"read_s": -1}, {"ratio": float("nan")}, {"decode_s": float("inf")}, {"shards": 0}])

@@ -1,5 +1,5 @@
 """Exact counts of every miss, routing, prefetch and pre-eviction policy on traces worked out by hand; those of the
-eviction policies are in tests/runtime/policies/eviction/test_fixed_trace.py.
+eviction policies are in tests/runtime/policies/test_eviction.py.
 
 All evict by lru. One decode step per token after the first, which is prefilled.
 """

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime import offload
+from expertcast.runtime.advising.disk import stored as stored_by
 from expertcast.runtime.advising.disk import stored_in
 from expertcast.runtime.advising.survey import Watcher
 from expertcast.runtime.config import pool_bytes
@@ -69,7 +70,7 @@ def test_the_simulator_counts_what_the_runtime_reads(
         stored = Stored(plain=block_bytes)
         if isinstance(offloaded.store, DiskStore) and not offloaded.store.addressable:
             file, made = ExpertFile(offloaded.store.path), offloaded.store.codec
-            stored = replace(stored_in(file, made, decoding_s=0.001, threads=1), pools=pool_bytes(pools))
+            stored = replace(stored_by(made, stored_in(file), decoding_s=0.001, threads=1), pools=pool_bytes(pools))
         with bytes_of_reads(monkeypatch) as read:
             greedy(reference_model, one, 12)
         stats = offloaded.stats

@@ -14,7 +14,7 @@ from expertcast.data.routing_file import Routing, read_routing
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.policies import EVICTION, Policies
 from expertcast.runtime.simulation.byte_cache import Replayed, forwards_of, replay
-from tests.runtime.policies.eviction.references import ORDERS, History
+from tests.runtime.policies.references import ORDERS, History
 from tests.runtime.simulation import made
 
 ROUTING = Path(__file__).resolve().parents[3] / "benchmarks" / "routing"

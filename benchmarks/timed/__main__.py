@@ -1,0 +1,188 @@
+"""What forecasts bring on a CUDA device in virtual time: the real link, engine and books, made-up seconds.
+
+    python -m benchmarks.timed --jobs 2 --out benchmarks/results/timed-device.json
+
+For five published shapes, four links, forecasts right 1 to .8 of the time, no cache to 45% of the experts resident, and
+a host that takes 650, 300 or 100 us to launch a layer eagerly, or nothing (a decode step as one CUDA graph over the
+kernel link): overlap efficiency and time per token over the bound. Then what parts of a step as graphs would bring.
+No GPU has been asked: docs/timed-device.md says where every constant comes from. --small takes one layer-cut shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from benchmarks.timed.compare import GRAPH_DRIVER, as_graph, compare
+from benchmarks.timed.costs import HOSTS, LINKS, MEMORY_BANDWIDTH, DriverCosts, StepCosts, step_costs
+from benchmarks.timed.run import TimedCase
+from expertcast.checkpoints.provenance import provenance
+from expertcast.commands.output import write_json
+from expertcast.predictors.messages import ExpertcastError, Json
+
+SHAPES = ("qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "olmoe-1b-7b", "mixtral-8x7b")
+ACCURACIES = (1.0, 0.95, 0.9, 0.8)
+CAPACITIES = (0.0, 0.1, 0.25, 0.45)
+HOST_US = (650.0, 300.0, 100.0, 0.0)
+"""Per layer, forecasts included; 0: one graph."""
+MAIN = SHAPES[0]
+PIECES = ((), ("forecast",), ("forecast", "attention"), ("forecast", "attention", "experts"))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What one process does: all accuracies of a case, whose on-demand run they share."""
+
+    shape: str
+    layers: int | None
+    link: str
+    capacity: float
+    host_us: float
+
+
+def rows(group: Group) -> list[Json]:
+    """One per accuracy."""
+    made = []
+    for accuracy in ACCURACIES:
+        step = step_costs(group.shape)
+        case = base(group, accuracy, step.with_host(group.host_us * 1e-6) if group.host_us else step)
+        made.append(row(group, accuracy, case if group.host_us else as_graph(case)))
+    return made
+
+
+def base(group: Group, accuracy: float, step: StepCosts) -> TimedCase:
+    """A case of a group, eager."""
+    cached = group.capacity > 0
+    return TimedCase(
+        shape=group.shape, layers=group.layers, bandwidth=LINKS[group.link], accuracy=accuracy,
+        capacity=group.capacity, step=step, warm_up=10 if cached else 1, steps=3 if cached else 2,
+    )  # fmt: skip
+
+
+def row(group: Group, accuracy: float, case: TimedCase) -> Json:
+    """What a case comes to."""
+    found = compare(case)
+    assert not found.run.races, found.run.races
+    return {
+        "shape": group.shape,
+        "bandwidth": LINKS[group.link],
+        "link": group.link,
+        "accuracy": accuracy,
+        "capacity": group.capacity,
+        "host_us": group.host_us,
+        "graph": case.kernel_link,
+        **{name: round(value, 4) if isinstance(value, float) else value for name, value in found.as_dict().items()},
+    }
+
+
+def pieces(layers: int | None) -> list[Json]:
+    """Parts of a decode step launched as one graph each, on the two hosts of the constants."""
+    found = []
+    for host, capacity in product(HOSTS, (0.0, 0.25, 0.45)):
+        eager = step_costs(MAIN, host=host)
+        group = Group(MAIN, layers, "pcie5", capacity, eager.layer_host_s * 1e6)
+        for captured in PIECES:
+            step = step_costs(MAIN, host=host, captured=captured)
+            entry = row(group, 0.9, base(group, 0.9, step))
+            found.append({"host": host, "as_graphs": ", ".join(captured) or "nothing", **entry})
+        found.append({"host": host, "as_graphs": "the step", **row(group, 0.9, as_graph(base(group, 0.9, eager)))})
+    return found
+
+
+def groups(small: bool) -> Iterator[Group]:
+    """All cases, the ones with most layers first."""
+    if small:
+        yield from (
+            Group("olmoe-1b-7b", 2, "pcie4", capacity, host) for capacity in (0.0, 0.5) for host in (300.0, 0.0)
+        )
+        return
+    for shape, link, capacity, host in product(SHAPES, LINKS, CAPACITIES, HOST_US):
+        yield Group(shape, None, link, capacity, host)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run it; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
+    parser.add_argument("--small", action="store_true", help="two layers of one shape")
+    wanted = parser.add_mutually_exclusive_group(required=True)
+    wanted.add_argument("--out", type=Path, help="JSON file to write")
+    wanted.add_argument("--table", type=Path, metavar="JSON", help="print the table of such a file; nothing is run")
+    args = parser.parse_args(argv)
+    if args.table is not None:
+        found = json.loads(args.table.read_text())
+        print(table(found["results"], found["pieces"]))
+        return 0
+    cases = list(groups(args.small))
+    results: list[Json] = []
+    with ProcessPoolExecutor(args.jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for number, made in enumerate(pool.map(rows, cases), start=1):
+            results += made
+            if number % 20 == 0:
+                print(f"{number} of {len(cases)}", file=sys.stderr, flush=True)
+        parts = pool.submit(pieces, 2 if args.small else None).result()
+    try:
+        write_json(args.out, {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            **provenance(),
+            "note": "figures of a model of a GPU: none was measured; constants in docs/timed-device.md",
+            "constants": {
+                "driver": asdict(DriverCosts()),
+                "graph": asdict(GRAPH_DRIVER),
+                "step": {shape: asdict(step_costs(shape)) for shape in SHAPES},
+                "launch_s": HOSTS,
+                "links": LINKS,
+                "memory_bandwidth": MEMORY_BANDWIDTH,
+            },
+            "results": results,
+            "pieces": parts,
+        })  # fmt: skip
+    except ExpertcastError as error:
+        print(f"benchmarks.timed: {error}", file=sys.stderr)
+        return 2
+    print(table(results, parts))
+    return 0
+
+
+def table(results: list[Json], parts: list[Json]) -> str:
+    """Markdown: the main shape at .9 over every link, and what graphs bring."""
+    lines = ["| shape, link | cache | " + " | ".join(f"{us:g} us" if us else "graph" for us in HOST_US) + " |"]
+    lines.append("|---|---|" + "---|" * len(HOST_US))
+    places = dict.fromkeys((entry["shape"], entry["link"], entry["capacity"]) for entry in results)
+    for shape, link, capacity in places:
+        cells = []
+        for host in HOST_US:
+            own = [
+                entry for entry in results
+                if (entry["shape"], entry["link"], entry["capacity"], entry["host_us"]) == (shape, link, capacity, host)
+                and entry["accuracy"] in (1.0, 0.9)
+            ]  # fmt: skip
+            cells.append("; ".join(_cell(entry) for entry in own))
+        lines.append(f"| {shape}, {link} | {capacity:.0%} | " + " | ".join(cells) + " |")
+    lines += ["", "| host | cache | as graphs | on demand, ms | with forecasts, ms | over the bound | limit |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for entry in parts:
+        on_demand = entry["on_demand_over_bound"] * entry["bound_ms"]
+        lines.append(
+            f"| {entry['host']} | {entry['capacity']:.0%} | {entry['as_graphs']} | {on_demand:.1f} | "
+            f"{entry['tpot_ms']:.1f} | {entry['tpot_over_bound']:.2f} | {entry['limit']} |"
+        )
+    return "\n".join(lines)
+
+
+def _cell(entry: Json) -> str:
+    efficiency = "" if entry["efficiency"] is None else f" ({entry['efficiency']:.2f})"
+    return f"{entry['tpot_over_bound']:.2f}{efficiency}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

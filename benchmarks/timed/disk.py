@@ -1,0 +1,116 @@
+"""A disk in virtual time, behind a CUDA device in virtual time: experts come as fast as it is told to read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.timed.device import TimedDevice
+from benchmarks.timed.streams import Span, Work
+from expertcast.runtime.storage.reader import Arrival
+from expertcast.runtime.storage.store import ExpertStore
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class TimedRead(Arrival):
+    """One expert; `start` and `end` in seconds of the device's clock."""
+
+    key: int
+
+
+class TimedDisk:
+    """Stands for a store's file and for its reader, as :mod:`expertcast.runtime.links.disk_cuda` asks them.
+
+    Requests are begun up to `depth` at a time, urgent ones first; the bytes of one come after those of the one begun
+    before it, the time of an access goes by meanwhile. Half of a block is written when its bytes begin to come, all of
+    it at their end: who takes it before has a torn block.
+
+    Args:
+        device: whose clock counts, and whose `races` tell of a block that is filled too early.
+        store: whose blocks are on the disk.
+        block_bytes: bytes that each expert's read stands for.
+        bandwidth: bytes per second.
+        access_s: seconds from a request to its first byte, whatever else is under way.
+        depth: requests under way at a time, which nothing overtakes or cancels any more.
+    """
+
+    def __init__(
+        self, device: TimedDevice, store: ExpertStore, block_bytes: int, bandwidth: float, *, access_s: float = 80e-6,
+        depth: int = 2,
+    ) -> None:  # fmt: skip
+        self._device, self._store = device, store
+        self._seconds, self._access_s, self._depth = block_bytes / bandwidth, access_s, depth
+        self._size = block_bytes
+        self._queued: deque[TimedRead] = deque()
+        self._under_way = 0
+        self._free_at = 0.0
+        """When the last byte comes of what has been begun."""
+        self._closed = False
+
+    # what a store's file offers
+
+    def reader(self, threads: int, pace: float | None) -> TimedDisk:
+        del threads, pace
+        return self
+
+    def read(self, key: int, block: Tensor, arrival: Callable[[Any], None], urgent: bool) -> TimedRead:
+        return TimedRead(block, arrival, urgent, key=key)
+
+    # what its reader does
+
+    def submit(self, read: TimedRead) -> None:
+        read.expect()
+        self._queued.append(read)
+        self._next()
+
+    def promote(self, read: TimedRead) -> None:
+        read.urgent = True
+
+    def cancel(self, read: TimedRead) -> bool:
+        if read.begun:
+            return False
+        read.cancelled = True
+        self._queued.remove(read)
+        return True
+
+    def close(self) -> None:
+        """What is under way comes to its end."""
+        self._closed = True
+        self._queued.clear()
+        if self._under_way:
+            self._device.wait_until(lambda: not self._under_way)
+
+    def _next(self) -> None:
+        device = self._device
+        while self._queued and self._under_way < self._depth:
+            read = min(self._queued, key=lambda queued: not queued.urgent)
+            self._queued.remove(read)
+            read.begun, now = 1, device.at
+            self._under_way += 1
+            read.start = now
+            first = max(now + self._access_s, self._free_at)
+            self._free_at = first + self._seconds
+            work = Work(0.0, writes=(read.target.data_ptr(),), name="read")
+            device.note(work)
+            device.at_time(first, lambda read=read, work=work: self._begin(read, work))  # type: ignore[misc]
+            device.at_time(self._free_at, lambda read=read, work=work: self._end(read, work))  # type: ignore[misc]
+
+    def _begin(self, read: TimedRead, work: Work) -> None:
+        self._device.begin(work)
+        half = read.target.numel() // 2
+        read.target[half:] = 0xFF  # nobody may take what the block held before for the new one
+        read.target[:half] = self._store.block(read.key)[:half]
+
+    def _end(self, read: TimedRead, work: Work) -> None:
+        read.target.copy_(self._store.block(read.key))
+        now = work.ended = self._device.at
+        assert work.begun is not None
+        self._device.spans.append(Span(name="read", stream=-1, start=work.begun, end=now, size=self._size))
+        self._under_way -= 1
+        read.arrive(now)
+        if not self._closed:
+            self._next()

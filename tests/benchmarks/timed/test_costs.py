@@ -1,0 +1,179 @@
+"""What the timed device's constants are made of: counts are counted again, sums hold to published measurements."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.timed.costs import HOSTS, LAUNCHES, LINKS, Launches, StepCosts, step_costs
+from benchmarks.timed.device import TimedDevice
+from benchmarks.timed.run import tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, PretrainedConfig
+
+from expertcast.commands.numbers import BANDWIDTHS
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.predictors import ExpertcastError
+from expertcast.predictors.base import RouterState
+from expertcast.predictors.estimator import Estimator, EstimatorConfig
+from expertcast.runtime.benchmarking.shapes import SHAPES, random_model
+from expertcast.runtime.engine.traced import TracedForecasts
+
+FAMILIES = {SHAPES[name].model_type: name for name in ("qwen3-30b-a3b", "gpt-oss-20b", "olmoe-1b-7b", "mixtral-8x7b")}
+ALLOCATE = {"empty", "empty_strided", "empty_like", "new_empty", "_unsafe_view", "lift_fresh", "detach"}
+"""Neither views by their schema nor kernels."""
+
+
+class Count(TorchDispatchMode):
+    """Counts operators that launch a kernel, by where the model is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = "after"
+        self.counted: Counter[str] = Counter()
+
+    def at(self, place: str) -> Callable[..., None]:
+        return lambda *_args: setattr(self, "now", place)
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        if not func.is_view and func.overloadpacket.__name__ not in ALLOCATE:
+            self.counted[self.now] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def per_token(config: PretrainedConfig) -> Counter[str]:
+    """Launches of one decode step of `generate` in bf16, by part; of all layers together."""
+    model = random_model(config, dtype=torch.bfloat16, device="cpu", seed=0)
+    model.set_experts_implementation("batched_mm")
+    model.generation_config.eos_token_id = None
+    count, layers = Count(), model.base_model.layers
+    model.base_model.register_forward_pre_hook(count.at("before"))
+    for layer, moe in zip(layers, find_moe_layers(model), strict=True):
+        layer.register_forward_pre_hook(count.at("attention"))
+        moe.experts.register_forward_pre_hook(count.at("experts"))
+    layers[-1].register_forward_hook(count.at("after"))
+    counted = []
+    for tokens in (4, 5):
+        count.counted = Counter()
+        count.now = "after"
+        ids = torch.zeros(1, 8, dtype=torch.int64)
+        with count:
+            model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
+                max_new_tokens=tokens, min_new_tokens=tokens,
+            )  # fmt: skip
+        counted.append(count.counted)
+    return counted[1] - counted[0]
+
+
+def forecast_launches(name: str) -> int:
+    view = find_moe_layers(tiny_model(SHAPES[name], 2))
+    shape = view.shape
+    forecasts = TracedForecasts(Estimator(EstimatorConfig(), shape).bind(view))
+    hidden_TD, logits_TE = torch.randn(1, shape.hidden), torch.randn(1, shape.experts)
+    ids_TK, weights_TK = view[0].route(logits_TE)
+    state = RouterState(
+        layer=0, residual_TD=hidden_TD, router_input_TD=hidden_TD, logits_TE=logits_TE, topk_ids_TK=ids_TK,
+        topk_weights_TK=weights_TK, previous_logits_TLE=torch.randn(1, len(view), shape.experts),
+    )  # fmt: skip
+    count = Count()
+    forecasts.prepare(view, 1)
+    forecasts.forecast(state, 1)
+    with count:
+        forecasts.forecast(state, 1)
+    return count.counted.total()
+
+
+@pytest.mark.parametrize("family", LAUNCHES)
+def test_launches_are_those_of_the_models(family: str) -> None:
+    layers = 2
+    counted = per_token(tiny_model(SHAPES[FAMILIES[family]], layers).config)
+    assert LAUNCHES[family] == Launches(
+        attention=counted["attention"] // layers, experts=counted["experts"] // layers, before=counted["before"],
+        after=counted["after"], forecast=forecast_launches(FAMILIES[family]),
+    )  # fmt: skip
+
+
+def test_the_slow_host_is_the_published_decode_step() -> None:
+    """(2099.73 - 483.17) ms for 48 tokens: experts_benchmark_bs1_seq16.csv, batched_mm without compilation."""
+    config = AutoConfig.for_model(
+        "qwen2_moe", num_hidden_layers=24, hidden_size=8, intermediate_size=8, moe_intermediate_size=8,
+        shared_expert_intermediate_size=8, num_attention_heads=1, num_key_value_heads=1, vocab_size=32,
+    )  # fmt: skip
+    assert per_token(config).total() * HOSTS["a100"] == pytest.approx((2099.73 - 483.17) / 48 * 1e-3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "experts", "head"),
+    [
+        ("qwen3-30b-a3b", 8 * 3 * 2048 * 768, 2048 * 151936),
+        ("gpt-oss-20b", 4 * (3 * 2880 * 2880 + 2 * 2880 + 2880), 2880 * 201088),
+        ("gpt-oss-120b", 4 * (3 * 2880 * 2880 + 2 * 2880 + 2880), 2880 * 201088),
+        ("olmoe-1b-7b", 8 * 3 * 2048 * 1024, 2048 * 50304),
+        ("mixtral-8x7b", 2 * 3 * 4096 * 14336, 4096 * 32000),
+    ],
+)
+def test_weights_are_read_at_the_memory_s_rate(name: str, experts: int, head: int) -> None:
+    costs = step_costs(name, kernel_s=0.0, memory_bandwidth=1e9)
+    assert costs.experts_device_s == pytest.approx(3 * 2 * experts / 1e9)  # gathered, then multiplied
+    assert costs.token_device_s == pytest.approx(2 * head / 1e9)
+
+
+def test_attention_reads_projections_norms_and_router() -> None:
+    projections = 2048 * (32 * 128 + 4 * 128 + 4 * 128) + 32 * 128 * 2048
+    numbers = projections + 2 * 128 + 2 * 2048 + 128 * 2048
+    costs = step_costs("qwen3-30b-a3b", kernel_s=0.0, memory_bandwidth=1e9)
+    assert costs.attention_device_s == pytest.approx(2 * numbers / 1e9)
+
+
+def test_small_kernels_take_their_own_time() -> None:
+    slow, fast = (step_costs("mixtral-8x7b", kernel_s=seconds) for seconds in (3e-6, 2e-6))
+    launches = LAUNCHES["mixtral"]
+    assert slow.attention_device_s - fast.attention_device_s == pytest.approx(launches.attention * 1e-6)
+    assert slow.experts_device_s - fast.experts_device_s == pytest.approx(launches.experts * 1e-6)
+
+
+def test_defaults_are_those_of_qwen3_30b() -> None:
+    ours, computed = StepCosts(), step_costs("qwen3-30b-a3b")
+    for field in fields(StepCosts):
+        assert getattr(ours, field.name) == pytest.approx(getattr(computed, field.name), abs=0.51e-6), field.name
+
+
+def test_a_slow_host_slows_everything_that_the_host_does_and_nothing_else() -> None:
+    fast, slow = (step_costs("olmoe-1b-7b", host=host) for host in ("fast", "a100"))
+    for field in fields(StepCosts):
+        ratio = getattr(slow, field.name) / getattr(fast, field.name)
+        expected = HOSTS["a100"] / HOSTS["fast"] if field.name.endswith("host_s") else 1.0
+        assert ratio == pytest.approx(expected), field.name
+    assert slow.with_host(fast.layer_host_s).token_after_host_s == pytest.approx(fast.token_after_host_s)
+
+
+def test_record_to_query_takes_what_was_measured() -> None:
+    """PaRSEC 576: 5.19 us from the call of a record, through the device, to the query that sees it."""
+    device = TimedDevice(LINKS["pcie4"])
+    event = device.new_event()
+    event.record()
+    while not event.query():
+        pass
+    assert device.now == pytest.approx(5.19e-6, abs=0.5e-6)
+
+
+def test_links_agree_with_what_the_command_line_calls_them() -> None:
+    assert {name: LINKS[name] for name in BANDWIDTHS} == pytest.approx(BANDWIDTHS, rel=0.11)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shape": "glm-4.7-flash"}, "no costs of shape 'glm-4.7-flash': choose from qwen3-30b-a3b"),
+        ({"shape": "none"}, "no costs of shape 'none'"),
+        ({"shape": "olmoe-1b-7b", "host": "slow"}, "unknown host 'slow': choose from fast, a100"),
+    ],
+)
+def test_refusals(arguments: dict[str, str], message: str) -> None:
+    with pytest.raises(ExpertcastError, match=message):
+        step_costs(**arguments)  # type: ignore[arg-type]

@@ -1,0 +1,255 @@
+"""The disk behind a CUDA device, both in virtual time: reads beside copies beside computing, and nobody too early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from benchmarks.timed.device import TimedDevice
+from benchmarks.timed.links import TimedDiskLink
+from benchmarks.timed.run import TimedCase, decode_timed
+from benchmarks.timed.streams import Span
+
+from expertcast.runtime import offload
+from expertcast.runtime.links.cuda import CudaLink
+from expertcast.runtime.links.disk_cuda import StagedCopy, Staging
+from expertcast.runtime.recording.recorder import Observer
+from expertcast.runtime.storage.layout import BlockLayout, Field
+from expertcast.runtime.storage.slots import SlotPool
+from expertcast.runtime.storage.store import ExpertStore
+from tests.families.models import tiny_model
+
+BLOCK = 9437184
+COPY_S, READ_S = 171e-6, 3e-3
+"""9.4 MB over PCIe 5, and from a disk of 3.1 GB/s."""
+LAYOUT = BlockLayout(fields=(Field(name="w", shape=(64,), dtype=torch.uint8, offset=0),), block_bytes=64)
+SLOTS = 16
+
+
+class _Store:
+    """Block k is filled with k."""
+
+    addressable, experts, layout = True, 128, LAYOUT
+
+    def block(self, key: int) -> torch.Tensor:
+        return torch.full((LAYOUT.block_bytes,), key, dtype=torch.uint8)
+
+
+def attached(device: TimedDevice, *, read_s: float = READ_S, **options: Any) -> tuple[TimedDiskLink, SlotPool]:
+    link, pool = TimedDiskLink(device, BLOCK, BLOCK / read_s, **options), SlotPool(LAYOUT, SLOTS, torch.device("cpu"))
+    link.attach(cast(ExpertStore, _Store()), pool)
+    return link, pool
+
+
+@pytest.fixture
+def device() -> TimedDevice:
+    return TimedDevice(BLOCK / COPY_S)
+
+
+def spans(device: TimedDevice, name: str) -> list[Span]:
+    return [span for span in device.spans if span.name == name and span.seconds > COPY_S / 2]
+
+
+def test_misses_take_the_disks_time_and_one_copy(device: TimedDevice) -> None:
+    """Every copy but the last hides behind the next read; the disk is never without a request."""
+    link, pool = attached(device)
+    copies = [link.submit(key, key, urgent=True) for key in range(8)]
+    start = device.now
+    for copy in copies:
+        link.wait(copy)
+    device.compute.synchronize()
+    assert 8 * READ_S + COPY_S < device.now - start < 8.05 * READ_S + 1.1 * COPY_S
+    assert [pool.block(slot).unique().tolist() for slot in range(8)] == [[key] for key in range(8)]
+    link.synchronize()
+    assert link.copies == 8
+    assert link.copy_s == pytest.approx(READ_S, rel=0.05)
+    reads, moved = spans(device, "read"), spans(device, "to_device")
+    beside = [any(read.start < copy.start < copy.end < read.end for read in reads) for copy in moved]
+    assert beside == [True] * 7 + [False]
+    assert not device.races
+
+
+def test_a_miss_waits_for_what_the_disk_has_begun_at_most(device: TimedDevice) -> None:
+    """Also when forecasts hold every block; the one that had to go back is read afterwards."""
+    link, pool = attached(device)
+    forecasts = [link.submit(key, key, urgent=False) for key in range(8)]
+    miss = link.submit(100, 8, urgent=True)
+    start = device.now
+    link.wait(miss)
+    device.compute.synchronize()
+    assert device.now - start < 3.2 * READ_S
+    for copy in forecasts:
+        link.wait(copy)
+    device.synchronize()
+    assert [pool.block(slot).unique().tolist() for slot in range(9)] == [[key] for key in (*range(8), 100)]
+    assert not device.races
+
+
+@pytest.mark.parametrize("places", [2, 8])
+def test_a_forecast_that_is_waited_for_comes_next(device: TimedDevice, places: int) -> None:
+    """Behind what the disk has begun, whether it has a block or not; then the others in their order."""
+    link, _ = attached(device, places=places, depth=1)
+    forecasts = [link.submit(key, key, urgent=False) for key in range(6)]
+    link.wait(forecasts[5])
+    assert device.now < 2.2 * READ_S
+    while not any(copy.done for copy in forecasts[1:5]):
+        device.spend(READ_S / 10)
+        link.progress()
+    assert [copy.done for copy in forecasts] == [True, True, False, False, False, True]
+
+
+def test_asking_is_enough_for_a_copy_to_go_on(device: TimedDevice) -> None:
+    link, _ = attached(device)
+    copy = link.submit(0, 0, urgent=False)
+    for done in (False, False, False, True):
+        assert link.poll(copy) is done
+        device.spend(0.6 * READ_S)
+
+
+def test_whoever_observes_sees_the_read_too(device: TimedDevice) -> None:
+    link, seen = attached(device)[0], list[float]()
+    link.observer = cast(Observer, SimpleNamespace(
+        device_time=lambda event: event.made.time,
+        copied=lambda _key, _layer, start, end, _urgent: seen.append(end - start),
+    ))  # fmt: skip
+    link.wait(link.submit(0, 0, urgent=True))
+    link.synchronize()
+    assert seen == [pytest.approx(READ_S + COPY_S, rel=0.05)]
+
+
+def test_forecasts_can_be_dropped_until_they_are_read(device: TimedDevice) -> None:
+    link, pool = attached(device)
+    forecasts = [link.submit(key, key, urgent=False) for key in range(8)]
+    assert [link.cancel(copy) for copy in forecasts] == [False] * 2 + [True] * 6
+    link.promote(later := link.submit(9, 9, urgent=False))
+    for copy in (*forecasts[:2], later):
+        link.wait(copy)
+    device.synchronize()
+    link.progress()
+    assert len(spans(device, "read")) == link.copies == 3
+    assert not pool.block(2).any()
+    assert all(link.poll(copy) for copy in (*forecasts[:2], later))
+
+
+def test_forecasts_arrive_while_the_device_computes(device: TimedDevice) -> None:
+    """The host asks the link again and again, as a model's thread does; nobody waits for an expert."""
+    link, _ = attached(device)
+    forecasts = [link.submit(key, key, urgent=False) for key in range(8)]
+    for _ in range(100):
+        device.spend(READ_S / 10)
+        device.launch(READ_S / 10)
+        link.mark_read([SLOTS - 1])
+    start = device.now
+    assert all(link.poll(copy) for copy in forecasts)
+    assert device.now - start < COPY_S
+
+
+def _layers(device: TimedDevice, link: TimedDiskLink, pool: SlotPool) -> int:
+    """Layers of four experts and two forecasts each over few slots; how often a copy left other bytes than its own.
+
+    Bytes of this device move when a call asks for them: in a slot they tell of torn blocks, `races` of the rest.
+    """
+    wrong = 0
+    for layer in range(12):
+        keys = [(4 * layer + index) % 60 for index in range(4)]
+        copies = [link.submit(key, index, urgent=True) for index, key in enumerate(keys)]
+        ahead = [link.submit(60 + 2 * layer + index, 4 + (2 * layer + index) % 8, urgent=False) for index in range(2)]
+        for copy in copies:
+            link.wait(copy)
+        device.launch(20 * COPY_S, reads=[pool.block(slot).data_ptr() for slot in range(4)])
+        link.mark_read(list(range(4)))
+        wrong += sum(bool((pool.block(slot) != key).any()) for slot, key in enumerate(keys))
+        for copy in ahead:
+            link.wait(copy)
+            wrong += bool((pool.block(copy.slot) != copy.key).any())
+    device.synchronize()
+    return wrong
+
+
+@pytest.mark.parametrize("read_s", [READ_S, COPY_S / 4])
+@pytest.mark.parametrize("places", [1, 2, 5])
+def test_every_block_is_whole(device: TimedDevice, places: int, read_s: float) -> None:
+    """With a disk slower than the device's link and a faster one: then blocks are waited for, too."""
+    link, pool = attached(device, places=places, read_s=read_s, access_s=1e-6)
+    assert _layers(device, link, pool) == 0
+    assert not device.races
+
+
+def _torn(link: TimedDiskLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits takes what the block holds, read or not."""
+
+    def early(copy: StagedCopy) -> None:
+        staging = link._open_staging
+        if copy.place is not None and copy.read is not None:
+            copy.read.arrival = None
+            staging._noticed.append(copy)
+        else:
+            hold(copy)
+
+    hold = link._hold
+    monkeypatch.setattr(link, "_hold", early)
+
+
+def _reused(link: TimedDiskLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is given back as soon as the copy from it has been called for."""
+    issue, give_back = link._issue, Staging.give_back
+
+    def issued(copy: StagedCopy) -> None:
+        issue(copy)
+        give_back(link._open_staging, copy)
+
+    monkeypatch.setattr(link, "_issue", issued)
+    monkeypatch.setattr(Staging, "give_back", lambda _staging, _copy: None)
+
+
+def _unread(link: TimedDiskLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody says that slots are read."""
+    monkeypatch.setattr(link, "mark_read", lambda _slots: None)
+
+
+@pytest.mark.parametrize("fault", [_torn, _reused, _unread])
+def test_whoever_comes_too_early_is_found(
+    device: TimedDevice, monkeypatch: pytest.MonkeyPatch, fault: Callable[[TimedDiskLink, pytest.MonkeyPatch], None]
+) -> None:
+    link, pool = attached(device, places=2, read_s=COPY_S / 4, access_s=1e-6)
+    fault(link, monkeypatch)
+    assert _layers(device, link, pool) > 0 or device.races
+
+
+CASE = TimedCase(layers=6, warm_up=3, steps=3, disk=6e9)
+
+
+def test_forecasts_hide_reads() -> None:
+    """A right forecast keeps disk, link and device busy at once: what is computed of a layer is not waited for."""
+    on_demand, forecast = decode_timed(CASE), decode_timed(replace(CASE, accuracy=1.0))
+    reads_s = forecast.copies * forecast.block_bytes / 6e9
+    assert forecast.tpot_s < 1.05 * reads_s
+    assert on_demand.tpot_s > reads_s + 0.8 * CASE.layers * CASE.step.layer_device_s
+    assert not on_demand.races
+    assert not forecast.races
+
+
+def test_a_fast_disk_costs_little_more_than_memory() -> None:
+    """What is left is the first read of each layer, which nothing can hide."""
+    case = replace(CASE, accuracy=1.0)
+    memory, disk = decode_timed(replace(case, disk=None)), decode_timed(replace(case, disk=200e9))
+    assert memory.tpot_s < disk.tpot_s < 1.15 * memory.tpot_s
+
+
+@pytest.mark.parametrize("options", [{"cache": False}, {"slots": 4}, {"slots": 16, "predictor": "next_norm"}])
+def test_bits_are_those_of_the_resident_model(options: dict[str, object]) -> None:
+    model = tiny_model("qwen3_moe")
+    prompt = torch.arange(1, 40).unsqueeze(0)
+    resident = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    device = TimedDevice(1e9)
+    link = TimedDiskLink(device, 1 << 20, 3e8)
+    assert isinstance(link, CudaLink)
+    with offload(model, link=link, **options) as offloaded:
+        assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), resident)
+        assert offloaded.link.busy_s > 0
+    assert spans(device, "read")
+    assert not device.races

@@ -1,0 +1,212 @@
+"""Who waits for whom on a CUDA device: order and overlap of the real link and engine, by virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import cast
+
+import pytest
+import torch
+from benchmarks.timed.costs import StepCosts
+from benchmarks.timed.device import TimedDevice
+from benchmarks.timed.links import TimedCudaLink, TimedKernelLink
+from benchmarks.timed.run import TimedCase, TimedRun, decode_timed
+from benchmarks.timed.streams import Span
+
+from expertcast.runtime import offload
+from expertcast.runtime.links.driver import CudaDevice, Readback
+from expertcast.runtime.policies import Policies
+from expertcast.runtime.storage.layout import BlockLayout, Field
+from expertcast.runtime.storage.slots import SlotPool
+from expertcast.runtime.storage.store import ExpertStore
+from tests.families.models import tiny_model
+
+COPY_S = 171e-6
+"""9.4 MB at 55 GB/s."""
+LAYERS, TOP_K = 6, 8
+CASE = TimedCase(layers=LAYERS, warm_up=3, steps=3)
+
+
+def copies(run: TimedRun) -> list[Span]:
+    """Of experts, in their order."""
+    return [span for span in run.spans if span.name == "to_device" and span.seconds > COPY_S / 2]
+
+
+def idle_share(run: TimedRun) -> float:
+    """Of the link, between the first and the last copy of each token."""
+    spans = copies(run)
+    pauses = sorted(later.start - earlier.end for earlier, later in pairwise(spans))
+    within = pauses[: -(CASE.steps - 1)]  # the longest are those in which the head works and the next token begins
+    return sum(within) / (sum(within) + sum(span.seconds for span in spans))
+
+
+SITUATIONS: dict[str, tuple[TimedCase, Callable[[TimedRun], bool]]] = {
+    "perfect forecasts: nothing but the gap between two copies": (
+        replace(CASE, accuracy=1.0),
+        lambda run: idle_share(run) < 0.02,
+    ),
+    "nine of ten right: the same": (
+        replace(CASE, accuracy=0.9),
+        lambda run: idle_share(run) < 0.02,
+    ),
+    "misses only: idle while a layer is computed and the host is told, not longer": (
+        CASE,
+        lambda run: idle_share(run) * run.tpot_s < LAYERS * (CASE.step.layer_device_s + 150e-6),
+    ),
+    "all forecasts wrong: at most a window of useless copies a layer, and what the last token needed first": (
+        replace(CASE, accuracy=0.0),
+        lambda run: run.copies <= LAYERS * (TOP_K + 2) + TOP_K,
+    ),
+    "a host that is slower than device and link is all that is waited for": (
+        replace(CASE, accuracy=1.0, capacity=1.0, step=StepCosts().with_host(2e-3), warm_up=8),
+        lambda run: run.tpot_s < 1.02 * run.host_s,
+    ),
+    "a device that is slower than host and link is": (
+        replace(CASE, accuracy=1.0, capacity=1.0, step=replace(StepCosts(), attention_device_s=3e-3), warm_up=8),
+        lambda run: run.tpot_s - run.copies * COPY_S < LAYERS * (3.07e-3 + 200e-6) + 270e-6 + 800e-6,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_situation(name: str) -> None:
+    case, holds = SITUATIONS[name]
+    run = decode_timed(case)
+    assert holds(run), (idle_share(run) if copies(run) else None, run.tpot_s, run.host_s, run.copies)
+    assert not run.races
+
+
+def test_the_same_case_takes_the_same_time() -> None:
+    first, second = (decode_timed(replace(CASE, accuracy=0.9, capacity=0.5)) for _ in range(2))
+    assert first == second
+
+
+def test_forecasts_do_not_wait_for_the_layers_copies() -> None:
+    """Nor does what follows them: the next layer's copies are asked for while those of this one are under way."""
+    run = decode_timed(replace(CASE, accuracy=1.0))
+    begun = [span for span in run.spans if span.name == "forecast"]
+    under_way = [any(copy.start < span.start < copy.end for copy in copies(run)) for span in begun]
+    assert sum(under_way) > 0.8 * len(under_way)
+
+
+def test_experts_run_as_soon_as_their_last_copy_is_there() -> None:
+    """Their slots' numbers come right behind: not after copies that other layers have asked for."""
+    run = decode_timed(replace(CASE, accuracy=1.0))
+    ends = [span.end for span in copies(run)]
+    kernels = [span for span in run.spans if span.name == "experts"]
+    first = [now for before, now in pairwise(kernels) if now.start - before.end > COPY_S]
+    waited = [min(kernel.start - end for end in ends if end <= kernel.start) for kernel in first]
+    assert first
+    assert max(waited) < 20e-6
+
+
+@pytest.mark.parametrize("capacity", [0.5, 0.1])
+def test_a_prefill_loads_the_next_layer_while_this_one_computes(capacity: float) -> None:
+    """Where a layer's experts fit the slots, and where they come in chunks: what it computes hides as many copies."""
+    case = replace(CASE, prompt=200, piece=200, capacity=capacity, warm_up=1, steps=1)
+    without = decode_timed(replace(case, policies=Policies(prefetch="none")))
+    streamed = decode_timed(case)
+    hidden_s = without.prefill_s - streamed.prefill_s
+    assert hidden_s > 0.6 * (LAYERS - 1) * case.step.layer_device_s
+    assert not streamed.races
+
+
+class TestLink:
+    """The link alone: a host that calls it, and kernels that run for a while."""
+
+    @pytest.fixture
+    def device(self) -> TimedDevice:
+        return TimedDevice(9437184 / COPY_S)
+
+    @pytest.fixture
+    def link(self, device: TimedDevice) -> TimedCudaLink:
+        layout = BlockLayout(fields=(Field(name="w", shape=(64,), dtype=torch.uint8, offset=0),), block_bytes=64)
+        link = TimedCudaLink(device, 9437184)
+        link.attach(cast(ExpertStore, _Store(layout)), SlotPool(layout, 16, torch.device("cpu")))
+        return link
+
+    def test_urgent_copies_do_not_fill_the_window(self, link: TimedCudaLink) -> None:
+        for slot in range(6):
+            link.submit(slot, slot, urgent=True)
+        forecasts = [link.submit(slot, slot, urgent=False) for slot in range(6, 10)]
+        assert [copy.started for copy in forecasts] == [True, True, False, False]
+
+    def test_a_miss_waits_for_a_window_of_forecasts_at_most(self, link: TimedCudaLink, device: TimedDevice) -> None:
+        for slot in range(8):
+            link.submit(slot, slot, urgent=False)
+        miss = link.submit(8, 8, urgent=True)
+        start = device.now
+        link.wait(miss)
+        device.compute.synchronize()
+        assert device.now - start < (link.window + 1) * 1.1 * COPY_S
+
+    def test_copies_go_on_while_the_host_waits_for_values(self, link: TimedCudaLink, device: TimedDevice) -> None:
+        forecasts = [link.submit(slot, slot, urgent=False) for slot in range(6)]
+        device.launch(20 * COPY_S)
+        readback = Readback(cast(CudaDevice, device), link.progress)
+        assert readback.start(torch.tensor([3])).tolist() == [3]
+        assert all(link.poll(copy) for copy in forecasts)
+
+    def test_a_cancelled_copy_leaves_no_hole(self, link: TimedCudaLink, device: TimedDevice) -> None:
+        forecasts = [link.submit(slot, slot, urgent=False) for slot in range(6)]
+        assert [link.cancel(copy) for copy in forecasts] == [False, False, True, True, True, True]
+        link.promote(last := link.submit(6, 6, urgent=False))
+        link.wait(last)
+        device.synchronize()
+        spans = [span for span in device.spans if span.size]
+        assert len(spans) == 3
+        assert all(later.start - earlier.end < 10e-6 for earlier, later in pairwise(spans))
+
+    def test_slot_numbers_go_before_the_next_layers_copies(self, link: TimedCudaLink, device: TimedDevice) -> None:
+        for slot in range(3):
+            link.submit(slot, slot, urgent=True)
+        sent = link.send([0, 1, 2])
+        for slot in range(3, 8):
+            link.submit(slot, slot, urgent=False)
+        start = device.now
+        assert sent.take().tolist() == [0, 1, 2]
+        device.compute.synchronize()
+        assert device.now - start < 3.3 * COPY_S
+
+    def test_a_slot_is_read_before_it_is_filled_again(self, link: TimedCudaLink, device: TimedDevice) -> None:
+        address = link._pool.block(0).data_ptr()
+        link.wait(link.submit(0, 0, urgent=True))
+        device.launch(COPY_S, reads=[address])
+        link.mark_read([0])
+        link.wait(link.submit(1, 0, urgent=True))
+        device.launch(COPY_S, reads=[address])
+        device.synchronize()
+        assert not device.races
+        link.submit(2, 0, urgent=True)  # nobody said that the kernel above reads the slot
+        device.launch(COPY_S, reads=[address])  # and nobody waits for the copy
+        device.synchronize()
+        assert device.races
+
+
+class _Store:
+    """Blocks of nothing."""
+
+    addressable, experts = True, 128
+
+    def __init__(self, layout: BlockLayout) -> None:
+        self.layout, self._block = layout, torch.zeros(layout.block_bytes, dtype=torch.uint8)
+
+    def block(self, key: int) -> torch.Tensor:
+        del key
+        return self._block
+
+
+@pytest.mark.parametrize("options", [{"cache": False}, {"slots": 4}, {"slots": 16, "predictor": "next_norm"}])
+@pytest.mark.parametrize("kernel", [False, True])
+def test_bits_are_those_of_the_resident_model(options: dict[str, object], kernel: bool) -> None:
+    model = tiny_model("qwen3_moe")
+    prompt = torch.arange(1, 40).unsqueeze(0)
+    resident = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    device = TimedDevice(1e9)
+    link = TimedKernelLink(device, 1 << 20) if kernel else TimedCudaLink(device, 1 << 20)
+    with offload(model, link=link, **options):
+        assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), resident)
+    assert device.now > 0
+    assert not device.races

@@ -1,0 +1,332 @@
+"""Routing policies: cache-aware routing and the budget, by hand and against their equations."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.predictors import ExpertcastError
+from expertcast.predictors.routing_rule import renormalises, weights_over
+from expertcast.predictors.view import MoELayer
+from expertcast.runtime.policies.base import CacheShape
+from expertcast.runtime.policies.routing import ROUTING, Routed, RoutingPolicy, _counts
+from tests.families.models import CONFIGS, tiny_model
+
+# Routers of every family, and the routings they give
+
+
+def router_of(family: str, dtype: torch.dtype = torch.float32) -> MoELayer:
+    return find_moe_layers(tiny_model(family, dtype))[0]
+
+
+def routed(layer: MoELayer, logits_TE: Tensor, cached: Collection[int], available: int = 0) -> Routed:
+    ids_TK, weights_TK = layer.route(logits_TE)
+    cached_E = torch.zeros(layer.num_experts, dtype=torch.bool)
+    cached_E[list(cached)] = True
+    return Routed(
+        layer=layer,
+        logits_TE=logits_TE,
+        ids_TK=ids_TK,
+        weights_TK=weights_TK,
+        cached_E=cached_E,
+        available=available,
+    )
+
+
+def logits(layer: MoELayer, tokens: int, seed: int = 0) -> Tensor:
+    """As the layer's own router gives them."""
+    hidden_TD = torch.randn(tokens, layer.hidden_size, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        return layer.router_logits(hidden_TD.to(next(layer.router.parameters()).dtype))
+
+
+def policy_of(text: str, layer: MoELayer) -> RoutingPolicy:
+    shape = CacheShape(layers=4, experts=layer.num_experts, top_k=layer.top_k, slots=16)
+    return ROUTING.choose(text).make(shape)
+
+
+# Cache-aware routing: by hand, and over the routers of every family
+
+
+ROW = torch.tensor([[4.0, 3.0, 2.5, 2.0, 1.0, 0.0, 0.0, 0.0]])
+"""Range 4. Experts 0 and 1 are chosen."""
+
+
+def _sets(ids_TK: Tensor) -> list[set[int]]:
+    return [set(row) for row in ids_TK.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("strength", "cached", "chosen"),
+    [
+        (0.1, {2}, {0, 1}),  # 2.5 + .4 < 3
+        (0.2, {2}, {0, 2}),  # 2.5 + .8 > 3
+        (0.2, {3}, {0, 1}),  # 2.0 + .8 < 3
+        (0.2, {1, 2}, {0, 1}),  # both rise
+        (0.3, {2, 3}, {0, 2}),  # 3.7 and 3.2
+        (0.7, {3, 4}, {0, 3}),  # 4.8 and 3.8: expert 0 stays all the same
+    ],
+)
+def test_by_hand(strength: float, cached: set[int], chosen: set[int]) -> None:
+    layer = router_of("mixtral")
+    given = routed(layer, ROW, cached)
+    changed = policy_of(f"cache_aware:strength={strength}", layer).route(given)
+    assert changed is not None
+    ids_TK, weights_TK = changed
+    assert _sets(ids_TK) == [chosen]
+    scores_K = ROW[0, ids_TK[0]].exp()
+    torch.testing.assert_close(weights_TK[0], scores_K / scores_K.sum())
+
+
+def test_how_many_are_kept() -> None:
+    """A bonus above everything, all but 0 and 1 on the device."""
+    layer = router_of("mixtral")
+    for keep, chosen in ((0, {2, 3}), (1, {0, 2}), (2, {0, 1})):
+        changed = policy_of(f"cache_aware:strength=9,keep={keep}", layer).route(routed(layer, ROW, range(2, 8)))
+        assert changed is not None
+        assert _sets(changed[0]) == [chosen]
+
+
+def test_the_range_is_a_running_mean_of_its_layer() -> None:
+    """Expert 4 is cached, .4 of delta is its bonus. Ranges 4, 12, 4: deltas 4, 8, 6.67.
+
+    1 + 1.6 < 3; 3 + 3.2 < 9; 1 + 2.67 > 3. Another layer starts at 4 again.
+    """
+    first, other, *_ = find_moe_layers(tiny_model("mixtral", torch.float32))
+    policy = policy_of("cache_aware:strength=0.4", first)
+
+    def chosen(layer: MoELayer, row: Tensor) -> set[int]:
+        changed = policy.route(routed(layer, row, {4}))
+        assert changed is not None
+        return _sets(changed[0])[0]
+
+    assert chosen(first, ROW) == {0, 1}
+    assert chosen(first, 3 * ROW) == {0, 1}
+    assert chosen(first, ROW) == {0, 4}
+    assert chosen(other, ROW) == {0, 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_no_strength_changes_nothing(family: str, dtype: torch.dtype) -> None:
+    layer = router_of(family, dtype)
+    given = routed(layer, logits(layer, 40), {0, 3, 5})
+    changed = policy_of("cache_aware:strength=0", layer).route(given)
+    assert changed is not None
+    assert torch.equal(changed[0], given.ids_TK)
+    assert torch.equal(changed[1], given.weights_TK)
+    assert changed[1].dtype == given.weights_TK.dtype
+
+
+def _most_cached(family: str, layer: MoELayer, guard: int, cached: set[int]) -> int:
+    """Most cached experts that a token's K can hold beside the guarded one, by what the family's rule may choose."""
+    group = {expert // 4 for expert in range(layer.num_experts)}
+    pools = [set(range(4 * number, 4 * number + 4)) for number in group] if family == "deepseek_v2" else [
+        set(range(layer.num_experts))
+    ]  # fmt: skip
+    return max(
+        len(cached.intersection(choice))
+        for pool in pools
+        for choice in itertools.combinations(sorted(pool), layer.top_k)
+        if guard in choice
+    )
+
+
+@pytest.mark.parametrize("strength", [5.0, 1e6])
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_a_huge_strength_chooses_what_is_cached(family: str, strength: float) -> None:
+    """All but the guarded expert come from the device where the rule allows it, with the original logits' weights."""
+    layer = router_of(family)
+    if family == "glm4_moe_lite":  # a correction bias may weigh more than any logit: see the test after this one
+        layer.router.e_score_correction_bias.zero_()
+    cached = {1, 4, 6}
+    given = routed(layer, logits(layer, 60), cached)
+    changed = policy_of(f"cache_aware:strength={strength}", layer).route(given)
+    assert changed is not None
+    ids_TK, weights_TK = changed
+    expected_TK = weights_over(layer, given.logits_TE, ids_TK)
+    differs = 0
+    for token, (ids, own) in enumerate(zip(ids_TK.tolist(), given.ids_TK.tolist(), strict=True)):
+        guard = own[int(given.weights_TK[token].argmax())]
+        assert guard in ids
+        assert len(set(ids)) == layer.top_k
+        assert len(cached.intersection(ids)) == _most_cached(family, layer, guard, cached)
+        if set(ids) == set(own):
+            assert torch.equal(weights_TK[token], given.weights_TK[token])
+        else:
+            torch.testing.assert_close(weights_TK[token], expected_TK[token])
+            differs += 1
+    assert differs > 20
+    assert (weights_TK > 0).all()
+
+
+def test_the_guard_holds_against_a_correction_bias() -> None:
+    """A bias of 5 on three experts: sigmoid scores lie under 1, so the rule takes them whatever the logits say."""
+    layer = router_of("glm4_moe_lite")
+    layer.router.e_score_correction_bias.zero_()
+    given = routed(layer, logits(layer, 40), {2})
+    layer.router.e_score_correction_bias[5:] = 5.0
+    changed = policy_of("cache_aware:strength=0.3", layer).route(given)
+    assert changed is not None
+    for ids, own, weights in zip(changed[0].tolist(), given.ids_TK.tolist(), given.weights_TK.tolist(), strict=True):
+        assert own[weights.index(max(weights))] in ids
+        assert len(set(ids)) == 2
+
+
+def test_among_cached_experts_the_logits_decide() -> None:
+    """However large the bonus: it must not swallow the logits' differences."""
+    layer = router_of("qwen3_moe")
+    given = routed(layer, 0.01 * logits(layer, 50), {0, 2, 3, 5, 7})
+    changed = policy_of("cache_aware:strength=1e9,keep=0", layer).route(given)
+    assert changed is not None
+    cached_TE = given.logits_TE.masked_fill(~given.cached_E, float("-inf"))
+    assert _sets(changed[0]) == _sets(cached_TE.topk(2).indices)
+
+
+def test_too_few_cached_leaves_the_best_of_the_others() -> None:
+    layer = router_of("olmoe")
+    given = routed(layer, 6 * logits(layer, 50), {3})
+    changed = policy_of("cache_aware:strength=1e9,keep=0", layer).route(given)
+    assert changed is not None
+    others_TE = given.logits_TE.masked_fill(given.cached_E, float("-inf"))
+    assert _sets(changed[0]) == [{3, best} for best in others_TE.argmax(dim=-1).tolist()]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cache_aware:strength=-1", "strength=-1.0: give 0 or more"),
+        ("cache_aware:keep=-1", "keep=-1: give 0 or more experts, up to the model's K"),
+        ("cache_aware:keep=3", "keep=3: a token has 2 experts, give 0 to 2"),
+        ("cacheaware", "choose from standard, cache_aware, budget"),
+    ],
+)
+def test_bad_values(text: str, message: str) -> None:
+    with pytest.raises(ExpertcastError) as caught:
+        policy_of(text, router_of("mixtral"))
+    assert message in str(caught.value)
+    assert "cache_aware" in ROUTING.names()
+
+
+# Routing within a budget: by hand, against the equation word by word, and over the routers of every family
+
+
+RENORMALISED = {"qwen3_moe", "mixtral", "gpt_oss", "glm4_moe_lite"}
+
+
+@pytest.mark.parametrize(
+    ("available", "counts"),
+    [
+        (0, [2, 1, 2]),  # 5 comes all the same, 0 is cached | 6 does not fit | 5 came with the first token, 1 is cached
+        (1, [2, 1, 2]),  # 5 takes the slot
+        (2, [2, 2, 2]),  # 6 takes the other
+    ],
+)
+def test_tokens_share_the_slots_by_hand(available: int, counts: list[int]) -> None:
+    assert _counts([[5, 0], [0, 6], [5, 1]], {0, 1}, available, 2) == counts
+
+
+def test_one_token_by_hand() -> None:
+    """Experts a..f by weight, cached b, d, e: misses after k experts are 1 1 2 2 2 3."""
+    ranked, cached = [[0, 1, 2, 3, 4, 5]], {1, 3, 4}
+    found = [_counts(ranked, set(cached), available, 6)[0] for available in range(4)]
+    assert found == [2, 2, 5, 6]
+    assert _counts(ranked, set(cached), 3, 4) == [4], "k_max"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    experts=st.integers(2, 10),
+    cached=st.sets(st.integers(0, 9)),
+    available=st.integers(0, 8),
+    k_max=st.integers(1, 5),
+    seed=st.integers(0, 1000),
+)
+def test_against_the_equation(experts: int, cached: set[int], available: int, k_max: int, seed: int) -> None:
+    """k = max{k <= k_max : u(k) <= available}; without any, the first expert, which is loaded all the same."""
+    generator = torch.Generator().manual_seed(seed)
+    top_k = min(experts, 5)
+    ranked = [torch.randperm(experts, generator=generator)[:top_k].tolist() for _ in range(3)]
+    expected, there, left = [], set(cached), available
+    for row in ranked:
+        feasible = [
+            k for k in range(1, min(k_max, top_k) + 1) if sum(expert not in there for expert in row[:k]) <= left
+        ]
+        if feasible:
+            count = max(feasible)
+        else:  # nothing is free and the first is missing: it is loaded, and what is there already runs with it
+            count = 1
+            while count < min(k_max, top_k) and row[count] in there:
+                count += 1
+        left = max(0, left - sum(expert not in there for expert in row[:count]))
+        there.update(row[:count])
+        expected.append(count)
+    assert _counts(ranked, set(cached), available, k_max) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_enough_room_is_standard(family: str, dtype: torch.dtype) -> None:
+    layer = router_of(family, dtype)
+    policy = policy_of("budget", layer)
+    for token in logits(layer, 20).split(1):
+        assert policy.route(routed(layer, token, (), available=layer.top_k)) is None
+        assert policy.route(routed(layer, token, range(8), available=0)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_weights_by_the_familys_rule(family: str, dtype: torch.dtype) -> None:
+    """Nothing free: of two experts that are missing the heavier one runs, with all of the weight where weights sum to a
+    constant, with its own elsewhere. Tokens that keep both keep their weights to the bit."""
+    layer = router_of(family, dtype)
+    assert renormalises(layer) == (family in RENORMALISED)
+    given = routed(layer, logits(layer, 30), {0, 1, 2, 3})
+    policy = policy_of("budget", layer)
+    changed = policy.route(given)
+    assert changed is not None
+    ids_TK, weights_TK = changed
+    assert torch.equal(ids_TK, given.ids_TK)
+    assert weights_TK.dtype == given.weights_TK.dtype
+    dropped = (weights_TK == 0).sum(dim=-1)
+    assert set(dropped.tolist()) == {0, 1}
+    for token, count in enumerate(dropped.tolist()):
+        own_K, got_K = given.weights_TK[token], weights_TK[token]
+        if not count:
+            assert torch.equal(got_K, own_K)
+        else:
+            heaviest = int(own_K.argmax())
+            assert got_K.count_nonzero() == 1
+            expected = own_K.sum() if family in RENORMALISED else own_K[heaviest]
+            torch.testing.assert_close(got_K[heaviest], expected)
+
+
+def test_k_max() -> None:
+    """Two experts by weight .7 and .3, one allowed."""
+    layer = router_of("qwen2_moe")
+    given = routed(layer, torch.tensor([[0.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]]), range(8), available=8)
+    changed = policy_of("budget:k_max=1", layer).route(given)
+    assert changed is not None
+    assert given.ids_TK[0, changed[1][0] > 0].tolist() == [1]
+    assert policy_of("budget:k_max=none", layer).route(given) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("budget:k_max=0", "k_max=0: give 1 or more experts, or none for the model's K"),
+        ("budget:k_max=3", "k_max=3: a token has 2 experts, give 1 to 2"),
+        ("budget:slots=3", "its options are k_max"),
+    ],
+)
+def test_bad_budgets(text: str, message: str) -> None:
+    with pytest.raises(ExpertcastError) as caught:
+        policy_of(text, router_of("mixtral"))
+    assert message in str(caught.value)
