@@ -185,8 +185,6 @@ class Forecast:
 class PredictorConfig:
     """Base of every predictor's configuration; subclasses add fields with a docstring line each."""
 
-    added: ClassVar[tuple[str, ...]] = ()
-    """Fields that checkpoints of earlier versions do not have."""
     ahead: tuple[int, ...] = (1,)
     """How many layers ahead it can look: each value is fitted on its own."""
 

@@ -52,7 +52,6 @@ Choice.__pydantic_config__ = CLOSED  # type: ignore[attr-defined]
 class HybridConfig(PredictorConfig):
     """Which predictors a hybrid chooses from, and whom it has chosen where."""
 
-    added: ClassVar[tuple[str, ...]] = ("rule", "low_recall")
     candidates: Sequence[str] = CANDIDATES
     """Predictors to choose from."""
     threshold: float = 0.0

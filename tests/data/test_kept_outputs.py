@@ -77,7 +77,7 @@ def test_what_was_damaged_is_run_again(
 ) -> None:
     model = tiny_model("qwen3_moe")
     collect(model, reference_tokenizer, text, tmp_path / "whole", **SETTINGS)
-    writer = collector.ShardWriter
+    writer = collector.RankWriter
 
     def damaged(folder: Path, *args: Any, **kwargs: Any) -> Any:
         paths = sorted((folder / layout.PROGRESS_FOLDER).glob("experts-*"))
@@ -92,7 +92,7 @@ def test_what_was_damaged_is_run_again(
             paths[1].write_bytes(content[: len(content) // 2] if damage == "cut" else paths[-1].read_bytes())
         return writer(folder, *args, **kwargs)
 
-    monkeypatch.setattr(collector, "ShardWriter", damaged)
+    monkeypatch.setattr(collector, "RankWriter", damaged)
     collect(model, reference_tokenizer, text, tmp_path / "damaged", **SETTINGS)
     assert files(tmp_path / "damaged") == files(tmp_path / "whole")
 
@@ -137,4 +137,5 @@ def test_room_is_what_the_files_take(reference_tokenizer: Any, text: list[Docume
     fit_stand_in(model, view, windows(), rank=2, batch_size=2, keep=kept)
     tokens = sum(len(window.token_ids) for window in windows())
     found = sum(path.stat().st_size for path in (tmp_path / "kept").iterdir())
-    assert found == KeptOutputs.nbytes(view, tokens, 2, model.dtype.itemsize)
+    expected = KeptOutputs.nbytes(view, tokens, 2, model.dtype.itemsize)
+    assert expected < found < expected + 2 * 4096, "the headers beside them"

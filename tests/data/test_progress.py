@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from expertcast.data import trace_format as layout
@@ -64,23 +61,6 @@ def test_damage_between_a_kill_and_going_on_is_noticed(
 
 def flipped(original: bytes, place: int) -> bytes:
     return original[:place] + bytes([original[place] ^ 4]) + original[place + 1 :]
-
-
-def test_a_collection_that_an_older_version_began_is_finished(
-    reference_model: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    expected: list[Any],
-) -> None:  # fmt: skip
-    folder = tmp_path / "traces"
-    go_on = begun(folder, reference_model, reference_tokenizer, monkeypatch)
-    path = folder / layout.PROGRESS_FOLDER / layout.progress_file(0)
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
-        note = json.loads(file.metadata()["progress"])
-    note = {key: note[key] for key in ("shards", "batches_done", "rows_done")}
-    save_file(tensors, path, metadata={"progress": json.dumps(note)})
-    with pytest.warns(UserWarning, match="was written by an older expertcast"):
-        go_on()
-    assert content(folder) == expected
 
 
 def test_a_model_that_gives_nan_is_not_collected_from(reference_tokenizer: Any, tmp_path: Path) -> None:

@@ -37,7 +37,6 @@ def renamed(table: pa.Table) -> pa.Table:
     return table.rename_columns(["hidden", *table.column_names[1:]])
 
 
-@pytest.mark.filterwarnings("ignore:.*written by an older expertcast")
 @pytest.mark.parametrize(
     ("change", "rows_at_once", "compression", "told"),
     [
@@ -50,14 +49,14 @@ def renamed(table: pa.Table) -> pa.Table:
     ],
 )
 def test_other_columns_are_refused(
-    change: Callable[[pa.Table], pa.Table], rows_at_once: int | None, compression: str | None, told: str, old: Path
+    change: Callable[[pa.Table], pa.Table], rows_at_once: int | None, compression: str | None, told: str, traces: Path
 ) -> None:
-    path = old / layout.shard_file(0, 0)
+    path = traces / layout.shard_file(0, 0)
     table = change(pa.ipc.open_stream(path.read_bytes()).read_all())
     options = pa.ipc.IpcWriteOptions(compression=compression)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema, options=options) as writer:
         writer.write_table(table, max_chunksize=rows_at_once)
     with pytest.raises(ExpertcastError, match=told) as raised:
-        TraceDataset.open(old)
+        TraceDataset.open(traces)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
