@@ -145,7 +145,7 @@ class ActivationStream:
         )
 
 
-# The stand-in for early attention that a collection asks for.
+# Stand-in for early attention
 
 
 def plan_stand_in(model: PreTrainedModel, view: MoEView, plan: Plan, keep: KeptOutputs | None = None) -> StandIn:
@@ -175,7 +175,7 @@ def _windows(plan: Plan) -> list[Window]:
     return first_windows(plan.windows_of(plan.documents, "train"), TOKENS)
 
 
-# Trying early attention on a plan's first window, before anything is collected.
+# Trial of early attention on the first window
 
 
 def try_early(model: PreTrainedModel, view: MoEView, plan: Plan) -> tuple[EarlyAttention | None, TraceBatch]:

@@ -251,9 +251,7 @@ def first_tokens(parts: Iterable[tuple[T, TokenIds]], limit: int | None) -> Iter
         limit = None if limit is None else limit - len(ids)
 
 
-# Windows of text as batches for a model.
-#
-# T tokens, B sequences, S tokens per sequence.
+# Windows as padded batches: B windows, S tokens of the longest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

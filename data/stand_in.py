@@ -30,9 +30,7 @@ from expertcast.predictors.early_attention import MOST_RANK, StandIn
 from expertcast.predictors.messages import ExpertcastError, tokens_read
 from expertcast.predictors.view import MoELayer, MoEView
 
-# In which directions a layer's input varies most.
-#
-# T tokens, D hidden size, R rank.
+# Principal directions of a layer's input
 
 _EXACT = 512
 """Up to so many dimensions all of a covariance's directions are computed: 2048 would take seconds."""
@@ -76,15 +74,12 @@ def largest(covariance_DD: Tensor, rank: int) -> Tensor:
     return vectors_DR[:, :rank].to(covariance_DD.device)
 
 
-# The sums of one layer's regressions: of what each expert puts out, on a few directions of the layer's input.
+# Sums of the regressions of one layer
 #
-# The down projection is linear, so an expert's inner activations are summed in place of its outputs: no output of a
-# single expert is needed, and the layer runs as it does without this. The directions are chosen in the end, from more
-# than are asked for: they are those of all the text that was summed, as far as the text that the first choice was made
-# by shows them.
+# The down projection is linear, so inner activations are summed in place of outputs, and the layer runs as it does
+# otherwise. Sums are over more directions than are asked for: the final ones are chosen in the end, from all tokens.
 #
-# T tokens, D hidden size, E routed experts, K experts per token, I inner width of an expert, R rank, B = R or more
-# directions that are summed over, Y = B + 1 and Z = R + 1 with a constant.
+# I inner width of an expert, B = R or more directions that are summed over, Y = B + 1 and Z = R + 1 with a constant.
 
 PRIOR_TOKENS = 16.0
 """Tokens' worth of holding maps back: an expert that few tokens reach keeps to its mean."""
@@ -209,7 +204,7 @@ class _Rows:
             start = end
 
 
-# What routed experts put out over a text, kept on disk: they run once, though the text is passed over twice
+# Outputs of routed experts, kept on disk: experts run once, though the text is passed over twice
 
 
 @dataclass(slots=True)

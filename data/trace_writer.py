@@ -221,7 +221,7 @@ def complete(
         layout.write_dataset_files(folder, columns, list(shards), info["id"])
 
 
-# The stand-in that a collection's early attention runs on
+# The stand-in of a collection
 
 
 def write_stand_in(folder: Path, stand_in: StandIn) -> None:

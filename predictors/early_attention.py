@@ -4,7 +4,7 @@ While the experts of layer l wait or run, block l+1 runs its attention on r_l + 
 cache holds the true keys and values of the past, only the newest position is approximate. Then the target's norm and
 router. Nothing is trained but the stand-in: default vectors, or maps of low rank by least squares.
 
-T tokens, D hidden size, L MoE layers.
+T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token, R rank.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.options import check_between
 from expertcast.predictors.view import ModelShape
 
-# What a MoE layer puts out, from its input and routing alone: each expert as a mean and a map of low rank.
-#
-# T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token, R rank.
+# The stand-in for the output of a MoE layer
 #
 # A layer's output is sum_k w_k y_e(s) over its routed experts plus that of shared ones. Default vectors put the mean of
 # y_e in its place (rank 0; Speculating Experts, section 3.1); here y_e(s) = b_e + z A_e with z = s P - c, the R

@@ -3,7 +3,7 @@
 T tokens, D hidden size, E routed experts, K experts per token, P = L - ahead layer pairs, F features; in the network
 G groups of pairs that share a projection and a head, W width and H hidden units of the residual MLP:
 x = A q + pos_l; h = x + C SiLU(B x); theta = W_head LN(h).
-Source: Speculating Experts, section 4 (rows B12 and B13). Training is :mod:`expertcast.training.estimator`.
+Source: Speculating Experts, section 4. Training is :mod:`expertcast.training.estimator`.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ class ModelShape:
 
 
 def overfetched(factor: float, top_k: int, experts: int) -> int:
-    """Experts fetched for one token at an overfetch factor: ceil(factor x K), never more than there are (row A20).
+    """Experts fetched for one token at an overfetch factor: ceil(factor x K), never more than there are.
 
     The one rule of runtime, simulator and evaluation. The product is rounded to nine decimals first: 1.12 x 25 is 28,
     and 28.000000000000004 in floating point.

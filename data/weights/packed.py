@@ -27,12 +27,12 @@ from expertcast.data.source import AWQ, COMPRESSED, GPTQ
 from expertcast.data.weights.files import ComputedTensor, Part, TensorFile
 from expertcast.predictors.messages import ExpertcastError
 
-# FP8 weights of a checkpoint: two tensors, codes and scales, read as the one that they stand for.
+# FP8: codes and scales
 #
 #     x.weight              float8 [R, C] or [E, R, C]
 #     x.weight_scale_inv    [R / rows, C / columns], one number, or the same for each of E experts
 #
-# R rows and C columns of a matrix, E experts. The last blocks of a matrix may be cut off.
+# The last blocks of a matrix may be cut off.
 
 FP8_CODES = ("F8_E4M3", "F8_E5M2")
 """As safetensors names them."""
@@ -307,15 +307,14 @@ def _weights_of(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return (found or groups)[0]["weights"]  # type: ignore[no-any-return]
 
 
-# Weights of a checkpoint as bitsandbytes ships them, read as the ones that they stand for.
+# bitsandbytes
 #
 #     4 bits  x [N/2 bytes], x.absmax [N/B], x.quant_map [16], x.quant_state.bitsandbytes__nf4 (JSON: shape, B, dtype)
 #             nested: x.absmax are bytes, x.nested_quant_map [256], x.nested_absmax [N/B/256]
 #     8 bits  x.weight int8 [R, C], x.SCB [R]
 #
-# N numbers in blocks of B, two codes a byte, the first one in the high bits. R rows and C columns. Source:
-# bitsandbytes' `functional.dequantize_4bit` and `int8_vectorwise_dequant` (their CPU kernels), to whose bits this
-# computes.
+# N numbers in blocks of B, two codes a byte, the first one in the high bits. Source: bitsandbytes'
+# `functional.dequantize_4bit` and `int8_vectorwise_dequant` (CPU kernels); this gives their bits.
 
 _STATE = ".quant_state.bitsandbytes__"
 _OF_127 = 7.874015718698502e-3
