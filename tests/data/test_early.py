@@ -1,4 +1,4 @@
-"""Early attention against a forward in which a block's output is replaced; caches stay as they were; traced programs."""
+"""Early attention against forwards with a replaced block output; caches stay as they are; traced programs."""
 
 from __future__ import annotations
 
