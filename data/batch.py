@@ -15,9 +15,7 @@ from torch import Tensor
 from expertcast.predictors.base import RouterState
 from expertcast.predictors.view import MoEView
 
-# What one router has just done: what collection and the runtime are told, whatever model or engine runs it.
-#
-# T tokens, B sequences, S tokens per sequence, D hidden size, E routed experts per layer, K experts per token.
+# What a router has done, as it is told to collection and the runtime; B sequences of S tokens
 
 RouterOutput: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """What a router returns: logits [T, E], weights [T, K] and ids [T, K]."""

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from expertcast.data.batch import RouterCall
 from expertcast.data.early import EarlyAttention
-from expertcast.data.experts import Experts, experts_of
+from expertcast.data.experts import Experts, ShownExperts, experts_of, shown
 from expertcast.data.means import MeanOutputs, adds_block, adds_experts
 from expertcast.data.stand_in import Outputs
 from expertcast.data.taps import RouterTaps
@@ -111,65 +111,38 @@ class Capture:
                 self.means.add_shared(layer.index, after_TD.float() - before_TD)
 
 
-class LayerCapture:
+class LayerCapture(ShownExperts):
     """What one layer's experts add to a capture's means."""
 
-    def __init__(self, layer: MoELayer, capture: Capture, run: Experts) -> None:
-        self.layer, self.capture, self._run = layer, capture, run
-        self.routed_TD: Tensor | None = None
-        """Output of the routed experts, kept until the block has added the shared ones."""
+    def __init__(self, layer: MoELayer, capture: Capture, experts: Experts) -> None:
+        super().__init__(layer, capture.means is not None and layer.has_shared and adds_block(layer))
+        self.keep_T, self._capture, self._experts = capture.keep_T, capture, experts
 
-    def after_block(self, _module: nn.Module, _args: tuple[object, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-        """A hook on the block: what it puts out beyond its routed experts is the shared experts' output."""
-        means = self.capture.means
-        if means is None or self.routed_TD is None:
-            return
-        block = output[0] if isinstance(output, tuple) else output
-        rows = self.capture.rows
-        means.add_shared(self.layer.index, rows(block).float() - rows(self.routed_TD).float())
-        self.routed_TD = None
-
-    def experts(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """In place of the experts' forward: their grouped kernel over the real tokens; rows of padding come out as
-        zero."""
-        keep_T = self.capture.keep_T
-        if keep_T is None:
-            output_TD = self._grouped(hidden_TD, ids_TK, weights_TK)
+    def run(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        layer, index = self.layer, self.layer.index
+        means = self._capture.means if adds_experts(layer) else None
+        kept = None if self._capture.outputs is None else self._capture.outputs.read(layer, hidden_TD)
+        if kept is None:
+            inner = None if means is None else partial(means.add_experts, index)
+            output_TD = self._experts.run(layer, hidden_TD, ids_TK, weights_TK, inner)
         else:
-            keep_T = keep_T.to(hidden_TD.device)
-            output_TD = torch.zeros_like(hidden_TD)
-            output_TD[keep_T] = self._grouped(hidden_TD[keep_T], ids_TK[keep_T], weights_TK[keep_T])
-        self._ran(output_TD)
+            output_TD = kept.output_TD
+            if means is not None:
+                every_E = torch.arange(layer.num_experts, device=kept.count_E.device)
+                means.add_sums(index, kept.inner_EI, every_E, kept.count_E)
+        if means is not None and layer.adds is not None and not adds_block(layer) and index + 1 < len(means.inner_EI):
+            # of the step that `Capture.finish` adds
+            means.add_shared(index, -layer.adds.factor * output_TD.float())
         return output_TD
 
-    def _grouped(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        means, index = self.capture.means, self.layer.index
-        if not adds_experts(self.layer):
-            means = None
-        kept = None if self.capture.outputs is None else self.capture.outputs.read(self.layer, hidden_TD)
-        if kept is not None:
-            if means is not None:
-                every_E = torch.arange(self.layer.num_experts, device=kept.count_E.device)
-                means.add_sums(index, kept.inner_EI, every_E, kept.count_E)
-            return kept.output_TD
-        inner = None if means is None else partial(means.add_experts, index)
-        return self._run.run(self.layer, hidden_TD, ids_TK, weights_TK, inner)
-
-    def _ran(self, output_TD: Tensor) -> None:
-        """The routed experts have put this out."""
-        layer, means = self.layer, self.capture.means
-        if adds_block(layer):
-            self.routed_TD = output_TD if layer.has_shared else None
-            return
-        if means is None or layer.adds is None or not adds_experts(layer) or layer.index + 1 == len(means.inner_EI):
-            return
-        # of the step that `Capture.finish` adds
-        means.add_shared(layer.index, -layer.adds.factor * self.capture.rows(output_TD).float())
+    def see_shared(self, hidden_TD: Tensor, shared_TD: Tensor) -> None:
+        assert self._capture.means is not None
+        self._capture.means.add_shared(self.layer.index, shared_TD)
 
 
 @contextmanager
-def attached(model: PreTrainedModel, view: MoEView, capture: Capture) -> Iterator[ExitStack]:
-    """Capture the forwards run inside; what is given is closed afterwards."""
+def attached(model: PreTrainedModel, view: MoEView, capture: Capture) -> Iterator[None]:
+    """Capture the forwards run inside."""
     experts = experts_of(model, view)
     with ExitStack() as stack:
         if capture.early is not None:
@@ -177,9 +150,5 @@ def attached(model: PreTrainedModel, view: MoEView, capture: Capture) -> Iterato
             capture.early.attention.attach()
             stack.callback(capture.early.attention.close)
         stack.callback(RouterTaps(model, view, capture.see).close)
-        layers = [LayerCapture(layer, capture, experts) for layer in view]
-        for own in layers:
-            if own.layer.has_shared and adds_block(own.layer):
-                stack.callback(own.layer.block.register_forward_hook(own.after_block).remove)
-        stack.enter_context(experts.answered({own.layer.experts: own.experts for own in layers}))
-        yield stack
+        stack.enter_context(shown(model, experts, [LayerCapture(layer, capture, experts) for layer in view]))
+        yield

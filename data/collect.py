@@ -21,7 +21,7 @@ from expertcast.data import trace_format as layout
 from expertcast.data.batch import TraceBatch
 from expertcast.data.capture import Capture, EarlyRun, attached
 from expertcast.data.early import EarlyAttention, told
-from expertcast.data.experts import WINDOWS, Offload, experts_of, model_of
+from expertcast.data.experts import WINDOWS, Offload, experts_of, model_of, run_windows
 from expertcast.data.means import MeanOutputs
 from expertcast.data.plan import (
     SPLITS,
@@ -42,20 +42,16 @@ from expertcast.data.trace_format import TraceInfo, read_info, write_atomically,
 from expertcast.data.trace_writer import (
     REMEDY,
     SHARD_BYTES,
-    ShardWriter,
+    RankWriter,
+    complete,
     merged_progress,
     read_stand_in,
     write_stand_in,
 )
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors.artefacts import digest, file_digest
 from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.messages import ExpertcastError, Json, size_text
 from expertcast.predictors.view import MoEView, RuleCheck
-
-# Batches of windows through the running model, out comes one TraceBatch each.
-#
-# T tokens, B windows, S the tokens of the longest of them.
 
 
 class ActivationStream:
@@ -124,20 +120,12 @@ class ActivationStream:
             ExpertcastError: a router goes by more than the logits that are kept of it, or early attention stopped at a
                 layer.
         """
-        model = self.model
         capture = Capture(
             self.view, batch.mask_BS, means=self.means, check=self._check, residual_dtype=self.residual_dtype,
             early=self._early, outputs=outputs,
         )  # fmt: skip
-        with attached(model, self.view, capture) as stack:
-            if model.training:
-                stack.callback(model.train)
-                model.eval()
-            model.base_model(  # without the head: nothing here reads next-token logits
-                input_ids=batch.input_ids_BS.to(model.device),
-                attention_mask=batch.mask_BS.to(model.device),
-                use_cache=False,
-            )
+        with attached(self.model, self.view, capture):
+            run_windows(self.model, batch)
         capture.finish()
         if self.early is not None and self._refused is not None and self.early.refused != self._refused:
             lines = told({layer: why for layer, why in self.early.refused.items() if layer not in self._refused})
@@ -157,7 +145,7 @@ class ActivationStream:
         )
 
 
-# The stand-in for early attention that a collection asks for.
+# Stand-in for early attention
 
 
 def plan_stand_in(model: PreTrainedModel, view: MoEView, plan: Plan, keep: KeptOutputs | None = None) -> StandIn:
@@ -187,7 +175,7 @@ def _windows(plan: Plan) -> list[Window]:
     return first_windows(plan.windows_of(plan.documents, "train"), TOKENS)
 
 
-# Trying early attention on a plan's first window, before anything is collected.
+# Trial of early attention on the first window
 
 
 def try_early(model: PreTrainedModel, view: MoEView, plan: Plan) -> tuple[EarlyAttention | None, TraceBatch]:
@@ -196,7 +184,7 @@ def try_early(model: PreTrainedModel, view: MoEView, plan: Plan) -> tuple[EarlyA
     None where the plan leaves it out, or no layer of the `model`, whose layers `view` holds, can be run early. Which
     layers cannot, and why, is said on standard error.
     """
-    stand_in = None if plan.options.early_rank is None else StandIn.of_shape(view.shape, 0)
+    stand_in = None if plan.options.early_rank is None else StandIn(view.shape, 0)
     stream = ActivationStream(model, view, [], stand_in=stand_in)
     early = stream.early
     with warnings.catch_warnings():
@@ -268,7 +256,7 @@ def collect(
         raise ExpertcastError(f"rank {share.rank} does not see {folder}: ranks need a file system that they share")
     _check_settings(folder, info, new)
     if not info["complete"]:
-        writer = ShardWriter(folder, means, rank=share.rank, columns=columns, shard_bytes=shard_bytes)
+        writer = RankWriter(folder, means, rank=share.rank, columns=columns, shard_bytes=shard_bytes)
         if columns.early:
             stand_in = read_stand_in(folder, view.shape, plan.options.early_rank or 0)
             stream = ActivationStream(
@@ -282,7 +270,7 @@ def collect(
     return TraceDataset.open(folder)
 
 
-def _run(stream: ActivationStream, plan: Plan, share: Share, writer: ShardWriter, kept: KeptOutputs) -> None:
+def _run(stream: ActivationStream, plan: Plan, share: Share, writer: RankWriter, kept: KeptOutputs) -> None:
     """Run the batches that are not committed yet.
 
     Args:
@@ -301,7 +289,7 @@ def _run(stream: ActivationStream, plan: Plan, share: Share, writer: ShardWriter
             batch = pad_windows(windows)
             stream.means = writer.means if split == "train" else None  # nothing a predictor knows is from held-out text
             with kept.reading(number, batch) as outputs:
-                writer.add(stream.run(batch, outputs), batch.token_T)
+                writer.append(stream.run(batch, outputs))
             bar.update(len(batch))
     writer.commit()
 
@@ -327,10 +315,9 @@ def _new_info(
         "batch_size": stream.batch_size,
         "ranks": share.world,
         "text": plan.digest,
+        "early_rank": None if early is None else plan.options.early_rank,
+        "not_early": [] if early is None else [layer for layer in sorted(early.refused) if layer],
     }
-    if early is not None:
-        not_early = [layer for layer in sorted(early.refused) if layer]
-        settings |= {"early_rank": plan.options.early_rank, "not_early": not_early}
     identity = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return {
         "format": layout.FORMAT,
@@ -338,6 +325,7 @@ def _new_info(
         "complete": False,
         "settings": settings,
         "columns": columns.note(),
+        "files": {},
         **account,
     }
 
@@ -368,8 +356,8 @@ def _check_settings(folder: Path, begun: TraceInfo, new: Json) -> None:
         ExpertcastError: the collection was begun with other settings than the `new` ones.
     """
     settings: Json = {**begun["settings"]}
-    for key in (*new["settings"], *settings):
-        before, value = settings.get(key), new["settings"].get(key)
+    for key, value in new["settings"].items():
+        before = settings[key]
         if before != value:
             raise ExpertcastError(
                 f"{folder} was begun with {key}={before}, now it is {value}: give the settings it was begun with, or "
@@ -418,17 +406,8 @@ def _finish(
     if done.rows != plan.token_count():
         raise ExpertcastError(f"{folder}: {done.rows} rows are written of {plan.token_count()} tokens; {REMEDY}")
     defaults = means[0].default_vectors(experts_of(stream.model, view))
-    vectors = save(defaults.as_tensors())
-    write_atomically(folder / layout.DEFAULTS_FILE, vectors)
-    save_skeleton(view, stream.model, folder / layout.SKELETON_FOLDER)
-    layout.write_dataset_files(folder, columns, list(done.shards), info["id"])
-    small = [folder / layout.DATASET_STATE_FILE, folder / layout.DATASET_INFO_FILE]
-    small += sorted((folder / layout.SKELETON_FOLDER).iterdir())
-    files = {path.relative_to(folder).as_posix(): file_digest(path) for path in small}
-    files |= {layout.DEFAULTS_FILE: digest(vectors), **done.shards}
-    if columns.early:
-        files[layout.STAND_IN_FILE] = file_digest(folder / layout.STAND_IN_FILE)
-    note = {"split": "train", "tokens": defaults.token_count}
-    took = info.get("collection_s", 0.0) + done.seconds
-    write_info(folder, {**info, "collection_s": took, "default_vectors": note, "files": files, "complete": True})
+    write_atomically(folder / layout.DEFAULTS_FILE, save(defaults.as_tensors()))
+    save_skeleton(view, json.loads(stream.model.config.to_json_string()), folder / layout.SKELETON_FOLDER)
+    info["collection_s"] = info.get("collection_s", 0.0) + done.seconds
+    complete(folder, info, plan.documents, columns, done.shards)
     shutil.rmtree(folder / layout.PROGRESS_FOLDER)

@@ -34,10 +34,7 @@ from expertcast.data.taps import unrecorded
 from expertcast.data.tracing import Program, traced
 from expertcast.predictors.view import MoELayer, MoEView
 
-# Reading a key-value cache without writing to it: a copy that shares the past, and takes what is written.
-#
-# Which layers of a cache can be read is decided by their class alone: of a class that is not known here, nobody can say
-# what a write would change.
+# Key-value caches: reading without writing. Decided by class: of an unknown class nobody knows what a write changes.
 
 _COPIED = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
 """Layers that put new tensors in the place of old ones: a shallow copy leaves them as they were."""
@@ -77,9 +74,7 @@ def _readable(past: Cache) -> bool:
     return getattr(type(past), "update", None) is Cache.update and not past.offloading
 
 
-# Masks of early attention over whole texts, where each token reads the true past and its own stand-in.
-#
-# B sequences, S tokens per sequence, D hidden size.
+# Masks for whole texts: each token reads the true past and its own stand-in
 
 
 def beside(mask: Tensor | None, hidden_BSD: Tensor) -> Tensor:
@@ -105,7 +100,7 @@ def own_rows(mask: Tensor | None, hidden_BSD: Tensor) -> Tensor | None:
     return seen.diagonal(dim1=-2, dim2=-1)[:, 0].expand(hidden_BSD.shape[:2])
 
 
-# Which layers' attention can be run early, as far as a model's structure tells; no weight is read.
+# Layers that cannot be run early, by the structure of the model
 
 FIRST = "no MoE layer stands before it"
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
@@ -196,7 +191,7 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-# One layer's block as early attention runs it: from its input to the norm before its router.
+# One block, run from its input to the norm before its router
 
 _CLOSE = 2e-2
 """How far a residual may be from the block's own, in parts of its size, when the block is given its own input."""
@@ -274,12 +269,8 @@ class Block:
         return bool(off <= _CLOSE * size)
 
 
-# A block's early run in decode steps as a traced program: its tensor operations without modules, hooks and a cache.
-#
-# The trace is taken from the block's own run, and used once it has given that run's own bits in several steps. Keys and
-# values of the past are inputs of it: nothing is copied, and nothing written.
-#
-# B sequences, D hidden size.
+# The same in decode steps as a traced program, with the keys and values of the past as inputs. It is used once it has
+# given the bits of the block itself in several steps.
 
 _CHECKED = 3
 """Steps, the traced one included, in which a program is compared with the block."""

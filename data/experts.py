@@ -8,7 +8,8 @@ G groups of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol, TypeAlias
 
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
+from expertcast.data.plan import WindowBatch
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoELayer, MoEView
 
@@ -116,6 +118,76 @@ class ResidentExperts:
         own = {name: each for name, each in parameters.items() if each.dim() and len(each) == layer.num_experts}
         for expert in range(layer.num_experts):
             yield {name: parameter[expert] for name, parameter in own.items()}
+
+
+class ShownExperts(ABC):
+    """One layer's experts in forwards over padded windows: real tokens alone run, rows of padding come out as zero.
+
+    Args:
+        layer: whose experts.
+        shares: whether :meth:`see_shared` is told of the block's shared experts.
+    """
+
+    def __init__(self, layer: MoELayer, shares: bool) -> None:
+        self.layer, self.shares = layer, shares
+        self.keep_T: Tensor | None = None
+        """Indices of the batch's real tokens; None for all."""
+        self._routed: tuple[Tensor, Tensor] | None = None
+
+    @abstractmethod
+    def run(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """The experts' output [T, D] for real tokens."""
+
+    @abstractmethod
+    def see_shared(self, hidden_TD: Tensor, shared_TD: Tensor) -> None:
+        """What the block has added to its routed experts' output, for real tokens, in fp32."""
+
+    def answer(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """In place of the experts' forward."""
+        if self.keep_T is None:
+            routed_TD = self.run(hidden_TD, ids_TK, weights_TK)
+        else:
+            keep_T = self.keep_T.to(hidden_TD.device)
+            routed_TD = torch.zeros_like(hidden_TD)
+            routed_TD[keep_T] = self.run(hidden_TD[keep_T], ids_TK[keep_T], weights_TK[keep_T])
+        if self.shares:
+            self._routed = hidden_TD, routed_TD
+        return routed_TD
+
+    def after_block(self, _module: nn.Module, _args: tuple[object, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+        """A hook on the block."""
+        if self._routed is None:
+            return
+        (hidden_TD, routed_TD), self._routed = self._routed, None
+        block = output[0] if isinstance(output, tuple) else output
+        shared_TD = block.reshape(routed_TD.shape).float() - routed_TD.float()
+        if self.keep_T is not None:
+            keep_T = self.keep_T.to(routed_TD.device)
+            hidden_TD, shared_TD = hidden_TD[keep_T], shared_TD[keep_T]
+        self.see_shared(hidden_TD, shared_TD)
+
+
+@contextmanager
+def shown(model: PreTrainedModel, experts: Experts, layers: Sequence[ShownExperts]) -> Iterator[None]:
+    """Forwards inside, in eval mode, run the experts of all layers by these."""
+    with ExitStack() as stack:
+        if model.training:
+            stack.callback(model.train)
+            model.eval()
+        for own in layers:
+            if own.shares:
+                stack.callback(own.layer.block.register_forward_hook(own.after_block).remove)
+        stack.enter_context(experts.answered({own.layer.experts: own.answer for own in layers}))
+        yield
+
+
+def run_windows(model: PreTrainedModel, batch: WindowBatch) -> None:
+    """One forward, without the head: nothing that looks at it reads next-token logits."""
+    model.base_model(
+        input_ids=batch.input_ids_BS.to(model.device),
+        attention_mask=batch.mask_BS.to(model.device),
+        use_cache=False,
+    )
 
 
 def model_of(given: PreTrainedModel | Offload) -> PreTrainedModel:

@@ -1,8 +1,8 @@
-"""Writing traces of a server's traffic: what was committed can be read at any moment, also after a kill.
+"""Traces of a server's traffic, and default vectors from elsewhere, which such traces need.
 
-A document is a request. Rows are buffered until there are enough of them; then each split gets a shard, and trace.json,
-which names the shards and documents, replaces the old one. That replacement is the commit: what it does not name is
-deleted by the next writer.
+A document is a request. Rows are buffered until there are enough of them; then each split gets a shard.
+
+T tokens, D hidden size, L MoE layers, E routed experts per layer.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import copy
 import hashlib
 import time
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -27,22 +25,11 @@ from expertcast.checkpoints.provenance import different_part, fingerprints, prov
 from expertcast.data import trace_format as layout
 from expertcast.data.batch import TraceBatch
 from expertcast.data.plan import HELD_OUT_SHARE, MIN_DOCUMENTS, SPLITS, PlannedDocument, assign_splits
+from expertcast.data.skeleton import WEIGHTS, save_skeleton
 from expertcast.data.text import text_hash
-from expertcast.data.trace_format import (
-    LAYERS,
-    TRACE_FILE,
-    TraceInfo,
-    documents_in,
-    is_live,
-    read_info,
-    save_live_skeleton,
-    shard_names,
-    tensors_digest,
-    write_info,
-    write_shard,
-)
+from expertcast.data.trace_format import TRACE_FILE, TraceInfo, documents_in, is_live, read_info, tensors_digest
+from expertcast.data.trace_writer import TraceWriter, complete
 from expertcast.data.traces import TraceDataset, TraceSource
-from expertcast.predictors.artefacts import check_file, file_digest
 from expertcast.predictors.base import Predictor
 from expertcast.predictors.baselines import DefaultVectors, QuasiInput
 from expertcast.predictors.messages import ExpertcastError, Json
@@ -51,8 +38,6 @@ from expertcast.predictors.view import MoEView
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-# A request to a server as a document of traces. T tokens, D hidden size, L MoE layers, E routed experts per layer.
 
 _MARKS = ("first-question", "an-answer", "second-question")
 
@@ -71,16 +56,16 @@ class LiveDocument:
     start: int = 0
     """Position of the first row in the request: more than 0 where its beginning was in a prefix cache."""
 
-    def rows(self, index: int) -> tuple[TraceBatch, Tensor]:
-        """As a shard takes them, under this number, with the tokens' ids."""
+    def rows(self, index: int) -> TraceBatch:
+        """As a shard takes them, under this number."""
         tokens = len(self.token_T)
-        batch = TraceBatch(
+        return TraceBatch(
             residual_TLD=self.residual_TLD,
             logits_TLE=self.logits_TLE,
             document_T=torch.full((tokens,), index),
             position_T=torch.arange(self.start, self.start + tokens),
+            token_T=self.token_T,
         )
-        return batch, self.token_T
 
 
 class Conversations:
@@ -147,7 +132,9 @@ class LiveOptions:
 
 
 class LiveTraces:
-    """A folder of traces that grows. Nobody else may write it: see :mod:`expertcast.data.processes`."""
+    """A folder of traces that grows: every commit replaces trace.json, so that what it names can be read at any moment,
+    also after a kill. Nobody else may write it: see :mod:`expertcast.data.processes`.
+    """
 
     def __init__(
         self, folder: Path, view: MoEView, options: LiveOptions, *, config: Json, logits: torch.dtype, dtype: str
@@ -167,37 +154,48 @@ class LiveTraces:
         """
         self.folder, self.options = folder, options
         self._columns = layout.Columns(view.shape, layout.stored_logits_dtype(logits))
-        own = self._new_info(view, dtype)
+        self._info = self._new_info(view, dtype)
         folder.mkdir(parents=True, exist_ok=True)
         found = read_info(folder)
         if found is None and any(path.name != layout.SKELETON_FOLDER for path in folder.iterdir()):
             raise ExpertcastError(f"{folder} is not empty and holds no traces: {_REMEDY}")
         self.documents: list[PlannedDocument] = []
         """Committed, in the order they came."""
-        self._shards: dict[str, dict[str, str]] = {split: {} for split in SPLITS}
-        self._info = own if found is None else self._go_on(found, own)
-        self._splits = {document.hash or "": document.split for document in self.documents}
+        files: dict[str, str] = {}
+        if found is not None:
+            self._check_settings(found)
+            self._info["id"], files = found["id"], found["files"]
+            self.documents = sorted(documents_in(found), key=lambda document: document.index)
+        self._writers = {}
+        for number, split in enumerate(SPLITS):
+            own = {name: files[name] for name in files if name.startswith(f"data-{number:05d}-")}
+            self._writers[split] = TraceWriter(folder, self._columns, number, own, _REMEDY)
+        self._splits = {document.hash: document.split for document in self.documents}
         self._held: list[LiveDocument] = []
         self._since = time.monotonic()
-        if not (folder / layout.SKELETON_FOLDER / LAYERS).exists():
-            save_live_skeleton(view, config, folder / layout.SKELETON_FOLDER)
+        if not (folder / layout.SKELETON_FOLDER / WEIGHTS).exists():
+            save_skeleton(view, config, folder / layout.SKELETON_FOLDER)
 
     @property
     def tokens(self) -> int:
         """Committed and buffered."""
-        return sum(document.tokens for document in self.documents) + sum(len(each.token_T) for each in self._held)
+        return sum(document.tokens for document in self.documents) + self._held_rows
 
     @property
     def left(self) -> int:
         """Tokens that may still come."""
         return max(0, self.options.tokens - self.tokens)
 
+    @property
+    def _held_rows(self) -> int:
+        return sum(len(document.token_T) for document in self._held)
+
     def add(self, document: LiveDocument) -> None:
         """Take a request's rows, as many as may still come; commits when there are enough of them or they are old."""
         rows = min(len(document.token_T), self.left, self.options.window)
         if not rows:
             return
-        held = sum(len(each.token_T) for each in self._held) * self._columns.row_bytes
+        held = self._held_rows * self._columns.row_bytes
         if held >= _MOST_SHARDS * self.options.shard_bytes and document.hash in {each.hash for each in self._held}:
             return  # too few different conversations for three splits, as a benchmark's are
         if not self._held:
@@ -205,15 +203,13 @@ class LiveTraces:
         cut = {name: getattr(document, name)[:rows] for name in ("token_T", "residual_TLD", "logits_TLE")}
         self._held.append(replace(document, **cut))
         held += rows * self._columns.row_bytes
-        old = time.monotonic() - self._since >= self.options.commit_s
-        if held >= self.options.shard_bytes or old or not self.left:
+        if held >= self.options.shard_bytes or self._is_old() or not self.left:
             self.commit()
 
     def lull(self) -> None:
         """Nothing has come for a moment: commit what is buffered if it is old, or much beside what is committed."""
-        held = sum(len(each.token_T) for each in self._held)
-        old = time.monotonic() - self._since >= self.options.commit_s
-        if held and (old or held * _MUCH >= self.tokens - held):
+        held = self._held_rows
+        if held and (self._is_old() or held * _MUCH >= self.tokens - held):
             self.commit()
 
     def commit(self) -> bool:
@@ -222,53 +218,51 @@ class LiveTraces:
         Raises:
             ExpertcastError: the model gave NaN or infinity.
         """
-        lengths: dict[str, int] = {}
-        for document in self._held:
-            lengths[document.hash] = lengths.get(document.hash, 0) + len(document.token_T)
-        if not self._splits and len(lengths) >= MIN_DOCUMENTS:
-            self._splits = assign_splits(lengths)
-        if not self._held or not self._splits:
+        if not self._held or not self._assign_splits():
             return False
-        for conversation in lengths:
-            self._splits.setdefault(conversation, _split_by_hash(conversation))
-        number = sum(len(shards) for shards in self._shards.values())
-        index = len(self.documents)
-        for split in SPLITS:
-            own = [document for document in self._held if self._splits[document.hash] == split]
-            if own:
-                name = layout.shard_file(0, number)
-                parts = [document.rows(index + place) for place, document in enumerate(own)]
-                self._shards[split][name], _ = write_shard(self.folder / name, self._columns, parts)
-                self.documents += [
-                    PlannedDocument(
-                        index=index + place, domain="", tokens=len(each.token_T), split=split, hash=each.hash
-                    )
-                    for place, each in enumerate(own)
-                ]
-                number, index = number + 1, index + len(own)
+        documents = []
+        for index, each in enumerate(self._held, start=len(self.documents)):
+            split, tokens = self._splits[each.hash], len(each.token_T)
+            documents.append(PlannedDocument(index=index, domain="", tokens=tokens, split=split, hash=each.hash))
+            self._writers[split].append(each.rows(index))
+        for writer in self._writers.values():
+            writer.commit()
         self._held = []
-        self._write_info()
+        self.documents += documents
+        self._complete(grows=True)
         return True
 
     def close(self) -> None:
         """Commit what is buffered, and name the digests of all files: nothing more will be written."""
         self.commit()
         if self.documents:
-            small = (layout.DATASET_STATE_FILE, layout.DATASET_INFO_FILE)
-            self._write_info({name: file_digest(self.folder / name) for name in small})
+            self._complete(grows=False)
+
+    def _is_old(self) -> bool:
+        return time.monotonic() - self._since >= self.options.commit_s
+
+    def _assign_splits(self) -> bool:
+        """Give every buffered conversation a split; False: there are too few yet."""
+        lengths: dict[str, int] = {}
+        for document in self._held:
+            lengths[document.hash] = lengths.get(document.hash, 0) + len(document.token_T)
+        if not self._splits and len(lengths) >= MIN_DOCUMENTS:
+            self._splits = assign_splits(lengths)
+        elif self._splits:
+            self._splits = {own: _split_by_hash(own) for own in lengths} | self._splits
+        return bool(self._splits)
 
     def _new_info(self, view: MoEView, dtype: str) -> Json:
-        """trace.json of a collection that begins."""
+        """trace.json of a collection that begins, without what is counted."""
         prints = fingerprints(view)
-        settings = {
-            "fingerprint": prints["fingerprint"], "dtype": dtype, "window": self.options.window,
-            "tokens": self.options.tokens, "batch_size": 1, "ranks": 1, "text": "a server's traffic",
-        }  # fmt: skip
         return {
-            "format": layout.LIVE_FORMAT,
+            "format": layout.FORMAT,
             "id": hashlib.sha256(f"{prints['fingerprint']} {time.time_ns()}".encode()).hexdigest()[:16],
-            "complete": True,
-            "settings": settings,
+            "settings": {
+                "fingerprint": prints["fingerprint"], "dtype": dtype, "window": self.options.window,
+                "tokens": self.options.tokens, "batch_size": 1, "ranks": 1, "text": layout.TRAFFIC,
+                "early_rank": None, "not_early": [],
+            },
             "columns": self._columns.note(),
             "model": without_folders(view.model_id),
             **prints,
@@ -276,53 +270,27 @@ class LiveTraces:
             "window": self.options.window,
             "seed": 0,
             **provenance(),
-        }
+        }  # fmt: skip
 
-    def _go_on(self, found: TraceInfo, own: Json) -> Json:
-        """What an earlier writer left, as it is gone on with.
-
+    def _check_settings(self, found: TraceInfo) -> None:
+        """
         Raises:
-            ExpertcastError: it is of other traffic, or a shard was changed.
+            ExpertcastError: what an earlier writer left is of other traffic.
         """
         if not is_live(found):
             raise ExpertcastError(f"{self.folder} holds traces that expertcast collect wrote: {_REMEDY}")
         begun: Json = {**found["settings"]}
         for name in _KEPT:
-            if begun[name] != own["settings"][name]:
+            if begun[name] != self._info["settings"][name]:
                 raise ExpertcastError(
-                    f"{self.folder} was begun with {name}={begun[name]}, now it is {own['settings'][name]}: {_REMEDY}"
+                    f"{self.folder} was begun with {name}={begun[name]}, now it is {self._info['settings'][name]}: "
+                    f"{_REMEDY}"
                 )
-        self.documents = sorted(documents_in(found), key=lambda document: document.index)
-        files, names = found.get("files", {}), shard_names(self.folder, found)
-        ends = [sum(each.tokens for each in self.documents if each.split == split) for split in SPLITS]
-        for path in self.folder.glob("data-*"):
-            if path.name not in names:
-                path.unlink()
-        split, left = 0, ends[0]
-        for name in names:
-            check_file(self.folder / name, files[name], _REMEDY)
-            while not left:
-                split, left = split + 1, ends[split + 1]
-            self._shards[SPLITS[split]][name] = files[name]
-            left -= _rows_in(self.folder / name)
-        return {**own, "id": found["id"]}
 
-    def _write_info(self, small: Mapping[str, str] | None = None) -> None:
-        """The commit: `small` are digests of files that will not change any more."""
-        ordered = [document for split in SPLITS for document in self.documents if document.split == split]
-        shards = {name: digest for split in SPLITS for name, digest in self._shards[split].items()}
-        skeleton = sorted((self.folder / layout.SKELETON_FOLDER).iterdir())
-        files = {path.relative_to(self.folder).as_posix(): file_digest(path) for path in skeleton}
-        splits = {name: sum(each.tokens for each in ordered if each.split == name) for name in SPLITS}
-        counted = {
-            "tokens": sum(splits.values()),
-            "splits": splits,
-            "documents": [asdict(document) for document in ordered],
-            "files": {**files, **shards, **(small or {})},
-        }
-        write_info(self.folder, {**self._info, **counted})
-        if small is None:
-            layout.write_dataset_files(self.folder, self._columns, list(shards), self._info["id"])
+    def _complete(self, *, grows: bool) -> None:
+        ordered = sorted(self.documents, key=lambda document: SPLITS.index(document.split))
+        shards = {name: digest for writer in self._writers.values() for name, digest in writer.shards.items()}
+        complete(self.folder, self._info, ordered, self._columns, shards, grows=grows)
 
 
 def _split_by_hash(own: str) -> str:
@@ -331,15 +299,7 @@ def _split_by_hash(own: str) -> str:
     return "test" if place < HELD_OUT_SHARE else "validation" if place >= 1 - HELD_OUT_SHARE else "train"
 
 
-def _rows_in(path: Path) -> int:
-    """How many rows a shard has."""
-    with pa.memory_map(str(path)) as source:
-        return int(pa.ipc.open_stream(source).read_all().num_rows)
-
-
-# Default vectors from elsewhere: they are of the model, whatever text they were collected on.
-#
-# Traces of a server's traffic hold none, so they are taken from other traces of the model, or from a checkpoint.
+# Default vectors of other traces of the model, or of a checkpoint
 
 NOTE = "default_vectors_from"
 """In `TraceSource.info` and a fit's report: where the default vectors come from."""
@@ -374,10 +334,9 @@ def with_default_vectors(source: Source, given: str | Path) -> Source:
             f"so neither are its default vectors: {_GIVE}"
         )
     if isinstance(found, TraceDataset):
-        defaults, documents = found.defaults, {document.hash for document in found.chosen("train")}
-        learned = None if None in documents else frozenset(filter(None, documents))
+        defaults, learned = found.defaults, frozenset(document.hash for document in found.chosen("train"))
     else:
-        defaults, learned = _held(found), found.learned_from
+        defaults, learned = _held(found), found.learned_from or frozenset()
     made = copy.copy(source)
     made.defaults, made.defaults_learned_from = defaults, learned
     made.documents = _held_out(source, learned, str(given))
@@ -426,17 +385,8 @@ def _held(checkpoint: PredictorCheckpoint) -> DefaultVectors:
     return DefaultVectors(expert_LED=holder.expert_LED, shared_LD=holder.shared_LD, count_LE=counts_LE, token_count=0)
 
 
-def _held_out(source: TraceSource, learned: frozenset[str] | None, given: str) -> list[PlannedDocument]:
+def _held_out(source: TraceSource, learned: frozenset[str], given: str) -> list[PlannedDocument]:
     """The source's documents without those of its test split that the default vectors come from."""
-    known = all(document.hash is not None for document in source.documents)
-    if learned is None or not known:
-        what = given if learned is None else "what is trained on"
-        warnings.warn(
-            f"{what} is from before documents were known by their hashes: default vectors may come from what scores "
-            "here; collect again to be sure",
-            stacklevel=3,
-        )
-        return list(source.documents)
     rest = [document for document in source.documents if document.split != "test" or document.hash not in learned]
     if not any(document.split == "test" for document in rest) and source.chosen("test"):
         raise ExpertcastError(

@@ -119,7 +119,7 @@ def _number(path: Path) -> int | None:
         return None
 
 
-# What may be said of dtypes and devices.
+# Dtypes and devices
 
 
 def torch_dtype(name: str) -> torch.dtype | None:

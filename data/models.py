@@ -1,4 +1,4 @@
-"""Loading models."""
+"""Loading models, tokenizers and configurations, from a folder, the hub or a GGUF file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from expertcast.data.weights.gguf import GgufFile, check_package, complete_confi
 from expertcast.data.weights.packed import join_bnb, join_packed, join_scales
 from expertcast.predictors.messages import ExpertcastError, first_line
 
-# Opening a checkpoint in whatever form it lies, and making a model of its tensors.
+# Weights in any form
 
 
 def form_of(config: PretrainedConfig, source: ModelSource) -> Quantised | None:

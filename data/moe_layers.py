@@ -1,6 +1,10 @@
-"""One forward of two tokens that shows how a model's MoE blocks are wired.
+"""Finding the MoE layers of a `transformers` model by structure, never by model name.
 
-Experts are answered with their own input, so nothing of their weights is needed; a model on the meta device will do.
+Router: the class that the model records as `router_logits`. Experts: the module decorated with
+`use_experts_implementation`. Everything else is seen in one forward of two tokens, in which experts give back their own
+input: the norm, whose output is the router's input (where there is none, that input stands for the residual too), what
+the block gives its router beside that, and how the experts' output enters the residual stream. No weight is needed; a
+model on the meta device will do.
 """
 
 from __future__ import annotations
@@ -9,29 +13,20 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import Annotated, Any, NotRequired
+from typing import Any
 
 import torch
-from pydantic import Field, with_config
 from torch import Tensor, nn
 from torch.fx.experimental import _config as fx_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from typing_extensions import TypedDict
 
 from expertcast.data.source import check_release
-from expertcast.predictors.artefacts import CLOSED
 from expertcast.predictors.messages import ExpertcastError, first_line
 from expertcast.predictors.view import Adds, MoELayer, MoEView, OwnTensor
-
-# What a residual stream adds up to: sums followed through a forward, operation by operation, on any device.
-#
-# Every tensor is a sum of atoms with factors: the result of an addition, of a product with a number, or of a change of
-# shape or dtype is told in the atoms of what it came from; the result of anything else is a new atom. No value is
-# looked at, so a model on the meta device tells as much as one with weights.
 
 Sum = dict[int, float]
 """Factor by atom."""
@@ -47,7 +42,11 @@ _TIMES = {_aten.mul, _aten.mul_, _aten.div, _aten.div_}
 
 
 class Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows every operation that runs inside."""
+    """Follows every operation that runs inside: every tensor is a sum of atoms with factors.
+
+    The result of an addition, of a product with a number, or of a change of shape or dtype is told in the atoms of what
+    it came from; the result of anything else is a new atom. No value is looked at.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -332,141 +331,6 @@ def _watched(
         yield
 
 
-# The view of a model's MoE layers from the paths of their modules: those just found, or those of a saved skeleton.
-
-
-@with_config(CLOSED)
-class LayerPaths(TypedDict):
-    """Where in a model the modules of one MoE layer are."""
-
-    block: str
-    norm: str
-    """Empty where the router reads the residual itself."""
-    router: str
-    experts: str
-    router_dims: NotRequired[Annotated[int, Field(ge=2, le=3)]]
-    """Of the router's input; 2 where it is not said."""
-    router_arguments: NotRequired[dict[str, str | float | bool | None]]
-    """What the block gives its router beside that: the path of a parameter or buffer, or a constant."""
-
-
-_MODULES = ("block", "norm", "router", "experts")
-
-
-def layers_by_name(
-    model: nn.Module,
-    names: Sequence[LayerPaths],
-    top_k: int | None,
-    model_id: str,
-    *,
-    adds: Sequence[Adds | None] | None = None,
-) -> MoEView:
-    """The view of a model whose layers are known.
-
-    Args:
-        model: needs no weights.
-        names: the layers' modules in it.
-        top_k: K; None: the routers are asked for it.
-        model_id: where it comes from.
-        adds: per layer, how its experts' output enters the residual stream; None where nothing asks for it.
-
-    Raises:
-        ExpertcastError: a path that is no module of the model, or one of another kind than its name says.
-    """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    layers = [_layer(modules, index, entry, top_k) for index, entry in enumerate(names)]
-    if adds is not None:
-        layers = [replace(layer, adds=own) for layer, own in zip(layers, adds, strict=True)]
-    return MoEView(tuple(layers), model_id=model_id)
-
-
-def _layer(modules: Mapping[str, nn.Module], index: int, paths: LayerPaths, top_k: int | None) -> MoELayer:
-    for kind in _MODULES:
-        path = str(paths.get(kind))
-        if path not in modules or not (path or kind in ("block", "norm")):
-            raise ExpertcastError(f"MoE layer {index}: {path!r}, given as its {kind}, is no module of the model")
-    block, router, experts = modules[paths["block"]], modules[paths["router"]], modules[paths["experts"]]
-    num_experts = _integer(experts, "num_experts")
-    return MoELayer(
-        index=index,
-        block_name=paths["block"],
-        norm_name=paths["norm"],
-        router_name=paths["router"],
-        experts_name=paths["experts"],
-        decoder=modules[paths["block"].rpartition(".")[0]],
-        block=block,
-        norm=modules[paths["norm"]] if paths["norm"] else nn.Identity(),
-        router=router,
-        experts=experts,
-        num_experts=num_experts,
-        top_k=_integer(router, "top_k") if top_k is None else top_k,
-        hidden_size=_hidden_size(router, num_experts),
-        has_shared=_has_shared(block, router, experts),
-        router_dims=paths.get("router_dims", 2),
-        router_arguments=tuple(
-            (name, _own_tensor(modules, index, value) if isinstance(value, str) else value)
-            for name, value in paths.get("router_arguments", {}).items()
-        ),
-    )
-
-
-def paths_of(layer: MoELayer) -> LayerPaths:
-    """What :func:`layers_by_name` makes the layer of."""
-    paths: LayerPaths = {
-        "block": layer.block_name,
-        "norm": layer.norm_name,
-        "router": layer.router_name,
-        "experts": layer.experts_name,
-    }
-    if layer.router_dims != 2:
-        paths["router_dims"] = layer.router_dims
-    if layer.router_arguments:
-        paths["router_arguments"] = {
-            name: value.path if isinstance(value, OwnTensor) else value for name, value in layer.router_arguments
-        }
-    return paths
-
-
-def _own_tensor(modules: Mapping[str, nn.Module], index: int, path: str) -> OwnTensor:
-    owner, _, name = path.rpartition(".")
-    if owner not in modules or name not in {**modules[owner]._parameters, **modules[owner]._buffers}:
-        raise ExpertcastError(f"MoE layer {index}: {path!r}, which its router is given, is no tensor of the model")
-    return OwnTensor(path, modules[owner])
-
-
-def _integer(module: nn.Module, attribute: str) -> int:
-    if getattr(module, attribute, None) is None:
-        raise ExpertcastError(f"{type(module).__name__} has no attribute {attribute}: not supported")
-    return int(getattr(module, attribute))
-
-
-def _hidden_size(router: nn.Module, experts: int) -> int:
-    for parameter in router.parameters():
-        if parameter.dim() == 2 and parameter.shape[0] == experts:
-            return int(parameter.shape[1])
-    raise ExpertcastError(
-        f"router {type(router).__name__} has no [experts, hidden] weight: expertcast cannot apply its routing rule"
-    )
-
-
-def _has_shared(block: nn.Module, router: nn.Module, experts: nn.Module) -> bool:
-    return any(
-        child is not router and child is not experts and any(True for _ in child.parameters())
-        for child in block.children()
-    )
-
-
-# Finding the MoE layers of a `transformers` model by structure, never by model name.
-#
-# Router: the class that the model records as `router_logits`. Experts: the module decorated with
-# `use_experts_implementation`. Norm: the module whose output is the router's input, seen in one probe forward of two
-# tokens (:mod:`expertcast.data.moe_layers`), which also shows what the block gives its router beside that, and how what
-# the experts put out enters the residual stream. Where no norm's output is the router's input, that input stands for
-# the residual too.
-
-__all__ = ["experts_implementation", "find_moe_layers"]
-
-
 def find_moe_layers(model: PreTrainedModel) -> MoEView:
     """The MoE layers of a model, first to last; costs one forward of two tokens.
 
@@ -479,17 +343,13 @@ def find_moe_layers(model: PreTrainedModel) -> MoEView:
     check_release("reading the MoE layers of")
     blocks = _moe_blocks(model)
     seen = probe(model, blocks)
-    names = [_paths(model, block, seen[block.block]) for block in blocks]
-    adds = [seen[block.block].adds() for block in blocks]
-    model_id = str(model.config._name_or_path or type(model).__name__)
-    top_k = [_top_k(model, block, seen[block.block]) for block in blocks]
-    view = layers_by_name(model, names, top_k[0], model_id, adds=adds)
-    shapes = {(layer.num_experts, own, layer.hidden_size) for layer, own in zip(view, top_k, strict=True)}
+    layers = tuple(_layer(model, index, block, seen[block.block]) for index, block in enumerate(blocks))
+    shapes = {(layer.num_experts, layer.top_k, layer.hidden_size) for layer in layers}
     if len(shapes) > 1:
         raise ExpertcastError(
             f"{type(model).__name__} mixes MoE layers of different shape (E, K, D): {sorted(shapes)}; not supported"
         )
-    return view
+    return MoEView(layers, model_id=str(model.config._name_or_path or type(model).__name__))
 
 
 def _is_experts_module(module: nn.Module) -> bool:
@@ -564,33 +424,61 @@ def _router_classes(model: PreTrainedModel) -> tuple[type[nn.Module], ...]:
     return tuple(classes)
 
 
-def _paths(model: PreTrainedModel, names: BlockNames, seen: Probed) -> LayerPaths:
-    """What a skeleton keeps of one layer's place.
-
-    Raises:
-        ExpertcastError: the block did not run, or its router returns or is given what has no place here.
+def _layer(model: PreTrainedModel, index: int, names: BlockNames, seen: Probed) -> MoELayer:
     """
-    kind, router = type(model).__name__, type(model.get_submodule(names.router)).__name__
+    Raises:
+        ExpertcastError: the block did not run, or its router returns or is given what is not supported.
+    """
+    block, router, experts = (model.get_submodule(name) for name in (names.block, names.router, names.experts))
     if seen.router_input is None:
-        raise ExpertcastError(f"{kind} is not supported: {names.block} does not run on text")
-    if not isinstance(seen.output, tuple) or len(seen.output) != 3:
-        count = len(seen.output) if isinstance(seen.output, tuple) else 1
-        raise ExpertcastError(
-            f"{kind} is not supported: its router {router} returns {count} values, not logits, weights and ids"
-        )
+        raise ExpertcastError(f"{type(model).__name__} is not supported: {names.block} does not run on text")
     norm = seen.norm if seen.router_input == seen.normed else ""
-    paths: LayerPaths = {"block": names.block, "norm": norm, "router": names.router, "experts": names.experts}
-    if seen.dims != 2:
-        paths["router_dims"] = seen.dims
-    if seen.arguments:
-        paths["router_arguments"] = {
-            name: _argument(model, names, name, value) for name, value in seen.arguments.items()
-        }
-    return paths
+    num_experts = _number_of_experts(experts)
+    return MoELayer(
+        index=index,
+        block_name=names.block,
+        norm_name=norm,
+        router_name=names.router,
+        experts_name=names.experts,
+        decoder=model.get_submodule(names.block.rpartition(".")[0]),
+        block=block,
+        norm=model.get_submodule(norm) if norm else nn.Identity(),
+        router=router,
+        experts=experts,
+        num_experts=num_experts,
+        top_k=_top_k(model, router, num_experts, seen.output),
+        hidden_size=_hidden_size(router, num_experts),
+        has_shared=_has_shared(block, router, experts),
+        adds=seen.adds(),
+        router_dims=seen.dims,
+        router_arguments=tuple((name, _argument(model, names, name, value)) for name, value in seen.arguments.items()),
+    )
 
 
-def _argument(model: PreTrainedModel, names: BlockNames, name: str, value: object) -> str | float | bool | None:
-    """Where in the model what a router is given beside its input lies, or what it is.
+def _number_of_experts(experts: nn.Module) -> int:
+    if getattr(experts, "num_experts", None) is None:
+        raise ExpertcastError(f"{type(experts).__name__} has no attribute num_experts: not supported")
+    return int(experts.num_experts)  # type: ignore[arg-type]
+
+
+def _hidden_size(router: nn.Module, experts: int) -> int:
+    for parameter in router.parameters():
+        if parameter.dim() == 2 and parameter.shape[0] == experts:
+            return int(parameter.shape[1])
+    raise ExpertcastError(
+        f"router {type(router).__name__} has no [experts, hidden] weight: expertcast cannot apply its routing rule"
+    )
+
+
+def _has_shared(block: nn.Module, router: nn.Module, experts: nn.Module) -> bool:
+    return any(
+        child is not router and child is not experts and any(True for _ in child.parameters())
+        for child in block.children()
+    )
+
+
+def _argument(model: PreTrainedModel, names: BlockNames, name: str, value: object) -> OwnTensor | float | None:
+    """What a router is given beside its input.
 
     Raises:
         ExpertcastError: it is nothing that stays as it is from token to token.
@@ -600,7 +488,8 @@ def _argument(model: PreTrainedModel, names: BlockNames, name: str, value: objec
     block = model.get_submodule(names.block)
     for own, tensor in (*block.named_parameters(), *block.named_buffers()):
         if tensor is value:
-            return f"{names.block}.{own}"
+            path = f"{names.block}.{own}"
+            return OwnTensor(path, model.get_submodule(path.rpartition(".")[0]))
     router = type(model.get_submodule(names.router)).__name__
     raise ExpertcastError(
         f"{type(model).__name__} is not supported: its router {router} is given {name!r}, which is no weight of "
@@ -608,20 +497,23 @@ def _argument(model: PreTrainedModel, names: BlockNames, name: str, value: objec
     )
 
 
-def _top_k(model: PreTrainedModel, names: BlockNames, seen: Probed) -> int:
-    """K, by what a router returned.
+def _top_k(model: PreTrainedModel, router: nn.Module, experts: int, output: object) -> int:
+    """K, by what a router returned for two tokens.
 
     Raises:
         ExpertcastError: that is not logits over all experts, and weights and ids of K of them.
     """
-    assert isinstance(seen.output, tuple)
-    shapes = [list(each.shape) if isinstance(each, Tensor) else None for each in seen.output]
+    kind, router_kind = type(model).__name__, type(router).__name__
+    if not isinstance(output, tuple) or len(output) != 3:
+        count = len(output) if isinstance(output, tuple) else 1
+        raise ExpertcastError(
+            f"{kind} is not supported: its router {router_kind} returns {count} values, not logits, weights and ids"
+        )
+    shapes = [list(each.shape) if isinstance(each, Tensor) else None for each in output]
     top_k = (shapes[2] or [0])[-1]
-    experts = getattr(model.get_submodule(names.experts), "num_experts", None)
     if shapes != [[2, experts], [2, top_k], [2, top_k]]:
         raise ExpertcastError(
-            f"{type(model).__name__} is not supported: for 2 tokens its router "
-            f"{type(model.get_submodule(names.router)).__name__} returns {shapes}, not logits [2, {experts}], weights "
-            "and ids [2, K]"
+            f"{kind} is not supported: for 2 tokens its router {router_kind} returns {shapes}, not logits "
+            f"[2, {experts}], weights and ids [2, K]"
         )
     return top_k

@@ -80,8 +80,8 @@ class PlannedDocument:
     """How many are taken, from its beginning."""
     split: str
     """train, validation or test."""
-    hash: str | None = None
-    """`Document.hash`; None in traces from before there was this."""
+    hash: str
+    """`Document.hash`"""
 
 
 class Documented:
@@ -104,11 +104,10 @@ class Documented:
         """Tokens of `train`, `validation`, `test` or `all`."""
         return sum(document.tokens for document in self.chosen(split))
 
-    def learned_from(self) -> frozenset[str] | None:
+    def learned_from(self) -> frozenset[str]:
         """Hashes of the documents that a predictor fitted from this learns or is chosen from: those of the splits train
-        and validation. None where they are not known."""
-        hashes = {document.hash for document in self.documents if document.split != "test"}
-        return None if None in hashes else frozenset(filter(None, hashes))
+        and validation."""
+        return frozenset(document.hash for document in self.documents if document.split != "test")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,9 +251,7 @@ def first_tokens(parts: Iterable[tuple[T, TokenIds]], limit: int | None) -> Iter
         limit = None if limit is None else limit - len(ids)
 
 
-# Windows of text as batches for a model.
-#
-# T tokens, B sequences, S tokens per sequence.
+# Windows as padded batches: B windows, S tokens of the longest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

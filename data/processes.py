@@ -80,7 +80,7 @@ def smallest_share(documents: Sequence[PlannedDocument], world: int) -> int:
     return min(sum(d.tokens for d in documents_of(documents, Share(rank, world))) for rank in range(world))
 
 
-# One process at a time writes a folder.
+# Exclusive writing of a folder
 
 try:
     import fcntl

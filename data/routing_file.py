@@ -21,9 +21,7 @@ import pyarrow.parquet
 
 from expertcast.predictors.messages import ExpertcastError
 
-# Recorded routing without a model: which experts each token was given, layer by layer.
-#
-# T tokens, L MoE layers, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
+# Recorded routing: T tokens, L MoE layers, K experts per token; the key of an expert is layer * E + expert
 
 Ids = npt.NDArray[np.int64]
 ABSENT = -1

@@ -17,7 +17,7 @@ from transformers.utils.hub import cached_file
 from expertcast.checkpoints.bundled import resolve_model
 from expertcast.predictors.messages import ExpertcastError, first_line
 
-# Which releases of `transformers` the seam into its models needs; what knows no such model runs with others, too.
+# Releases of transformers
 
 OLDEST = (5, 23)
 """Routers of older releases do not all return their logits, weights and ids, nor are all experts decorated."""
@@ -41,9 +41,7 @@ def check_release(doing: str) -> None:
         )
 
 
-# What a model's configuration says of quantised weights: nothing, a form that can be loaded, or a refusal.
-#
-# The one verdict of everything that inspects or loads a model: no weight is read for it.
+# Quantised weights, as the configuration describes them; no weight is read
 
 FP8, MXFP4 = "fp8", "mxfp4"
 GPTQ, AWQ, COMPRESSED, BITSANDBYTES, GGUF = "gptq", "awq", "compressed-tensors", "bitsandbytes", "gguf"

@@ -1,6 +1,6 @@
 """Fitting stand-ins for the MoE layers' outputs from a running model: one pass over a part of the text.
 
-The model runs as it does in a collection, and what its experts put out may be kept for that (`kept_outputs.py`).
+The model runs as it does in a collection, and what its experts put out may be kept for that.
 
 T tokens, D hidden size, K experts per token, R rank.
 """
@@ -8,29 +8,29 @@ T tokens, D hidden size, K experts per token, R rank.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from io import BufferedReader
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from expertcast.data import trace_format as layout
-from expertcast.data.experts import WINDOWS, Experts, experts_of
+from expertcast.data.experts import WINDOWS, Experts, ShownExperts, experts_of, run_windows, shown
 from expertcast.data.means import down_projections, inner_width, sums_of
 from expertcast.data.plan import Window, WindowBatch, window_batches
-from expertcast.predictors.artefacts import DigestingFile, digest
+from expertcast.data.trace_format import tensors_digest
+from expertcast.predictors.artefacts import digest
 from expertcast.predictors.early_attention import MOST_RANK, StandIn
 from expertcast.predictors.messages import ExpertcastError, tokens_read
 from expertcast.predictors.view import MoELayer, MoEView
 
-# In which directions a layer's input varies most.
-#
-# T tokens, D hidden size, R rank.
+# Principal directions of a layer's input
 
 _EXACT = 512
 """Up to so many dimensions all of a covariance's directions are computed: 2048 would take seconds."""
@@ -74,15 +74,12 @@ def largest(covariance_DD: Tensor, rank: int) -> Tensor:
     return vectors_DR[:, :rank].to(covariance_DD.device)
 
 
-# The sums of one layer's regressions: of what each expert puts out, on a few directions of the layer's input.
+# Sums of the regressions of one layer
 #
-# The down projection is linear, so an expert's inner activations are summed in place of its outputs: no output of a
-# single expert is needed, and the layer runs as it does without this. The directions are chosen in the end, from more
-# than are asked for: they are those of all the text that was summed, as far as the text that the first choice was made
-# by shows them.
+# The down projection is linear, so inner activations are summed in place of outputs, and the layer runs as it does
+# otherwise. Sums are over more directions than are asked for: the final ones are chosen in the end, from all tokens.
 #
-# T tokens, D hidden size, E routed experts, K experts per token, I inner width of an expert, R rank, B = R or more
-# directions that are summed over, Y = B + 1 and Z = R + 1 with a constant.
+# I inner width of an expert, B = R or more directions that are summed over, Y = B + 1 and Z = R + 1 with a constant.
 
 PRIOR_TOKENS = 16.0
 """Tokens' worth of holding maps back: an expert that few tokens reach keeps to its mean."""
@@ -207,15 +204,7 @@ class _Rows:
             start = end
 
 
-# What routed experts put out over a text, kept on disk: they run once, though the text is passed over twice.
-#
-# One file for each batch: a digest of its tokens and their places, and a record for each layer: the output of the real
-# tokens, the sums of the experts' inner activations, how many rows each expert had, and a digest of these. What is not
-# there, or was changed, is not used: the experts run again.
-#
-# T tokens, D hidden size, E routed experts, I inner width of an expert.
-
-_DIGEST = len(digest(b""))
+# Outputs of routed experts, kept on disk: experts run once, though the text is passed over twice
 
 
 @dataclass(slots=True)
@@ -238,13 +227,13 @@ class LayerOutput:
         self.inner_EI[expert_G] = sums_of(inner_SI, count_G)
         self.count_E[expert_G] = count_G
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """In the order of a record."""
-        return self.output_TD, self.inner_EI, self.count_E
+    def tensors(self, layer: int) -> dict[str, Tensor]:
+        """By their names in a file."""
+        return {f"{layer}.{field.name}": getattr(self, field.name) for field in fields(self)}
 
 
 class Outputs(Protocol):
-    """Answers for the routed experts in one forward, whose layers ask in their order."""
+    """Answers for the routed experts in one forward."""
 
     def read(self, layer: MoELayer, hidden_TD: Tensor) -> LayerOutput | None:
         """What `layer` puts out for these tokens; None: its experts must run."""
@@ -258,7 +247,7 @@ class NoExperts:
 
 
 class KeptOutputs:
-    """The files of a text's batches, by their number.
+    """A file for each batch of a text, by its number; what is not there, or was changed, is not used.
 
     Args:
         folder: where they lie; made when the first one is written.
@@ -269,75 +258,54 @@ class KeptOutputs:
 
     @staticmethod
     def nbytes(view: MoEView, tokens: int, batches: int, itemsize: int) -> int:
-        """Of all files, for `tokens` in so many `batches` of a model whose numbers take `itemsize` bytes."""
-        sums = sum(layer.num_experts * (4 * inner_width(layer) + 8) + _DIGEST for layer in view)
-        return tokens * view.shape.layers * view.shape.hidden * itemsize + batches * (_DIGEST + sums)
+        """Of all files but for their headers, for `tokens` in so many `batches` of a model whose numbers take
+        `itemsize` bytes."""
+        sums = sum(layer.num_experts * (4 * inner_width(layer) + 8) for layer in view)
+        return tokens * view.shape.layers * view.shape.hidden * itemsize + batches * sums
 
-    @contextmanager
-    def writing(self, number: int, batch: WindowBatch) -> Iterator[BatchWriter]:
-        """Write the file of a batch, which is there once it is whole."""
+    def write(self, number: int, batch: WindowBatch, outputs: Mapping[int, LayerOutput]) -> None:
+        """Keep the `outputs` of a batch, by layer."""
         path = self._path(number)
         path.parent.mkdir(exist_ok=True)
+        layers = {layer: output.tensors(layer) for layer, output in outputs.items()}
+        tensors = {name: each.cpu().contiguous() for own in layers.values() for name, each in own.items()}
+        notes = {str(layer): tensors_digest({name: tensors[name] for name in own}) for layer, own in layers.items()}
         partial = path.with_name(path.name + layout.PARTIAL)
-        with partial.open("wb") as file:
-            file.write(_identity(batch))
-            yield BatchWriter(file)
+        save_file(tensors, partial, metadata={"batch": _identity(batch), **notes})
         os.replace(partial, path)
 
     @contextmanager
     def reading(self, number: int, batch: WindowBatch) -> Iterator[BatchReader | None]:
         """What was kept of a batch; None where nothing was."""
-        path = self._path(number)
-        if not path.is_file():
-            yield None
-            return
-        with path.open("rb") as file:
-            yield BatchReader(file) if file.read(_DIGEST) == _identity(batch) else None
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(safe_open(self._path(number), framework="pt"))
+            except (OSError, SafetensorError):
+                file = None
+            same = file is not None and (file.metadata() or {}).get("batch") == _identity(batch)
+            yield BatchReader(file) if same else None
 
     def _path(self, number: int) -> Path:
-        return self._folder / f"experts-{number:05d}.bin"
-
-
-class BatchWriter:
-    """Writes a batch's records, layer by layer."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def write(self, made: LayerOutput) -> None:
-        """The next layer's."""
-        record = DigestingFile(self._file)
-        for tensor in made.tensors():
-            record.write(tensor.contiguous().view(torch.uint8).reshape(-1).cpu().numpy().data)
-        self._file.write(record.digest.encode())
+        return self._folder / f"experts-{number:05d}.safetensors"
 
 
 class BatchReader:
-    """Reads them back. Once a record is not as it was written, what follows is not read."""
+    """Reads the file of a batch, layer by layer."""
 
-    def __init__(self, file: BufferedReader) -> None:
-        self._file: BufferedReader | None = file
+    def __init__(self, file: Any) -> None:
+        self._file, self._notes = file, file.metadata()
 
     def read(self, layer: MoELayer, hidden_TD: Tensor) -> LayerOutput | None:
-        if self._file is None:
+        names = [f"{layer.index}.{field.name}" for field in fields(LayerOutput)]
+        tensors = {name: self._file.get_tensor(name) for name in names}
+        if tensors_digest(tensors) != self._notes[str(layer.index)]:
             return None
-        like = LayerOutput.zero(layer, torch.empty_like(hidden_TD, device="meta")).tensors()
-        content = bytearray(sum(tensor.nbytes for tensor in like))
-        self._file.readinto(content)
-        if self._file.read(_DIGEST) != digest(memoryview(content)).encode():
-            self._file = None
-            return None
-        found, start = [], 0
-        for tensor in like:
-            part = torch.frombuffer(content, dtype=tensor.dtype, count=tensor.numel(), offset=start)
-            found.append(part.view(tensor.shape).to(hidden_TD.device))
-            start += tensor.nbytes
-        return LayerOutput(*found)
+        return LayerOutput(*(tensor.to(hidden_TD.device) for tensor in tensors.values()))
 
 
-def _identity(batch: WindowBatch) -> bytes:
+def _identity(batch: WindowBatch) -> str:
     parts = (batch.token_T, batch.document_T, batch.position_T)
-    return digest(torch.stack([part.long() for part in parts]).numpy().data).encode()
+    return digest(torch.stack([part.long() for part in parts]).numpy().data)
 
 
 RANK = 8
@@ -370,7 +338,7 @@ def fit_stand_in(
     if not 0 <= rank <= min(hidden, MOST_RANK):
         raise ExpertcastError(f"rank={rank}: give 0 to {min(hidden, MOST_RANK)} directions")
     device = next(view[0].router.parameters()).device
-    stand_in = StandIn.of_shape(view.shape, rank, device)
+    stand_in = StandIn(view.shape, rank, device)
     sums = [ExpertSums(layer, rank) for layer in view]
     experts = experts_of(model, view)
     tokens = sum(len(window.token_ids) for window in windows[:batch_size])
@@ -414,82 +382,49 @@ def _run(
         what: the pass is for.
         keep: gets what the experts put out.
     """
-    with ExitStack() as stack:
-        if model.training:
-            stack.callback(model.train)
-            model.eval()
-        for look in looks:
-            if look.layer.has_shared:
-                stack.callback(look.layer.block.register_forward_hook(look.after_block).remove)
-        stack.enter_context(experts.answered({look.layer.experts: look.experts for look in looks}))
-        total = sum(len(window.token_ids) for window in windows)
-        batches = window_batches(windows, batch_size)
+    total = sum(len(window.token_ids) for window in windows)
+    batches = window_batches(windows, batch_size)
+    with shown(model, experts, looks):
         for number, batch in enumerate(tokens_read(batches, f"stand-in for early attention: {what}", total)):
-            keep_T = None if batch.mask_BS.all() else batch.mask_BS.reshape(-1).nonzero().squeeze(1).to(model.device)
-            with nullcontext() if keep is None else keep.writing(number, batch) as writer:
-                for look in looks:
-                    look.keep_T, look.writer = keep_T, writer
-                model.base_model(
-                    input_ids=batch.input_ids_BS.to(model.device),
-                    attention_mask=batch.mask_BS.to(model.device),
-                    use_cache=False,
-                )
+            keep_T = None if batch.mask_BS.all() else batch.mask_BS.reshape(-1).nonzero().squeeze(1)
+            outputs: dict[int, LayerOutput] = {}
+            for look in looks:
+                look.keep_T, look.outputs = keep_T, None if keep is None else outputs
+            run_windows(model, batch)
+            if keep is not None:
+                keep.write(number, batch, outputs)
 
 
-class _Look:
+class _Look(ShownExperts):
     """Runs one layer's experts as a collection does, and shows them to its sums."""
 
-    def __init__(self, layer: MoELayer, sums: Moments | ExpertSums, run: Experts) -> None:
-        self.layer, self._sums, self._run = layer, sums, run
-        self.keep_T: Tensor | None = None
-        """Indices of the batch's real tokens; None for all."""
-        self.writer: BatchWriter | None = None
+    def __init__(self, layer: MoELayer, sums: Moments | ExpertSums, experts: Experts) -> None:
+        super().__init__(layer, layer.has_shared and isinstance(sums, ExpertSums))
+        self._sums, self._experts = sums, experts
+        self.outputs: dict[int, LayerOutput] | None = None
         """Takes what the experts put out."""
-        self._routed: tuple[Tensor, Tensor] | None = None
 
-    def experts(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """In place of the experts' forward; rows of padding come out as zero."""
-        if self.keep_T is None:
-            routed_TD = self._real(hidden_TD, ids_TK, weights_TK)
-        else:
-            keep_T = self.keep_T.to(hidden_TD.device)
-            routed_TD = torch.zeros_like(hidden_TD)
-            routed_TD[keep_T] = self._real(hidden_TD[keep_T], ids_TK[keep_T], weights_TK[keep_T])
-        if self.layer.has_shared and isinstance(self._sums, ExpertSums):
-            self._routed = hidden_TD, routed_TD
-        return routed_TD
-
-    def _real(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def run(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         sums, layer = self._sums, self.layer
         if isinstance(sums, Moments):
             sums.add(hidden_TD)
-            return self._run.run(layer, hidden_TD, ids_TK, weights_TK)
+            return self._experts.run(layer, hidden_TD, ids_TK, weights_TK)
         if sums.lacks_directions:
             moments = Moments()
             moments.add(hidden_TD)
             sums.choose_among(moments)
         rows = sums.add(hidden_TD, ids_TK)
-        if self.writer is None:
-            return self._run.run(layer, hidden_TD, ids_TK, weights_TK, rows)
-        kept = LayerOutput.zero(layer, hidden_TD[:0])
+        if self.outputs is None:
+            return self._experts.run(layer, hidden_TD, ids_TK, weights_TK, rows)
+        kept = self.outputs[layer.index] = LayerOutput.zero(layer, hidden_TD[:0])
 
         def inner(inner_SI: Tensor, expert_G: Tensor, count_G: Tensor) -> None:
             rows(inner_SI, expert_G, count_G)
             kept.add_inner(inner_SI, expert_G, count_G)
 
-        kept.output_TD = self._run.run(layer, hidden_TD, ids_TK, weights_TK, inner)
-        self.writer.write(kept)
+        kept.output_TD = self._experts.run(layer, hidden_TD, ids_TK, weights_TK, inner)
         return kept.output_TD
 
-    def after_block(self, _module: nn.Module, _args: tuple[object, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-        """What the block puts out beyond its routed experts is the shared experts' output."""
-        if self._routed is None:
-            return
-        block = output[0] if isinstance(output, tuple) else output
-        (hidden_TD, routed_TD), self._routed = self._routed, None
+    def see_shared(self, hidden_TD: Tensor, shared_TD: Tensor) -> None:
         assert isinstance(self._sums, ExpertSums)
-        shared_TD = block.reshape(routed_TD.shape).float() - routed_TD.float()
-        if self.keep_T is not None:
-            keep_T = self.keep_T.to(routed_TD.device)
-            hidden_TD, shared_TD = hidden_TD[keep_T], shared_TD[keep_T]
         self._sums.add_shared(hidden_TD, shared_TD)

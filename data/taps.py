@@ -17,10 +17,7 @@ from transformers import Cache, PreTrainedModel
 from expertcast.data.batch import RouterCall, RouterOutput, capturing
 from expertcast.predictors.view import MoELayer, MoEView
 
-# Runs of a model's modules that its outputs do not show.
-#
-# transformers gathers hidden states, attentions and router logits by hooks on the modules themselves: whoever runs a
-# router or a block beside the model's own forward would add entries that are not of it.
+# transformers gathers hidden states, attentions and router logits by hooks on modules: forecasts run modules unrecorded
 
 try:
     from transformers.utils.output_capturing import _active_collector as _collector

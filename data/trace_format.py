@@ -1,4 +1,21 @@
-"""trace.json, which says what a trace dataset is, and state.json, which names its shards: schema, reader and writer."""
+"""The format of a trace dataset: names of its files, columns of its shards, and the schema of trace.json.
+
+    TRACES/
+        trace.json                    model, fingerprint, documents with their split and domain, versions, and the
+                                      digests of all other files, shards in the order of their rows
+        data-00000-00000.arrow ...    one row per token; number of the writer, number of its shard
+        dataset_info.json state.json  for `datasets.load_from_disk`; not read here
+        default_vectors.safetensors   means over the documents of the train split; not of a server's traffic
+        stand_in.safetensors          the stand-in for early attention, where it ran
+        skeleton/                     norms and routers of the model (:mod:`expertcast.data.skeleton`)
+        progress/                     while collecting only: per rank, sums and shards that are done
+
+trace.json is written last, so what it names is complete: a dataset may be read while it grows.
+
+Columns: `residual` (L x D, bf16 stored as its 16 bits, Arrow has no bf16), `router_logits` (L x E), `document`,
+`position` (in the document; it begins above 0 where the beginning of a request was in a prefix cache), `token` (id),
+and with early attention `early` (L - 1 x D, stored as `residual` is).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +24,11 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, NotRequired
 
 import numpy as np
 import numpy.typing as npt
@@ -19,50 +36,19 @@ import pyarrow as pa
 import torch
 from pydantic import Field, JsonValue, with_config
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import TypedDict
 
 from expertcast.checkpoints.hub import Kind
-from expertcast.checkpoints.provenance import without_folders
 from expertcast.data.batch import TraceBatch
 from expertcast.data.plan import SPLITS, PlannedDocument
-from expertcast.predictors.artefacts import (
-    CLOSED,
-    SEAL,
-    DigestingFile,
-    digest,
-    open_file,
-    read_json,
-    seal,
-    warn_unsealed,
-)
+from expertcast.predictors.artefacts import CLOSED, SEAL, DigestingFile, digest, open_file, read_json, seal
 from expertcast.predictors.messages import ExpertcastError, Json, first_line
-from expertcast.predictors.view import ModelShape, MoEView
+from expertcast.predictors.view import ModelShape
 
 if TYPE_CHECKING:
     from datasets import Features
 
-
-# Names, columns and Arrow form of a trace dataset on disk.
-#
-#     TRACES/
-#         trace.json                    what it is: model, fingerprint, documents with their split and domain, versions,
-#                                       and the digests of all other files
-#         data-00000-00000.arrow ...    one row per token; rank and number of the shard
-#         dataset_info.json state.json  what `datasets.load_from_disk` reads
-#         default_vectors.safetensors   means over the documents of the train split
-#         stand_in.safetensors          what early attention ran on, where it did
-#         skeleton/                     norms and routers of the model
-#         progress/                     while collecting only: per rank, sums and shards that are done
-#
-# Traces of a server's traffic (:mod:`expertcast.data.live`) may be read while they grow: trace.json names their shards
-# and is written last. They hold no default vectors, and their skeleton leaves it to its reader where in the model its
-# layers are.
-#
-# Columns: `residual` (L x D, bf16 stored as its 16 bits, Arrow has no bf16), `router_logits` (L x E), `document`,
-# `position` (in the document; it begins above 0 where the beginning of a request was in a prefix cache), `token` (id),
-# and with early attention `early` (L - 1 x D, stored as `residual` is).
 
 TRACE_FILE = "trace.json"
 DEFAULTS_FILE = "default_vectors.safetensors"
@@ -72,9 +58,9 @@ PROGRESS_FOLDER = "progress"
 DATASET_STATE_FILE = "state.json"
 DATASET_INFO_FILE = "dataset_info.json"
 PARTIAL = ".partial"
-FORMAT = "expertcast-traces-1"
-LIVE_FORMAT = "expertcast-traces-2"
-"""Of a server's traffic."""
+FORMAT = "expertcast-traces-3"
+TRAFFIC = "a server's traffic"
+"""In `settings.text`, in the place of a text's digest."""
 
 SHARD_PATTERN = r"^data-[0-9]{5,}-[0-9]{5,}\.arrow$"
 """Of the names that :func:`shard_file` gives."""
@@ -111,6 +97,11 @@ class Columns:
     """What router logits are stored in."""
     early: bool = False
     """Whether early attention ran."""
+
+    @property
+    def names(self) -> list[str]:
+        """In their order."""
+        return [RESIDUAL, LOGITS, DOCUMENT, POSITION, TOKEN, *[EARLY] * self.early]
 
     @property
     def row_bytes(self) -> int:
@@ -169,9 +160,7 @@ def write_dataset_files(folder: Path, columns: Columns, shards: list[str], mark:
     write_atomically(folder / DATASET_STATE_FILE, json.dumps(state, indent=2).encode())
 
 
-# Reading safetensors files of ours: names, shapes and kinds are compared with what is expected before a tensor is.
-#
-# Ranges of any file are read here too.
+# Reading files
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _INTEGERS = ("I64", "I32", "I16", "I8", "U8", "BOOL")
@@ -241,21 +230,21 @@ def is_finite(tensor: Tensor) -> bool:
     return not tensor.numel() or all(math.isfinite(value) for value in torch.stack(tensor.aminmax()).tolist())
 
 
-# Writing files of a trace dataset: each is the old one or the new one, never a part. Shards hold rows of tokens.
+# Writing files: each is the old one or the new one, never a part
 
 _ODD_REMEDY = "load it in another dtype (--dtype), or collect other text"
 
 
-def write_shard(path: Path, columns: Columns, parts: Sequence[tuple[TraceBatch, Tensor]]) -> tuple[str, int]:
-    """Write rows as one Arrow file.
+def write_shard(path: Path, columns: Columns, parts: list[TraceBatch]) -> str:
+    """Write rows, whose tokens' ids are known, as one Arrow file.
 
     Args:
         path: of the file.
         columns: what is written of a token.
-        parts: rows, and their tokens' ids [T].
+        parts: rows.
 
     Returns:
-        The file's digest, and how many rows it has.
+        The file's digest.
 
     Raises:
         ExpertcastError: the model gave NaN or infinity.
@@ -263,30 +252,29 @@ def write_shard(path: Path, columns: Columns, parts: Sequence[tuple[TraceBatch, 
     from datasets.arrow_writer import ArrowWriter  # slow to import, and only collection needs it
 
     features = columns.features()
-    rows = _table(columns, parts, features.arrow_schema)
+    rows = _table(columns, TraceBatch.cat(parts), features.arrow_schema)
     with _replacing(path) as file:
         sink = DigestingFile(file)
         # in one piece, so that the reader can look at a whole column as one tensor
         with ArrowWriter(features=features, stream=sink, writer_batch_size=rows.num_rows) as writer:
             writer.write_table(rows)
             writer.finalize(close_stream=False)
-    return sink.digest, rows.num_rows
+    return sink.digest
 
 
-def _table(columns: Columns, parts: Sequence[tuple[TraceBatch, Tensor]], schema: pa.Schema) -> pa.Table:
+def _table(columns: Columns, batch: TraceBatch, schema: pa.Schema) -> pa.Table:
     """The rows. Built by hand: ArrowWriter.write_batch, given the same arrays, takes 2.7 times as long
     (38,300 against 103,200 tokens/s), for it builds every list anew."""
-    batch = TraceBatch.cat([batch for batch, _ in parts])
+    assert batch.token_T is not None
     early = [] if batch.early_TLD is None else [("early residuals", batch.early_TLD)]
     for what, tensor in (("residuals", batch.residual_TLD), ("router logits", batch.logits_TLE), *early):
         if not is_finite(tensor):
             raise ExpertcastError(f"the model gives NaN or infinity among its {what}: {_ODD_REMEDY}")
-    token_T = torch.cat([token_T for _, token_T in parts])
     arrays = [
         _lists(_bits(batch.residual_TLD)),
         _lists(batch.logits_TLE.to(columns.logits).contiguous().numpy()),
-        *(pa.array(x.to(torch.int32).numpy()) for x in (batch.document_T, batch.position_T, token_T)),
-        *([] if batch.early_TLD is None else [_lists(_bits(batch.early_TLD))]),
+        *(pa.array(x.to(torch.int32).numpy()) for x in (batch.document_T, batch.position_T, batch.token_T)),
+        *(_lists(_bits(tensor)) for _, tensor in early),
     ]
     return pa.Table.from_arrays(arrays, schema=schema)
 
@@ -347,7 +335,7 @@ class _Document(TypedDict):
     domain: str
     tokens: _Count
     split: Literal["train", "validation", "test"]
-    hash: NotRequired[Annotated[str, Field(pattern="^[0-9a-f]{16}$")]]
+    hash: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 
 
 @with_config(CLOSED)
@@ -361,31 +349,10 @@ class _Settings(TypedDict):
     batch_size: _Count
     ranks: _Count
     text: str
-    early_rank: NotRequired[Annotated[int, Field(ge=0, le=4096)]]
-    """Of the stand-in that early attention ran on, where it did."""
-    not_early: NotRequired[list[Annotated[int, Field(ge=1, lt=10_000)]]]
+    early_rank: Annotated[int, Field(ge=0, le=4096)] | None
+    """Rank of the stand-in for early attention; None where that did not run."""
+    not_early: list[Annotated[int, Field(ge=1, lt=10_000)]]
     """Layers that it could not run at: their column holds the stand-in."""
-
-
-@with_config(CLOSED)
-class _Residual(TypedDict):
-    dtype: Literal["bfloat16"]
-    stored_as: str
-    shape: _Pair
-
-
-@with_config(CLOSED)
-class _Logits(TypedDict):
-    dtype: Literal["float16", "float32"]
-    shape: _Pair
-
-
-@with_config(CLOSED)
-class _Columns(TypedDict):
-    residual: _Residual
-    router_logits: _Logits
-    position: str
-    early: NotRequired[_Residual]
 
 
 @with_config(CLOSED)
@@ -404,20 +371,15 @@ class _Splits(TypedDict):
 
 
 @with_config(CLOSED)
-class _Vectors(TypedDict):
-    split: Literal["train"]
-    tokens: _Count
-
-
-@with_config(CLOSED)
 class TraceInfo(TypedDict):
     """trace.json"""
 
-    format: Literal["expertcast-traces-1", "expertcast-traces-2"]
+    format: Literal["expertcast-traces-3"]
     id: str
     complete: bool
     settings: _Settings
-    columns: _Columns
+    columns: dict[str, JsonValue]
+    """:meth:`Columns.note`"""
     model: str
     fingerprint: str
     experts_fingerprint: NotRequired[str]
@@ -436,29 +398,9 @@ class TraceInfo(TypedDict):
     collection_s: NotRequired[Annotated[float, Field(ge=0)]]
     """Seconds of running the model over the text, as measured by the first rank, with those before a kill; of a
     collection that is not complete, those of fitting the stand-in."""
-    default_vectors: NotRequired[_Vectors]
-    """Of a complete collection, as `files`; not of a server's traffic."""
-    files: NotRequired[dict[str, str]]
-    """Path in the folder to digest, of every other file."""
-    digest: NotRequired[str]
-
-
-@with_config(CLOSED)
-class _File(TypedDict):
-    filename: Annotated[str, Field(pattern=SHARD_PATTERN)]
-
-
-@with_config(CLOSED)
-class _State(TypedDict):
-    """state.json, of which `datasets` reads more than we do."""
-
-    _data_files: list[_File]
-    _fingerprint: str
-    _format_columns: JsonValue
-    _format_kwargs: JsonValue
-    _format_type: JsonValue
-    _output_all_columns: bool
-    _split: JsonValue
+    files: dict[str, str]
+    """Path in the folder to digest, of every other file; empty until the collection is complete."""
+    digest: str
 
 
 def read_info(folder: Path) -> TraceInfo | None:
@@ -474,8 +416,6 @@ def read_info(folder: Path) -> TraceInfo | None:
     wrong = _contradiction(info)
     if wrong:
         raise ExpertcastError(f"{path}: {wrong}; {REMEDY}")
-    if info["complete"] and "files" not in info:
-        warn_unsealed(path)
     return info
 
 
@@ -496,24 +436,21 @@ def shape_in(info: TraceInfo) -> ModelShape:
     return ModelShape(layers=shape["L"], experts=shape["E"], top_k=shape["K"], hidden=shape["D"])
 
 
-def is_live(info: Mapping[str, object]) -> bool:
+def columns_in(info: TraceInfo) -> Columns:
+    """The columns of the shards; the dtype of router logits is fp32 where the file names none that is known."""
+    logits = info["columns"].get(LOGITS)
+    half = isinstance(logits, dict) and logits.get("dtype") == "float16"
+    return Columns(shape_in(info), torch.float16 if half else torch.float32, EARLY in info["columns"])
+
+
+def is_live(info: Mapping[str, Any]) -> bool:
     """Whether the traces are of a server's traffic."""
-    return info.get("format") == LIVE_FORMAT
+    return bool(info.get("settings", {}).get("text") == TRAFFIC)
 
 
-def shard_names(folder: Path, info: TraceInfo) -> list[str]:
-    """The shards of a complete collection, in order: from state.json, or from trace.json where it is written last.
-
-    Raises:
-        ExpertcastError: state.json is not right.
-    """
-    if is_live(info):
-        return [name for name in info.get("files", {}) if re.match(SHARD_PATTERN, name)]
-    path = folder / DATASET_STATE_FILE
-    names = [file["filename"] for file in read_json(path, _State, REMEDY)["_data_files"]]
-    if len(set(names)) < len(names):
-        raise ExpertcastError(f"{path} names a shard twice; {REMEDY}")
-    return names
+def shard_names(info: TraceInfo) -> list[str]:
+    """The shards of a complete collection, in the order of their rows."""
+    return [name for name in info["files"] if re.match(SHARD_PATTERN, name)]
 
 
 def _contradiction(info: TraceInfo) -> str | None:
@@ -521,19 +458,10 @@ def _contradiction(info: TraceInfo) -> str | None:
     shape, columns = info["shape"], info["columns"]
     if shape["K"] > shape["E"]:
         return f"shape.K is {shape['K']}, more than the {shape['E']} experts"
-    early = [("early", columns["early"]["shape"], [shape["L"] - 1, shape["D"]])] if "early" in columns else []
-    for name in ("early_rank", "not_early") if early else ():
-        if name not in info["settings"]:
-            return f"settings.{name} is missing, and there is a column early"
-    if not early and "early_rank" in info["settings"]:
-        return "columns.early is missing, and settings have early_rank"
-    for name, found, wanted in (
-        ("residual", columns["residual"]["shape"], [shape["L"], shape["D"]]),
-        ("router_logits", columns["router_logits"]["shape"], [shape["L"], shape["E"]]),
-        *early,
-    ):
-        if found != wanted:
-            return f"columns.{name}.shape is {found}, the model's shape makes it {wanted}"
+    if columns != columns_in(info).note():
+        return f"columns are not those of a model of {shape}"
+    if (EARLY in columns) != (info["settings"]["early_rank"] is not None):
+        return "of columns.early and settings.early_rank one is missing"
     documents = info["documents"]
     if len({document["index"] for document in documents}) < len(documents):
         return "documents has an index twice"
@@ -545,55 +473,4 @@ def _contradiction(info: TraceInfo) -> str | None:
         counted[document["split"]] += document["tokens"]
     if sum(counted.values()) != info["tokens"] or counted != info["splits"]:
         return f"documents have {counted} tokens, tokens and splits say {info['tokens']} and {info['splits']}"
-    vectors = info.get("default_vectors")
-    if info["complete"] and vectors is None and not is_live(info):
-        return "default_vectors is missing"
-    if vectors is not None and vectors["tokens"] != counted["train"]:
-        return f"default_vectors.tokens is {vectors['tokens']}, the train split has {counted['train']}"
-    if "files" in info and not (info["complete"] and SEAL in info):
-        return f"files are named, {'complete is false' if SEAL in info else 'digest is missing'}"
     return None
-
-
-# The router skeleton of a model that a server runs in modules of its own: weights by layer, no paths.
-
-CONFIG, WEIGHTS, LAYERS = "config.json", "model.safetensors", "layers.json"
-FOUND = "found"
-"""In the place of the layers' paths."""
-LIVE_REMEDY = "the server's routers have other weights than those of transformers: collect with expertcast collect"
-
-
-def save_live_skeleton(view: MoEView, config: Json, folder: Path) -> None:
-    """Write the skeleton of a model (drawn in :mod:`expertcast.data.skeleton`) that transformers did not make.
-
-    Args:
-        view: the routers and norms are modules with the weights that transformers' have, by the same names.
-        config: transformers' configuration of the model.
-        folder: made where it is missing.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        f"{name}.{key}": tensor.detach().cpu().contiguous()
-        for name, module in kept(view, own_names=True)
-        for key, tensor in module.state_dict().items()
-    }
-    dtype = str(view[0].dtype).removeprefix("torch.")
-    files = {CONFIG: (json.dumps({**config, "dtype": dtype}, indent=2) + "\n").encode(), WEIGHTS: save(tensors)}
-    for name, content in files.items():
-        write_atomically(folder / name, content)
-    digests = {name: digest(content) for name, content in files.items()}
-    description = {
-        "model_id": without_folders(view.model_id),
-        "top_k": view.shape.top_k,
-        "layers": FOUND,
-        "files": digests,
-    }
-    write_atomically(folder / LAYERS, json.dumps(seal(description), indent=2).encode())
-
-
-def kept(view: MoEView, own_names: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a skeleton holds, with their paths in the model; by layer with `own_names`."""
-    for layer in view:
-        if layer.norm_name:
-            yield f"{layer.index}.norm" if own_names else layer.norm_name, layer.norm
-        yield f"{layer.index}.router" if own_names else layer.router_name, layer.router

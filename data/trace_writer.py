@@ -1,31 +1,32 @@
 """Writing a trace dataset so that a kill at any moment loses no token and doubles none.
 
-Tokens are buffered until a shard is full; the shard is written under a temporary name and renamed; then one progress
-file (shards done and their digests, batches done, sums for the default vectors) replaces the old one. That replacement
-is the commit: on resumption, shards it does not name are deleted and the batches after it are run again.
+Rows are appended to a :class:`TraceWriter` and committed a shard at a time: the shard is written under a temporary name
+and renamed, then a record that names the committed shards replaces the old one. A later writer deletes shards that the
+record does not name. A server's record is trace.json itself (:mod:`expertcast.data.live`); that of a collecting rank
+is a progress file, which also holds its sums for the default vectors.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, NotRequired
+from typing import Annotated
 
 from pydantic import Field, with_config
 from safetensors.torch import save
-from torch import Tensor
 from typing_extensions import TypedDict
 
 from expertcast.data import trace_format as layout
 from expertcast.data.batch import TraceBatch
 from expertcast.data.means import MeanOutputs
+from expertcast.data.plan import SPLITS, PlannedDocument
 from expertcast.data.trace_format import read_tensors, tensors_digest, write_atomically, write_shard
-from expertcast.predictors.artefacts import CLOSED, SEAL, check_file, file_digest, parse_json, seal, warn_unsealed
+from expertcast.predictors.artefacts import CLOSED, check_file, file_digest, parse_json, seal
 from expertcast.predictors.early_attention import StandIn
-from expertcast.predictors.messages import ExpertcastError
+from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import ModelShape
 
 SHARD_BYTES = 128 * 2**20
@@ -37,16 +38,14 @@ _ShardName = Annotated[str, Field(pattern=layout.SHARD_PATTERN)]
 class _Note(TypedDict):
     """In the header of a progress file."""
 
-    shards: list[_ShardName]
-    batches_done: Annotated[int, Field(ge=0, le=2**53)]
-    rows_done: Annotated[int, Field(ge=0, le=2**53)]
-    seconds: NotRequired[Annotated[float, Field(ge=0)]]
-    """That they took, with those before a kill."""
-    digests: NotRequired[dict[_ShardName, str]]
-    """Of the shards, in their order."""
-    sums: NotRequired[str]
+    shards: dict[_ShardName, str]
+    """Digest by name, in their order."""
+    batches: Annotated[int, Field(ge=0, le=2**53)]
+    rows: Annotated[int, Field(ge=0, le=2**53)]
+    seconds: Annotated[float, Field(ge=0)]
+    sums: str
     """Digest of the tensors beside it."""
-    digest: NotRequired[str]
+    digest: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,82 +58,94 @@ class Progress:
     """How many of the rank's batches they hold."""
     rows: int = 0
     seconds: float = 0.0
-    """That the first rank took for them."""
+    """That the first rank took for them, with those before a kill."""
 
 
-class ShardWriter:
-    """One rank's shards and progress."""
+class TraceWriter:
+    """Appends rows to the numbered shards of one writer.
 
-    def __init__(
-        self,
-        folder: Path,
-        means: MeanOutputs,
-        *,
-        rank: int,
-        columns: layout.Columns,
-        shard_bytes: int = SHARD_BYTES,
-    ) -> None:
-        """Goes on where an earlier writer of this rank committed last.
+    Args:
+        folder: the trace dataset; it exists.
+        columns: what is written of a token.
+        number: of the writer: a collecting rank, or a split of a server's traffic.
+        shards: that are committed, by name with their digests; other shards of this writer are deleted.
+        remedy: for messages.
 
-        Args:
-            folder: the trace dataset; it exists.
-            means: saved with every commit, and set here to what was saved with the last one.
-            rank: whose shards these are.
-            columns: what is written of a token.
-            shard_bytes: size at which a shard is committed.
+    Raises:
+        ExpertcastError: a committed shard was changed.
+    """
 
-        Raises:
-            ExpertcastError: what was committed before is damaged.
-        """
-        self.means = means
-        self._folder, self._rank, self._columns = folder, rank, columns
-        self._shard_rows = max(1, shard_bytes // columns.row_bytes)
-        self._batches: list[tuple[TraceBatch, Tensor]] = []
-        self.done = _load_progress(folder, rank, means)
-        self._since = time.perf_counter()
-        for path in folder.glob(f"data-{rank:05d}-*"):
-            if path.name not in self.done.shards:
+    def __init__(self, folder: Path, columns: layout.Columns, number: int, shards: dict[str, str], remedy: str) -> None:
+        self.shards = shards
+        self._folder, self._columns, self._number = folder, columns, number
+        self._held: list[TraceBatch] = []
+        for path in folder.glob(f"data-{number:05d}-*"):
+            if path.name not in shards:
                 path.unlink()
-        for name, expected in self.done.shards.items():
-            check_file(folder / name, expected, REMEDY)
+        for name, expected in shards.items():
+            check_file(folder / name, expected, remedy)
 
-    def add(self, batch: TraceBatch, token_T: Tensor) -> None:
-        """Take one batch's rows; commits when a shard is full."""
-        self._batches.append((batch, token_T))
-        if sum(len(held) for held, _ in self._batches) >= self._shard_rows:
-            self.commit()
+    @property
+    def held(self) -> int:
+        """Rows that are not committed."""
+        return sum(map(len, self._held))
+
+    def append(self, rows: TraceBatch) -> None:
+        """Buffer rows, whose tokens' ids are known."""
+        self._held.append(rows)
 
     def commit(self) -> None:
-        """Write what is buffered, if anything.
+        """Write what is buffered, if anything, as the next shard.
 
         Raises:
             ExpertcastError: the model gave NaN or infinity.
         """
-        if not self._batches:
-            return
-        name = layout.shard_file(self._rank, len(self.done.shards))
-        digest, rows = write_shard(self._folder / name, self._columns, self._batches)
-        self.done.shards[name] = digest
-        self.done.batches += len(self._batches)
-        self.done.rows += rows
-        now = time.perf_counter()
-        self.done.seconds, self._since = self.done.seconds + now - self._since, now
-        self._batches = []
-        self._save_progress()
+        if self._held:
+            name = layout.shard_file(self._number, len(self.shards))
+            self.shards[name] = write_shard(self._folder / name, self._columns, self._held)
+            self._held = []
 
-    def _save_progress(self) -> None:
+
+class RankWriter(TraceWriter):
+    """The writer of a collecting rank: goes on where an earlier one of this rank committed last.
+
+    Args:
+        folder: the trace dataset; it exists.
+        means: saved with every commit, and set here to what was saved with the last one.
+        rank: whose shards these are.
+        columns: what is written of a token.
+        shard_bytes: size at which a shard is committed.
+
+    Raises:
+        ExpertcastError: what was committed before is damaged.
+    """
+
+    def __init__(
+        self, folder: Path, means: MeanOutputs, *, rank: int, columns: layout.Columns, shard_bytes: int = SHARD_BYTES
+    ) -> None:
+        self.means, self.done = means, _load_progress(folder, rank, means)
+        super().__init__(folder, columns, rank, self.done.shards, REMEDY)
+        self._shard_rows = max(1, shard_bytes // columns.row_bytes)
+        self._since = time.perf_counter()
+
+    def append(self, rows: TraceBatch) -> None:
+        """Take one batch's rows; commits when a shard is full."""
+        super().append(rows)
+        if self.held >= self._shard_rows:
+            self.commit()
+
+    def commit(self) -> None:
+        rows, batches = self.held, len(self._held)
+        if not rows:
+            return
+        super().commit()
+        now = time.perf_counter()
+        self.done.batches += batches
+        self.done.rows += rows
+        self.done.seconds, self._since = self.done.seconds + now - self._since, now
         sums = self.means.as_tensors()
-        note = seal(
-            {
-                "shards": list(self.done.shards),
-                "batches_done": self.done.batches,
-                "rows_done": self.done.rows,
-                "seconds": self.done.seconds,
-                "digests": self.done.shards,
-                "sums": tensors_digest(sums),
-            }
-        )
-        path = self._folder / layout.PROGRESS_FOLDER / layout.progress_file(self._rank)
+        note = seal({**asdict(self.done), "sums": tensors_digest(sums)})
+        path = self._folder / layout.PROGRESS_FOLDER / layout.progress_file(self._number)
         path.parent.mkdir(exist_ok=True)
         write_atomically(path, save(sums, metadata={"progress": json.dumps(note)}))
 
@@ -175,26 +186,47 @@ def _load_progress(folder: Path, rank: int, means: MeanOutputs) -> Progress:
         return Progress()
     tensors, texts = read_tensors(path, means.as_tensors(), REMEDY)
     note = parse_json(texts.get("progress", ""), _Note, str(path), REMEDY)
-    names = note["shards"]
-    if SEAL not in note:
-        warn_unsealed(path)
-    elif note.get("sums") != tensors_digest(tensors) or list(note.get("digests", {})) != names:
+    if note["sums"] != tensors_digest(tensors):
         raise ExpertcastError(f"{path} was changed after it was written; {REMEDY}")
     means.load_tensors(tensors)
-    try:
-        shards = note.get("digests") or {name: file_digest(folder / name) for name in names}
-    except OSError as error:
-        raise ExpertcastError(f"cannot read {error.filename}: {error.strerror}; {REMEDY}") from error
-    seconds = note.get("seconds", 0.0)
-    return Progress(shards=shards, batches=note["batches_done"], rows=note["rows_done"], seconds=seconds)
+    return Progress(shards=note["shards"], batches=note["batches"], rows=note["rows"], seconds=note["seconds"])
 
 
-# The stand-in that a collection's early attention runs on, in a file.
+def complete(
+    folder: Path, info: Json, documents: Iterable[PlannedDocument], columns: layout.Columns,
+    shards: Mapping[str, str], *, grows: bool = False,
+) -> None:  # fmt: skip
+    """Write trace.json of a dataset that can be read, and the files with which `datasets` reads it.
+
+    Args:
+        folder: of the dataset.
+        info: trace.json without what follows here.
+        documents: in the order of their rows.
+        columns: of the shards.
+        shards: digest by name, in the order of their rows.
+        grows: more will be written: the files for `datasets` follow trace.json, which does not name their digests.
+    """
+    notes = [asdict(document) for document in documents]
+    splits = {split: sum(note["tokens"] for note in notes if note["split"] == split) for split in SPLITS}
+    names = [layout.DEFAULTS_FILE, layout.STAND_IN_FILE]
+    if not grows:
+        layout.write_dataset_files(folder, columns, list(shards), info["id"])
+        names += [layout.DATASET_STATE_FILE, layout.DATASET_INFO_FILE]
+    others = [path for name in names if (path := folder / name).exists()]
+    others += sorted((folder / layout.SKELETON_FOLDER).iterdir())
+    files = {path.relative_to(folder).as_posix(): file_digest(path) for path in others}
+    counted = {"documents": notes, "splits": splits, "tokens": sum(splits.values())}
+    layout.write_info(folder, {**info, **counted, "files": {**files, **shards}, "complete": True})
+    if grows:
+        layout.write_dataset_files(folder, columns, list(shards), info["id"])
+
+
+# The stand-in of a collection
 
 
 def write_stand_in(folder: Path, stand_in: StandIn) -> None:
     """Keep a stand-in in the folder of traces."""
-    write_atomically(folder / layout.STAND_IN_FILE, save(stand_in.as_tensors()))
+    write_atomically(folder / layout.STAND_IN_FILE, save(stand_in.state_dict()))
 
 
 def read_stand_in(folder: Path, shape: ModelShape, rank: int) -> StandIn:
@@ -203,6 +235,7 @@ def read_stand_in(folder: Path, shape: ModelShape, rank: int) -> StandIn:
     Raises:
         ExpertcastError: its file is not right.
     """
-    like = StandIn.of_shape(shape, rank, "meta").as_tensors()
-    tensors, _ = read_tensors(folder / layout.STAND_IN_FILE, like, REMEDY)
-    return StandIn(**tensors)
+    stand_in = StandIn(shape, rank, "meta")
+    tensors, _ = read_tensors(folder / layout.STAND_IN_FILE, stand_in.state_dict(), REMEDY)
+    stand_in.load_state_dict(tensors, assign=True)
+    return stand_in

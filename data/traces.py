@@ -1,15 +1,16 @@
 """Reading a trace dataset: rows of the Arrow shards as tensors, without a copy.
 
-T tokens, D hidden size, L MoE layers, E routed experts per layer. The folder is drawn in :mod:`expertcast.data.layout`.
+T tokens, D hidden size, L MoE layers, E routed experts per layer. The folder is drawn in
+:mod:`expertcast.data.trace_format`.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +24,14 @@ from expertcast.data import trace_format as layout
 from expertcast.data.batch import TraceBatch
 from expertcast.data.plan import Documented, PlannedDocument
 from expertcast.data.processes import Share, documents_of, smallest_share
+from expertcast.data.skeleton import CONFIG, WEIGHTS, load_skeleton
 from expertcast.data.trace_format import (
-    LAYERS,
     REMEDY,
     TRACE_FILE,
     TRACES,
     TraceInfo,
+    columns_in,
     documents_in,
-    is_finite,
     is_live,
     read_info,
     read_tensors,
@@ -44,8 +45,6 @@ from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.messages import ExpertcastError, Json, first_line
 from expertcast.predictors.view import MoEView
 
-# What predictors are fitted from: rows of tokens, split by document.
-
 
 class TraceSource(Documented):
     """What predictors are fitted from: traces on disk, or a running model."""
@@ -55,8 +54,8 @@ class TraceSource(Documented):
     defaults: DefaultVectors
     """Default vectors over the documents of the train split, or from elsewhere
     (:func:`expertcast.data.live.with_default_vectors`)."""
-    defaults_learned_from: frozenset[str] | None = frozenset()
-    """Hashes of the documents elsewhere that they come from; None where they are not known."""
+    defaults_learned_from: frozenset[str] = frozenset()
+    """Hashes of the documents elsewhere that they come from."""
     info: Json
     """Where the values come from: model, text, documents, versions."""
 
@@ -65,10 +64,9 @@ class TraceSource(Documented):
         """What early attention ran on; None where it did not run."""
         raise NotImplementedError
 
-    def learned_from(self) -> frozenset[str] | None:
+    def learned_from(self) -> frozenset[str]:
         """As of anything that is made from documents, with those elsewhere that the default vectors come from."""
-        own = super().learned_from()
-        return None if own is None or self.defaults_learned_from is None else own | self.defaults_learned_from
+        return super().learned_from() | self.defaults_learned_from
 
     def batches(
         self,
@@ -120,10 +118,6 @@ class TraceSource(Documented):
         raise NotImplementedError
 
 
-# One Arrow file of a trace dataset, as tensors.
-#
-# T tokens, D hidden size, L MoE layers, E routed experts per layer.
-
 _ARROW = {
     torch.bfloat16: pa.uint16(),
     torch.float16: pa.float16(),
@@ -143,43 +137,38 @@ class Shard:
     Its bytes are checked once, before the first rows are given out.
     """
 
-    def __init__(self, path: Path, info: TraceInfo, places: Callable[[int], tuple[Tensor, Tensor]]) -> None:
-        """Opens a file of the traces that `info` describes.
+    def __init__(self, path: Path, digest: str, columns: layout.Columns) -> None:
+        """Opens a file.
 
         Args:
             path: of the file.
-            info: trace.json.
-            places: gives document and position of the rows, as many as it is asked for; it is only asked where `info`
-                has no digest of the file.
+            digest: taken when it was written.
+            columns: what it holds of a token.
 
         Raises:
             ExpertcastError: it is no such file.
         """
-        self._path, self._places = path, places
-        self._digest = info.get("files", {}).get(path.name)
-        self._checked = False
+        self._path, self._digest, self._checked = path, digest, False
         try:
             # copy-on-write: a stray in-place operation on a batch neither crashes nor reaches the file
             with open_file(path) as file:
                 self._content: npt.NDArray[np.uint8] = np.memmap(file, dtype=np.uint8, mode="c")
-            self._take_columns(pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(self._content))).read_all(), info)
+            self._take_columns(pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(self._content))).read_all(), columns)
         except ExpertcastError:
             raise
         except (OSError, ValueError, pa.ArrowException) as error:
             raise ExpertcastError(f"cannot read {path}: {first_line(error)}; {REMEDY}") from error
 
-    def _take_columns(self, table: pa.Table, info: TraceInfo) -> None:
-        residual, logits = info["columns"]["residual"], info["columns"]["router_logits"]
-        early = info["columns"].get("early")
-        names = [layout.RESIDUAL, layout.LOGITS, layout.DOCUMENT, layout.POSITION, layout.TOKEN]
-        names += [] if early is None else [layout.EARLY]
+    def _take_columns(self, table: pa.Table, columns: layout.Columns) -> None:
+        shape, names = columns.shape, list(columns.names)
         if table.column_names != names:
             raise ExpertcastError(f"{self._path} has other columns than {', '.join(names)}; {REMEDY}")
-        self._residual_TLD = self._column(table, layout.RESIDUAL, torch.bfloat16, residual["shape"])
-        self._logits_TLE = self._column(table, layout.LOGITS, getattr(torch, logits["dtype"]), logits["shape"])
+        size = [shape.layers, shape.hidden]
+        self._residual_TLD = self._column(table, layout.RESIDUAL, torch.bfloat16, size)
+        self._logits_TLE = self._column(table, layout.LOGITS, columns.logits, [shape.layers, shape.experts])
         self._early_TLD = None
-        if early is not None:
-            self._early_TLD = self._column(table, layout.EARLY, torch.bfloat16, early["shape"])
+        if columns.early:
+            self._early_TLD = self._column(table, layout.EARLY, torch.bfloat16, [shape.layers - 1, shape.hidden])
         self._document_T = self._column(table, layout.DOCUMENT, torch.int32, [])
         self._position_T = self._column(table, layout.POSITION, torch.int32, [])
         self._token_T = self._column(table, layout.TOKEN, torch.int32, [])
@@ -209,27 +198,14 @@ class Shard:
         return len(self._document_T)
 
     def check(self) -> None:
-        """See, once, that the bytes are those that were written; where that was not noted, that they can be right.
+        """See, once, that the bytes are those that were written.
 
         Raises:
             ExpertcastError: they are not.
         """
-        if self._checked:
-            return
-        if self._digest is None:
-            self._check_values()
-        elif digest(self._content.data) != self._digest:
+        if not self._checked and digest(self._content.data) != self._digest:
             raise ExpertcastError(f"{self._path} was changed after it was written; {REMEDY}")
         self._checked = True
-
-    def _check_values(self) -> None:
-        early = [] if self._early_TLD is None else [(layout.EARLY, self._early_TLD)]
-        for name, tensor in ((layout.RESIDUAL, self._residual_TLD), (layout.LOGITS, self._logits_TLE), *early):
-            if not is_finite(tensor):
-                raise ExpertcastError(f"{self._path}: column {name} holds NaN or infinity; {REMEDY}")
-        document_T, position_T = self._places(len(self))
-        if not torch.equal(self._document_T, document_T) or not torch.equal(self._position_T, position_T):
-            raise ExpertcastError(f"{self._path} does not hold the documents that {layout.TRACE_FILE} says; {REMEDY}")
 
     def rows(self, index: slice | Tensor) -> TraceBatch:
         """Rows by their numbers in the file.
@@ -319,17 +295,6 @@ def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
     return bool(same_size and found.value_type == wanted.value_type)
 
 
-def places(documents: Sequence[PlannedDocument], begin: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Document and position, as int32, that `rows` rows from number `begin` on have if they hold these documents."""
-    index_N, tokens_N = (
-        torch.tensor([getattr(document, name) for document in documents]) for name in ("index", "tokens")
-    )
-    ends_N = tokens_N.cumsum(0)
-    rows_T = torch.arange(begin, begin + rows)
-    place_T = torch.searchsorted(ends_N, rows_T, right=True)
-    return index_N[place_T].int(), (rows_T - (ends_N - tokens_N)[place_T]).int()
-
-
 class TraceDataset(TraceSource):
     """A complete trace dataset. Made by :func:`expertcast.data.collect.collect`, opened by :meth:`open`.
 
@@ -342,14 +307,10 @@ class TraceDataset(TraceSource):
         self.info = {name: value for name, value in info.items() if name != SEAL}
         self.documents = documents_in(info)
         self._shape = shape_in(info)
-        self._files = info.get("files")
-        for name in (layout.DATASET_STATE_FILE, layout.DATASET_INFO_FILE):
-            if not is_live(info):  # written after trace.json there: they may be older
-                self._check(name)
-        shards, begin = [], 0
-        for name in shard_names(folder, info):
-            self._digest_of(name)
-            shards.append((begin, Shard(folder / name, info, partial(places, self.documents, begin))))
+        self._files = info["files"]
+        shards, begin, columns = [], 0, columns_in(info)
+        for name in shard_names(info):
+            shards.append((begin, Shard(folder / name, self._files[name], columns)))
             begin += len(shards[-1][1])
         self._shards = Rows(shards)
         self._first, rows = dict[int, int](), 0
@@ -359,8 +320,7 @@ class TraceDataset(TraceSource):
             rows += document.tokens
         if begin != info["tokens"]:
             raise ExpertcastError(
-                f"{folder}: {begin} rows in the {len(shards)} shards of {layout.DATASET_STATE_FILE}, {TRACE_FILE} has "
-                f"{info['tokens']} tokens; {REMEDY}"
+                f"{folder}: {begin} rows in {len(shards)} shards, {TRACE_FILE} has {info['tokens']} tokens; {REMEDY}"
             )
 
     @classmethod
@@ -393,12 +353,12 @@ class TraceDataset(TraceSource):
         Raises:
             ExpertcastError: one is missing, was changed, or holds what cannot be.
         """
-        for name in self._files or ():
+        for name in self._files:
             if not name.endswith(".arrow"):
                 self._check(name)
         self._shards.check()
         _ = self.view, self.stand_in
-        if not is_live(self.info):
+        if layout.DEFAULTS_FILE in self._files:
             _ = self.defaults
 
     @cached_property
@@ -408,14 +368,11 @@ class TraceDataset(TraceSource):
         Raises:
             ExpertcastError: a file of it is not right, or it is of another model than the traces.
         """
-        from expertcast.data.skeleton import load_skeleton
-
         folder = self.folder / layout.SKELETON_FOLDER
-        self._check(f"{layout.SKELETON_FOLDER}/{LAYERS}")
-        view = load_skeleton(folder)
-        # traces from before norms were in it have that of routers alone
-        own = (view.fingerprint(), view.router_fingerprint())
-        if view.shape != self._shape or self.info["fingerprint"] not in own:
+        for name in (CONFIG, WEIGHTS):
+            self._check(f"{layout.SKELETON_FOLDER}/{name}")
+        view = load_skeleton(folder, self.info["model"])
+        if view.shape != self._shape or self.info["fingerprint"] != view.fingerprint():
             raise ExpertcastError(f"{folder} is not of the model that {TRACE_FILE} was collected from; {REMEDY}")
         return replace(view, experts_known=self.info.get("experts_fingerprint"))
 
@@ -426,7 +383,7 @@ class TraceDataset(TraceSource):
         Raises:
             ExpertcastError: their file is not right, or there is none.
         """
-        if layout.DEFAULTS_FILE not in (self._files or ()) and is_live(self.info):
+        if layout.DEFAULTS_FILE not in self._files and is_live(self.info):
             raise ExpertcastError(
                 f"{self.folder} is of a server's traffic and holds no default vectors: take those of other traces or "
                 "a checkpoint of the same model (expertcast train --default-vectors), or train linear "
@@ -449,24 +406,17 @@ class TraceDataset(TraceSource):
         Raises:
             ExpertcastError: its file is not right.
         """
-        rank = self.info["settings"].get("early_rank")
+        rank = self.info["settings"]["early_rank"]
         if rank is None:
             return None
         self._check(layout.STAND_IN_FILE)
         return read_stand_in(self.folder, self._shape, rank)
 
     def _check(self, name: str) -> None:
-        """Compare a file with its digest, where trace.json has any."""
-        expected = self._digest_of(name)
-        if expected is not None:
-            check_file(self.folder / name, expected, REMEDY)
-
-    def _digest_of(self, name: str) -> str | None:
-        if self._files is None:
-            return None
+        """Compare a file with its digest."""
         if name not in self._files:
             raise ExpertcastError(f"{self.folder / TRACE_FILE}: files lacks {name}; {REMEDY}")
-        return self._files[name]
+        check_file(self.folder / name, self._files[name], REMEDY)
 
     def _batches(
         self, own: list[PlannedDocument], tokens: int, batch_size: int, seed: int | None

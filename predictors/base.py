@@ -20,9 +20,7 @@ from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.options import check_finite, written
 from expertcast.predictors.view import ModelShape, MoEView
 
-# How likely an expert is among a token's K, read from forecast logits: calibrated, or as the logits stand.
-#
-# T tokens, E routed experts per layer, K experts per token.
+# Probabilities from forecast logits: calibrated, or as the logits stand
 
 FARTHEST = 12.0
 """Margins are cut here: what lies farther from the boundary is as good as certain, and one outlier must not outweigh
@@ -185,8 +183,6 @@ class Forecast:
 class PredictorConfig:
     """Base of every predictor's configuration; subclasses add fields with a docstring line each."""
 
-    added: ClassVar[tuple[str, ...]] = ()
-    """Fields that checkpoints of earlier versions do not have."""
     ahead: tuple[int, ...] = (1,)
     """How many layers ahead it can look: each value is fitted on its own."""
 
@@ -319,9 +315,7 @@ class Predictor(nn.Module, ABC):
         return None
 
 
-# Names to classes: of predictors here, of policies in :mod:`expertcast.runtime.policies`.
-#
-# All registrations are visible in the `__init__.py` of their folder.
+# Registries; all registrations stand in the `__init__.py` of their folder
 
 
 class Registered(Protocol):

@@ -1,5 +1,7 @@
-"""Quasi-hidden state q_l = LN_{l+ahead}(r_l + d_l), d_l from default vectors: what each expert, and the shared experts,
-put out on average. Speculating Experts, section 3.1 (rows B1-B5).
+"""Predictors without learned maps: frequencies, the previous token, router inputs, and quasi-hidden states.
+
+Quasi-hidden state: q_l = LN_{l+ahead}(r_l + d_l), d_l from default vectors, the mean output of each expert and of the
+shared experts (Speculating Experts, section 3.1).
 
 T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token.
 """
@@ -18,9 +20,7 @@ from expertcast.predictors.base import Forecast, Predictor, PredictorConfig, Rou
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
 
-# What a layer used most often: a floor that other predictors are held against.
-#
-# T tokens, L MoE layers, E routed experts per layer, K experts per token.
+# Floors for other predictors
 
 
 class Frequency(Predictor):
@@ -68,9 +68,6 @@ class Frequency(Predictor):
         )
 
 
-# What the previous token used: a floor for other predictors. T tokens, E routed experts per layer.
-
-
 class PreviousToken(Frequency):
     """The routing that the previous token had at the target layer; `frequency` where there is no previous token.
 
@@ -102,9 +99,7 @@ class PreviousToken(Frequency):
         )
 
 
-# Base of the predictors that send a stand-in for s_{l+ahead} through the target layer's own router.
-#
-# T tokens, D hidden size, E routed experts per layer, K experts per token.
+# Predictors that send a stand-in for s_{l+ahead} through the router of the target layer
 
 
 class ThroughRouter(Predictor):
@@ -125,12 +120,8 @@ class ThroughRouter(Predictor):
         return Forecast(layer=target, logits_TE=logits_TE, topk_ids_TK=ids_TK, topk_weights_TK=weights_TK)
 
 
-# The router's own input sent through a later layer's router. T tokens, D hidden size.
-
-
 class RouterInput(ThroughRouter):
-    """Takes the router input of this layer for that of a later one: the next-layer gate of Eliseev and Mazur, rows A18,
-    A19 and B4."""
+    """Takes the router input of this layer for that of a later one: the next-layer gate of Eliseev and Mazur."""
 
     name: ClassVar[str] = "router_input"
     reads_residual = False
@@ -138,9 +129,6 @@ class RouterInput(ThroughRouter):
     def input_vector(self, state: RouterState, ahead: int) -> Tensor:
         """s_l [T, D], as the router of layer l read it."""
         return state.router_input_TD
-
-
-# The residual under a later layer's norm, sent through that layer's router. T tokens, D hidden size.
 
 
 class NextNorm(ThroughRouter):

@@ -4,12 +4,12 @@ While the experts of layer l wait or run, block l+1 runs its attention on r_l + 
 cache holds the true keys and values of the past, only the newest position is approximate. Then the target's norm and
 router. Nothing is trained but the stand-in: default vectors, or maps of low rank by least squares.
 
-T tokens, D hidden size, L MoE layers.
+T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token, R rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -21,9 +21,7 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.options import check_between
 from expertcast.predictors.view import ModelShape
 
-# What a MoE layer puts out, from its input and routing alone: each expert as a mean and a map of low rank.
-#
-# T tokens, D hidden size, L MoE layers, E routed experts per layer, K experts per token, R rank.
+# The stand-in for the output of a MoE layer
 #
 # A layer's output is sum_k w_k y_e(s) over its routed experts plus that of shared ones. Default vectors put the mean of
 # y_e in its place (rank 0; Speculating Experts, section 3.1); here y_e(s) = b_e + z A_e with z = s P - c, the R
@@ -34,9 +32,14 @@ _FEW = 16
 """Up to so many tokens each reads the maps of its own experts; beyond, all experts' maps are multiplied at once."""
 
 
-@dataclass(slots=True, kw_only=True)
-class StandIn:
-    """The tensors, on any device."""
+class StandIn(nn.Module):
+    """The tensors for a model of some shape, all zero at first; part of a predictor's state dict.
+
+    Args:
+        shape: of the model.
+        rank: R
+        device: of the tensors.
+    """
 
     projection_LDR: Tensor
     """P, fp32."""
@@ -51,35 +54,19 @@ class StandIn:
     shared_map_LRD: Tensor
     """Their map, bf16."""
 
-    @property
-    def rank(self) -> int:
-        """R"""
-        return self.projection_LDR.shape[2]
+    def __init__(self, shape: ModelShape, rank: int, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        layers, experts, hidden, self.rank = shape.layers, shape.experts, shape.hidden, rank
 
-    @classmethod
-    def of_shape(cls, shape: ModelShape, rank: int, device: torch.device | str = "cpu") -> StandIn:
-        """All zero."""
-        layers, experts, hidden = shape.layers, shape.experts, shape.hidden
+        def zeros(name: str, *size: int, dtype: torch.dtype = torch.float32) -> None:
+            self.register_buffer(name, torch.zeros(size, dtype=dtype, device=device))
 
-        def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
-
-        return cls(
-            projection_LDR=zeros(layers, hidden, rank),
-            centre_LR=zeros(layers, rank),
-            base_LED=zeros(layers, experts, hidden),
-            map_LERD=zeros(layers, experts, rank, hidden, dtype=torch.bfloat16),
-            shared_LD=zeros(layers, hidden),
-            shared_map_LRD=zeros(layers, rank, hidden, dtype=torch.bfloat16),
-        )
-
-    def to(self, device: torch.device | str) -> StandIn:
-        """The same on a device."""
-        return StandIn(**{name: tensor.to(device) for name, tensor in self.as_tensors().items()})
-
-    def as_tensors(self) -> dict[str, Tensor]:
-        """By field name, as a file of tensors holds them."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        zeros("projection_LDR", layers, hidden, rank)
+        zeros("centre_LR", layers, rank)
+        zeros("base_LED", layers, experts, hidden)
+        zeros("map_LERD", layers, experts, rank, hidden, dtype=torch.bfloat16)
+        zeros("shared_LD", layers, hidden)
+        zeros("shared_map_LRD", layers, rank, hidden, dtype=torch.bfloat16)
 
     def directions(self, layer: int, router_input_TD: Tensor) -> Tensor:
         """z = s P - c [T, R] of a layer's inputs, fp32."""
@@ -109,29 +96,6 @@ class StandIn:
         return torch.addmm(mixed_TD, wz_TX, map_ERD.flatten(0, 1).float())
 
 
-class HeldStandIn(nn.Module):
-    """A stand-in as part of a predictor's state dict."""
-
-    def __init__(self, shape: ModelShape, rank: int) -> None:
-        super().__init__()
-        for name, tensor in StandIn.of_shape(shape, rank).as_tensors().items():
-            self.register_buffer(name, tensor)
-
-    def take(self, stand_in: StandIn) -> None:
-        """Copy the values of one of the same shape."""
-        for name, tensor in stand_in.as_tensors().items():
-            self.get_buffer(name).copy_(tensor)
-
-    @property
-    def tensors(self) -> StandIn:
-        """The tensors as they are held."""
-        return StandIn(**{field.name: self.get_buffer(field.name) for field in fields(StandIn)})
-
-    def output(self, layer: int, router_input_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """:meth:`StandIn.output`, with the same `layer`, `router_input_TD`, `ids_TK` and `weights_TK`."""
-        return self.tensors.output(layer, router_input_TD, ids_TK, weights_TK)
-
-
 @dataclass(kw_only=True)
 class EarlyConfig(PredictorConfig):
     """What early attention runs on."""
@@ -148,13 +112,13 @@ class EarlyConfig(PredictorConfig):
 class LooksEarly(Predictor):
     """Part of predictors that may read early attention: holds the stand-in that it runs on."""
 
-    held: HeldStandIn | None
+    held: StandIn | None
     """None: it reads no early attention."""
 
     def set_stand_in(self, stand_in: StandIn) -> None:
         """Take the stand-in of the traces, whose rank the config has."""
         assert self.held is not None
-        self.held.take(stand_in)
+        self.held.load_state_dict(stand_in.state_dict())
 
     def stand_in(self, state: RouterState) -> Tensor:
         """r_l + the stand-in's output [T, D], fp32."""
@@ -187,7 +151,7 @@ class EarlyAttention(LooksEarly, ThroughRouter):
     def __init__(self, config: PredictorConfig, shape: ModelShape) -> None:
         assert isinstance(config, EarlyConfig)
         super().__init__(config, shape)
-        self.held = HeldStandIn(shape, config.stand_in_rank or 0)
+        self.held = StandIn(shape, config.stand_in_rank or 0)
 
     def input_vector(self, state: RouterState, ahead: int) -> Tensor:
         """LN_{l+ahead} of the early residual [T, D]."""

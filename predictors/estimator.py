@@ -1,8 +1,9 @@
 """A small network on top of the ridge solution, distilled from the model's routers; or the paper's plain network.
 
 T tokens, D hidden size, E routed experts, K experts per token, P = L - ahead layer pairs, F features; in the network
-W width and H hidden units of the residual MLP: x = A q + pos_l; h = x + C SiLU(B x); theta = W_head LN(h).
-Source: Speculating Experts, section 4 (rows B12 and B13). Training is :mod:`expertcast.training.fit_estimator`.
+G groups of pairs that share a projection and a head, W width and H hidden units of the residual MLP:
+x = A q + pos_l; h = x + C SiLU(B x); theta = W_head LN(h).
+Source: Speculating Experts, section 4. Training is :mod:`expertcast.training.estimator`.
 """
 
 from __future__ import annotations
@@ -17,17 +18,11 @@ from torch.nn import functional
 
 from expertcast.predictors.base import PredictorConfig, RouterState
 from expertcast.predictors.baselines import QuasiInput
-from expertcast.predictors.early_attention import EarlyConfig, HeldStandIn, LooksEarly
+from expertcast.predictors.early_attention import EarlyConfig, LooksEarly, StandIn
 from expertcast.predictors.linear import RidgeConfig
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.options import check_between
 from expertcast.predictors.view import ModelShape
-
-# The estimator's network: what it adds to the ridge solution.
-#
-# T tokens, P layer pairs, F features, E routed experts, G groups of pairs that share a projection and a head, W width
-# and H hidden units of the residual MLP: x = A q + pos_l; h = x + C SiLU(B x); theta = W_head LN(h). Source:
-# Speculating Experts, section 4 (rows B12 and B13).
 
 WIDTH_STEP = 8
 
@@ -118,7 +113,6 @@ INPUTS = (*HIDDEN_INPUTS, "routing", "previous")
 class EstimatorConfig(RidgeConfig, EarlyConfig):
     """How large an estimator is, what it reads, and how it is trained."""
 
-    added: ClassVar[tuple[str, ...]] = ("stand_in_rank",)
     form: str = "residual"
     """`residual` adds a network to the ridge solution; `paper` is the published network alone, trained by plain KL."""
     parameters: int = 800_000
@@ -179,7 +173,7 @@ class Estimator(LooksEarly, QuasiInput):
         self.inputs = config.inputs or [name for name in INPUTS if name != "early"]
         features = sum(shape.hidden if name in HIDDEN_INPUTS else shape.experts for name in self.inputs)
         self.uses_previous_token, self.uses_early = "previous" in self.inputs, "early" in self.inputs
-        self.held = HeldStandIn(shape, config.stand_in_rank or 0) if self.uses_early else None
+        self.held = StandIn(shape, config.stand_in_rank or 0) if self.uses_early else None
         if self.uses_previous_token:
             self.register_buffer("usual_LE", torch.zeros(shape.layers, shape.experts))
         networks = {}

@@ -1,4 +1,4 @@
-"""Per layer the best of several predictors: Hybrid-PF of Speculating Experts (row B14), over all predictors here.
+"""Per layer the best of several predictors: Hybrid-PF of Speculating Experts, over all predictors here.
 
 T tokens, D hidden size, E routed experts. Who is chosen where is decided on validation by
 :mod:`expertcast.training.selection` and stands in the config, so a checkpoint's config.json can be read for it.
@@ -52,7 +52,6 @@ Choice.__pydantic_config__ = CLOSED  # type: ignore[attr-defined]
 class HybridConfig(PredictorConfig):
     """Which predictors a hybrid chooses from, and whom it has chosen where."""
 
-    added: ClassVar[tuple[str, ...]] = ("rule", "low_recall")
     candidates: Sequence[str] = CANDIDATES
     """Predictors to choose from."""
     threshold: float = 0.0

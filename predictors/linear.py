@@ -39,7 +39,6 @@ class RidgeConfig(PredictorConfig):
 class LinearConfig(RidgeConfig):
     """What it reads besides."""
 
-    added: ClassVar[tuple[str, ...]] = ("reads",)
     reads: str = "quasi_hidden"
     """What logits are forecast from: quasi_hidden, or router_input, which needs no default vectors."""
 

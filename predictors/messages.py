@@ -1,6 +1,6 @@
-"""How far a long stage is, on standard error: the one bar of the package, for every stage that may take seconds.
+"""The error for users, text tables, and progress bars.
 
-`TQDM_DISABLE=1` leaves it out, as it does for every bar of tqdm.
+Bars show on standard error how far a long stage is; `TQDM_DISABLE=1` leaves them out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from tqdm import tqdm
 
-# The one exception that expertcast raises for what a user can put right, and what others say in one line.
+# Errors
 
 _MISMATCHED = "ignore_mismatched_sizes"
 """In what transformers says, after it has logged a report."""
@@ -37,7 +37,7 @@ def first_line(error: Exception) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-# Results as plain values, and as text tables.
+# Results and tables
 
 Json: TypeAlias = dict[str, Any]
 """A JSON object: numbers, texts, booleans, None, and lists and objects of these."""

@@ -25,19 +25,14 @@ from expertcast.predictors.options import check_between, check_finite, written
 from expertcast.predictors.routing_rule import goes_by_logits, route_all
 from expertcast.predictors.view import ModelShape, MoEView
 
-# The network of `next_token`: what the text has routed so far, the last residual and the coming token's id, to the
-# routing of that token and of those after it.
-#
-# B sequences (or examples), N = L * E experts of all layers, J = L * K experts that a token uses, A averages, P numbers
-# that stand for an expert, D hidden size, V known token ids, W width, S tokens forecast one by one.
+# The network
 #
 #     u   = averages over the text of the sum of its experts' P numbers        kept up to date, never computed anew
-# z_0 = z + mix(z),  z = SiLU(norm(state(u) + residual's map + token's row))     z_h = z_0 + step_h(z_0)
-# the h-th token after it; h = S: later ones     logits_h = head(z_h) + bias_h
+#     z_0 = z + mix(z),  z = SiLU(norm(state(u) + residual's map + token's row))
+#     z_h = z_0 + step_h(z_0)            for the h-th token after it; h = S: later ones
+#     logits_h = head(z_h) + bias_h
 #
-# A token names J of the N experts: what reading it costs, and what a forecast reads, does not grow with N but for the
-# head. An earlier form took the averages of all N experts themselves, and stepped from token to token: five times the
-# work.
+# A token names J of the N experts: only the head grows with N.
 
 GAIN = 4.0
 """What rows of ids are multiplied by: each is trained by few examples, and must get somewhere in them."""
@@ -325,9 +320,7 @@ class NextToken(Predictor):
         return probability_BHLE
 
 
-# Following a run with `next_token`, layer by layer: the same object for a running model and for stored traces.
-#
-# B sequences, S tokens of each in a pass, T = B x S, E routed experts, D hidden size, H rows of a forecast.
+# Following a run, layer by layer: a running model or stored traces
 
 
 class NextTokenTracker:

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, NotRequired, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from typing_extensions import TypedDict
 
@@ -143,8 +143,7 @@ def check_between(config: object, least: float, most: float, *names: str) -> Non
 
 
 def from_values(cls: type[C], values: Mapping[str, object], what: str, remedy: str) -> C:
-    """The configuration whose fields a JSON file holds: each of them, of its own type, and no others. Those that the
-    class names in `added` may be missing: files are older than they are.
+    """The configuration whose fields a JSON file holds: each of them, of its own type, and no others.
 
     Args:
         cls: its dataclass.
@@ -165,10 +164,7 @@ def from_values(cls: type[C], values: Mapping[str, object], what: str, remedy: s
 @cache
 def _schema(cls: type) -> type[dict[str, object]]:
     hints = typing.get_type_hints(cls)
-    added = getattr(cls, "added", ())
-    members = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-    members = {name: NotRequired[hint] if name in added else hint for name, hint in members.items()}
-    schema = TypedDict(cls.__name__, members)  # type: ignore[misc]
+    schema = TypedDict(cls.__name__, {field.name: hints[field.name] for field in dataclasses.fields(cls)})  # type: ignore[misc]
     schema.__pydantic_config__ = CLOSED  # type: ignore[attr-defined]
     return schema  # type: ignore[return-value]
 

@@ -35,7 +35,7 @@ from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.data.plan import WindowBatch, make_plan, window_batches
 from expertcast.data.stand_in import TOKENS
 from expertcast.data.text import load_documents
-from expertcast.data.trace_writer import ShardWriter
+from expertcast.data.trace_writer import RankWriter
 from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.view import MoEView
 
@@ -121,9 +121,9 @@ def collect_once(
     stream = ActivationStream(model, view, [], means=means, stand_in=stand_in)
     columns = layout.Columns(view.shape, torch.float32, stand_in is not None)
     with tempfile.TemporaryDirectory(prefix="bench-collect-") as folder:
-        writer = ShardWriter(Path(folder), means, rank=0, columns=columns)
+        writer = RankWriter(Path(folder), means, rank=0, columns=columns)
         for batch in batches:
-            writer.add(stream.run(batch), batch.token_T)
+            writer.append(stream.run(batch))
         writer.commit()
         assert list(Path(folder).glob("data-*")), layout.shard_file(0, 0)
 

@@ -207,7 +207,7 @@ def _untrained(
     traces = collect(model, tokenizer, documents, folder, tokens=tokens, early_rank=rank)
     stand_in = traces.stand_in
     assert stand_in is not None
-    nbytes = sum(tensor.nbytes for tensor in stand_in.as_tensors().values())
+    nbytes = sum(tensor.nbytes for tensor in stand_in.state_dict().values())
     experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
     found = _recall({"early_attention": fit("early_attention", traces).predictor}, traces, 1)
     return found["early_attention"] | {"bytes": nbytes, "share_of_experts": nbytes / experts}

@@ -18,7 +18,7 @@ from expertcast.data.processes import training_share
 from expertcast.data.trace_format import is_live
 from expertcast.data.traces import TraceSource
 from expertcast.predictors import ExpertcastError, MoEView, Predictor, RouterState
-from expertcast.predictors.early_attention import HeldStandIn, StandIn
+from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.messages import Json, tokens_read
 from expertcast.training.metrics import Recall
 
@@ -156,10 +156,10 @@ def check_stand_in(predictor: Predictor, source: TraceSource, name: str) -> None
     Raises:
         ExpertcastError: the source's early attention ran on another one.
     """
-    own = None if source.stand_in is None else source.stand_in.as_tensors()
+    own = None if source.stand_in is None else source.stand_in.state_dict()
     for part in predictor.modules():
-        if isinstance(part, HeldStandIn) and own is not None:
-            held = part.tensors.as_tensors()
+        if isinstance(part, StandIn) and own is not None:
+            held = part.state_dict()
             if not all(torch.equal(tensor.cpu(), own[key].cpu()) for key, tensor in held.items()):
                 raise ExpertcastError(
                     f"{name} reads early attention as the traces that it was trained on hold it, and these traces ran "

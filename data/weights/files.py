@@ -9,7 +9,9 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
 from typing import BinaryIO, Protocol
@@ -46,6 +48,28 @@ class TensorFile(Protocol):
         """As safetensors names it."""
 
     def __getitem__(self, part: Part) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedTensor:
+    """A tensor that is computed when it is read."""
+
+    shape: Sequence[int]
+    dtype: str
+    """As safetensors names it; what is read may be narrower already."""
+    make: Callable[[Part], Tensor]
+    """Computes some rows, or all."""
+
+    def get_shape(self) -> list[int]:
+        """Its sizes."""
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """As safetensors names it."""
+        return self.dtype
+
+    def __getitem__(self, part: Part) -> Tensor:
+        return self.make(part)
 
 
 class _Rows:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,7 +26,7 @@ from transformers.utils import is_gguf_available
 
 from expertcast.data.source import GGUF, Quantised
 from expertcast.data.trace_format import read_range
-from expertcast.data.weights.files import Part, TensorFile, WeightFiles
+from expertcast.data.weights.files import ComputedTensor, Part, TensorFile, WeightFiles
 from expertcast.predictors.messages import ExpertcastError
 
 _UNMAPPED = {
@@ -60,30 +60,6 @@ class _Stored:
         if len(read) != (last - first) * size:
             raise OSError(f"{self.file.name} is cut off")
         return np.frombuffer(read, dtype=self.item).reshape(last - first, *row)
-
-
-@dataclass(frozen=True, slots=True)
-class GgufTensor:
-    """One of the model's parameters, made of one or more of the file's tensors.
-
-    Args:
-        shape: the parameter's.
-        make: reads some rows, or all.
-    """
-
-    shape: Sequence[int]
-    make: Callable[[Part], Tensor]
-
-    def get_shape(self) -> list[int]:
-        """Its sizes."""
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        """As safetensors names it; what is read may be narrower already."""
-        return "F32"
-
-    def __getitem__(self, part: Part) -> Tensor:
-        return self.make(part)
 
 
 class GgufFile(WeightFiles):
@@ -120,7 +96,7 @@ class GgufFile(WeightFiles):
         made = _converted(stored, model, architecture, self._dtype) if newer else _mapped(stored, model, architecture)
         state = model.state_dict()
         self.tensors: dict[str, TensorFile] = {
-            name: GgufTensor(state[name].shape, make) for name, make in made.items() if name in state
+            name: ComputedTensor(state[name].shape, "F32", make) for name, make in made.items() if name in state
         }
         tied = getattr(model, "all_tied_weights_keys", {})
         if missing := sorted(set(state) - set(self.tensors) - set(tied)):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -24,15 +24,15 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from expertcast.data.source import AWQ, COMPRESSED, GPTQ
-from expertcast.data.weights.files import Part, TensorFile
+from expertcast.data.weights.files import ComputedTensor, Part, TensorFile
 from expertcast.predictors.messages import ExpertcastError
 
-# FP8 weights of a checkpoint: two tensors, codes and scales, read as the one that they stand for.
+# FP8: codes and scales
 #
 #     x.weight              float8 [R, C] or [E, R, C]
 #     x.weight_scale_inv    [R / rows, C / columns], one number, or the same for each of E experts
 #
-# R rows and C columns of a matrix, E experts. The last blocks of a matrix may be cut off.
+# The last blocks of a matrix may be cut off.
 
 FP8_CODES = ("F8_E4M3", "F8_E5M2")
 """As safetensors names them."""
@@ -151,31 +151,6 @@ _OF_OTHERS = re.compile(r"\.(input|output|q|k|v)_(scale|zero_point|global_scale)
 """Scales of activations: of no use to weights that are dequantised."""
 
 
-class PackedTensor:
-    """A weight [R, C] that is computed when it is read.
-
-    Args:
-        shape: R and C.
-        dtype: of what is computed, as safetensors names it.
-        make: computes it.
-    """
-
-    def __init__(self, shape: Sequence[int], dtype: str, make: Callable[[], Tensor]) -> None:
-        self._shape, self._dtype, self._make = list(shape), dtype, make
-
-    def get_shape(self) -> list[int]:
-        """R and C."""
-        return list(self._shape)
-
-    def get_dtype(self) -> str:
-        """Of the weight, as safetensors names it."""
-        return self._dtype
-
-    def __getitem__(self, part: Part) -> Tensor:
-        made = self._make()
-        return made if part is ... else made[part]
-
-
 def join_packed(tensors: Mapping[str, TensorFile], method: str, settings: Mapping[str, Any]) -> dict[str, TensorFile]:
     """A checkpoint's tensors by name, where each packed weight is one.
 
@@ -239,7 +214,7 @@ class _Parts:
             raise ExpertcastError(f"the checkpoint's {self.stem} has {shapes}: not supported")
 
 
-def _gptq(parts: _Parts, settings: Mapping[str, Any]) -> PackedTensor:
+def _gptq(parts: _Parts, settings: Mapping[str, Any]) -> ComputedTensor:
     codes, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     indices = parts.get("g_idx")
     groups, rows = scales.get_shape()
@@ -251,7 +226,7 @@ def _gptq(parts: _Parts, settings: Mapping[str, Any]) -> PackedTensor:
     # version 1 stores zeros less one
     older = (settings.get("checkpoint_format") or settings.get("format") or GPTQ) == GPTQ
 
-    def make() -> Tensor:
+    def make(part: Part) -> Tensor:
         code_RC = unpacked(codes[...].T, bits)
         zero_RG = unpacked(zeros[...], bits).T
         if older:
@@ -260,12 +235,12 @@ def _gptq(parts: _Parts, settings: Mapping[str, Any]) -> PackedTensor:
         index_C = torch.arange(columns) // (columns // groups) if indices is None else indices[...].long()
         if not 0 <= int(index_C.min()) <= int(index_C.max()) < groups:
             raise ExpertcastError(f"the checkpoint's {parts.stem}.g_idx names a group that is not there")
-        return (code_RC.float() - zero_RG.float()[:, index_C]).mul_(scale_RG[:, index_C])
+        return (code_RC.float() - zero_RG.float()[:, index_C]).mul_(scale_RG[:, index_C])[part]
 
-    return PackedTensor((rows, columns), "F32", make)
+    return ComputedTensor((rows, columns), "F32", make)
 
 
-def _awq(parts: _Parts, settings: Mapping[str, Any]) -> PackedTensor:
+def _awq(parts: _Parts, settings: Mapping[str, Any]) -> ComputedTensor:
     codes, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     groups, rows = scales.get_shape()
     columns = codes.get_shape()[0]
@@ -275,13 +250,13 @@ def _awq(parts: _Parts, settings: Mapping[str, Any]) -> PackedTensor:
     def by_rows(words: Tensor) -> Tensor:
         return unpacked(words, 4).view(len(words), -1, 8)[:, :, _AWQ_ORDER].flatten(1).T
 
-    def make() -> Tensor:
+    def make(part: Part) -> Tensor:
         each = columns // groups
         zero_RC = by_rows(zeros[...]).float().repeat_interleave(each, 1)
         scale_RC = scales[...].float().T.repeat_interleave(each, 1)
-        return (by_rows(codes[...]).float() - zero_RC) * scale_RC
+        return ((by_rows(codes[...]).float() - zero_RC) * scale_RC)[part]
 
-    return PackedTensor((rows, columns), "F32", make)
+    return ComputedTensor((rows, columns), "F32", make)
 
 
 def _compressed(parts: _Parts, settings: Mapping[str, Any]) -> TensorFile:
@@ -299,7 +274,7 @@ def _compressed(parts: _Parts, settings: Mapping[str, Any]) -> TensorFile:
     names = ("weight" if packed is None else "weight_packed", "weight_scale")
     parts.check(codes.get_dtype() in ("I8", "I32") and high in (1, rows) and columns % wide == 0, *names)
 
-    def make() -> Tensor:
+    def make(part: Part) -> Tensor:
         scale = scales[...].reshape(high, wide)
         code_RC = codes[...] if packed is None else _signed(codes[...], bits)
         index_C = torch.arange(columns) // (columns // wide)
@@ -309,9 +284,9 @@ def _compressed(parts: _Parts, settings: Mapping[str, Any]) -> TensorFile:
         if zeros is not None:
             zero = _signed(zeros[...].T, bits).T if zeros.get_dtype() == "I32" else zeros[...]
             made -= zero.reshape(high, wide).to(scale.dtype)[:, index_C]
-        return made.mul_(scale[:, index_C])
+        return made.mul_(scale[:, index_C])[part]
 
-    return PackedTensor((rows, columns), scales.get_dtype(), make)
+    return ComputedTensor((rows, columns), scales.get_dtype(), make)
 
 
 def _signed(words: Tensor, bits: int) -> Tensor:
@@ -332,15 +307,14 @@ def _weights_of(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return (found or groups)[0]["weights"]  # type: ignore[no-any-return]
 
 
-# Weights of a checkpoint as bitsandbytes ships them, read as the ones that they stand for.
+# bitsandbytes
 #
 #     4 bits  x [N/2 bytes], x.absmax [N/B], x.quant_map [16], x.quant_state.bitsandbytes__nf4 (JSON: shape, B, dtype)
 #             nested: x.absmax are bytes, x.nested_quant_map [256], x.nested_absmax [N/B/256]
 #     8 bits  x.weight int8 [R, C], x.SCB [R]
 #
-# N numbers in blocks of B, two codes a byte, the first one in the high bits. R rows and C columns. Source:
-# bitsandbytes' `functional.dequantize_4bit` and `int8_vectorwise_dequant` (their CPU kernels), to whose bits this
-# computes.
+# N numbers in blocks of B, two codes a byte, the first one in the high bits. Source: bitsandbytes'
+# `functional.dequantize_4bit` and `int8_vectorwise_dequant` (CPU kernels); this gives their bits.
 
 _STATE = ".quant_state.bitsandbytes__"
 _OF_127 = 7.874015718698502e-3
@@ -381,8 +355,7 @@ class FourBits:
             factors = self._parts["nested_quant_map"][...][largest.long()] * outer[: len(largest)]
             largest = factors + float(self._state["nested_offset"])
         made = self._parts["quant_map"][...][codes.int()].mul_(largest.float().repeat_interleave(each)[:count])
-        whole = made.view(shape).to(getattr(torch, self._state["dtype"]))
-        return whole if part is ... else whole[part]
+        return made.view(shape).to(getattr(torch, self._state["dtype"]))[part]
 
 
 def join_bnb(tensors: Mapping[str, TensorFile]) -> dict[str, TensorFile]:
@@ -411,8 +384,8 @@ def join_bnb(tensors: Mapping[str, TensorFile]) -> dict[str, TensorFile]:
     return {name: tensor for name, tensor in joined.items() if name not in used}
 
 
-def _eight_bits(codes: TensorFile, scales: TensorFile) -> PackedTensor:
-    def make() -> Tensor:
-        return codes[...].float().mul_(scales[...].float().view(-1, 1)).mul_(_OF_127)
+def _eight_bits(codes: TensorFile, scales: TensorFile) -> ComputedTensor:
+    def make(part: Part) -> Tensor:
+        return codes[...].float().mul_(scales[...].float().view(-1, 1)).mul_(_OF_127)[part]
 
-    return PackedTensor(codes.get_shape(), "F32", make)
+    return ComputedTensor(codes.get_shape(), "F32", make)

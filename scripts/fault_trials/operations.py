@@ -73,7 +73,7 @@ def _open_traces(_: Made, target: Path, __: Path) -> Any:
     read = [digest(tensor.float().contiguous().numpy().tobytes()) for batch in batches for tensor in batch]
     splits = {split: traces.token_count(split) for split in ("train", "validation", "test")}
     return {"rows": read, "splits": splits, "defaults": _tensors(traces.defaults.as_tensors()), "stand_in":
-            _tensors(traces.stand_in.as_tensors()), "fingerprint": traces.view.fingerprint()}  # fmt: skip
+            _tensors(traces.stand_in.state_dict()), "fingerprint": traces.view.fingerprint()}  # fmt: skip
 
 
 def _open_checkpoint(_: Made, target: Path, __: Path) -> Any:

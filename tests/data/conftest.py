@@ -1,8 +1,7 @@
-"""Small traces: as collected, a copy to damage, and one as older versions wrote it."""
+"""Small traces: as collected, and a copy to damage."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from transformers import PreTrainedModel
 
 from expertcast.data.collect import collect
 from expertcast.data.text import load_documents
-from expertcast.predictors.artefacts import SEAL
 from tests.data.small_traces import SETTINGS, content
 
 
@@ -27,16 +25,6 @@ def collected(
 @pytest.fixture
 def traces(collected: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(collected, tmp_path / "traces"))
-
-
-@pytest.fixture
-def old(traces: Path) -> Path:
-    """As they were before there were digests, and fingerprints of experts."""
-    for name in ("trace.json", "skeleton/layers.json"):
-        values = json.loads((traces / name).read_bytes())
-        newer = ("files", SEAL, "experts_fingerprint")
-        (traces / name).write_text(json.dumps({key: values[key] for key in values if key not in newer}))
-    return traces
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from expertcast.predictors.view import MoEView
 
 def random_stand_in(view: MoEView, rank: int = 3) -> StandIn:
     """One whose every tensor matters."""
-    stand_in, generator = StandIn.of_shape(view.shape, rank), torch.Generator().manual_seed(5)
-    for tensor in stand_in.as_tensors().values():
+    stand_in, generator = StandIn(view.shape, rank), torch.Generator().manual_seed(5)
+    for tensor in stand_in.state_dict().values():
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return stand_in
 

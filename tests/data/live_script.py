@@ -13,7 +13,8 @@ import torch
 
 from expertcast.data.live import LiveDocument, LiveOptions, LiveTraces
 from expertcast.data.text import text_hash
-from expertcast.predictors.view import LinearRouter, ModelShape, MoEView, RoutingRule, plain_view
+from expertcast.predictors.view import ModelShape, MoEView
+from tests.plain_view import LinearRouter, plain_view
 
 SHAPE = ModelShape(layers=3, experts=8, top_k=2, hidden=16)
 
@@ -21,8 +22,8 @@ SHAPE = ModelShape(layers=3, experts=8, top_k=2, hidden=16)
 def view() -> MoEView:
     """Of a model that transformers does not know."""
     generator = torch.Generator().manual_seed(0)
-    routers = [LinearRouter(torch.randn(8, 16, generator=generator), RoutingRule(top_k=2)) for _ in range(SHAPE.layers)]
-    return plain_view(SHAPE, routers, norms=[torch.nn.RMSNorm(16) for _ in routers], model_id="made")
+    routers = [LinearRouter(torch.randn(8, 16, generator=generator), top_k=2) for _ in range(SHAPE.layers)]
+    return plain_view(SHAPE, routers, [torch.nn.RMSNorm(16) for _ in routers], "made")
 
 
 def request(number: int) -> LiveDocument:

@@ -21,6 +21,6 @@ def content(folder: Path) -> list[Any]:
     assert batch.early_TLD is not None
     assert traces.stand_in is not None
     tensors += [batch.early_TLD.float(), *traces.defaults.as_tensors().values()]
-    tensors += [tensor.float() for tensor in traces.stand_in.as_tensors().values()]
+    tensors += [tensor.float() for tensor in traces.stand_in.state_dict().values()]
     tensors += [layer.router_input(torch.ones(1, 192)) for layer in traces.view]
     return [*(tensor.tolist() for tensor in tensors), traces.view.fingerprint(), traces.documents, traces.info["model"]]

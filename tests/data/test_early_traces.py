@@ -77,8 +77,8 @@ def test_the_column_is_the_oracles_and_a_running_models(
     assert torch.equal(early(batch), early(rows(online)))
     assert online.stand_in is not None
     assert traces.stand_in is not None
-    for name, tensor in traces.stand_in.as_tensors().items():
-        assert torch.equal(tensor, online.stand_in.as_tensors()[name])
+    for name, tensor in traces.stand_in.state_dict().items():
+        assert torch.equal(tensor, online.stand_in.state_dict()[name])
     start = 0
     for window in online.plan.windows_of(online.plan.documents)[:3]:
         for length in (1, len(window.token_ids)):
@@ -227,7 +227,7 @@ def test_a_layer_that_it_stops_at_ends_a_run(model: PreTrainedModel, parts: tupl
     view, plan = find_moe_layers(model), make_plan(parts[1], parts[0], **SETTINGS)
     early_attention, _ = try_early(model, view, plan)
     assert early_attention is not None
-    stand_in, windows = StandIn.of_shape(view.shape, 0), plan.windows_of(plan.documents)
+    stand_in, windows = StandIn(view.shape, 0), plan.windows_of(plan.documents)
     batches = iter(ActivationStream(model, view, windows, stand_in=stand_in, early=early_attention))
     next(batches)
     early_attention.refused[2] = "its cache cannot be read"

@@ -109,7 +109,7 @@ def test_equal_texts_are_one_document(reference_tokenizer: Any) -> None:
 
 @given(lengths, st.integers(1, 4))
 def test_shares_cut_the_documents_into_runs(lengths: list[int], world: int) -> None:
-    documents = [PlannedDocument(index=i, domain="", tokens=n, split="train") for i, n in enumerate(lengths)]
+    documents = [PlannedDocument(index=i, domain="", tokens=n, split="train", hash="") for i, n in enumerate(lengths)]
     shares = [documents_of(documents, Share(rank, world)) for rank in range(world)]
     assert [document for share in shares for document in share] == documents
     assert smallest_share(documents, world) == min(sum(d.tokens for d in share) for share in shares)

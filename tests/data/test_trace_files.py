@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from expertcast.data import trace_format as layout
-from expertcast.data.skeleton import load_skeleton
 from expertcast.data.trace_format import read_info
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.artefacts import SEAL
@@ -21,7 +21,6 @@ from tests.data.small_traces import content
 from tests.irregular import IRREGULAR, in_seconds, put
 from tests.sealed import edit_json
 
-JSON_FILES = ("trace.json", "state.json", "skeleton/layers.json")
 WRONG: dict[type, tuple[Any, ...]] = {
     str: (None, True, 0, [], {}),
     int: (None, True, -1, 0.5, 10**30, "1", [1]),
@@ -32,11 +31,9 @@ WRONG: dict[type, tuple[Any, ...]] = {
     type(None): (),
 }
 """Values that are none of what a member may be, by the kind of what it is."""
-WEIGHTS = "skeleton/model.safetensors"
-FREE = ("versions", "_format_columns", "_format_kwargs", "_format_type", "_split")
-"""Members that hold what their writers please."""
-OPTIONAL = ("collection_s", "hash")
-"""Members that older files lack."""
+UNREAD = (layout.DATASET_STATE_FILE, layout.DATASET_INFO_FILE)
+"""Files that `datasets` reads: here they are only verified."""
+OPTIONAL = ("collection_s", "experts_fingerprint")
 EITHER = (("seed", -1), ("seed", 10**30), ("git_revision", None))
 
 
@@ -68,29 +65,27 @@ def at(values: Any, place: tuple[Any, ...]) -> Any:
     return values
 
 
-@pytest.mark.filterwarnings("ignore:.*written by an older expertcast")
-@pytest.mark.parametrize("name", JSON_FILES)
-def test_every_member_of_the_json_files_is_checked(name: str, old: Path, expected: list[Any]) -> None:
-    """In old traces, where no digest helps."""
-    path = old / name
+def test_every_member_of_trace_json_is_checked(traces: Path, expected: list[Any]) -> None:
+    """Where its seal is right."""
+    path = traces / "trace.json"
     original = path.read_bytes()
 
     def said(change: Callable[[Any], object], outer: list[Any]) -> str:
         edit_json(path, lambda values: change(at(values, outer)))
-        told = line(old, expected)
+        told = line(traces, expected)
         path.write_bytes(original)
         assert told is not None
         return told
 
     for place in members(json.loads(original)):
         *outer, last = place
-        if place[0] in FREE and outer:
+        if place == (SEAL,) or (place[0] == "versions" and outer):
             continue
-        named = last if isinstance(last, str) else ""
-        if named not in OPTIONAL:
+        named = last if isinstance(last, str) and place[0] not in ("columns", "files") else ""
+        if named not in OPTIONAL and last not in UNREAD:
             missing = said(lambda holder, last=last: holder.pop(last), outer)
             assert f"{named} is missing" in missing or not named
-        for wrong in () if place[0] in FREE else WRONG[type(at(json.loads(original), place))]:
+        for wrong in () if place[0] == "versions" else WRONG[type(at(json.loads(original), place))]:
             if (last, wrong) not in EITHER:
                 told = said(lambda holder, last=last, wrong=wrong: holder.__setitem__(last, wrong), outer)
                 assert str(path) in told, (place, wrong)
@@ -108,8 +103,7 @@ def test_no_byte_of_any_file_can_change_unnoticed(seed: int, traces: Path, expec
             changed = bytearray(original)
             changed[place] ^= 1 << draw.randrange(8)
             path.write_bytes(changed)
-            told = line(traces, expected)
-            assert told is not None or path.suffix == ".json", (path, place)
+            assert line(traces, expected) is not None or path.name in UNREAD, (path, place)
             with pytest.raises(ExpertcastError):
                 TraceDataset.open(traces).verify()
         path.write_bytes(original)
@@ -123,13 +117,8 @@ def read_files(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["cut", "empty", "longer", "other", "gone", "folder"])
-@pytest.mark.parametrize("state", ["sealed", "old"])
-@pytest.mark.filterwarnings("ignore:.*written by an older expertcast")
-def test_files_that_are_cut_or_other_files(
-    kind: str, state: str, request: pytest.FixtureRequest, expected: list[Any]
-) -> None:
-    folder: Path = request.getfixturevalue("traces" if state == "sealed" else "old")
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+def test_files_that_are_cut_or_other_files(kind: str, traces: Path, expected: list[Any]) -> None:
+    files = sorted(path for path in traces.rglob("*") if path.is_file())
     for path, other in zip(files, [*files[1:], files[0]], strict=True):
         original, others = path.read_bytes(), other.read_bytes()
         path.unlink()
@@ -138,79 +127,66 @@ def test_files_that_are_cut_or_other_files(
         elif kind != "gone":
             half = original[: len(original) // 2]
             path.write_bytes({"cut": half, "empty": b"", "longer": original + bytes(8), "other": others}[kind])
-        told = line(folder, expected)
-        unread = state == "old" and (path.name == "dataset_info.json" or (kind == "longer" and path.suffix == ".arrow"))
-        assert told is not None or unread, path
+        assert line(traces, expected) is not None or path.name in UNREAD, path
         if kind == "folder":
             path.rmdir()
         path.write_bytes(original)
-    assert line(folder, expected) is None
+    assert line(traces, expected) is None
+
+
+def changed(traces: Path, name: str, content: bytes) -> None:
+    """Another file of the traces, with its digest in trace.json."""
+    (traces / name).write_bytes(content)
+    edit_json(traces / "trace.json", lambda info: info["files"].update({name: DIGEST(content)}))
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "told"),
+    ("change", "told"),
     [
-        ("trace.json", lambda info: info["documents"][0].update(tokens=2**53), "documents have"),
-        ("trace.json", lambda info: info.update(tokens=2**53), "tokens and splits say"),
-        ("trace.json", lambda info: info["shape"].update(L=10**9), "shape.L is 1000000000"),
-        ("trace.json", lambda info: info["shape"].update(L=9999), "columns.residual.shape"),
-        ("trace.json", lambda info: info["shape"].update(K=65), "shape.K is 65"),
-        ("trace.json", lambda info: info["documents"].reverse(), "not in the order train, validation, test"),
-        ("trace.json", lambda info: info["documents"].append(info["documents"][-1]), "an index twice"),
-        ("state.json", lambda state: state["_data_files"][0].update(filename="../data-00000-00000.arrow"), "filename"),
-        ("state.json", lambda state: state["_data_files"].append(state["_data_files"][0]), "names a shard twice"),
-        ("state.json", lambda state: state["_data_files"].pop(), "rows in the 1 shards"),
-        ("state.json", lambda state: state["_data_files"].reverse(), "does not hold the documents"),
-        ("skeleton/layers.json", lambda d: d["layers"][0].update(norm="__class__"), "is no module of the model"),
-        ("skeleton/layers.json", lambda d: d["layers"][0].update(router="model.__init__"), "is no module of the model"),
-        ("skeleton/layers.json", lambda d: d["layers"][3].update(experts="model.norm"), "num_experts"),
-        ("skeleton/layers.json", lambda d: d["layers"][3].update(d["layers"][4]), "also holds tensor"),
-        ("skeleton/layers.json", lambda d: d["layers"].reverse(), "is not of the model"),
-        ("skeleton/layers.json", lambda d: d.update(top_k=65), "top_k is 65"),
-        ("skeleton/layers.json", lambda d: d.update(top_k=3), "is not of the model"),
-        ("skeleton/config.json", lambda config: config.update(num_hidden_layers=10**9), "num_hidden_layers"),
-        ("skeleton/config.json", lambda config: config.update(text_config={"num_hidden_layers": 10**9}), "text_config"),
-        ("skeleton/config.json", lambda config: config.update(vocab_size=10**30), "holds no router skeleton"),
-        ("skeleton/config.json", lambda config: config.update(model_type=[]), "holds no router skeleton"),
-        ("skeleton/config.json", lambda config: config.update(hidden_size=96), "model.safetensors: tensor"),
+        (lambda info: info["documents"][0].update(tokens=2**53), "documents have"),
+        (lambda info: info.update(tokens=2**53), "tokens and splits say"),
+        (lambda info: info["shape"].update(L=10**9), "shape.L is 1000000000"),
+        (lambda info: info["shape"].update(L=9999), "columns are not those of a model"),
+        (lambda info: info["columns"].pop("early"), "of columns.early and settings.early_rank one is missing"),
+        (lambda info: info["shape"].update(K=65), "shape.K is 65"),
+        (lambda info: info["documents"].reverse(), "not in the order train, validation, test"),
+        (lambda info: info["documents"].append(info["documents"][-1]), "an index twice"),
+        (lambda info: info["files"].pop("data-00000-00000.arrow"), "rows in 1 shards"),
+        (lambda info: info["files"].pop("skeleton/config.json"), "files lacks skeleton/config.json"),
+        (lambda info: info.update(format="expertcast-traces-1"), "format is 'expertcast-traces-1'"),
     ],
-)  # fmt: skip
-@pytest.mark.filterwarnings("ignore:.*written by an older expertcast")
-def test_old_traces_are_refused_by_what_does_not_fit(
-    name: str, change: Callable[[dict[str, Any]], object], told: str, old: Path, expected: list[Any]
-) -> None:
-    edit_json(old / name, change)
-    assert told in str(line(old, expected))
-
-
-@pytest.mark.filterwarnings("ignore:.*written by an older expertcast")
-@pytest.mark.parametrize(
-    "name", ["default_vectors.safetensors", "data-00000-00000.arrow", "skeleton/model.safetensors"]
 )
-def test_old_values_that_cannot_be_are_refused(name: str, old: Path, expected: list[Any]) -> None:
-    values = bytearray((old / name).read_bytes())
+def test_parts_that_do_not_fit_each_other(
+    change: Callable[[dict[str, Any]], object], told: str, traces: Path, expected: list[Any]
+) -> None:
+    edit_json(traces / "trace.json", change)
+    assert told in str(line(traces, expected))
+
+
+@pytest.mark.parametrize(
+    ("members", "told"),
+    [
+        ({"vocab_size": 10**30}, "holds no router skeleton"),
+        ({"model_type": []}, "holds no router skeleton"),
+        ({"hidden_size": 96}, "model.safetensors: tensor"),
+        ({"num_experts_per_tok": 3}, "is not of the model"),
+    ],
+)
+def test_a_configuration_of_another_model(
+    members: dict[str, Any], told: str, traces: Path, expected: list[Any]
+) -> None:
+    config = json.loads((traces / "skeleton/config.json").read_bytes())
+    changed(traces, "skeleton/config.json", json.dumps({**config, **members}).encode())
+    assert told in str(line(traces, expected))
+
+
+@pytest.mark.parametrize("name", ["default_vectors.safetensors", "skeleton/model.safetensors"])
+def test_values_that_cannot_be_are_refused(name: str, traces: Path, expected: list[Any]) -> None:
+    values = bytearray((traces / name).read_bytes())
     middle = len(values) // 8 * 4
     values[middle : middle + 4] = b"\xff" * 4  # NaN in fp32 and bf16
-    (old / name).write_bytes(values)
-    assert "holds NaN or infinity" in str(line(old, expected))
-
-
-def test_old_traces_open_with_a_warning(old: Path, expected: list[Any]) -> None:
-    with pytest.warns(UserWarning, match="was written by an older expertcast"):
-        assert content(old) == expected
-
-
-def test_a_digest_cannot_be_left_out(traces: Path) -> None:
-    values = json.loads((traces / "trace.json").read_bytes())
-    del values[SEAL]
-    (traces / "trace.json").write_text(json.dumps(values))
-    with pytest.raises(ExpertcastError, match="files are named, digest is missing"):
-        TraceDataset.open(traces)
-    edit = json.loads((traces / "skeleton" / "layers.json").read_bytes())
-    del edit[SEAL]
-    (traces / "skeleton" / "layers.json").write_text(json.dumps(edit))
-    with pytest.raises(ExpertcastError, match="does not name its files' digests"):
-        load_skeleton(traces / "skeleton")
+    changed(traces, name, bytes(values))
+    assert "holds NaN or infinity" in str(line(traces, expected))
 
 
 def test_a_shard_is_read_for_its_digest_once_and_when_it_is_used(traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,12 +203,61 @@ def test_a_shard_is_read_for_its_digest_once_and_when_it_is_used(traces: Path, m
 
 @pytest.mark.parametrize("kind", IRREGULAR)
 def test_what_is_no_file(kind: str, traces: Path, expected: list[Any]) -> None:
-    """In the place of any file: also of those without a digest, as older versions left them."""
+    """In the place of any file."""
     for path in sorted(path for path in traces.rglob("*") if path.is_file() and path.suffix != ".md"):
         content_of = path.read_bytes()
         put(kind, path)
         with in_seconds(20):
             said = line(traces, expected)
-        assert path.name == layout.DATASET_INFO_FILE or (said is not None and path.name in said), path
+        assert path.name in UNREAD or (said is not None and path.name in said), path
         path.rmdir() if kind == "folder" else path.unlink()
         path.write_bytes(content_of)
+
+
+def replaced(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
+    return table.set_column(table.column_names.index(name), name, values)
+
+
+def narrower(table: pa.Table) -> pa.Table:
+    """As many numbers in lists half as long would be twice as many rows."""
+    column = table.column(layout.LOGITS).combine_chunks()
+    lists = pa.FixedSizeListArray.from_arrays(column.values, column.type.list_size // 2)
+    return replaced(table, layout.LOGITS, lists[: len(column)])
+
+
+def wider(table: pa.Table) -> pa.Table:
+    return replaced(table, layout.POSITION, table.column(layout.POSITION).cast(pa.int64()))
+
+
+def empty_row(table: pa.Table) -> pa.Table:
+    documents = [None, *table.column(layout.DOCUMENT).to_pylist()[1:]]
+    return replaced(table, layout.DOCUMENT, pa.array(documents, pa.int32()))
+
+
+def renamed(table: pa.Table) -> pa.Table:
+    return table.rename_columns(["hidden", *table.column_names[1:]])
+
+
+@pytest.mark.parametrize(
+    ("change", "rows_at_once", "compression", "told"),
+    [
+        (narrower, None, None, "column router_logits is fixed_size_list"),
+        (wider, None, None, "column position is int64, not int32"),
+        (empty_row, None, None, "1 pieces and 1 empty rows, not 1 and none"),
+        (renamed, None, None, "has other columns than residual, router_logits"),
+        (lambda table: table, 100, None, "pieces and 0 empty rows"),
+        (lambda table: table, None, "lz4", "does not lie in the file"),
+    ],
+)
+def test_other_columns_are_refused(
+    change: Callable[[pa.Table], pa.Table], rows_at_once: int | None, compression: str | None, told: str, traces: Path
+) -> None:
+    path = traces / layout.shard_file(0, 0)
+    table = change(pa.ipc.open_stream(path.read_bytes()).read_all())
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=rows_at_once)
+    with pytest.raises(ExpertcastError, match=told) as raised:
+        TraceDataset.open(traces)
+    assert str(path) in str(raised.value)
+    assert "\n" not in str(raised.value)

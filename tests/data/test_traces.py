@@ -147,7 +147,7 @@ def test_damaged_traces_are_one_clear_line(reference_traces: TraceDataset, tmp_p
     shard.write_bytes(shard.read_bytes()[:1000])
     with pytest.raises(ExpertcastError, match="cannot read"):
         TraceDataset.open(folder)
-    edit_json(folder / TRACE_FILE, lambda info: info.update(complete=False) or info.pop("files"))
+    edit_json(folder / TRACE_FILE, lambda info: info.update(complete=False, files={}))
     with pytest.raises(ExpertcastError, match="not finished"):
         TraceDataset.open(folder)
 

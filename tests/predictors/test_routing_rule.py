@@ -1,12 +1,27 @@
-"""The routing rule of all layers at once, and of routers that choose by something beside the logits."""
+"""Routing rules of all layers, and routers that go by more than their logits."""
 
 from __future__ import annotations
 
+import types
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+import expertcast
+from expertcast.data.collect import collect
+from expertcast.data.models import load_tokenizer
 from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.text import load_documents
+from expertcast.predictors import ExpertcastError
+from expertcast.predictors.base import PredictorConfig
+from expertcast.predictors.baselines import NextNorm
 from expertcast.predictors.routing_rule import goes_by_logits, route_all, weights_over
+from expertcast.predictors.view import RuleCheck, follows_rule
+from expertcast.runtime.engine.front import speculate
 from tests.families.models import CONFIGS, tiny_model
 
 BY_LOGITS = {"qwen3_moe", "gpt_oss", "olmoe", "mixtral", "qwen2_moe", "phimoe"}
@@ -39,3 +54,139 @@ def test_the_routers_own_choice_keeps_its_weights(family: str) -> None:
     ids_TK, weights_TK = layer.route(logits_TE)
     assert torch.equal(weights_over(layer, logits_TE, ids_TK), weights_TK)
     torch.testing.assert_close(weights_over(layer, logits_TE, ids_TK.flip(-1)), weights_TK.flip(-1))
+
+
+WRONG = 2
+
+
+def by_the_inputs_size(router: nn.Module) -> None:
+    """Give a router a multiplier on its weights that its logits do not show."""
+    own = router.forward
+
+    def forward(_self: nn.Module, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_TE, weights_TK, ids_TK = own(hidden_TD)
+        return logits_TE, weights_TK * (1 + hidden_TD.abs().mean(-1, keepdim=True)), ids_TK
+
+    router.forward = types.MethodType(forward, router)
+
+
+def by_something_that_is_gone(router: nn.Module) -> None:
+    """Make a router end in an error on any input that is not its block's."""
+    own = router.forward
+
+    def forward(_self: nn.Module, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not hidden_TD.any():
+            raise TypeError("missing 1 required positional argument")
+        return own(hidden_TD)
+
+    router.forward = types.MethodType(forward, router)
+
+
+@pytest.fixture(params=[by_the_inputs_size, by_something_that_is_gone])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    made = tiny_model("mixtral")
+    request.param(made.model.layers[WRONG].mlp.gate)
+    return made
+
+
+def greedy(model: PreTrainedModel) -> Tensor:
+    prompt = torch.arange(3, 12)[None]
+    output = model.generate(
+        prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
+    return torch.stack(output.logits)
+
+
+def test_own_routers_follow_their_rule() -> None:
+    view = find_moe_layers(tiny_model("mixtral"))
+    check = RuleCheck(view)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check.try_out()
+        assert check.unseen == {0, 1, 2, 3}
+        for layer in view:
+            check.see(layer.index, torch.randn(5, 32).bfloat16())
+    assert not check.wrong
+    assert not check.unseen
+
+
+def test_a_layer_that_goes_by_more_gets_no_forecast(model: PreTrainedModel) -> None:
+    """It follows its own router; the others' forecasts are executed, and one line says so."""
+    view = find_moe_layers(model)
+    assert [follows_rule(layer, torch.randn(5, 32).bfloat16()) for layer in view] == [True, True, False, True]
+    predictor = NextNorm(PredictorConfig(), view.shape).bind(view)
+    executed: dict[int, list[bool]] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with speculate(
+            model, view, predictor,
+            observe=lambda call, ids: executed.setdefault(call.layer, []).append(ids is call.ids_TK),
+        ):  # fmt: skip
+            greedy(model)
+    lines = [str(each.message) for each in caught if "goes by more than these" in str(each.message)]
+    assert len(lines) == 1
+    assert f"MixtralTopKRouter of MoE layer {WRONG} " in lines[0]
+    assert "\n" not in lines[0]
+    assert all(executed[0])
+    assert not any(executed[1])
+    assert all(executed[WRONG]), "its own router's ids"
+    assert not any(executed[3])
+
+
+def test_offloaded_in_every_mode(model: PreTrainedModel) -> None:
+    expected = greedy(model)
+    with pytest.warns(UserWarning, match="no forecast is made"), expertcast.offload(
+        model, predictor="next_norm", slots=8
+    ):  # fmt: skip
+        assert torch.equal(greedy(model), expected)
+    for mode, layers in (("speculate", None), ("hybrid", [WRONG])):
+        with pytest.warns(UserWarning, match="no forecast is made"):
+            offloaded = expertcast.offload(model, predictor="next_norm", mode=mode, layers=layers, slots=8)
+        with offloaded:
+            assert torch.equal(greedy(model), expected) == (mode == "hybrid")
+
+
+def test_nothing_is_asked_for_from_further_off(model: PreTrainedModel) -> None:
+    view, hinted = find_moe_layers(model), []
+    predictor = NextNorm(PredictorConfig(ahead=(1, 2)), view.shape).bind(view)
+    with pytest.warns(UserWarning, match="no forecast is made"):
+        offloaded = expertcast.offload(model, predictor=predictor, reach=2, slots=32)
+    with offloaded:
+        hint = offloaded.flow.hint
+        offloaded.flow.hint = lambda *given: (hinted.append(given[0].layer), hint(*given))[1]  # type: ignore[method-assign]
+        for _ in range(3):  # until nothing misses: then the link is idle
+            greedy(model)
+    assert set(hinted) == {1, 3}
+
+
+def test_the_first_batch_is_asked_too() -> None:
+    """What made inputs do not show: a router that changes its ways at a size that only the text reaches."""
+    model = tiny_model("mixtral")
+    router = model.model.layers[WRONG].mlp.gate
+    own = router.forward
+
+    def forward(_self: nn.Module, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_TE, weights_TK, ids_TK = own(hidden_TD)
+        return logits_TE, weights_TK * (2.0 if len(hidden_TD) == 9 and hidden_TD.any() else 1.0), ids_TK
+
+    router.forward = types.MethodType(forward, router)
+    expected = greedy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        offloaded = expertcast.offload(model, predictor="next_norm", mode="hybrid", layers=[WRONG], slots=8)
+    with offloaded, pytest.warns(UserWarning, match="no forecast is made"):
+        assert torch.equal(greedy(model), expected)
+
+
+def test_collection_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    with pytest.raises(ExpertcastError, match="goes by more than these") as caught:
+        collect(
+            model,
+            load_tokenizer("reference"),
+            load_documents(["reference"]),
+            tmp_path / "traces",
+            tokens=200,
+            window=20,
+        )
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "traces").exists()

@@ -16,7 +16,7 @@ from expertcast.data.batch import RouterCall, TraceBatch
 from expertcast.data.live import LiveOptions, LiveTraces
 from expertcast.data.trace_format import read_info
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors.view import LinearRouter, ModelShape, RoutingRule, plain_view
+from expertcast.predictors.view import ModelShape, MoELayer, MoEView
 
 SHAPE = ModelShape(layers=2, experts=4, top_k=1, hidden=4)
 Run = tuple[str, int, int]
@@ -69,8 +69,16 @@ def collected(
 ) -> list[list[int]]:
     """Token ids of the documents that a collector writes of these forwards; the `ended` end before the last one."""
     made = LiveOptions(tokens=10_000, **options)
-    routers = [LinearRouter(torch.eye(4), RoutingRule(top_k=1)) for _ in range(SHAPE.layers)]
-    view = plain_view(SHAPE, routers, norms=[torch.nn.RMSNorm(4) for _ in routers], model_id="made")
+    none = torch.nn.Module()
+    layers = [
+        MoELayer(
+            index=index, block_name="", norm_name="norm", router_name="", experts_name="", decoder=none, block=none,
+            norm=torch.nn.RMSNorm(4), router=torch.nn.Linear(4, SHAPE.experts), experts=none,
+            num_experts=SHAPE.experts, top_k=SHAPE.top_k, hidden_size=4, has_shared=False,
+        )
+        for index in range(SHAPE.layers)
+    ]  # fmt: skip
+    view = MoEView(tuple(layers), model_id="made")
     live = LiveTraces(folder, view, made, config={}, logits=torch.float32, dtype="float32")
     collector = TrafficCollector(live, SHAPE, lambda ids: f"{ids[0]:016x}")
     names = {request for runs in steps for request, _, _ in runs}

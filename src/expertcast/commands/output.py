@@ -57,7 +57,8 @@ def describe_traces(traces: TraceDataset) -> str:
     values = {key: traces.info[key] for key in keys if key in traces.info}
     values["columns"] = {name: note.get("shape") for name, note in values["columns"].items() if isinstance(note, dict)}
     settings = traces.info["settings"]
-    early = {"early_rank": settings.get("early_rank", "none"), "not_early": settings.get("not_early", [])}
+    rank = settings["early_rank"]
+    early = {"early_rank": "none" if rank is None else rank, "not_early": settings["not_early"]}
     return table({**values, **early, "documents": len(traces.info["documents"])})
 
 

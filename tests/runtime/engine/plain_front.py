@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from expertcast.data.batch import RouterCall
 from expertcast.predictors import ModelShape, MoEView, PredictorConfig
 from expertcast.predictors.baselines import RouterInput
-from expertcast.predictors.view import LinearRouter, RoutingRule, plain_view
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.engine import EngineParts, HostEngine, combine
@@ -30,6 +29,7 @@ from expertcast.runtime.storage.layout import BlockLayout, ExpertsForm
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
 from expertcast.runtime.transport import make_link, make_store
+from tests.plain_view import LinearRouter, plain_view
 
 SHAPE = ModelShape(layers=4, experts=8, top_k=2, hidden=16)
 _INNER = 24
@@ -68,10 +68,9 @@ class PlainModel:
         self.weights = [
             {"w13": random(experts, 2 * _INNER, hidden), "w2": random(experts, hidden, _INNER)} for _ in range(layers)
         ]
-        rule = RoutingRule(top_k=SHAPE.top_k)
         self.norms = [nn.RMSNorm(hidden, eps=1e-6, dtype=dtype) for _ in range(layers)]
-        self.routers = [LinearRouter(4 * random(experts, hidden), rule) for _ in range(layers)]
-        self.view: MoEView = plain_view(SHAPE, self.routers, norms=self.norms, model_id="plain")
+        self.routers = [LinearRouter(4 * random(experts, hidden), SHAPE.top_k) for _ in range(layers)]
+        self.view: MoEView = plain_view(SHAPE, self.routers, self.norms, "plain")
         self.prompt_TD = random(6, hidden) * 4
 
     @torch.no_grad()

@@ -58,7 +58,7 @@ def test_the_monitor_follows_the_forecasts(model: PlainModel) -> None:
 
 
 def test_without_transformers() -> None:
-    command = [sys.executable, "tests/runtime/engine/plain_front.py"]
+    command = [sys.executable, "-m", "tests.runtime.engine.plain_front"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     same, misses, prefetched = run.stdout.split()

@@ -1,9 +1,10 @@
-"""Two ranks under torchrun do what one process does: same traces, same default vectors, disjoint documents."""
+"""Two ranks under torchrun do what one process does; one process at a time writes a folder."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,10 @@ from transformers import PreTrainedModel
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.collect import collect
+from expertcast.data.processes import exclusive
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
+from expertcast.predictors import ExpertcastError
 from tests.data.two_ranks_script import TOKENS_PER_BATCH
 
 ROOT = Path(__file__).parents[2]
@@ -91,3 +94,43 @@ def test_online_default_vectors_of_two_ranks_are_merged(
         torch.testing.assert_close(
             torch.tensor(report["online"]["defaults"]), single.defaults.expert_LED.sum(-1), rtol=1e-4, atol=1e-4
         )
+
+
+CODE = """
+import sys, time
+from pathlib import Path
+from expertcast.data.processes import exclusive
+with exclusive(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_held_by_another_process_until_it_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    other = subprocess.Popen([sys.executable, "-c", CODE, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(ExpertcastError, match=r"another process is writing .*new: wait for it"), exclusive(folder):
+        pass
+    os.kill(other.pid, signal.SIGKILL)
+    other.wait()
+    other.stdout.close()
+    with exclusive(folder):
+        (folder / "file").touch()
+    assert [path.name for path in folder.iterdir()] == ["file"]
+
+
+def test_a_folder_that_was_not_written_is_not_left(tmp_path: Path) -> None:
+    with exclusive(tmp_path / "above" / "new"):
+        assert (tmp_path / "above" / "new").is_dir()
+    assert list(tmp_path.iterdir()) == []
+    with exclusive(tmp_path / "above" / "new"):
+        (tmp_path / "above" / "file").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["above", "file"]
+    (tmp_path / "above" / "file").unlink()
+    (tmp_path / "above").rmdir()
+    (tmp_path / "old").mkdir()
+    with exclusive(tmp_path / "old"), exclusive(tmp_path / "other"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
