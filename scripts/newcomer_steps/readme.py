@@ -44,7 +44,7 @@ def words_of(line: str) -> list[str]:
 
 def shortened(command: list[str]) -> list[str]:
     """The same command over fewer tokens and steps."""
-    if "--gpu" in command or ROUTING in command:
+    if ROUTING in command:
         return command
     short = command + {"bench": FEW_TOKENS, "advise": FEW_TOKENS[:4]}.get(command[0], [])
     if command[0] == "train":

@@ -66,6 +66,6 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert "--link, --predictor: of another question" in fails(
         capsys, *words, "--link", "instant", "--predictor", "next_norm"
     )
-    assert "--store-folder: of a run on this machine" in fails(capsys, *words, "--gpu", "pcie4")
+    assert "--capacity is for routing files" in fails(capsys, *words, "--capacity", "0.5")
     (tmp_path / "experts.coded.safetensors").write_bytes(b"something else")
     assert "experts.coded.safetensors" in fails(capsys, *words)

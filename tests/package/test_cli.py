@@ -48,7 +48,7 @@ COMMANDS = {
     "bench": {*_TARGET, "--mode", "--cache", "--ahead", "--prompt-tokens", "--new-tokens", "--repetitions",
               "--no-advice", "--peer", "--minutes", "--timeline", "--next-token", "--likely", "--policies",
               "--forecasts", "--draft"},
-    "advise": {*_TARGET, "--prompt-tokens", "--new-tokens", "--save", "--gpu", "--capacity", "--host",
+    "advise": {*_TARGET, "--prompt-tokens", "--new-tokens", "--save", "--capacity",
                "--experts", "--expert-bytes", "--store-folder", "--draft"},
     "simulate": {"--sweep", "--policy", "--prefetch", "--miss", "--routing", "--pre-eviction", "--scope", "--preset",
                  "--published", "--predictor", "--ahead", "--next-token", "--slots", "--capacity", "--bandwidth",

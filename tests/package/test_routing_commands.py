@@ -100,7 +100,7 @@ def test_advise(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 def test_advise_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     file = str(ROUTING)
-    assert "--gpu: of a model" in fails(capsys, "advise", file, "--gpu", "pcie4")
+    assert "--predictor: of a model" in fails(capsys, "advise", file, "--predictor", "linear")
     assert "give one of them" in fails(capsys, "advise", file, "--memory", "1GB", "--capacity", "0.1")
     assert "are for routing files" in fails(capsys, "advise", "reference", "--experts", "4")
 

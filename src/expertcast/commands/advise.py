@@ -1,8 +1,7 @@
-"""`expertcast advise`: whether prefetching pays here or on a GPU elsewhere, how experts on a disk are best kept."""
+"""`expertcast advise`: whether prefetching pays on this machine, and how experts on a disk are best kept."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
-from expertcast.commands.numbers import bandwidth_of
 from expertcast.commands.options import Count, Option
 from expertcast.commands.output import Outcome, new_file, say
 from expertcast.commands.predictors import learned_documents
@@ -25,20 +23,17 @@ from expertcast.data.routing_file import is_routing_file
 from expertcast.data.text import bundled_ids
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.advising.absent import AbsentModel, advise_absent, known_recall
 from expertcast.runtime.advising.advise import advice_from
 from expertcast.runtime.advising.disk import DiskFindings, Run, advise_disk, survey_disk
 from expertcast.runtime.advising.drafts import FEWEST, LONGEST, DraftTraits, advise_drafts
 from expertcast.runtime.advising.survey import survey
 from expertcast.runtime.benchmarking.bench import BenchSettings
-from expertcast.runtime.benchmarking.routing import RoutingOptions
 from expertcast.runtime.config import OffloadConfig, size_bytes
 from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.offloading import OffloadedModel, offload
 from expertcast.runtime.recording.recorder import Observer
 from expertcast.runtime.simulation.trace import Texts, Trace, load_trace
 from expertcast.runtime.storage.expert_file import packed_codec
-from expertcast.runtime.timed.costs import HOSTS, LINKS
 
 # `expertcast advise --store-folder`: how experts that lie on a disk are best kept.
 
@@ -49,7 +44,7 @@ TOKENS = 1000
 def check_disk(options: TargetOptions) -> None:
     """
     Raises:
-        ExpertcastError: options of a link to memory, of forecasts, or of a GPU.
+        ExpertcastError: options of a link to memory or of forecasts, or a device other than the CPU.
     """
     config = options.offload
     given = {
@@ -144,18 +139,15 @@ def _found(
     )  # fmt: skip
 
 
-_GPU = Option(
-    metavar="LINK",
-    read=bandwidth_of(LINKS),
-    help=f"the speed of its link, bytes per second or one of {', '.join(LINKS)}; forecasts as right as --accuracy or "
-    "the metrics of --predictor say",
-)
 _DRAFT = Option(
     metavar="NAME:K=V,...",
     help="the `acceptance` of its tokens, the share of experts `foreseen`, `cost` of its pass in steps without copies",
 )
-_OF_A_RUN = ("draft", "dtype", "device", "copy_over_compute", "replay", "prompt_tokens", "new_tokens", "store_folder")
-"""Options that say how a model is run here."""
+_OF_A_MODEL = (
+    "draft", "dtype", "device", "copy_over_compute", "replay", "prompt_tokens", "new_tokens", "store_folder", "layers",
+    "predictor", "seed",
+)  # fmt: skip
+"""Options that do not apply to a routing file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +155,7 @@ class Options(TargetOptions):
     """What `expertcast advise` takes.
 
     Raises:
-        ExpertcastError: as the class that it extends; too few tokens; a process, which has no predictor to save;
-            options of a run here together with those of a GPU that is not.
+        ExpertcastError: as the class that it extends; too few tokens; a process, which has no predictor to save.
     """
 
     prompt_tokens: Count = 64
@@ -177,12 +168,8 @@ class Options(TargetOptions):
     """Ask how experts are best kept that lie, or will lie, in this folder: compressed or not, with which memory."""
     save: Annotated[Path | None, Option(metavar="FILE", read=new_file)] = None
     """Write what is advised there, for `expertcast generate --config`."""
-    gpu: Annotated[float | None, _GPU] = None
-    """Ask a model of a GPU that is not there, by the configuration alone."""
     capacity: Annotated[float | None, Option(metavar="SHARE")] = None
-    """With --gpu, the share of all experts that fits, in place of --slots or --memory; 0: no cache."""
-    host: Annotated[str | None, Option(choices=tuple(HOSTS))] = None
-    """With --gpu, how fast the host launches kernels (default: fast)."""
+    """Of a routing file, the share of all experts that fits, in place of --slots or --memory (default: 0.25)."""
     experts: Count | None = None
     """Of a routing file in place of a model: experts per layer (default: the largest id and one)."""
     expert_bytes: Annotated[str | None, Option(metavar="BYTES")] = None
@@ -194,12 +181,8 @@ class Options(TargetOptions):
             return
         if self.experts is not None or self.expert_bytes is not None:
             raise ExpertcastError("--experts and --expert-bytes are for routing files: a model says both")
-        if self.gpu is not None:
-            self._check_gpu(self.gpu)
-            return
-        for name in ("capacity", "host"):
-            if getattr(self, name) is not None:
-                raise ExpertcastError(f"--{name} is for a GPU that is not there: give --gpu LINK too, or leave it out")
+        if self.capacity is not None:
+            raise ExpertcastError("--capacity is for routing files: for a model give --slots or --memory")
         super().__post_init__()
         BenchSettings(new_tokens=self.new_tokens)
         if self.draft:
@@ -222,36 +205,11 @@ class Options(TargetOptions):
 
     def _check_routing(self) -> None:
         defaults = {field.name: field.default for field in fields(self)}
-        given = [
-            name
-            for name in (*_OF_A_RUN, "layers", "predictor", "gpu", "host", "seed")
-            if self._is_given(name, defaults)
-        ]
+        given = [name for name in _OF_A_MODEL if getattr(self, name) != defaults[name]]
         given += list(self.process)
         if given or self.offload.link != OffloadConfig().link:
             flags = ", ".join("--" + name.replace("_", "-") for name in given or ["link"])
             raise ExpertcastError(f"{flags}: of a model, and {self.target} is a routing file: leave it out")
-
-    def _is_given(self, name: str, defaults: dict[str, object]) -> bool:
-        return bool(getattr(self, name) != defaults[name])
-
-    def _check_gpu(self, gpu: float) -> None:
-        if math.isinf(gpu):
-            raise ExpertcastError(f"--gpu {gpu}: give what a link brings, such as 25e9")
-        defaults = {field.name: field.default for field in fields(self)}
-        given = [name for name in _OF_A_RUN if self._is_given(name, defaults)]
-        given += [
-            name
-            for name in ("link", "bandwidth", "latency")
-            if getattr(self.offload, name) != getattr(OffloadConfig(), name)
-        ]
-        if given:
-            flags = ", ".join("--" + name.replace("_", "-") for name in given)
-            raise ExpertcastError(f"{flags}: of a run on this machine, and --gpu asks about another: leave one out")
-        if self.capacity is not None and (self.offload.slots is not None or self.offload.memory is not None):
-            raise ExpertcastError("--capacity, --slots and --memory all say how many experts fit: give one of them")
-        if self.predictor is not None and "accuracy" in self.process:
-            raise ExpertcastError("--predictor brings its own recall: leave --accuracy out")
 
 
 def run(options: Options) -> Outcome:
@@ -263,8 +221,6 @@ def run(options: Options) -> Outcome:
             bandwidth=offload.bandwidth, latency=offload.latency, experts=options.experts,
             expert_bytes=options.expert_bytes, save=options.save,
         )  # fmt: skip
-    if options.gpu is not None:
-        return _run_absent(options, options.gpu)
     say_if_busy()
     if options.store_folder is not None:
         return advise_on_disk(
@@ -296,24 +252,3 @@ def run(options: Options) -> Outcome:
         chosen.save(options.save)
         text += f"\nwrote {options.save}"
     return result, text
-
-
-def _run_absent(options: Options, bandwidth: float) -> Outcome:
-    """The same in virtual time, from the configuration alone."""
-    routing = replace(RoutingOptions(seed=options.seed), **options.process)  # type: ignore[arg-type]
-    model = AbsentModel.of(options.target, options.layers, options.passed_on(options.target))
-    if options.predictor is not None:
-        routing = replace(routing, accuracy=known_recall(options.predictor, model))
-    config = model.sized(options.offload, options.capacity)
-    say("a few tokens in virtual time, on demand and with forecasts")
-    advice = advise_absent(
-        model, config, bandwidth=bandwidth, routing=routing, host=options.host or "fast", predictor=options.predictor
-    )
-    heading = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **provenance(), "target": options.target}
-    text = f"{options.target}, on a GPU that is not there\n{advice.text()}"
-    if options.save is not None:
-        advice.config().save(options.save)
-        text += f"\nwrote {options.save}"
-        if advice.chosen.prefetch and options.predictor is None:
-            text += ", which names no predictor yet"
-    return {**heading, "shape": model.view.shape.as_dict(), **advice.as_dict()}, text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 N = TypeVar("N", int, float)
@@ -33,13 +33,9 @@ positive_number = _reader(float, lambda value: 0 < value < math.inf, "number abo
 not_negative = _reader(float, lambda value: 0 <= value < math.inf, "number of 0 or more")
 
 
-def bandwidth_of(names: Mapping[str, float]) -> Callable[[str], float]:
-    """Reads an option: bytes per second, or a name for them."""
-    return _reader(
-        lambda text: names[text] if text in names else float(text),
-        lambda value: value > 0,
-        f"bandwidth: give bytes per second such as 4e9, or {', '.join(names)}",
-    )
-
-
-bandwidth = bandwidth_of(BANDWIDTHS)
+bandwidth = _reader(
+    lambda text: BANDWIDTHS[text] if text in BANDWIDTHS else float(text),
+    lambda value: value > 0,
+    f"bandwidth: give bytes per second such as 4e9, or {', '.join(BANDWIDTHS)}",
+)
+"""Bytes per second, or a name for them."""
