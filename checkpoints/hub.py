@@ -297,21 +297,6 @@ def push(
     }
 
 
-def require_digests(folder: str | Path, named: bool, kind: Kind) -> None:
-    """See that readers can check what is sent.
-
-    Args:
-        folder: of what is to be sent.
-        named: whether it names digests of its files.
-        kind: what it is.
-
-    Raises:
-        ExpertcastError: it does not: it is from before there were digests.
-    """
-    if not named:
-        raise ExpertcastError(f"{folder} names no digests that readers could check its files by: {kind.remedy}")
-
-
 def _held(api: HfApi, name: HubName, kind: Kind) -> list[str] | None:
     """Paths in a repository, at the branch or where that will begin; None where there is no repository.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from huggingface_hub import DatasetCard, DatasetCardData
 
 from expertcast.checkpoints.card import markdown_table
-from expertcast.checkpoints.hub import CARD, HubName, push, require_digests
+from expertcast.checkpoints.hub import CARD, HubName, push
 from expertcast.data import trace_format as layout
 from expertcast.data.trace_format import TRACES
 from expertcast.data.traces import TraceDataset
@@ -67,11 +67,10 @@ def push_traces(
         As :func:`expertcast.checkpoints.hub.push`, and the card's `license`.
 
     Raises:
-        ExpertcastError: the traces are not right, or from before there were digests; or as there.
+        ExpertcastError: the traces are not right; or as there.
     """
     traces = TraceDataset.open(folder)
     traces.verify()
-    require_digests(folder, "files" in traces.info, TRACES)
     content: dict[str, Path | bytes] = {
         path: traces.folder / path for path in (*traces.info["files"], layout.TRACE_FILE)
     }

@@ -61,8 +61,7 @@ class Distiller(NetworkTraining):
         self._estimator = [estimator]  # in a list: only the network is trained, synchronised and moved
         self._ahead, self._loss, self._temperature = ahead, loss, temperature
         self.register_buffer("scale_P", scale_P.clone())
-        # validation runs in full on every rank: summing over ranks would count each token twice
-        self.recall = Recall(len(scale_P), sync_on_compute=False)
+        self.recall = Recall(len(scale_P))
 
     def identity(self) -> Json:
         return super().identity() | {"ahead": self._ahead, "loss": self._loss, "temperature": self._temperature}

@@ -195,7 +195,7 @@ def candidate_recall(
         what: is chosen, for progress.
     """
     pairs = source.view.shape.layers - ahead
-    recall = Recall(pairs * count, sync_on_compute=False).to(device_of(source.view))
+    recall = Recall(pairs * count).to(device_of(source.view))
     for batch in validation_pass(source, options, what):
         states = states_of(source.view, batch)
         for pair, candidates in enumerate(forecasts(states)):

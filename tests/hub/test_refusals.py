@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -144,15 +143,3 @@ def test_offline_its_cache_serves(hub: FakeHub, worker: Worker, work: Path) -> N
     finally:
         offline.close()
     assert len(hub.requests) == before
-
-
-@pytest.mark.parametrize(("what", "file"), [("linear", "config.json"), ("traces", "trace.json")])
-def test_what_names_no_digests_is_not_sent(what: str, file: str, hub: FakeHub, worker: Worker, work: Path) -> None:
-    old = shutil.copytree(work / what, work / f"old-{what}")
-    values = json.loads((old / file).read_text())
-    (old / file).write_text(json.dumps({key: values[key] for key in values.keys() - {"digest", "files"}}))
-    before = sent(hub)
-    line = worker.run("push", str(old), "me/old", token=WRITER).line
-    assert f"old-{what} names no digests that readers could check its files by: " in line
-    assert line.endswith("again with `expertcast train`" if what == "linear" else "again into a new folder")
-    assert sent(hub) == before

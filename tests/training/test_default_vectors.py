@@ -164,17 +164,6 @@ def test_of_a_test_split_that_they_all_come_from_nothing_is_scored(
         with_default_vectors(reference_traces, folder)
 
 
-def test_of_unknown_documents_it_is_said(reference_traces: TraceDataset, tmp_path: Path) -> None:
-    quasi = fit("quasi_hidden", reference_traces).predictor
-    quasi.learned_from = None
-    checkpoint = saved(quasi, reference_traces, tmp_path / "old")
-    with pytest.warns(UserWarning, match="is from before documents were known by their hashes: default vectors may"):
-        source = with_default_vectors(reference_traces, checkpoint)
-    assert source.documents == list(reference_traces.documents)
-    _, left_out = unseen_traces(reference_traces, {"quasi_hidden": fit("quasi_hidden", source)}, "test")
-    assert left_out.unknown == ["quasi_hidden"]
-
-
 def test_the_command_notes_where_they_come_from(
     live: TraceDataset, reference_traces: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,8 +76,8 @@ def _verify(folder: Path) -> list[str]:
         return ["trace.json", "shards", "skeleton", "default vectors", *early]
     if holds_predictor(folder):
         checkpoint = PredictorCheckpoint.open(folder)
-        known = [] if checkpoint.load().learned_from is None else [files.DOCUMENTS]
-        return [files.CONFIG, files.METRICS, files.WEIGHTS, *known]
+        checkpoint.load()
+        return [files.CONFIG, files.METRICS, files.WEIGHTS, files.DOCUMENTS]
     stores = {FILE_NAME: verify_store, CODED_FILE: verify_coded}
     found = [name for name in stores if (folder / name).is_file()]
     for name in found:
