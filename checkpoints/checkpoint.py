@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, NotRequired
@@ -42,8 +42,6 @@ from expertcast.predictors.base import PREDICTORS, LogOdds, Predictor
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.options import from_values
 
-# Names of the files in a predictor checkpoint, and the version of their format.
-
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 METRICS = "metrics.json"
@@ -59,7 +57,7 @@ TAP_POINT = "input of the norm before the router (residual stream after attentio
 """Where residual_TD is taken; config.json has it, and what is read besides, so that a checkpoint says what it reads."""
 
 
-# What stands in a predictor checkpoint's config.json and metrics.json, and the one reader of each.
+# Schemas of config.json, metrics.json and documents.json, and their readers.
 
 REMEDY = "train it again with `expertcast train`"
 _CONFIG_REMEDY = REMEDY + ", or upgrade expertcast if a newer one wrote it"
@@ -178,9 +176,6 @@ def _check_targets(path: Path, scores: Json, layers: int) -> None:
             )
 
 
-# What a folder of a predictor's checkpoint is, here and on the hub.
-
-
 def holds_predictor(folder: str | Path) -> bool:
     """Whether a folder is a predictor's checkpoint, be it a damaged one: not a model's, which has a config.json too."""
     config = Path(folder) / CONFIG
@@ -226,7 +221,7 @@ class DocumentsFile(TypedDict):
     """In no order that says anything."""
 
 
-# A predictor's tensors in a file: compared with what the predictor has before memory is taken for either.
+# Tensors: compared with those of the predictor before memory is taken for either.
 
 _Outline = dict[str, tuple[list[int], bool]]
 """By tensor: its shape, and whether it holds floating-point numbers."""
@@ -305,7 +300,7 @@ def _told(tensor: tuple[list[int], bool] | None) -> str:
     return f"{tensor[0]} of {'floating-point' if tensor[1] else 'whole'} numbers"
 
 
-# Putting a checkpoint's folder in the place of another one.
+# Replacing a folder.
 
 _OLD = ".old"
 """Ends the name of a checkpoint that a new one is about to replace."""
@@ -417,7 +412,7 @@ class PredictorCheckpoint:
         predictor.learned_from = self.learned_from
         return predictor if view is None else predictor.bind(view)
 
-    def _readings(self, predictor: Predictor) -> dict[int, list[LogOdds]]:
+    def _readings(self, predictor: Predictor) -> dict[int, Sequence[LogOdds]]:
         """How the predictor's logits are read as probabilities: by distance, one reading per layer pair.
 
         Raises:

@@ -67,9 +67,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-# Which model an artefact was made for: what it says of that, and whether a model is the one.
-
-
 def fingerprints(view: MoEView) -> dict[str, str]:
     """Members `fingerprint` and, where the experts' weights are at hand or known, `experts_fingerprint`."""
     experts = view.experts_fingerprint()

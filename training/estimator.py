@@ -33,10 +33,8 @@ from expertcast.training.scoring import (
     validation_batches,
 )
 
-# Distilling routers into the estimator's network with Lightning, and the losses for it.
-#
-# T tokens, P layer pairs, F features, E routed experts, N rows (tokens, or layers x tokens). Source of the losses:
-# Speculating Experts, section 4 (row B13).
+# Distillation of routers into the estimator's network. Source of the losses: Speculating Experts, section 4.
+# N rows (tokens, or layers x tokens).
 
 
 class Distiller(NetworkTraining):

@@ -47,7 +47,7 @@ from expertcast.training.metrics import (
 from expertcast.training.next_token import WINDOW, TokenExamples, token_chunks
 from expertcast.training.scoring import FitOptions, device_of, states_of
 
-# What an evaluation gives back: plain numbers in one form for every metric, and a table of them.
+# The result of an evaluation, and its tables.
 
 Curve = Mapping[str, Mapping[str, float]]
 """Per predictor, recall by number of training tokens (a number, or the text that JSON makes of it)."""
@@ -331,7 +331,7 @@ def _values(plain: dict[str, _Score], chains: dict[str, _Score], shape: ModelSha
     }
 
 
-# Recall of forecasts some tokens ahead, at all layers: `next_token` against frequencies and the last token's routing.
+# Recall of forecasts tokens ahead: `next_token`, frequencies and the last token's routing.
 #
 # B tokens, L MoE layers, E routed experts, N = L * E, K experts per token, S tokens ahead.
 
@@ -429,7 +429,7 @@ class _Recall(TokenMean):
         }
 
 
-# The learning curve: recall against training tokens (Fig. 9 of Speculating Experts).
+# Learning curve: recall against training tokens (Fig. 9 of Speculating Experts).
 
 PAPER = "estimator (paper's form)"
 PAPER_PARAMETERS = 200_000
@@ -473,7 +473,7 @@ def learning_curve(traces: TraceDataset, counts: Sequence[int], *, ahead: int = 
     return curve
 
 
-# What a predictor is compared with in its checkpoint's metrics and card: recall of forecasts that need no training.
+# Baselines in a checkpoint's metrics and card: recall of forecasts that need no training.
 
 TOKENS = 50_000
 """That are counted at most: a running model would be run over all its text once more."""
@@ -505,7 +505,7 @@ def baseline_recall(source: TraceSource, split: str, ahead: int) -> Json:
     return dict(found["recall_at_k"])
 
 
-# What a predictor costs: numbers it keeps, bytes, time per forecast, and the seconds it took to get there.
+# Ledger: parameters, bytes, time per forecast, seconds of training and collection.
 
 COLUMNS = (
     ("parameters", "parameters", "{:,}"),

@@ -1,4 +1,8 @@
-"""What forecasts and runs are scored by, each a torchmetrics Metric: for training, evaluation and quality alike."""
+"""Metrics of forecasts and of runs of a model, for training, evaluation and quality.
+
+T tokens, K experts per token, E routed experts per layer, L target layers. States are plain sums and
+counts, so that parts of the data add up to the whole.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,7 @@ from expertcast.predictors.base import Forecast, LogOdds, RouterState, inclusion
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape, overfetched
 
-# A forecast beside what the router really did: the shared work under every metric, done once per layer.
-#
-# T tokens, K experts per token, E routed experts per layer, M misses.
-# Everything is a fixed number of tensor operations; nothing loops over tokens.
+# Comparison of a forecast with the true routing, made once per layer for all metrics; M misses.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,12 +122,6 @@ def membership_probability(comparison: RoutingComparison, *, calibrated: bool) -
     return inclusion_probability(comparison.logits_TE, top_k, membership_threshold(comparison))
 
 
-# Recall of each expert for itself, as a torchmetrics metric over (token, expert) pairs.
-#
-# T tokens, K experts per token, E routed experts per layer, L target layers.
-# States are plain counts, so that two ranks (or two halves of the data) add up to exactly the whole.
-
-
 class ExpertRecall(Metric):  # type: ignore[misc]
     """How often the router used each expert, and how often it was then among the K forecast ones.
 
@@ -154,10 +149,8 @@ class ExpertRecall(Metric):  # type: ignore[misc]
         return {"used": self.used_LE, "found": self.found_LE}
 
 
-# Means over tokens as torchmetrics metrics: recall, by which choices are made, and what a run of a model is scored by.
-#
-# T tokens, K experts per token, L rows (layers, or whatever is scored side by side), R numbers per token, V vocabulary.
-# The metrics of a run take log probabilities, in which no probability is too small to be told from zero.
+# Means over tokens: L rows (such as layers), R numbers per token, V vocabulary. The metrics of a run of a model take
+# log probabilities, which do not underflow.
 
 
 class TokenMean(Metric):  # type: ignore[misc]
@@ -244,10 +237,7 @@ class Divergence(TokenMean):
         return super().compute().clamp(min=0.0)
 
 
-# Whether forecast probabilities mean what they say, as a torchmetrics metric over (token, expert) pairs.
-#
-# T tokens, E routed experts per layer, L target layers, B display bins, F fine bins, G groups of equal mass.
-# States are plain sums, so that two ranks (or two halves of the data) add up to exactly the whole.
+# Calibration error over (token, expert) pairs: B display bins, F fine bins, G groups of equal mass.
 
 BINS = 10
 """Of equal width, for reliability diagrams."""
@@ -337,9 +327,7 @@ def calibration_error(count_F: Tensor, confidence_F: Tensor, hits_F: Tensor, gro
     return torch.zeros(groups).to(gap_F).index_add_(0, group_F, gap_F).abs().sum() / total
 
 
-# Scores of routing forecasts, one mean per target layer.
-#
-# T tokens, K experts per token, E routed experts per layer, L target layers, R ranks or 1.
+# Scores of routing forecasts, one mean per target layer; R ranks or 1.
 
 BUDGETS = {"recall_at_k": 1.0, "recall_at_1.5k": 1.5, "recall_at_2k": 2.0}
 
@@ -406,6 +394,14 @@ def routing_scores(shape: ModelShape, windows: Windows) -> dict[str, Score]:
     return scores
 
 
+class ScoreMean(TokenMean):
+    """Mean of a routing score, one per target layer."""
+
+    def update(self, layer: int, score_TR: Tensor) -> None:
+        """Add the tokens of one batch at one target layer (0 = the first target layer)."""
+        self.add(score_TR, layer)
+
+
 class RoutingMeans:
     """Means over tokens of the routing scores, by name and target layer."""
 
@@ -413,14 +409,14 @@ class RoutingMeans:
         """Keep means for so many target layers; `windows` are those of timely recall."""
         self._scores = routing_scores(shape, windows)
         widths = {name: shape.top_k if name == RANK_ALIGNMENT else 1 for name in self._scores}
-        self._means = {name: TokenMean(layers, width).to(device) for name, width in widths.items()}
+        self._means = {name: ScoreMean(layers, width).to(device) for name, width in widths.items()}
 
     def update(self, layer: int, comparison: RoutingComparison) -> None:
         """Add the tokens of one batch at one target layer (0 = the first target layer)."""
         for name, score in self._scores.items():
             score_TR = score(comparison)
             if score_TR is not None:
-                self._means[name].add(score_TR, layer)
+                self._means[name].update(layer, score_TR)
 
     def per_layer(self) -> dict[str, Tensor]:
         """Mean scores by name, [L], of `rank_alignment` [L, K]; NaN where nothing was scored."""
@@ -447,9 +443,7 @@ def chance_levels(shape: ModelShape) -> dict[str, float]:
     }
 
 
-# Timely recall: what a forecast is worth on a link, as a closed form over its ranks.
-#
-# T tokens, K experts per token.
+# Timely recall: the share of experts that arrive in time over a link, as a closed form.
 #
 # A decode step without a cache: when layer l's router has run, the K forecast experts of layer l + 1 are copied one
 # after another, the heaviest first, behind whatever layer l itself still waits for. Layer l waits for the same copies

@@ -40,7 +40,7 @@ from expertcast.runtime.simulation.sweep import BELADY
 from expertcast.runtime.simulation.trace import Texts, Trace, load_trace
 from expertcast.runtime.storage.expert_file import packed_codec
 
-# `expertcast advise --store-folder`: how experts that lie on a disk are best kept.
+# --store-folder: codec and memory for experts on a disk.
 
 TOKENS = 1000
 """Of traces, that are replayed."""
@@ -254,7 +254,7 @@ def run(options: Options) -> Outcome:
     return result, text
 
 
-# A routing file in place of a model: which policy hits most, and how long the copies of the misses take.
+# A routing file in place of a model.
 
 _WORTH = 0.02
 """Share of the bytes that a policy other than the simplest must save to be advised."""

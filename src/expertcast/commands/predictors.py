@@ -63,7 +63,7 @@ from expertcast.training.unseen import unseen_documents
 if TYPE_CHECKING:
     from expertcast.runtime.config import OffloadConfig
 
-# Whether --model is the model that traces were collected from.
+# Comparison of --model with the model of the traces.
 
 _REMEDY = "give the model that they were collected from"
 
@@ -358,10 +358,8 @@ def quality_table(result: Json) -> str:
     return aligned(rows)
 
 
-# What predictors cost on this machine, for `eval` and `train`: a forecast's time is measured as a decode step runs it.
-#
-# A traced program is timed where the runtime would run one. Of early attention the stand-in is timed and what reads its
-# result, not the attention itself: that takes the model, and traces hold what came of it.
+# Time of a forecast, measured as a decode step makes it: a traced program where the runtime would run one. Of early
+# attention the stand-in is timed and what reads its result; the attention itself takes the model.
 
 TOKENS = 32
 """Tokens that are timed, after two that are not."""
@@ -446,7 +444,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-# Scores of predictors on traces or a running model, and their tables.
+# Scores and their tables.
 
 SHARED = (
     "a server's traffic is split by conversation: tokens of a system prompt or template that several begin with stand "
