@@ -1,4 +1,4 @@
-"""What can go wrong between here and the hub: one line each that says what to do, and nothing half done."""
+"""Names of repositories, and what the hub refuses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from expertcast.checkpoints.hub import HubName
 from tests.hub.conftest import environment
 from tests.hub.fake_repos import READER, WRITER, FakeHub, Repo
 from tests.hub.test_checkpoints import right
@@ -143,3 +144,27 @@ def test_offline_its_cache_serves(hub: FakeHub, worker: Worker, work: Path) -> N
     finally:
         offline.close()
     assert len(hub.requests) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "repo", "revision"),
+    [
+        ("user/repo", "user/repo", None),
+        (Path("user/repo@main"), "user/repo", "main"),
+        ("u-1/r_2.x@refs/pr/3", "u-1/r_2.x", "refs/pr/3"),
+        (f"user/repo@{'a' * 40}", "user/repo", "a" * 40),
+    ],
+)
+def test_names(given: str | Path, repo: str, revision: str | None) -> None:
+    name = HubName.of(given)
+    assert name == HubName(repo, revision)
+    assert str(name) == str(given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "repo", "a/b/c", "/a/b", "./repo", "../repo", "~/repo", "user/", "user/repo@", "user/repo@a b", "user/re po",
+     "user/repo@a@b", "user/-repo", "user/a--b", "user/" + "r" * 97, "user\0/repo"],
+)  # fmt: skip
+def test_no_names(given: str) -> None:
+    assert HubName.of(given) is None

@@ -1,8 +1,13 @@
-"""Commands on files that were cut, and on models that are not the traces': one line each, and nothing lost."""
+"""Interrupted commands, full disks, cut files and models that are not those of the traces: one line each."""
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from expertcast.checkpoints.bundled import REFERENCE, resolve_model
 from expertcast.cli import main
+from expertcast.commands import inspect
 from expertcast.data.traces import TraceDataset
 from tests.families.models import tiny_model
 from tests.package.test_cli import fails
+from tests.package.test_layout import ROOT
 from tests.sealed import edit_json
 
 
@@ -98,3 +105,48 @@ def test_a_model_that_is_not_the_traces(
     save_file({**weights, name: -weights[name]}, model / "model.safetensors", metadata={"format": "pt"})
     assert main(["eval", traces, "--predictor", "next_norm", "--model", str(model), *quality]) == 2
     assert f"whose routers or norms are not those of '{model}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [None, "traces/trace.json.partial"])
+def test_a_full_disk_is_one_line(
+    name: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+
+    monkeypatch.setattr(inspect, "run", full)
+    assert main(["inspect", "traces"]) == 2
+    where = "" if name is None else f" {name}"
+    assert capsys.readouterr().err == (
+        f"expertcast: cannot read or write{where}: No space left on device; make room, or name another folder, and run "
+        "the same command again\n"
+    )
+
+
+def test_what_is_no_disks_answer_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(_: object) -> None:
+        raise ConnectionError(errno.ECONNRESET, "reset")
+
+    monkeypatch.setattr(inspect, "run", lost)
+    with pytest.raises(ConnectionError):
+        main(["inspect", "traces"])
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_at_start_up(number: signal.Signals, status: int) -> None:
+    program = (
+        "import sys, threading\n"
+        "def import_slowly(): sys.stdout.write('ready\\n'); sys.stdout.flush(); threading.Event().wait(60)\n"
+        "sys.meta_path.insert(0, type('Slow', (), {'find_spec': staticmethod(\n"
+        "    lambda name, *_: import_slowly() if name == 'torch' else None)}))\n"
+        "from expertcast.cli import main; sys.exit(main(['generate', 'reference', '--prompt', 'It was']))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert said == "expertcast: interrupted; run the same command again\n"
+    assert process.returncode == status
