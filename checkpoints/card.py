@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from expertcast.checkpoints.hub import HubName
 from expertcast.predictors.messages import Json
 
-# Tables of a checkpoint's card as rows of cells, from config.json and metrics.json; empty ones are headings.
+# Tables as rows of cells; a table with a heading alone is left out.
 
 RECALL = "recall_at_k"
 

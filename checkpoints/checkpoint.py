@@ -6,7 +6,7 @@
                                and one of itself
     folder/model.safetensors   the predictor's state dict (default vectors included)
     folder/metrics.json        what evaluation found, with the data it came from
-    folder/documents.json      hashes of the documents that it learned or was chosen from, where these are known
+    folder/documents.json      hashes of the documents that it learned or was chosen from
     folder/README.md           model card
 
 Nothing here is pickled. A folder appears whole or not at all: it is written beside its place and renamed.
@@ -20,13 +20,13 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, NotRequired
 
 import torch
-from huggingface_hub import ModelCard, ModelHubMixin, snapshot_download
+from huggingface_hub import ModelCard
 from pydantic import ConfigDict, Field, JsonValue
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
@@ -34,15 +34,13 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from expertcast.checkpoints.card import model_card
-from expertcast.checkpoints.hub import HubName, Kind, blamed, located, push, require_digests
+from expertcast.checkpoints.hub import HubName, Kind, blamed, located, push
 from expertcast.checkpoints.provenance import check_fingerprints, fingerprints, provenance, without_folders
 from expertcast.predictors import ModelShape, MoEView, predictor_class
-from expertcast.predictors.artefacts import CLOSED, SEAL, check_file, digest, open_file, read_json, seal, warn_unsealed
+from expertcast.predictors.artefacts import CLOSED, check_file, digest, open_file, read_json, seal
 from expertcast.predictors.base import PREDICTORS, LogOdds, Predictor
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.options import from_values
-
-# Names of the files in a predictor checkpoint, and the version of their format.
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -59,7 +57,7 @@ TAP_POINT = "input of the norm before the router (residual stream after attentio
 """Where residual_TD is taken; config.json has it, and what is read besides, so that a checkpoint says what it reads."""
 
 
-# What stands in a predictor checkpoint's config.json and metrics.json, and the one reader of each.
+# Schemas of config.json, metrics.json and documents.json, and their readers.
 
 REMEDY = "train it again with `expertcast train`"
 _CONFIG_REMEDY = REMEDY + ", or upgrade expertcast if a newer one wrote it"
@@ -78,16 +76,12 @@ class _Shape(TypedDict):
     D: Annotated[int, Field(ge=1, le=1_000_000)]
 
 
-_Files = TypedDict(
-    "_Files",
-    {WEIGHTS: _Digest, METRICS: _Digest, DOCUMENTS: NotRequired[_Digest]},  # type: ignore[misc]
-)
+_Files = TypedDict("_Files", {WEIGHTS: _Digest, METRICS: _Digest, DOCUMENTS: _Digest})  # type: ignore[misc]
 _Files.__pydantic_config__ = CLOSED  # type: ignore[attr-defined]
 
 
 class ConfigFile(TypedDict):
-    """config.json; `files` and `digest` are missing from what was written before there were digests, `calibration` from
-    what was before it, and `experts_fingerprint` where the experts were not at hand."""
+    """config.json; `experts_fingerprint` is missing where the experts were not at hand."""
 
     __pydantic_config__ = CLOSED  # type: ignore[misc]
     format: Annotated[int, Field(ge=1, le=FORMAT)]
@@ -103,12 +97,12 @@ class ConfigFile(TypedDict):
     git_revision: str | None
     python_version: str
     versions: dict[str, str | None]
-    calibration: NotRequired[dict[str, _Readings]]
-    """By distance, slope, root and offset of each layer pair (:class:`LogOdds`); missing where there is none."""
+    calibration: dict[str, _Readings]
+    """By distance, slope, root and offset of each layer pair (:class:`LogOdds`)."""
     training: NotRequired[_Free]
     extra: NotRequired[_Free]
-    files: NotRequired[_Files]
-    digest: NotRequired[str]
+    files: _Files
+    digest: str
 
 
 class _Recall(TypedDict):
@@ -148,9 +142,6 @@ def read_config(path: Path) -> Json:
     config = read_json(path, ConfigFile, _CONFIG_REMEDY)
     if config["shape"]["K"] > config["shape"]["E"]:
         raise ExpertcastError(f"{path}: shape has K={config['shape']['K']} of E={config['shape']['E']}; {REMEDY}")
-    if ("files" in config) != ("digest" in config):
-        absent = "digest" if "files" in config else "files"
-        raise ExpertcastError(f"{path}: {absent} is missing; {REMEDY}")
     return dict(config)
 
 
@@ -183,9 +174,6 @@ def _check_targets(path: Path, scores: Json, layers: int) -> None:
             raise ExpertcastError(
                 f"{path}: recall_at_k.{name!r} has {len(values['per_layer'])} layers of {len(targets)}; {REMEDY}"
             )
-
-
-# What a folder of a predictor's checkpoint is, here and on the hub.
 
 
 def holds_predictor(folder: str | Path) -> bool:
@@ -222,8 +210,6 @@ CHECKPOINT = Kind(
 )  # fmt: skip
 
 
-# documents.json of a checkpoint: the documents that its predictor learned or was chosen from, by hash.
-
 _Hash = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 
 
@@ -235,28 +221,7 @@ class DocumentsFile(TypedDict):
     """In no order that says anything."""
 
 
-def documents_text(predictor: Predictor) -> bytes | None:
-    """The file's contents: 19 bytes a document. None where the predictor's documents are not known."""
-    if predictor.learned_from is None:
-        return None
-    values = {"learned_from": sorted(predictor.learned_from)}
-    return (json.dumps(values, separators=(",", ":")) + "\n").encode()
-
-
-def read_documents(path: Path, remedy: str) -> frozenset[str]:
-    """The hashes in a file that :func:`documents_text` made.
-
-    Args:
-        path: of the file.
-        remedy: what to do where it is not right, for messages.
-
-    Raises:
-        ExpertcastError: it cannot be read or is not by its schema.
-    """
-    return frozenset(read_json(path, DocumentsFile, remedy)["learned_from"])
-
-
-# A predictor's tensors in a file: compared with what the predictor has before memory is taken for either.
+# Tensors: compared with those of the predictor before memory is taken for either.
 
 _Outline = dict[str, tuple[list[int], bool]]
 """By tensor: its shape, and whether it holds floating-point numbers."""
@@ -335,45 +300,7 @@ def _told(tensor: tuple[list[int], bool] | None) -> str:
     return f"{tensor[0]} of {'floating-point' if tensor[1] else 'whole'} numbers"
 
 
-# How a predictor's logits are read as probabilities, in config.json: by distance, three numbers per layer pair.
-
-_MEMBER = "calibration"
-
-
-def readings_of(predictor: Predictor) -> Json:
-    """The member of config.json; none for a predictor that is not calibrated."""
-    if not predictor.calibration:
-        return {}
-    pairs = {
-        str(ahead): [[own.slope, own.root, own.offset] for own in each] for ahead, each in predictor.calibration.items()
-    }
-    return {_MEMBER: pairs}
-
-
-def calibrate(predictor: Predictor, config: Json, path: Path, remedy: str) -> None:
-    """Give a predictor the readings that config.json holds for it; none from before there were any.
-
-    Args:
-        predictor: is given them.
-        config: the contents of config.json.
-        path: of that file, for messages.
-        remedy: for messages.
-
-    Raises:
-        ExpertcastError: a distance that the predictor does not look, or too few or too many pairs.
-    """
-    readings: dict[str, list[list[float]]] = config.get(_MEMBER, {})
-    distances = {str(ahead): ahead for ahead in predictor.ahead}
-    for name, pairs in readings.items():
-        if name not in distances:
-            raise ExpertcastError(f"{path}: calibration.{name[:20]!r} is no distance of {list(distances)}; {remedy}")
-        expected = predictor.shape.layers - distances[name]
-        if len(pairs) != expected:
-            raise ExpertcastError(f"{path}: calibration.{name} has {len(pairs)} layer pairs of {expected}; {remedy}")
-    predictor.calibration = {distances[name]: [LogOdds(*pair) for pair in pairs] for name, pairs in readings.items()}
-
-
-# Putting a checkpoint's folder in the place of another one.
+# Replacing a folder.
 
 _OLD = ".old"
 """Ends the name of a checkpoint that a new one is about to replace."""
@@ -417,8 +344,6 @@ class PredictorCheckpoint:
     def open(cls, folder: str | Path, *, revision: str | None = None) -> PredictorCheckpoint:
         """Read config.json and metrics.json, and compare every file with its digest.
 
-        A checkpoint from before there were digests is opened with a warning.
-
         Args:
             folder: of the checkpoint; where there is none, `user/repo` or `user/repo@revision` of the hub.
             revision: branch, tag or commit of that.
@@ -439,9 +364,7 @@ class PredictorCheckpoint:
         if missing:
             raise ExpertcastError(f"{folder} is no whole predictor checkpoint, {', '.join(missing)} missing: {REMEDY}")
         config = read_config(folder / CONFIG)
-        if SEAL not in config:
-            warn_unsealed(folder / CONFIG)
-        for name, expected in config.get("files", {}).items():
+        for name, expected in config["files"].items():
             check_file(folder / name, expected, REMEDY)
         return cls(folder=folder, config=config, metrics=read_metrics(folder / METRICS, config["shape"]["L"]))
 
@@ -451,14 +374,13 @@ class PredictorCheckpoint:
         return str(self.config["predictor"])
 
     @property
-    def learned_from(self) -> frozenset[str] | None:
-        """Hashes of the documents that the predictor learned or was chosen from; None where they are not known.
+    def learned_from(self) -> frozenset[str]:
+        """Hashes of the documents that the predictor learned or was chosen from.
 
         Raises:
             ExpertcastError: their file is not right.
         """
-        known = DOCUMENTS in self.config.get("files", {})
-        return read_documents(self.folder / DOCUMENTS, REMEDY) if known else None
+        return frozenset(read_json(self.folder / DOCUMENTS, DocumentsFile, REMEDY)["learned_from"])
 
     def verify(self, view: MoEView) -> None:
         """Check that the predictor was made for this very model.
@@ -486,9 +408,29 @@ class PredictorCheckpoint:
         config = from_values(cls.config_class, self.config["predictor_config"], what, REMEDY)
         shape = ModelShape.from_dict(self.config["shape"])
         predictor = load_into(lambda: cls(config, shape), self.folder / WEIGHTS, REMEDY)
-        calibrate(predictor, self.config, path, REMEDY)
+        predictor.calibration = self._readings(predictor)
         predictor.learned_from = self.learned_from
         return predictor if view is None else predictor.bind(view)
+
+    def _readings(self, predictor: Predictor) -> dict[int, Sequence[LogOdds]]:
+        """How the predictor's logits are read as probabilities: by distance, one reading per layer pair.
+
+        Raises:
+            ExpertcastError: a distance that the predictor does not look, or too few or too many pairs.
+        """
+        path, distances = self.folder / CONFIG, {str(ahead): ahead for ahead in predictor.ahead}
+        for name, pairs in self.config["calibration"].items():
+            if name not in distances:
+                raise ExpertcastError(
+                    f"{path}: calibration.{name[:20]!r} is no distance of {list(distances)}; {REMEDY}"
+                )
+            expected = predictor.shape.layers - distances[name]
+            if len(pairs) != expected:
+                raise ExpertcastError(
+                    f"{path}: calibration.{name} has {len(pairs)} layer pairs of {expected}; {REMEDY}"
+                )
+        return {distances[name]: [LogOdds(*pair) for pair in pairs]
+                for name, pairs in self.config["calibration"].items()}  # fmt: skip
 
 
 def save_predictor(
@@ -548,7 +490,10 @@ def describe(predictor: Predictor, view: MoEView) -> Json:
         **fingerprints(view),
         "shape": predictor.shape.as_dict(),
         "tap_point": _reads(predictor),
-        **readings_of(predictor),
+        "calibration": {
+            str(ahead): [[own.slope, own.root, own.offset] for own in each]
+            for ahead, each in predictor.calibration.items()
+        },
         **provenance(),
     }
 
@@ -564,7 +509,7 @@ def _reads(predictor: Predictor) -> str:
 
 def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json, *, where: str) -> PredictorCheckpoint:
     """Write a checkpoint's files into `folder`: the predictor's weights, `config` and `metrics` as JSON, the documents
-    where they are known, and the card made of these, which names the checkpoint by `where`. Numbers in JSON that are
+    that it learned from, and the card made of these, which names the checkpoint by `where`. Numbers in JSON that are
     not finite become null.
 
     Raises:
@@ -576,8 +521,8 @@ def write_files(folder: Path, predictor: Predictor, config: Json, metrics: Json,
     check_tensors(tensors, f"predictor {predictor.name}", "train it again, with a lower learning rate if it has one")
     # safetensors' own file would be its owner's alone, whatever the umask is
     data = {WEIGHTS: save(tensors, metadata={"format": "pt"}), METRICS: _text(_plain(metrics))}
-    documents = documents_text(predictor)
-    data |= {} if documents is None else {DOCUMENTS: documents}
+    learned_from = {"learned_from": sorted(predictor.learned_from or ())}
+    data[DOCUMENTS] = (json.dumps(learned_from, separators=(",", ":")) + "\n").encode()
     digests = {name: digest(content) for name, content in data.items()}
     data[CONFIG] = _text(seal(_plain(config) | {"files": digests}))
     for name, content in data.items():
@@ -607,15 +552,6 @@ def _refuse_foreign(folder: Path) -> None:
     raise ExpertcastError(f"{folder} is not empty and no predictor checkpoint: give another output folder")
 
 
-# Predictor checkpoints on the Hugging Face hub: sent from their folders, and by huggingface_hub's own mixin.
-#
-# Whatever takes a checkpoint's folder takes `user/repo` and `user/repo@revision` as well
-# (:meth:`expertcast.checkpoints.checkpoint.PredictorCheckpoint.open`).
-
-_DOWNLOAD = ("revision", "cache_dir", "force_download", "local_files_only", "token")
-"""Options of `from_pretrained` that say how files are downloaded."""
-
-
 def push_checkpoint(
     folder: str | Path,
     name: HubName,
@@ -638,54 +574,13 @@ def push_checkpoint(
         As :func:`expertcast.checkpoints.hub.push`, and the card's `license`.
 
     Raises:
-        ExpertcastError: the checkpoint is not right, or from before there were digests; or as there.
+        ExpertcastError: the checkpoint is not right; or as there.
     """
     checkpoint = PredictorCheckpoint.open(folder)
     checkpoint.load()
-    require_digests(folder, SEAL in checkpoint.config, CHECKPOINT)
     card = model_card(checkpoint.config, checkpoint.metrics, str(name), license)
     kept = (CONFIG, *checkpoint.config["files"])
     content: dict[str, Path | bytes] = {path: checkpoint.folder / path for path in kept}
     content[CARD] = card.encode()
     sent = push(name, CHECKPOINT, content, private=private, message=message)
     return {**sent, "license": ModelCard(card).data.license}
-
-
-class HubPredictor(ModelHubMixin):  # type: ignore[misc]
-    """A predictor with what its checkpoint says about it.
-
-    `save_pretrained`, `push_to_hub` and `from_pretrained` are the mixin's; the folder is the one that
-    :func:`expertcast.checkpoints.checkpoint.save_predictor` writes.
-    """
-
-    def __init__(self, loaded: Predictor, description: Json, results: Json | None = None) -> None:
-        self.predictor = loaded
-        self.description = description
-        self.results = results or {}
-        self._repo: str | None = None
-        """Where it is being sent."""
-
-    @classmethod
-    def of(cls, predictor: Predictor, view: MoEView, metrics: Json | None = None) -> HubPredictor:
-        """A fitted predictor ready for `push_to_hub("user/name")`."""
-        return cls(predictor, describe(predictor, view), metrics)
-
-    def push_to_hub(self, repo_id: str, **options: object) -> str:
-        """As the mixin's; the card names the repository."""
-        self._repo = repo_id
-        try:
-            return str(super().push_to_hub(repo_id, **options))
-        finally:
-            self._repo = None
-
-    def _save_pretrained(self, save_directory: Path) -> None:
-        where = self._repo or str(save_directory)
-        write_files(save_directory, self.predictor, self.description, self.results, where=where)
-
-    @classmethod
-    def _from_pretrained(cls, *, model_id: str, **options: object) -> HubPredictor:
-        given = {name: options[name] for name in _DOWNLOAD if options.get(name) is not None}
-        local = Path(model_id).is_dir()
-        folder = model_id if local else snapshot_download(model_id, allow_patterns=list(ALL), **given)
-        checkpoint = PredictorCheckpoint.open(folder)
-        return cls(checkpoint.load(), checkpoint.config, checkpoint.metrics)

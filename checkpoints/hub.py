@@ -1,6 +1,6 @@
-"""Checkpoints and traces out of repositories of the hub: into its cache, wherever a folder is asked for, or a folder.
+"""Download and upload of checkpoints and traces, by huggingface_hub with its cache, login and environment variables.
 
-Where the hub is out of reach, what is in the cache is taken. Files that came whole are not asked for again.
+Where the hub is out of reach, the cache serves. Whole files are not downloaded again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,6 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from expertcast.predictors.messages import ExpertcastError, Json
-
-# Repositories of the Hugging Face hub that hold a checkpoint or traces: their names, and what goes wrong with them.
-#
-# All that is done with them is huggingface_hub's, with its cache, its login and its environment variables (HF_TOKEN,
-# HF_ENDPOINT, HF_HUB_OFFLINE).
 
 
 class NotOnHubError(ExpertcastError):
@@ -239,7 +234,7 @@ def _blame(name: HubName, snapshot: Path, kind: Kind, error: ExpertcastError) ->
     return ExpertcastError(f"{name} of the hub: {str(error).replace(kind.remedy, remedy)}")
 
 
-# Checkpoints and traces into repositories of the hub.
+# Upload.
 
 CARD = "README.md"
 MAIN = "main"
@@ -295,21 +290,6 @@ def push(
         "files": len(added),
         "bytes": sum(each.upload_info.size for each in added),
     }
-
-
-def require_digests(folder: str | Path, named: bool, kind: Kind) -> None:
-    """See that readers can check what is sent.
-
-    Args:
-        folder: of what is to be sent.
-        named: whether it names digests of its files.
-        kind: what it is.
-
-    Raises:
-        ExpertcastError: it does not: it is from before there were digests.
-    """
-    if not named:
-        raise ExpertcastError(f"{folder} names no digests that readers could check its files by: {kind.remedy}")
 
 
 def _held(api: HfApi, name: HubName, kind: Kind) -> list[str] | None:

@@ -6,7 +6,6 @@ import os
 import platform
 import subprocess
 import sys
-import warnings
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -68,9 +67,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-# Which model an artefact was made for: what it says of that, and whether a model is the one.
-
-
 def fingerprints(view: MoEView) -> dict[str, str]:
     """Members `fingerprint` and, where the experts' weights are at hand or known, `experts_fingerprint`."""
     experts = view.experts_fingerprint()
@@ -81,7 +77,7 @@ def check_fingerprints(recorded: Json, view: MoEView, what: str) -> None:
     """Compare what :func:`fingerprints` gave for the model that a predictor was trained for with those of another.
 
     Experts are compared where both sides know theirs: a model that is read straight into its offloaded form does not,
-    nor does one in fp16. From before norms were in the fingerprint, routers alone are compared, with a warning.
+    nor does one in fp16.
 
     Args:
         recorded: has these members, and `model_id`.
@@ -91,7 +87,7 @@ def check_fingerprints(recorded: Json, view: MoEView, what: str) -> None:
     Raises:
         ExpertcastError: it is another model.
     """
-    different = different_part(recorded, view, what)
+    different = different_part(recorded, view)
     if different:
         raise ExpertcastError(
             f"{what} was trained for {recorded['model_id']!r} and its {different} are not those of {view.model_id!r}: "
@@ -99,18 +95,10 @@ def check_fingerprints(recorded: Json, view: MoEView, what: str) -> None:
         )
 
 
-def different_part(recorded: Json, view: MoEView, what: str) -> str:
+def different_part(recorded: Json, view: MoEView) -> str:
     """What of a model is not as recorded, for messages; empty where it is the one. Takes and compares what
     :func:`check_fingerprints` does."""
-    if recorded["fingerprint"] == view.fingerprint():
-        experts = recorded.get("experts_fingerprint")
-        other = experts is not None and view.experts_fingerprint() not in (None, experts)
-        return "experts' weights" if other else ""
-    if recorded["fingerprint"] != view.router_fingerprint():
+    if recorded["fingerprint"] != view.fingerprint():
         return "routers' or norms' weights"
-    warnings.warn(
-        f"{what} was written when fingerprints were of routers alone: whether the norms and experts of "
-        f"{view.model_id!r} are those it was made for is not known",
-        stacklevel=4,
-    )
-    return ""
+    experts = recorded.get("experts_fingerprint")
+    return "experts' weights" if experts is not None and view.experts_fingerprint() not in (None, experts) else ""

@@ -327,7 +327,7 @@ def with_default_vectors(source: Source, given: str | Path) -> Source:
         recorded, traces = {**found.info, "model_id": found.info["model"]}, found.info["id"]
     else:
         recorded, traces = found.config, _origin(found.config.get("training", {}))
-    different = different_part(recorded, source.view, str(given))
+    different = different_part(recorded, source.view)
     if different:
         raise ExpertcastError(
             f"{given} is of {recorded['model_id']!r} and its {different} are not those of {source.view.model_id!r}, "

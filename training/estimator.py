@@ -33,10 +33,8 @@ from expertcast.training.scoring import (
     validation_batches,
 )
 
-# Distilling routers into the estimator's network with Lightning, and the losses for it.
-#
-# T tokens, P layer pairs, F features, E routed experts, N rows (tokens, or layers x tokens). Source of the losses:
-# Speculating Experts, section 4 (row B13).
+# Distillation of routers into the estimator's network. Source of the losses: Speculating Experts, section 4.
+# N rows (tokens, or layers x tokens).
 
 
 class Distiller(NetworkTraining):
@@ -61,8 +59,7 @@ class Distiller(NetworkTraining):
         self._estimator = [estimator]  # in a list: only the network is trained, synchronised and moved
         self._ahead, self._loss, self._temperature = ahead, loss, temperature
         self.register_buffer("scale_P", scale_P.clone())
-        # validation runs in full on every rank: summing over ranks would count each token twice
-        self.recall = Recall(len(scale_P), sync_on_compute=False)
+        self.recall = Recall(len(scale_P))
 
     def identity(self) -> Json:
         return super().identity() | {"ahead": self._ahead, "loss": self._loss, "temperature": self._temperature}

@@ -12,7 +12,6 @@ model (`expertcast.runtime.quality.forecasts`), and no trace can tell it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -35,8 +34,8 @@ from expertcast.training.metrics import (
     BUDGETS,
     Calibration,
     ExpertRecall,
-    PerLayerMetric,
     RankedRouting,
+    RoutingMeans,
     TokenMean,
     Windows,
     budget,
@@ -44,13 +43,11 @@ from expertcast.training.metrics import (
     compare,
     rank_routing,
     ratio_windows,
-    routing_metrics,
-    timely_metrics,
 )
 from expertcast.training.next_token import WINDOW, TokenExamples, token_chunks
 from expertcast.training.scoring import FitOptions, device_of, states_of
 
-# What an evaluation gives back: plain numbers in one form for every metric, and a table of them.
+# The result of an evaluation, and its tables.
 
 Curve = Mapping[str, Mapping[str, float]]
 """Per predictor, recall by number of training tokens (a number, or the text that JSON makes of it)."""
@@ -166,7 +163,6 @@ def evaluate(
     *,
     ahead: int = 1,
     chained: bool = True,
-    distributed: bool = False,
     windows: Mapping[str, Windows] | None = None,
 ) -> Evaluation:
     """Score predictors on the same tokens.
@@ -177,7 +173,6 @@ def evaluate(
         view: the norms and routers of the model the batches come from.
         ahead: layers between the state and the routing it forecasts.
         chained: also score forecasts made from executed forecasts; adds every metric but the cosine under `*_chained`.
-        distributed: every rank scores its share of the batches, and each gets the scores of all.
         windows: for each predictor the links of timely recall, as copies between a forecast and its layer; where
             nothing is given, K experts' copies that take 1, 2 and 5 times as long as a layer (:mod:`.metrics.timely`).
 
@@ -192,10 +187,10 @@ def evaluate(
     _check(predictors, view, ahead)
     previous = any(predictor.uses_previous_token for predictor in predictors.values())
     links = windows or dict.fromkeys(predictors, ratio_windows(view.shape.top_k))
-    plain = {name: _Score(view, ahead, distributed, links[name]) for name in predictors}
+    plain = {name: _Score(view, ahead, links[name]) for name in predictors}
     # traces hold early attention on the model's own routing: only a model can tell it of another
     followed = [name for name, each in predictors.items() if not each.uses_early] if chained else []
-    chains = {name: _Score(view, ahead, distributed, links[name]) for name in followed}
+    chains = {name: _Score(view, ahead, links[name]) for name in followed}
     blind: set[str] | None = None
     with torch.no_grad():
         for states in _states(batches, view, previous):
@@ -205,8 +200,8 @@ def evaluate(
             for name, predictor in predictors.items():
                 chain = chains.get(name) if name not in (blind or ()) else None
                 _score_chunk(predictor, states, truths, ahead, plain[name], chain)
-    chains |= {name: deepcopy(plain[name]) for name in blind or () if name in followed}  # a copy: each syncs on its own
-    tokens = next(iter(plain.values())).tokens()
+    chains |= {name: plain[name] for name in blind or () if name in followed}
+    tokens = next(iter(plain.values())).means.tokens()
     if not tokens:
         raise ExpertcastError("no tokens to score: the split is empty; collect more tokens or choose another split")
     return Evaluation(_values(plain, chains, view.shape, ahead) | {"tokens": tokens})
@@ -215,32 +210,20 @@ def evaluate(
 class _Score:
     """All metrics of one predictor in one form (teacher-forced or chained)."""
 
-    def __init__(self, view: MoEView, ahead: int, distributed: bool, windows: Windows) -> None:
+    def __init__(self, view: MoEView, ahead: int, windows: Windows) -> None:
         shape, layers = view.shape, view.shape.layers - ahead
-        self.metrics = routing_metrics(shape, layers, sync_on_compute=distributed)
-        self.metrics |= timely_metrics(layers, windows, sync_on_compute=distributed)
-        self.calibration = Calibration(layers, sync_on_compute=distributed)
-        self.before = Calibration(layers, calibrated=False, sync_on_compute=distributed)
-        self.experts = ExpertRecall(layers, shape.experts, sync_on_compute=distributed)
-        self.all: list[PerLayerMetric | Calibration | ExpertRecall] = [
-            *self.metrics.values(), self.calibration, self.before, self.experts
-        ]  # fmt: skip
-        for metric in self.all:
-            metric.to(device_of(view))
+        device = device_of(view)
+        self.means = RoutingMeans(shape, layers, windows, device)
+        self.calibration = Calibration(layers).to(device)
+        self.before = Calibration(layers, calibrated=False).to(device)
+        self.experts = ExpertRecall(layers, shape.experts).to(device)
         self._first_target = ahead
-        self._distributed = distributed
 
     def add(self, forecast: Forecast, truth: RankedRouting, cosine_T: Tensor | None = None) -> None:
         comparison = compare(forecast, truth, cosine_T)
         layer = forecast.layer - self._first_target
-        for metric in self.all:
-            metric.update(layer, comparison)
-
-    def tokens(self) -> int:
-        """Tokens scored, on all ranks together when distributed."""
-        metric = self.metrics["recall_at_k"]
-        with metric.sync_context(should_sync=self._distributed):
-            return int(metric.count_L[0])
+        for each in (self.means, self.calibration, self.before, self.experts):
+            each.update(layer, comparison)
 
 
 def _check(predictors: Mapping[str, Predictor], view: MoEView, ahead: int) -> None:
@@ -330,10 +313,10 @@ def _values(plain: dict[str, _Score], chains: dict[str, _Score], shape: ModelSha
     values: Json = {}
     for suffix, scores in (("", plain), (CHAINED, chains)):
         for name, score in scores.items():
-            for metric, state in score.metrics.items():
+            for metric, mean_L in score.means.per_layer().items():
                 if metric == "cosine" and suffix:
                     continue  # a chain is scored by what it routes, not by what it reads
-                values.setdefault(metric + suffix, {})[name] = summary(state.per_layer())
+                values.setdefault(metric + suffix, {})[name] = summary(mean_L)
             before = {"before": reliability(score.before.compute())}
             values.setdefault("calibration" + suffix, {})[name] = reliability(score.calibration.compute()) | before
     return values | {
@@ -348,7 +331,7 @@ def _values(plain: dict[str, _Score], chains: dict[str, _Score], shape: ModelSha
     }
 
 
-# Recall of forecasts some tokens ahead, at all layers: `next_token` against frequencies and the last token's routing.
+# Recall of forecasts tokens ahead: `next_token`, frequencies and the last token's routing.
 #
 # B tokens, L MoE layers, E routed experts, N = L * E, K experts per token, S tokens ahead.
 
@@ -424,7 +407,7 @@ class _Recall(TokenMean):
     def __init__(self, predictor: NextToken) -> None:
         self._shape = predictor.shape
         self._budgets = (self._shape.top_k, min(self._shape.experts, self._shape.top_k + FURTHER))
-        super().__init__(predictor.config.tokens, len(self._budgets) * self._shape.layers, sync_on_compute=False)
+        super().__init__(predictor.config.tokens, len(self._budgets) * self._shape.layers)
 
     def update(self, rank_BSN: Tensor, examples: TokenExamples) -> None:
         """Add some tokens, their experts ranked by `rank_BSN`."""
@@ -446,7 +429,7 @@ class _Recall(TokenMean):
         }
 
 
-# The learning curve: recall against training tokens (Fig. 9 of Speculating Experts).
+# Learning curve: recall against training tokens (Fig. 9 of Speculating Experts).
 
 PAPER = "estimator (paper's form)"
 PAPER_PARAMETERS = 200_000
@@ -490,7 +473,7 @@ def learning_curve(traces: TraceDataset, counts: Sequence[int], *, ahead: int = 
     return curve
 
 
-# What a predictor is compared with in its checkpoint's metrics and card: recall of forecasts that need no training.
+# Baselines in a checkpoint's metrics and card: recall of forecasts that need no training.
 
 TOKENS = 50_000
 """That are counted at most: a running model would be run over all its text once more."""
@@ -522,7 +505,7 @@ def baseline_recall(source: TraceSource, split: str, ahead: int) -> Json:
     return dict(found["recall_at_k"])
 
 
-# What a predictor costs: numbers it keeps, bytes, time per forecast, and the seconds it took to get there.
+# Ledger: parameters, bytes, time per forecast, seconds of training and collection.
 
 COLUMNS = (
     ("parameters", "parameters", "{:,}"),

@@ -19,8 +19,6 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from expertcast.predictors.messages import Json
 from expertcast.training.evaluation import CHAINED, Curve, chained_apart, quality_runs
 
-# How the figures draw: colours, frames, and lines that carry their names at their ends.
-#
 # Colours are Okabe and Ito's, which stay apart for colour-blind readers; a predictor has the same colour and
 # marker in every figure.
 
@@ -124,7 +122,7 @@ def spread(heights: Mapping[str, float], gap: float, low: float, high: float) ->
     return {name: base + index * gap for index, (name, base) in enumerate(zip(names, bases, strict=True))}
 
 
-# A matplotlib figure as SVG inside a page: text stays text, and ink, paper and grid follow the page's colours.
+# Inline SVG: text stays text, and ink, paper and grid follow the page's colours.
 
 _COLOURS = {
     "#000000": "var(--ink)",

@@ -1,13 +1,13 @@
-"""Going on with a training that was killed: what is kept on disk while it runs, in safetensors and JSON, no pickle.
+"""Training a network with Lightning, on one rank or under torchrun, and resuming a training that was killed.
 
-`expertcast train ... --out CKPT` keeps it in CKPT.partial, a file per training (a distance, a trial of a temperature),
-and removes the folder when CKPT is written. A file holds the network, the optimiser's state, the learning rate's, the
-step, the best round's network and its score, the random states, the position in the order of the tokens, and the
-folder of its TensorBoard logs. It replaces the one before it whole, so that a kill at any moment leaves one that can be
-used. A training goes on only from a file of its very configuration, data and versions. On the CPU it ends bit for bit
-as if nothing had happened.
+`expertcast train ... --out CKPT` keeps states in CKPT.partial, a file per training (a distance, a trial of a
+temperature), and removes the folder when CKPT is written. A file holds the network, the optimiser's state, the learning
+rate's, the step, the best round's network and its score, the random states, the position in the order of the tokens,
+and the folder of the TensorBoard logs; no pickle. Each state replaces the one before it whole, so that a kill at any
+moment leaves one that can be used. A training resumes only from a state of its very configuration, data and versions.
+On the CPU it ends bit for bit as one that was not interrupted.
 
-Under torchrun the first rank writes and all ranks read: the folder must be one that they share, as --out is.
+Under torchrun the first rank writes and all ranks read: they must share the folder, as they share --out.
 
 A save takes about 80 ms for the default estimator on the bundled model (0.76 M parameters, 12 MB with the optimiser's
 state and the best round's) on a busy machine of two cores: 20 saves are under 1% of its training of minutes.
@@ -38,17 +38,15 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from typing_extensions import TypedDict
 
 import expertcast
 from expertcast.data.processes import training_share, wait_for_all
 from expertcast.data.trace_format import write_atomically
 from expertcast.data.traces import TraceSource
-from expertcast.predictors.artefacts import CLOSED, digest, open_file, parse_json, seal
+from expertcast.predictors.artefacts import digest, open_file
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.messages import ExpertcastError, Json, Progress
 from expertcast.predictors.next_token import NextTokenConfig
@@ -62,17 +60,6 @@ _LOGS = "expertcast_logs"
 log = logging.getLogger(__name__)
 
 
-class _Note(TypedDict):
-    """What a state says of itself."""
-
-    __pydantic_config__ = CLOSED  # type: ignore[misc]
-    fingerprint: str
-    step: int
-    finished: bool
-    content: str
-    digest: str
-
-
 def resume_folder(out: Path) -> Path:
     """Where the trainings of the checkpoint `out` keep their states: beside it."""
     return out.with_name(out.name + ".partial")
@@ -83,41 +70,44 @@ def forget(out: Path) -> None:
     shutil.rmtree(resume_folder(out), ignore_errors=True)
 
 
-def note_of(path: Path, wanted: str) -> Json | None:
-    """What a state's file says of itself (`step`, `finished`), or None where none can be gone on from, which is logged.
+def usable_state(path: Path, fingerprint: str) -> Json | None:
+    """The state in a file, or None where training must start over; the reason is logged.
 
-    `wanted` is the fingerprint of the training that is to go on. The whole file is read and compared with its digest.
+    Args:
+        path: of the file.
+        fingerprint: of the training to resume; the state of another one is not used.
     """
     if not os.path.lexists(path):
         return None
     try:
-        note, _, _ = _read(path)
+        state = read_state(path)
     except ExpertcastError as error:
         log.warning("%s: this training starts over", error)
         return None
-    if note["fingerprint"] != wanted:
+    if state["fingerprint"] != fingerprint:
         log.warning("%s is of another configuration, other data or other versions: this training starts over", path)
         return None
-    log.warning("%s: %s", path, "finished before" if note["finished"] else f"going on at step {note['step']}")
-    return dict(note)
+    log.warning("%s: %s", path, "finished before" if state["finished"] else f"going on at step {state['global_step']}")
+    return state
 
 
-def write_state(path: Path, state: Mapping[str, object], note: Json) -> None:
-    """Write plain values, tensors, and lists and mappings of these as one safetensors file, whole or not at all.
+def write_state(path: Path, state: Mapping[str, object]) -> None:
+    """Write a state of plain values, tensors, and lists and mappings of these, whole or not at all.
+
+    The file holds the digest of what follows it, then the tensors as safetensors, whose metadata has the rest as JSON.
 
     Args:
         path: of the file; its folder is made.
-        state: what to write.
-        note: what :func:`note_of` gives back: `fingerprint`, `step` and `finished`.
+        state: has `fingerprint`, `finished` and, unless it is finished, Lightning's `global_step`.
 
     Raises:
         TypeError: a value of another kind.
     """
     tensors: dict[str, Tensor] = {}
     tree = json.dumps(_packed(state, tensors))
-    sealed = json.dumps(seal({**note, "content": _content(tree, tensors)}))
+    data = save(tensors, metadata={"tree": tree})
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, save(tensors, metadata={"tree": tree, "note": sealed}))
+    write_atomically(path, digest(data).encode() + data)
 
 
 def read_state(path: Path) -> Json:
@@ -126,35 +116,17 @@ def read_state(path: Path) -> Json:
     Raises:
         ExpertcastError: it is not there, or is damaged.
     """
-    _, tree, tensors = _read(path)
-    state = _unpacked(json.loads(tree), tensors)
+    try:
+        with open_file(path) as file:
+            found, data = file.read(len(digest(b""))), file.read()
+    except OSError as error:
+        raise ExpertcastError(f"{path} is damaged ({error.strerror}); remove it") from error
+    if found != digest(data).encode():
+        raise ExpertcastError(f"{path} is damaged: it was changed after it was written; remove it")
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    state = _unpacked(json.loads(header["__metadata__"]["tree"]), load(data))
     assert isinstance(state, dict)
     return state
-
-
-def _read(path: Path) -> tuple[_Note, str, dict[str, Tensor]]:
-    remedy = "remove it"
-    try:
-        open_file(path).close()
-        with safe_open(path, framework="pt") as file:
-            texts = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (OSError, SafetensorError) as error:
-        raise ExpertcastError(f"{path} is damaged ({str(error).splitlines()[0]}); {remedy}") from error
-    tree = texts.get("tree", "")
-    note = parse_json(texts.get("note", ""), _Note, f"{path}: its note", remedy)
-    if note["content"] != _content(tree, tensors):
-        raise ExpertcastError(f"{path} is damaged: it was changed after it was written; {remedy}")
-    return note, tree, tensors
-
-
-def _content(tree: str, tensors: Mapping[str, Tensor]) -> str:
-    """Digest of a state: of its plain values, and of each tensor's name, type, shape and bytes."""
-    parts = [tree]
-    for name, tensor in sorted(tensors.items()):
-        own = digest(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-        parts.append(f"{name} {tensor.dtype} {list(tensor.shape)} {own}")
-    return digest("\n".join(parts).encode())
 
 
 def _packed(value: object, tensors: dict[str, Tensor]) -> object:
@@ -192,8 +164,7 @@ class PlainCheckpoints(CheckpointIO):  # type: ignore[misc]
         self, checkpoint: Mapping[str, object], path: Path | str, storage_options: object = None
     ) -> None:
         """Write a state, atomically; `storage_options` are of other kinds of storage."""
-        note = {"fingerprint": self._fingerprint, "step": checkpoint["global_step"], "finished": False}
-        write_state(Path(path), checkpoint, note)
+        write_state(Path(path), {**checkpoint, "fingerprint": self._fingerprint, "finished": False})
 
     def load_checkpoint(
         self, path: Path | str, map_location: object = None, weights_only: bool | None = None
@@ -211,7 +182,7 @@ class KeepState(Callback):  # type: ignore[misc]
 
     def __init__(self, path: Path, every: int) -> None:
         """Save to the file `path` after every `every` steps."""
-        self._path, self._every = path, every
+        self.path, self._every = path, every
         self._random: Json | None = None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -231,7 +202,7 @@ class KeepState(Callback):  # type: ignore[misc]
         # Lightning counts one too many when it goes on from a state that a validation round came just before
         trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
         if trainer.global_step and trainer.global_step % self._every == 0:
-            trainer.save_checkpoint(self._path)
+            trainer.save_checkpoint(self.path)
 
     def on_save_checkpoint(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, object]
@@ -250,23 +221,19 @@ class KeepState(Callback):  # type: ignore[misc]
         self._random = checkpoint[_RANDOM]
 
 
-def logger_of(folder: Path | None, name: str, start: Path | None) -> TensorBoardLogger | None:
+def logger_of(folder: Path | None, name: str, state: Json | None) -> TensorBoardLogger | None:
     """TensorBoard's logger of a training; None without a folder.
 
     Args:
         folder: of all logs.
         name: the training's.
-        start: the state that it goes on from. If it logged in this folder it keeps its version there, and TensorBoard
-            leaves out what was logged after the state. Without a state the version is a new one.
-
-    Raises:
-        ExpertcastError: the state is damaged.
+        state: that it goes on from. If it logged in this folder it keeps its version there, and TensorBoard leaves out
+            what was logged after the state. Without a state the version is a new one.
     """
     if folder is None:
         return None
-    state = {} if start is None else read_state(start)
-    logs = Path(state.get(_LOGS, ""))
-    if logs.parent != Path(os.path.abspath(folder / name)):
+    logs = Path("" if state is None else state.get(_LOGS, ""))
+    if state is None or logs.parent != Path(os.path.abspath(folder / name)):
         return TensorBoardLogger(str(folder), name=name)
     return TensorBoardLogger(str(folder), name=name, version=logs.name, purge_step=state["global_step"])
 
@@ -282,9 +249,7 @@ def _before_the_batch(checkpoint: Json) -> None:
         counters["ready"] = counters["completed"]
 
 
-# What training any network here has in common: the optimiser, the learning rate, the best round, the order of tokens.
-#
-# Steps are counted over all passes; a round is a run over the validation split.
+# What trainings have in common. Steps are counted over all passes; a round is a run over the validation split.
 
 TrainedConfig = EstimatorConfig | NextTokenConfig
 Examples = TypeVar("Examples")
@@ -445,8 +410,6 @@ def warm_cosine(step: int, steps: int) -> float:
     return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-# The Lightning trainer that networks are trained in: quiet, no pickled checkpoints, on one rank or under torchrun.
-
 ROUNDS = 12
 """Validation rounds in a full run."""
 
@@ -511,19 +474,19 @@ def run(
     if options.resume_folder is None:
         _fit(module, data, options, name)
         return
-    path = options.resume_folder / f"{name}.safetensors"
+    path = options.resume_folder / f"{name}.state"
     mark = _fingerprint(module, source, options)
-    note = note_of(path, mark)
+    state = usable_state(path, mark)
     wait_for_all(training_share())  # all ranks have looked before the first one writes or removes
-    if note is not None and note["finished"]:
-        module.on_load_checkpoint(read_state(path))
+    if state is not None and state["finished"]:
+        module.on_load_checkpoint(state)
         return
-    keeping = [KeepState(path, max(1, module.steps // SAVES))]
-    _fit(module, data, options, name, callbacks=keeping, states=PlainCheckpoints(mark), start=path if note else None)
+    keeping = KeepState(path, max(1, module.steps // SAVES))
+    _fit(module, data, options, name, keeping=keeping, states=PlainCheckpoints(mark), start=state)
     if training_share().rank == 0:
-        state: dict[str, object] = {}
-        module.on_save_checkpoint(state)
-        write_state(path, state, {"fingerprint": mark, "step": module.steps, "finished": True})
+        finished: dict[str, object] = {"fingerprint": mark, "finished": True}
+        module.on_save_checkpoint(finished)
+        write_state(path, finished)
 
 
 def _fingerprint(module: NetworkTraining, source: TraceSource, options: FitOptions) -> str:
@@ -544,9 +507,9 @@ def _fit(
     options: FitOptions,
     name: str,
     *,
-    callbacks: list[Callback] | None = None,
+    keeping: KeepState | None = None,
     states: PlainCheckpoints | None = None,
-    start: Path | None = None,
+    start: Json | None = None,
 ) -> None:
     logger = logger_of(options.log_folder, name, start)
     stopping = EarlyStopping(module.watched, mode=module.mode, patience=module.config.patience, min_delta=1e-4)
@@ -560,15 +523,16 @@ def _fit(
             gradient_clip_val=1.0,
             log_every_n_steps=10,
             logger=logger or False,
-            callbacks=[stopping, ShowSteps(name, options), KeepSignals(), *(callbacks or [])],
+            callbacks=[stopping, ShowSteps(name, options), KeepSignals(), *([keeping] if keeping else [])],
             plugins=states,
             enable_checkpointing=False,
             enable_model_summary=False,
             enable_progress_bar=False,  # it counts epochs, and a schedule of steps has none
             **_placement(module),
         )
+        path = keeping.path if keeping and start is not None else None
         try:
-            trainer.fit(module, datamodule=data, ckpt_path=start, weights_only=True)
+            trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
         except SystemExit as left:  # Lightning's way out of an interrupt
             if isinstance(left.__context__, KeyboardInterrupt):
                 raise left.__context__ from None

@@ -1,12 +1,14 @@
-"""What forecasts and runs are scored by, each a torchmetrics Metric: for training, evaluation and quality alike."""
+"""Metrics of forecasts and of runs of a model, for training, evaluation and quality.
+
+T tokens, K experts per token, E routed experts per layer, L target layers. States are plain sums and
+counts, so that parts of the data add up to the whole.
+"""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,10 +19,7 @@ from expertcast.predictors.base import Forecast, LogOdds, RouterState, inclusion
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape, overfetched
 
-# A forecast beside what the router really did: the shared work under every metric, done once per layer.
-#
-# T tokens, K experts per token, E routed experts per layer, M misses.
-# Everything is a fixed number of tensor operations; nothing loops over tokens.
+# Comparison of a forecast with the true routing, made once per layer for all metrics; M misses.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +48,16 @@ class RoutingComparison:
     """How they are read as probabilities; None: as they stand."""
     cosine_T: Tensor | None = None
     """Cosine between the predictor's input vector and the true router input; None where it has none."""
+
+    @property
+    def hit_TK(self) -> Tensor:
+        """Whether each true expert is among the K forecast ones."""
+        return self.place_TK < self.place_TK.shape[1]
+
+    @property
+    def aligned_TK(self) -> Tensor:
+        """Whether the forecast expert of each rank is the true one."""
+        return self.forecast.ids_TK == self.truth.ids_TK
 
 
 def rank_routing(routing: RouterState | Forecast) -> RankedRouting:
@@ -113,12 +122,6 @@ def membership_probability(comparison: RoutingComparison, *, calibrated: bool) -
     return inclusion_probability(comparison.logits_TE, top_k, membership_threshold(comparison))
 
 
-# Recall of each expert for itself, as a torchmetrics metric over (token, expert) pairs.
-#
-# T tokens, K experts per token, E routed experts per layer, L target layers.
-# States are plain counts, so that two ranks (or two halves of the data) add up to exactly the whole.
-
-
 class ExpertRecall(Metric):  # type: ignore[misc]
     """How often the router used each expert, and how often it was then among the K forecast ones.
 
@@ -129,33 +132,25 @@ class ExpertRecall(Metric):  # type: ignore[misc]
     used_LE: Tensor
     found_LE: Tensor
 
-    def __init__(self, layers: int, experts: int, **kwargs: Any) -> None:
-        """
-        Args:
-            layers: target layers.
-            experts: E.
-            kwargs: torchmetrics' own.
-        """
-        super().__init__(**kwargs)
+    def __init__(self, layers: int, experts: int) -> None:
+        """Count for so many target layers of `experts` experts."""
+        super().__init__(sync_on_compute=False)
         for name in ("used_LE", "found_LE"):
             self.add_state(name, default=torch.zeros(layers, experts, dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, layer: int, comparison: RoutingComparison) -> None:
         """Add the tokens of one batch at one target layer (0 = the first target layer)."""
         ids_TK, experts = comparison.truth.ids_TK, self.used_LE.shape[1]
-        found_TK = comparison.place_TK < comparison.place_TK.shape[1]
         self.used_LE[layer] += torch.bincount(ids_TK.flatten(), minlength=experts)
-        self.found_LE[layer] += torch.bincount(ids_TK[found_TK], minlength=experts)
+        self.found_LE[layer] += torch.bincount(ids_TK[comparison.hit_TK], minlength=experts)
 
     def compute(self) -> dict[str, Tensor]:
         """`used` and `found` [L, E]: tokens that needed the expert, and those of them whose forecast named it."""
         return {"used": self.used_LE, "found": self.found_LE}
 
 
-# Means over tokens as torchmetrics metrics: recall, by which choices are made, and what a run of a model is scored by.
-#
-# T tokens, K experts per token, L rows (layers, or whatever is scored side by side), R numbers per token, V vocabulary.
-# The metrics of a run take log probabilities, in which no probability is too small to be told from zero.
+# Means over tokens: L rows (such as layers), R numbers per token, V vocabulary. The metrics of a run of a model take
+# log probabilities, which do not underflow.
 
 
 class TokenMean(Metric):  # type: ignore[misc]
@@ -165,9 +160,9 @@ class TokenMean(Metric):  # type: ignore[misc]
     total_LR: Tensor
     count_L: Tensor
 
-    def __init__(self, rows: int = 1, width: int = 1, **kwargs: Any) -> None:
-        """Keep `rows` means apart, such as one per layer, each of `width` numbers; `kwargs` are torchmetrics' own."""
-        super().__init__(**kwargs)
+    def __init__(self, rows: int = 1, width: int = 1) -> None:
+        """Keep `rows` means apart, such as one per layer, each of `width` numbers."""
+        super().__init__(sync_on_compute=False)  # every rank scores the whole split
         self.add_state("total_LR", default=torch.zeros(rows, width, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count_L", default=torch.zeros(rows, dtype=torch.long), dist_reduce_fx="sum")
 
@@ -176,13 +171,17 @@ class TokenMean(Metric):  # type: ignore[misc]
         self.total_LR[row] += score_TR.reshape(len(score_TR), -1).sum(dim=0, dtype=torch.float64)
         self.count_L[row] += len(score_TR)
 
-    def compute(self) -> Tensor:
-        """The means [L, R] in fp64, NaN where nothing was scored; torchmetrics makes a single one a scalar."""
+    def means(self) -> Tensor:
+        """The means [L, R] in fp64, NaN where nothing was scored."""
         return self.total_LR / self.count_L[:, None]
+
+    def compute(self) -> Tensor:
+        """The means; torchmetrics makes a single one a scalar."""
+        return self.means()
 
 
 class Recall(TokenMean):
-    """Share of a token's true experts that are among its forecast ones (row B6), one mean per row."""
+    """Share of a token's true experts that are among its forecast ones, one mean per row."""
 
     def update(self, row: int, forecast_ids_TK: Tensor, true_ids_TK: Tensor) -> None:
         """Add some tokens to one row."""
@@ -191,8 +190,7 @@ class Recall(TokenMean):
 
     def per_row(self) -> Tensor:
         """The means [L], also of a single row."""
-        recall_L: Tensor = self.compute()
-        return recall_L.reshape(-1)
+        return self.means()[:, 0]
 
 
 class Perplexity(TokenMean):
@@ -239,10 +237,7 @@ class Divergence(TokenMean):
         return super().compute().clamp(min=0.0)
 
 
-# Whether forecast probabilities mean what they say, as a torchmetrics metric over (token, expert) pairs.
-#
-# T tokens, E routed experts per layer, L target layers, B display bins, F fine bins, G groups of equal mass.
-# States are plain sums, so that two ranks (or two halves of the data) add up to exactly the whole.
+# Calibration error over (token, expert) pairs: B display bins, F fine bins, G groups of equal mass.
 
 BINS = 10
 """Of equal width, for reliability diagrams."""
@@ -270,15 +265,14 @@ class Calibration(Metric):  # type: ignore[misc]
     confidence_LF: Tensor
     hits_LF: Tensor
 
-    def __init__(self, layers: int, *, calibrated: bool = True, bins: int = BINS, **kwargs: Any) -> None:
+    def __init__(self, layers: int, *, calibrated: bool = True, bins: int = BINS) -> None:
         """
         Args:
             layers: target layers.
             calibrated: score the probabilities of the predictor's calibration; else those of its logits as they stand.
             bins: for display.
-            kwargs: torchmetrics' own.
         """
-        super().__init__(**kwargs)
+        super().__init__(sync_on_compute=False)
         self.calibrated, self.bins = calibrated, bins
         for name in ("count", "confidence", "hits"):
             for suffix, size in (("LB", bins), ("LF", _FINE)):
@@ -333,11 +327,7 @@ def calibration_error(count_F: Tensor, confidence_F: Tensor, hits_F: Tensor, gro
     return torch.zeros(groups).to(gap_F).index_add_(0, group_F, gap_F).abs().sum() / total
 
 
-# torchmetrics metrics of routing forecasts, one value per target layer.
-#
-# T tokens, K experts per token, E routed experts per layer, L target layers, R ranks or 1.
-# States are plain sums, so that two ranks (or two halves of the data) add up to exactly the whole. Sources:
-# rows B6 (recall, cosine), B7 (rank alignment), A20 (budgets) and C2 (hard and soft match) of the definitions.
+# Scores of routing forecasts, one mean per target layer; R ranks or 1.
 
 BUDGETS = {"recall_at_k": 1.0, "recall_at_1.5k": 1.5, "recall_at_2k": 2.0}
 
@@ -347,105 +337,95 @@ def budget(factor: float, shape: ModelShape) -> int:
     return overfetched(factor, shape.top_k, shape.experts)
 
 
-class PerLayerMetric(TokenMean, ABC):
-    """Mean over tokens of some score, kept per target layer; a subclass only says what the score is."""
+Score = Callable[[RoutingComparison], Tensor | None]
+"""Score of each token of one layer, [T] or [T, R]; None where the predictor has nothing to score."""
+RANK_ALIGNMENT = "rank_alignment"
 
-    per_rank: ClassVar[bool] = False
-    """Whether a token's score is one number per rank."""
+
+def recall_at(size: int) -> Score:
+    """Share of the true experts that are among the forecast's first `size` experts."""
+    return lambda comparison: (comparison.place_TK < size).float().mean(dim=1)
+
+
+def exact_set(comparison: RoutingComparison) -> Tensor:
+    """Whether the K forecast experts are the true ones."""
+    return comparison.hit_TK.all(dim=1)
+
+
+def hard_match(comparison: RoutingComparison) -> Tensor:
+    """Whether they are the true ones in the same order by weight."""
+    return comparison.aligned_TK.all(dim=1)
+
+
+def soft_match(comparison: RoutingComparison) -> Tensor:
+    """Whether they are the true ones in another order."""
+    return exact_set(comparison) & ~hard_match(comparison)
+
+
+def mismatch(comparison: RoutingComparison) -> Tensor:
+    """Whether at least one expert is wrong."""
+    return ~exact_set(comparison)
+
+
+def weight_covered(comparison: RoutingComparison) -> Tensor:
+    """Share of the true combine weight that falls on the K forecast experts."""
+    weights_TK = comparison.truth.weights_TK
+    return (weights_TK * comparison.hit_TK).sum(dim=1) / weights_TK.sum(dim=1).clamp_min(1e-20)
+
+
+def rank_alignment(comparison: RoutingComparison) -> Tensor:
+    """[T, K] per rank by weight: whether the forecast expert is the true one."""
+    return comparison.aligned_TK
+
+
+def cosine(comparison: RoutingComparison) -> Tensor | None:
+    """Cosine between the predictor's input vector and the true router input s_{l+ahead}."""
+    return comparison.cosine_T
+
+
+def routing_scores(shape: ModelShape, windows: Windows) -> dict[str, Score]:
+    """The scores of an evaluation by name: both forms of timely recall for each of the `windows`, and the others."""
+    scores: dict[str, Score] = {name: recall_at(budget(factor, shape)) for name, factor in BUDGETS.items()}
+    for score in (exact_set, hard_match, soft_match, mismatch, weight_covered, rank_alignment, cosine):
+        scores[score.__name__] = score
+    for name, copies in windows.items():
+        scores[TIMELY + name] = timely_recall(copies)
+        scores[TIMELY_BYTES + name] = timely_recall(copies, whole=False)
+    return scores
+
+
+class ScoreMean(TokenMean):
+    """Mean of a routing score, one per target layer."""
+
+    def update(self, layer: int, score_TR: Tensor) -> None:
+        """Add the tokens of one batch at one target layer (0 = the first target layer)."""
+        self.add(score_TR, layer)
+
+
+class RoutingMeans:
+    """Means over tokens of the routing scores, by name and target layer."""
+
+    def __init__(self, shape: ModelShape, layers: int, windows: Windows, device: torch.device | str = "cpu") -> None:
+        """Keep means for so many target layers; `windows` are those of timely recall."""
+        self._scores = routing_scores(shape, windows)
+        widths = {name: shape.top_k if name == RANK_ALIGNMENT else 1 for name in self._scores}
+        self._means = {name: ScoreMean(layers, width).to(device) for name, width in widths.items()}
 
     def update(self, layer: int, comparison: RoutingComparison) -> None:
         """Add the tokens of one batch at one target layer (0 = the first target layer)."""
-        score_TR = self.score(comparison)
-        if score_TR is not None:
-            self.add(score_TR, layer)
+        for name, score in self._scores.items():
+            score_TR = score(comparison)
+            if score_TR is not None:
+                self._means[name].update(layer, score_TR)
 
-    def compute(self) -> Tensor:
-        """Mean score per layer: [L], or [L, R] for a score per rank; NaN where nothing was scored.
+    def per_layer(self) -> dict[str, Tensor]:
+        """Mean scores by name, [L], of `rank_alignment` [L, K]; NaN where nothing was scored."""
+        means = {name: mean.means().float() for name, mean in self._means.items()}
+        return {name: mean_LR if name == RANK_ALIGNMENT else mean_LR[:, 0] for name, mean_LR in means.items()}
 
-        torchmetrics turns a result of one element into a scalar: :meth:`per_layer` keeps the shape.
-        """
-        mean_LR = super().compute().float()
-        return mean_LR if self.per_rank else mean_LR[:, 0]
-
-    def per_layer(self) -> Tensor:
-        """What :meth:`compute` gives, [L] or [L, R] also for one layer."""
-        result: Tensor = self.compute()
-        return result.reshape(self.total_LR.shape if self.per_rank else self.count_L.shape)
-
-    @abstractmethod
-    def score(self, comparison: RoutingComparison) -> Tensor | None:
-        """Score of each token, [T] or [T, R]; None where the predictor has nothing to score."""
-
-
-class RecallAtBudget(PerLayerMetric):
-    """|candidates and true experts| / K, with the forecast's first `budget` experts as candidates (B6, A20)."""
-
-    def __init__(self, layers: int, budget: int, **kwargs: Any) -> None:
-        super().__init__(layers, **kwargs)
-        self.budget = budget
-
-    def score(self, comparison: RoutingComparison) -> Tensor:
-        return (comparison.place_TK < self.budget).float().mean(dim=1)
-
-
-class Match(PerLayerMetric):
-    """Share of tokens whose K forecast experts match the true ones in a certain way (C2).
-
-    `exact_set`: the same experts; `hard_match`: in the same order by weight; `soft_match`: in another order;
-    `mismatch`: at least one wrong expert.
-    """
-
-    KINDS = ("exact_set", "hard_match", "soft_match", "mismatch")
-
-    def __init__(self, layers: int, kind: str, **kwargs: Any) -> None:
-        super().__init__(layers, **kwargs)
-        self.kind = kind
-
-    def score(self, comparison: RoutingComparison) -> Tensor:
-        same_set_T = (comparison.place_TK < comparison.place_TK.shape[1]).all(dim=1)
-        same_order_T = (comparison.forecast.ids_TK == comparison.truth.ids_TK).all(dim=1)
-        matches_T = (same_set_T, same_order_T, same_set_T & ~same_order_T, ~same_set_T)
-        return matches_T[self.KINDS.index(self.kind)].float()
-
-
-class WeightCovered(PerLayerMetric):
-    """Share of the true combine weight that falls on the K forecast experts."""
-
-    def score(self, comparison: RoutingComparison) -> Tensor:
-        weights_TK, top_k = comparison.truth.weights_TK, comparison.place_TK.shape[1]
-        covered_T = (weights_TK * (comparison.place_TK < top_k)).sum(dim=1)
-        return covered_T / weights_TK.sum(dim=1).clamp_min(1e-20)
-
-
-class RankAlignment(PerLayerMetric):
-    """Per rank r by weight: P[forecast expert at rank r is the true expert at rank r] (B7, Fig. 5)."""
-
-    per_rank = True
-
-    def __init__(self, layers: int, top_k: int, **kwargs: Any) -> None:
-        super().__init__(layers, width=top_k, **kwargs)
-
-    def score(self, comparison: RoutingComparison) -> Tensor:
-        return (comparison.forecast.ids_TK == comparison.truth.ids_TK).float()
-
-
-class InputCosine(PerLayerMetric):
-    """Mean cosine between the predictor's input vector and the true router input s_{l+ahead} (B6)."""
-
-    def score(self, comparison: RoutingComparison) -> Tensor | None:
-        return comparison.cosine_T
-
-
-def routing_metrics(shape: ModelShape, layers: int, **kwargs: Any) -> dict[str, PerLayerMetric]:
-    """The metrics of an evaluation of so many target layers by name, fresh; `kwargs` are torchmetrics' own."""
-    metrics: dict[str, PerLayerMetric] = {
-        name: RecallAtBudget(layers, budget(factor, shape), **kwargs) for name, factor in BUDGETS.items()
-    }
-    metrics |= {kind: Match(layers, kind, **kwargs) for kind in Match.KINDS}
-    metrics["weight_covered"] = WeightCovered(layers, **kwargs)
-    metrics["rank_alignment"] = RankAlignment(layers, shape.top_k, **kwargs)
-    metrics["cosine"] = InputCosine(layers, **kwargs)
-    return metrics
+    def tokens(self) -> int:
+        """Tokens scored."""
+        return int(self._means["recall_at_k"].count_L[0])
 
 
 def chance_levels(shape: ModelShape) -> dict[str, float]:
@@ -463,9 +443,7 @@ def chance_levels(shape: ModelShape) -> dict[str, float]:
     }
 
 
-# Timely recall: what a forecast is worth on a link, as a closed form over its ranks.
-#
-# T tokens, K experts per token.
+# Timely recall: the share of experts that arrive in time over a link, as a closed form.
 #
 # A decode step without a cache: when layer l's router has run, the K forecast experts of layer l + 1 are copied one
 # after another, the heaviest first, behind whatever layer l itself still waits for. Layer l waits for the same copies
@@ -511,35 +489,21 @@ def ratio_windows(top_k: int, ratios: Sequence[float] = RATIOS, forecast_share: 
     return {f"R{ratio:g}": copies_in_time(1.0, ratio / top_k, forecast_share) for ratio in ratios}
 
 
-class TimelyRecall(PerLayerMetric):
+def timely_recall(copies: float, *, whole: bool = True) -> Score:
     """Share of a token's true experts that a forecast has brought when their layer's router has run.
 
-    `whole` counts experts whose copy is finished; else a copy that is under way counts by the part that has arrived,
-    which is the share of needed bytes. Wrong experts among the forecast's take their time on the link too.
-    """
-
-    def __init__(self, layers: int, copies: float, *, whole: bool = True, **kwargs: Any) -> None:
-        super().__init__(layers, **kwargs)
-        self.copies, self.whole = copies, whole
-
-    def score(self, comparison: RoutingComparison) -> Tensor:
-        place_TK = comparison.place_TK.float()
-        arrived_TK = (self.copies + _ROUNDING - place_TK).clamp(0, 1)
-        if self.whole:
-            arrived_TK = arrived_TK.floor()
-        return (arrived_TK * (comparison.place_TK < comparison.place_TK.shape[1])).mean(dim=1)
-
-
-def timely_metrics(layers: int, windows: Windows, **kwargs: Any) -> dict[str, PerLayerMetric]:
-    """Both forms of timely recall for each window, by name, fresh.
+    Wrong experts among the forecast's take their time on the link too.
 
     Args:
-        layers: target layers.
-        windows: copies by name.
-        kwargs: torchmetrics' own.
+        copies: made in the window.
+        whole: count experts whose copy is finished; else a copy under way counts by the part that has arrived, which is
+            the share of needed bytes.
     """
-    metrics: dict[str, PerLayerMetric] = {}
-    for name, copies in windows.items():
-        metrics[TIMELY + name] = TimelyRecall(layers, copies, **kwargs)
-        metrics[TIMELY_BYTES + name] = TimelyRecall(layers, copies, whole=False, **kwargs)
-    return metrics
+
+    def score(comparison: RoutingComparison) -> Tensor:
+        arrived_TK = (copies + _ROUNDING - comparison.place_TK.float()).clamp(0, 1)
+        if whole:
+            arrived_TK = arrived_TK.floor()
+        return (arrived_TK * comparison.hit_TK).mean(dim=1)
+
+    return score

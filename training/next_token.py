@@ -246,10 +246,7 @@ def windows_per_step(predictor: NextToken) -> int:
     return max(1, predictor.config.step_tokens // WINDOW)
 
 
-# Fitting `next_token` with Lightning: cross-entropy of every expert's use, at all tokens ahead together.
-#
-# T tokens, B examples, N experts of all layers, L layers, E routed experts, D hidden size, V known token ids, W width,
-# S tokens one by one.
+# Training: cross-entropy of every expert's use, at all tokens ahead together. V known token ids, W width.
 
 RARE = 1e-4
 """An expert's least frequency, where log-odds are taken."""

@@ -42,7 +42,7 @@ from expertcast.training.figures import inline_svg
 from expertcast.training.metrics import compare, rank_routing
 from expertcast.training.scoring import Fitted, states_of
 
-# What a report says of where its numbers come from: command, date, traces, and how the predictors were made.
+# Provenance: command, date, traces, and how the predictors were made.
 
 _OF_TRACES = (
     "model", "id", "tokens", "splits", "window", "seed", "shape", "settings", "collection_s", "command",
@@ -82,9 +82,8 @@ def report_sources(source: TraceSource, fitted: Mapping[str, Fitted]) -> Json:
     }
 
 
-# Text of an evaluation, token by token: how many of its experts each forecast named, at every layer.
-#
-# T tokens, K experts per token, L target layers.
+# Example text: for each token, how many of its experts each forecast named. T tokens, K experts per token, L target
+# layers.
 
 PASSAGES, TOKENS = 4, 400
 """Passages of an example, and tokens of all together."""
@@ -193,7 +192,7 @@ def _tokenizer(source: TraceSource) -> tuple[PreTrainedTokenizerBase | None, str
         return None, f"no tokenizer for {name!r} on this machine: load it once, with the model or alone"
 
 
-# The tables of a report: rows of an evaluation's numbers, the first cell of each names it.
+# Rows of the tables; the first cell names the row.
 
 METRICS = {
     "recall_at_k": "recall@k",
@@ -306,7 +305,7 @@ def quality_rows(quality: Json) -> Json:
     return {"runs": [[name, *(run.get(key) for key in SCORES)] for name, run in runs.items()], "domains": domains}
 
 
-# What a report shows beside its tables: colours of shares, heat map, example text, each expert, what scripts read.
+# Heat map, example text, single experts, and the data of the page's script.
 
 BANDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
 """Lower ends of the shares that have a colour of their own: narrower where good forecasts differ."""
@@ -582,7 +581,7 @@ def cell(value: Cell, digits: int | str = 3) -> str:
     return "-" if value is None else value
 
 
-# What TensorBoard shows of a trained predictor beside its curves: the evaluation's figures, and the HPARAMS tab.
+# TensorBoard: the evaluation's figures, and the HPARAMS tab.
 
 _METRICS = ("recall_at_k", "recall_at_1.5k", "recall_at_2k", "weight_covered", "exact_set")
 

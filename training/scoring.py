@@ -1,4 +1,4 @@
-"""What predictors are fitted from, and recall on validation, by which choices are made.
+"""Options and results of a fit, batches to fit from, and recall on the validation split.
 
 T tokens, P layer pairs, C candidates, E routed experts, K experts per token. Reports are
 :mod:`expertcast.training.evaluation`.
@@ -21,8 +21,6 @@ from expertcast.predictors import ExpertcastError, MoEView, Predictor, RouterSta
 from expertcast.predictors.early_attention import StandIn
 from expertcast.predictors.messages import Json, tokens_read
 from expertcast.training.metrics import Recall
-
-# What fitting any predictor takes, and what it gives back.
 
 NO_TRAINING = "no tokens in the train split to fit from: collect more text"
 NO_VALIDATION = "no tokens in the validation split to choose by: collect more text, in more documents"
@@ -195,7 +193,7 @@ def candidate_recall(
         what: is chosen, for progress.
     """
     pairs = source.view.shape.layers - ahead
-    recall = Recall(pairs * count, sync_on_compute=False).to(device_of(source.view))
+    recall = Recall(pairs * count).to(device_of(source.view))
     for batch in validation_pass(source, options, what):
         states = states_of(source.view, batch)
         for pair, candidates in enumerate(forecasts(states)):

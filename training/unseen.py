@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from expertcast.data.live import NOTE
 from expertcast.data.text import Document
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor
@@ -26,13 +25,11 @@ class LeftOut:
     """None of documents that are not cut into tokens yet."""
     by: list[str] = field(default_factory=list)
     """Predictors that learned from them."""
-    unknown: list[str] = field(default_factory=list)
-    """Predictors that may have learned from what scores them: their documents are not known, or those of the traces."""
 
     def as_dict(self) -> Json:
         """For JSON."""
         counted = {} if self.tokens is None else {"tokens": self.tokens}
-        return {"documents": self.documents, **counted, "unknown": self.unknown}
+        return {"documents": self.documents, **counted}
 
     def __str__(self) -> str:
         """What is left out, as the end of a sentence; empty where nothing is."""
@@ -41,21 +38,9 @@ class LeftOut:
         tokens = "" if self.tokens is None else f" of {self.tokens:,} tokens"
         return f"{self.documents} document(s){tokens} left out: {', '.join(self.by)} learned from them"
 
-    def warning(self) -> str:
-        """A line on the predictors that nothing could be left out for; empty where there are none."""
-        if not self.unknown:
-            return ""
-        return (
-            f"{', '.join(self.unknown)}: checkpoint or traces are from before documents were known by their hashes: it "
-            "may have learned from what scores here; train and collect again to be sure"
-        )
-
 
 def unseen_traces(traces: TraceDataset, fitted: Mapping[str, Fitted], split: str) -> tuple[TraceDataset, LeftOut]:
     """The traces without the documents that any of some predictors learned from.
-
-    Of traces or predictors whose documents have no hashes the traces' id decides: what was fitted on these very traces
-    is scored by their test split.
 
     Args:
         traces: what is to score.
@@ -66,19 +51,10 @@ def unseen_traces(traces: TraceDataset, fitted: Mapping[str, Fitted], split: str
         ExpertcastError: nothing of the split is left.
     """
     chosen = traces.chosen(split)
-    hashed = all(document.hash is not None for document in traces.documents)
     left_out, indices = LeftOut(tokens=0), set[int]()
     for name, made in fitted.items():
-        if made.report.get("traces") == traces.info["id"]:
-            # default vectors from elsewhere may come from documents of this test split
-            learned = made.predictor.learned_from or frozenset()
-            own = {each.index for each in traces.documents if each.split != "test" or each.hash in learned}
-            left_out.unknown += [name] if NOTE in made.report and made.predictor.learned_from is None else []
-        elif hashed and made.predictor.learned_from is not None:
-            own = {document.index for document in traces.documents if document.hash in made.predictor.learned_from}
-        else:
-            own = set()
-            left_out.unknown += [name] if _learned(made.predictor) else []
+        learned = made.predictor.learned_from or frozenset()
+        own = {document.index for document in traces.documents if document.hash in learned}
         left_out.by += [name] if any(document.index in own for document in chosen) else []
         indices |= own
     known = [document for document in chosen if document.index in indices]
@@ -104,7 +80,7 @@ def unseen_documents(
     Raises:
         ExpertcastError: none is left.
     """
-    known = {name: each.learned_from for name, each in predictors.items() if each.learned_from is not None}
+    known = {name: each.learned_from or frozenset() for name, each in predictors.items()}
     known["hybrid execution"] = chosen_by.difference(*known.values())
     hashes = [document.hash for document in documents]
     learned = frozenset().union(*known.values())
@@ -112,13 +88,7 @@ def unseen_documents(
     left_out = LeftOut(
         documents=len(documents) - len(rest),
         by=[name for name, own in known.items() if not own.isdisjoint(hashes)],
-        unknown=[name for name, each in predictors.items() if name not in known and _learned(each)],
     )
     if documents and not rest:
         raise ExpertcastError(f"{', '.join(left_out.by)} learned from every document of the text: give other --data")
     return rest, left_out
-
-
-def _learned(predictor: Predictor) -> bool:
-    """Whether there is anything in it that comes from a text."""
-    return bool(predictor.learned_from or predictor.calibration or predictor.state_dict())

@@ -52,13 +52,13 @@ class RunScores:
         # every process measures all windows
         self.language = MetricCollection(
             {
-                "perplexity": Perplexity(sync_on_compute=False),
-                "top1_agreement": Agreement(sync_on_compute=False),
-                "kl": Divergence(sync_on_compute=False),
+                "perplexity": Perplexity(),
+                "top1_agreement": Agreement(),
+                "kl": Divergence(),
             },
             compute_groups=False,
         )
-        self.executed = Recall(layers, sync_on_compute=False)
+        self.executed = Recall(layers)
 
     def add(self, run: Pass, exact: Pass, ids_BW: Tensor) -> None:
         """Score a run of these windows against the exact model's (which may be scored itself): the distributions
@@ -265,7 +265,7 @@ def chained_recall(
         predictors: by name, bound to `view`.
         batch_size: windows per forward.
     """
-    recall = {name: Recall(len(view), sync_on_compute=False) for name in predictors}
+    recall = {name: Recall(len(view)) for name in predictors}
     for ids_BW in torch.split(windows_NW, batch_size):
         previous_TLE = _own_previous(model, view, ids_BW)
         for name, predictor in predictors.items():

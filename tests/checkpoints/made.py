@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 
-from expertcast.checkpoints import checkpoint as files
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.predictors import MoEView, predictor_class
-from expertcast.predictors.artefacts import SEAL
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.hybrid import HybridConfig
 from expertcast.predictors.linear import LinearConfig
@@ -48,10 +45,3 @@ def write(name: str, view: MoEView, folder: Path) -> Path:
     predictor.learned_from = LEARNED
     save_predictor(predictor, folder, view=view, metrics=METRICS, extra={"training": {"tokens": 3}, "by": "me"})
     return folder
-
-
-def without_seal(folder: Path) -> None:
-    """As it was written before there were digests."""
-    values = json.loads((folder / files.CONFIG).read_bytes())
-    old = {name: value for name, value in values.items() if name not in ("files", SEAL)}
-    (folder / files.CONFIG).write_text(json.dumps(old))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 import expertcast
-from expertcast.checkpoints import checkpoint as files
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predictor, save_predictor
 from expertcast.data.collect import collect
 from expertcast.data.models import load_tokenizer, meta_model
@@ -19,7 +17,6 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
-from expertcast.predictors.artefacts import SEAL, seal
 from expertcast.training.fit import fit
 from tests.families.models import tiny_model
 from tests.families.table import tiny_family
@@ -90,21 +87,3 @@ def test_the_same_in_every_form(checkpoint: Path, traces: TraceDataset, tmp_path
     assert kept.experts_fingerprint() == traces.info["experts_fingerprint"]
     assert PredictorCheckpoint.open(checkpoint).config["experts_fingerprint"] == kept.experts_fingerprint()
     assert kept.experts_fingerprint() == find_moe_layers(tiny_family(FAMILY)).experts_fingerprint()
-
-
-def test_from_before_norms_were_in_it(checkpoint: Path, traces: TraceDataset, tmp_path: Path) -> None:
-    """A checkpoint is loaded with a warning; one of another model's routers is refused still."""
-    view = traces.view
-    folder = tmp_path / "old"
-    save_predictor(load_predictor(checkpoint, view), folder, view=view)
-    _rewrite(folder / files.CONFIG, fingerprint=view.router_fingerprint(), experts_fingerprint=None)
-    with pytest.warns(UserWarning, match="fingerprints were of routers alone"):
-        load_predictor(folder, view)
-    with pytest.raises(ExpertcastError, match="are not those of"):
-        load_predictor(folder, find_moe_layers(tiny_family("minimax_m2")))
-
-
-def _rewrite(path: Path, **members: str | None) -> None:
-    values = {**json.loads(path.read_text()), **members}
-    kept = {name: value for name, value in values.items() if value is not None and name != SEAL}
-    path.write_text(json.dumps(seal(kept)))

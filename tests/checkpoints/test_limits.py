@@ -1,4 +1,4 @@
-"""What a checkpoint's files may hold: no more than their bytes warrant, no numbers without end; and those of old."""
+"""What a checkpoint's files may hold: no more than their bytes warrant, no numbers without end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 from expertcast.checkpoints import checkpoint as files
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predictor, save_predictor
 from expertcast.predictors import ExpertcastError, MoEView, predictor_class
-from expertcast.predictors.artefacts import SEAL, seal
+from expertcast.predictors.artefacts import SEAL, file_digest, seal
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.linear import LinearConfig
 from expertcast.predictors.next_token import NextTokenConfig
-from tests.checkpoints.made import without_seal, write
+from tests.checkpoints.made import write
 from tests.sealed import edit_json
 from tests.training.synthetic import tiny_view
 
@@ -72,11 +71,9 @@ def test_numbers_that_are_not_finite(value: float, view: MoEView, tmp_path: Path
     save_file(tensors, path)
     with pytest.raises(ExpertcastError, match=r"model.safetensors was changed after it was written"):
         load_predictor(path.parent)
-    without_seal(path.parent)
-    with (
-        pytest.warns(UserWarning, match="older expertcast"),
-        pytest.raises(ExpertcastError, match="bias_PE_1 holds numbers that are not finite"),
-    ):
+    found = file_digest(path)
+    edit_json(path.parent / files.CONFIG, lambda config: config["files"].update({files.WEIGHTS: found}))
+    with pytest.raises(ExpertcastError, match="bias_PE_1 holds numbers that are not finite"):
         load_predictor(path.parent)
     predictor = predictor_class("linear")(LinearConfig(), view.shape)
     predictor.get_buffer("bias_PE_1")[0, 0] = value
@@ -85,20 +82,14 @@ def test_numbers_that_are_not_finite(value: float, view: MoEView, tmp_path: Path
     assert not (tmp_path / "new").exists()
 
 
-def test_old_checkpoints_open_with_a_warning(view: MoEView, tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", ["files", SEAL])
+def test_a_checkpoint_without_digests_is_refused(missing: str, view: MoEView, tmp_path: Path) -> None:
     folder = write("linear", view, tmp_path / "linear")
-    before = load_predictor(folder).state_dict()
-    without_seal(folder)
-    with pytest.warns(UserWarning, match=r"config.json was written by an older expertcast"):
-        predictor = load_predictor(folder, view)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in predictor.state_dict().items())
-    for missing, line in (("files", "files is missing"), (SEAL, "digest is missing")):
-        write("linear", view, folder)
-        values = json.loads((folder / files.CONFIG).read_bytes())
-        del values[missing]
-        (folder / files.CONFIG).write_text(json.dumps(seal(values) if missing == "files" else values))
-        with pytest.raises(ExpertcastError, match=line):
-            load_predictor(folder)
+    values = json.loads((folder / files.CONFIG).read_bytes())
+    del values[missing]
+    (folder / files.CONFIG).write_text(json.dumps(seal(values) if missing == "files" else values))
+    with pytest.raises(ExpertcastError, match=f"{missing} is missing; train it again"):
+        load_predictor(folder)
 
 
 def test_a_damaged_checkpoint_is_replaced(view: MoEView, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def tensors_of(folder: Path, view: MoEView) -> dict[str, list[Any]]:
         warnings.simplefilter("ignore")
         checkpoint = PredictorCheckpoint.open(folder)
         predictor = checkpoint.load(view)
-        assert predictor.learned_from == LEARNED or files.DOCUMENTS not in checkpoint.config.get("files", {})
+        assert predictor.learned_from == LEARNED
     json.dumps(recall_per_layer(checkpoint), allow_nan=False)
     table(checkpoint.config).encode()
     return {name: tensor.tolist() for name, tensor in predictor.state_dict().items()}
@@ -147,7 +147,6 @@ OPTIONAL = {
     "experts_fingerprint",
     "training",
     "extra",
-    files.DOCUMENTS,
     "versions",
     "choices",
     "member_configs",
@@ -155,13 +154,10 @@ OPTIONAL = {
 """Members that may be missing, or hold what they like: nothing else tells a field of theirs is wrong but the seal."""
 
 
-@pytest.mark.parametrize("sealed", [True, False])
-def test_fields_of_config(folder: Path, view: MoEView, sealed: bool) -> None:
-    """By the schema alone, the file being sealed after the change, or as it was before there were seals."""
+def test_fields_of_config(folder: Path, view: MoEView) -> None:
+    """By the schema alone, the file being sealed after the change."""
     before, path = tensors_of(folder, view), folder / files.CONFIG
     values = json.loads(path.read_bytes())
-    if not sealed:
-        del values[SEAL], values["files"]
     for way in places({key: value for key, value in values.items() if key != SEAL}):
         for change in (drop, add, mistype, *map(put, WILD)):
             path.write_text(json.dumps(values))

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 
 from expertcast.checkpoints import checkpoint as files
 from expertcast.checkpoints.card import model_card
-from expertcast.checkpoints.checkpoint import HubPredictor, PredictorCheckpoint, load_predictor, save_predictor
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint, load_predictor, save_predictor
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, names
 from expertcast.training.scoring import Fitted
@@ -62,19 +62,6 @@ def test_round_trip(
     assert written.config["fingerprint"] == reference_traces.view.fingerprint()
     assert set(written.config["versions"]) >= {"torch", "transformers"}
     assert [path.name for path in tmp_path.iterdir()] == [name], "no temporary folder stays behind"
-
-
-def test_hub_mixin_writes_and_reads_the_same_folder(
-    fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset, tmp_path: Path, linear: Path
-) -> None:
-    predictor = fitted_predictors["linear"].predictor
-    hub = HubPredictor.of(predictor, reference_traces.view, METRICS)
-    hub.save_pretrained(tmp_path / "hub")
-    assert_same(predictor, load_predictor(tmp_path / "hub", reference_traces.view), reference_traces)
-    again = HubPredictor.from_pretrained(tmp_path / "hub")
-    assert_same(predictor, again.predictor.bind(reference_traces.view), reference_traces)
-    assert again.results == METRICS
-    assert again.description["fingerprint"] == PredictorCheckpoint.open(linear).config["fingerprint"]
 
 
 def test_card_says_what_was_measured(linear: Path) -> None:

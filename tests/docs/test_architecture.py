@@ -27,7 +27,7 @@ from expertcast.predictors.view import MoEView
 from expertcast.runtime.policies import EVICTION, Policies
 from expertcast.runtime.storage.codecs import CODECS, make_codec
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.training import evaluation
+from expertcast.training import evaluation, metrics
 from tests.families.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,14 +176,14 @@ def test_a_metric(
     """Listed, it is part of every evaluation; its value is that of a loop over tokens."""
     code, line = blocks("A metric")
     made = module("heaviest_found", code)
-    listed = evaluation.routing_metrics
+    listed = metrics.routing_scores
 
-    def routing_metrics(shape: Any, layers: int, **kwargs: Any) -> Any:
-        metrics = listed(shape, layers, **kwargs)
-        exec(line, {**vars(made), "metrics": metrics, "layers": layers, "kwargs": kwargs})
-        return metrics
+    def routing_scores(shape: Any, windows: Any) -> Any:
+        scores = listed(shape, windows)
+        exec(line, {**vars(made), "scores": scores})
+        return scores
 
-    monkeypatch.setattr(evaluation, "routing_metrics", routing_metrics)
+    monkeypatch.setattr(metrics, "routing_scores", routing_scores)
     view = reference_traces.view
     predictor = RouterInput(PredictorConfig(), view.shape).bind(view)
     batch = next(reference_traces.batches("test", 64))

@@ -163,18 +163,6 @@ def test_pull_makes_the_same_folder(hub: FakeHub, worker: Worker, work: Path) ->
     right(worker.run("inspect", "pulled", "--verify"))
 
 
-def test_the_mixin_sends_and_reads_it(hub: FakeHub, worker: Worker) -> None:
-    code = (
-        "from expertcast.checkpoints.checkpoint import HubPredictor\n"
-        "HubPredictor.from_pretrained('me/linear').push_to_hub('me/again')\n"
-        "again = HubPredictor.from_pretrained('me/again')\n"
-        "print(again.predictor.name, again.results['split'])"
-    )
-    assert right(worker.code(code, token=WRITER)).out == "linear test\n"
-    assert 'predictor="me/again"' in hub.tree("model", "me/again")["README.md"].decode()
-    assert hub.tree("model", "me/again")["model.safetensors"] == hub.tree("model", "me/linear")["model.safetensors"]
-
-
 def test_a_licence_stands_in_the_card(hub: FakeHub, worker: Worker) -> None:
     assert "licence" not in right(worker.run("push", "linear", "me/linear", token=WRITER)).out, "the bundled model's"
     right(worker.run("push", "linear", "me/linear", "--license", "cc-by-4.0", token=WRITER))

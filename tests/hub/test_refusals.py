@@ -1,13 +1,13 @@
-"""What can go wrong between here and the hub: one line each that says what to do, and nothing half done."""
+"""Names of repositories, and what the hub refuses."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from expertcast.checkpoints.hub import HubName
 from tests.hub.conftest import environment
 from tests.hub.fake_repos import READER, WRITER, FakeHub, Repo
 from tests.hub.test_checkpoints import right
@@ -146,13 +146,25 @@ def test_offline_its_cache_serves(hub: FakeHub, worker: Worker, work: Path) -> N
     assert len(hub.requests) == before
 
 
-@pytest.mark.parametrize(("what", "file"), [("linear", "config.json"), ("traces", "trace.json")])
-def test_what_names_no_digests_is_not_sent(what: str, file: str, hub: FakeHub, worker: Worker, work: Path) -> None:
-    old = shutil.copytree(work / what, work / f"old-{what}")
-    values = json.loads((old / file).read_text())
-    (old / file).write_text(json.dumps({key: values[key] for key in values.keys() - {"digest", "files"}}))
-    before = sent(hub)
-    line = worker.run("push", str(old), "me/old", token=WRITER).line
-    assert f"old-{what} names no digests that readers could check its files by: " in line
-    assert line.endswith("again with `expertcast train`" if what == "linear" else "again into a new folder")
-    assert sent(hub) == before
+@pytest.mark.parametrize(
+    ("given", "repo", "revision"),
+    [
+        ("user/repo", "user/repo", None),
+        (Path("user/repo@main"), "user/repo", "main"),
+        ("u-1/r_2.x@refs/pr/3", "u-1/r_2.x", "refs/pr/3"),
+        (f"user/repo@{'a' * 40}", "user/repo", "a" * 40),
+    ],
+)
+def test_names(given: str | Path, repo: str, revision: str | None) -> None:
+    name = HubName.of(given)
+    assert name == HubName(repo, revision)
+    assert str(name) == str(given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "repo", "a/b/c", "/a/b", "./repo", "../repo", "~/repo", "user/", "user/repo@", "user/repo@a b", "user/re po",
+     "user/repo@a@b", "user/-repo", "user/a--b", "user/" + "r" * 97, "user\0/repo"],
+)  # fmt: skip
+def test_no_names(given: str) -> None:
+    assert HubName.of(given) is None

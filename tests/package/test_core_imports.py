@@ -55,6 +55,14 @@ def test_the_package_itself_imports_neither() -> None:
     assert run("-c", code).stderr == ""
 
 
+def test_commands_that_run_no_offloaded_model_import_no_runtime() -> None:
+    code = (
+        "import sys, expertcast.commands.collect, expertcast.commands.eval, expertcast.commands.train; "
+        "assert not [name for name in sys.modules if name.startswith('expertcast.runtime')]"
+    )
+    assert run("-c", code).stderr == ""
+
+
 @pytest.fixture
 def old_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(release.transformers, "__version__", "5.19.0")

@@ -10,8 +10,7 @@ import pytest
 from transformers import LlamaConfig
 
 from expertcast.cli import main
-from expertcast.commands.deployment import OffloadedOptions
-from expertcast.commands.options import ModelOptions
+from expertcast.commands.options import ModelOptions, OffloadedOptions
 from expertcast.data.traces import TraceDataset
 from tests.families.models import tiny_model
 from tests.package.test_cli import fails

@@ -20,14 +20,12 @@ from expertcast.commands.predictors import QualityOptions, best_on_validation, f
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig
-from expertcast.predictors.artefacts import SEAL
 from expertcast.predictors.hybrid import HybridConfig
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import FITTERS
 from expertcast.training.scoring import FitOptions
 from expertcast.training.selection import select_hybrid
 from tests.package.test_cli import fails
-from tests.sealed import edit_json
 
 TOKENS = 3000
 
@@ -76,7 +74,7 @@ def test_more_of_the_same_text_scores_unseen_documents_only(
     command = ["eval", str(traces.folder), "--predictor", str(made.checkpoint)]
     found = scored(command, tmp_path / "result.json")
     tokens = sum(each.tokens for each in traces.documents if each.index in seen)
-    assert found["left_out"] == {"documents": len(seen), "tokens": tokens, "unknown": []}
+    assert found["left_out"] == {"documents": len(seen), "tokens": tokens}
     assert found["tokens"] == honest["tokens"] == traces.token_count() - tokens
     assert tokens > 0
     recall = found["recall_at_k"]["linear"]
@@ -201,27 +199,3 @@ def test_several_predictors_and_nothing_to_choose_by(fitted: dict[str, Predictor
     assert best_on_validation({"one": fitted["test"]}, traces, 1) == ("one", [])
     with pytest.raises(ExpertcastError, match="no tokens in the validation split to choose by"):
         best_on_validation(fitted, traces, 1)
-
-
-def test_before_there_were_hashes(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line says that it cannot be known; own traces are known by their id, and leave the test split."""
-    traces, checkpoint, result = tmp_path / "traces", tmp_path / "checkpoint", tmp_path / "result.json"
-    shutil.copytree(made.traces, traces)
-    edit_json(traces / "trace.json", lambda info: [document.pop("hash") for document in info["documents"]])
-    command = ["eval", str(traces), "--predictor"]
-    own = scored([*command, str(made.checkpoint)], result)
-    assert own["recall_at_k"] == made.metrics["recall_at_k"]
-    assert "before documents were known" not in capsys.readouterr().err
-    shutil.copytree(made.checkpoint, checkpoint)
-    (checkpoint / files.DOCUMENTS).unlink()
-    edit_json(checkpoint / files.CONFIG, lambda config: config["files"].pop(files.DOCUMENTS))
-    assert scored([*command, str(checkpoint)], result)["recall_at_k"] == made.metrics["recall_at_k"]
-    edit_json(traces / "trace.json", lambda info: info.update(id="another"))
-    capsys.readouterr()
-    for old in (made.checkpoint, checkpoint):
-        other = scored([*command, str(old)], result)
-        assert other["left_out"] == {"documents": 0, "tokens": 0, "unknown": ["linear"]}
-        assert other["tokens"] == TOKENS
-        warning = capsys.readouterr().err
-        assert warning.count("before documents were known by their hashes") == 1
-    assert SEAL in json.loads((checkpoint / files.CONFIG).read_text())

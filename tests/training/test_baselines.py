@@ -1,14 +1,23 @@
-"""Recall of what needs no training, against counts by hand."""
+"""Baselines in a checkpoint, and the ledger of costs."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from expertcast.checkpoints.checkpoint import PredictorCheckpoint, save_predictor
+from expertcast.commands.predictors import ledger_of
 from expertcast.data.batch import TraceBatch
 from expertcast.data.traces import TraceDataset
-from expertcast.training.evaluation import baseline_recall
+from expertcast.predictors import ModelShape
+from expertcast.predictors.base import LogOdds, PredictorConfig
+from expertcast.predictors.baselines import Frequency
+from expertcast.training.evaluation import baseline_recall, ledger_entry, ledger_table
+from expertcast.training.fit import fit
+from expertcast.training.scoring import Fitted
 
 
 def chosen(traces: TraceDataset, split: str) -> tuple[Tensor, TraceBatch]:
@@ -34,3 +43,47 @@ def test_recall_is_that_of_a_count(ahead: int, reference_traces: TraceDataset) -
             for token in range(len(sets) - 1)
         ]
         assert found["previous_token"]["per_layer"][place] == pytest.approx(sum(last) / len(last), abs=1e-6)
+
+
+def test_an_entry_by_hand() -> None:
+    """Counts of 3 x 8 in 8 bytes and weights in 4, and three numbers for each of two calibrated pairs."""
+    predictor = Frequency(PredictorConfig(), ModelShape(layers=3, experts=8, top_k=2, hidden=4))
+    predictor.calibration = {1: [LogOdds(1.0, 0.0, 0.0)] * 2}
+    entry = ledger_entry(predictor, {"seconds": 2.0, "known_seconds": 3.0, "collection_s": 60.0}, 2.5e-4)
+    assert entry == {
+        "parameters": 48 + 6, "bytes": 24 * 8 + 24 * 4 + 6 * 8, "forecast_ms": 0.25, "training_s": 5.0,
+        "collection_s": 60.0,
+    }  # fmt: skip
+    unknown = ledger_entry(predictor, {}, None)
+    assert [unknown[key] for key in ("forecast_ms", "training_s", "collection_s")] == [None, None, None]
+    table = ledger_table({"known": entry, "unknown": unknown}).splitlines()
+    assert table[0].split("  ")[0] == "predictor"
+    assert table[1].split() == ["known", "54", "336", "0.250", "5.0", "60.0"]
+    assert table[2].split() == ["unknown", "54", "336", "-", "-", "-"]
+
+
+def test_costs_of_fitted_predictors(fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset) -> None:
+    """Every one of them: all are timed, on one thread, and the collection's seconds are those of the traces."""
+    threads = torch.get_num_threads()
+    ledger = ledger_of(fitted_predictors, reference_traces, "test", 1)
+    assert torch.get_num_threads() == threads
+    assert list(ledger) == list(fitted_predictors)
+    for name, entry in ledger.items():
+        assert 0 < entry["forecast_ms"] < 1e3, name
+        assert entry["training_s"] > 0, name
+        assert entry["collection_s"] == reference_traces.info["collection_s"] > 0, name
+    candidates = fitted_predictors["hybrid"].report["candidates"]
+    assert ledger["hybrid"]["training_s"] > sum(report["seconds"] for report in candidates.values())
+    assert ledger["linear"]["parameters"] > ledger["quasi_hidden"]["parameters"] > ledger["router_input"]["parameters"]
+
+
+def test_checkpoints_keep_what_a_ledger_is_made_of(reference_traces: TraceDataset, tmp_path: Path) -> None:
+    name = "linear"
+    fitted = fit(name, reference_traces)
+    ledger = {name: ledger_entry(fitted.predictor, fitted.report, 1e-3)}
+    extra, metrics = {"training": fitted.report}, {"ledger": ledger}
+    save_predictor(fitted.predictor, tmp_path / name, view=reference_traces.view, metrics=metrics, extra=extra)
+    opened = PredictorCheckpoint.open(tmp_path / name)
+    assert opened.metrics["ledger"] == ledger
+    loaded = opened.load(reference_traces.view)
+    assert ledger_entry(loaded, opened.config["training"], 1e-3) == ledger[name]

@@ -32,7 +32,7 @@ def drawn(probability_TE: Tensor, seed: int = 0) -> Tensor:
 
 def pairs_of(metric: Calibration, forecast: Forecast, truth: Forecast) -> tuple[Tensor, Tensor]:
     """Probabilities and hits of all pairs, which the metric is given too."""
-    comparison = comparison_of(forecast, truth, SHAPE)
+    comparison = comparison_of(forecast, truth)
     metric.update(0, comparison)
     return forecast.probability().flatten(), comparison.truth.member_TE.flatten()
 
@@ -68,7 +68,7 @@ def test_merged_calibration_equals_the_whole() -> None:
     for seed, half in ((0, left), (1, right)):
         truth = random_routing(seed, 25, SHAPE)
         for metric in (half, whole):
-            metric.update(0, comparison_of(near(truth, seed, 0.7), truth, SHAPE))
+            metric.update(0, comparison_of(near(truth, seed, 0.7), truth))
     left.merge_state(right)
     merged, expected = left.compute(), whole.compute()
     for key, value in expected.items():
@@ -82,7 +82,7 @@ def test_it_is_good_where_experts_are_drawn_by_the_probabilities() -> None:
     routed = random_routing(0, 4000, SHAPE)
     found = []
     for factor in (1.0, 4.0):
-        comparison = comparison_of(replace(routed, logits_TE=factor * logits_TE), routed, SHAPE)
+        comparison = comparison_of(replace(routed, logits_TE=factor * logits_TE), routed)
         comparison.truth.member_TE.copy_(member_TE)
         metric = Calibration(1)
         metric.update(0, comparison)
@@ -94,7 +94,7 @@ def test_it_is_good_where_experts_are_drawn_by_the_probabilities() -> None:
 def test_without_likely_pairs_there_is_no_error_of_them() -> None:
     truth = random_routing(0, 5, SHAPE)
     metric = Calibration(1)
-    metric.update(0, comparison_of(replace(truth, log_odds=LogOdds(0.0, 0.0, -9.0)), truth, SHAPE))
+    metric.update(0, comparison_of(replace(truth, log_odds=LogOdds(0.0, 0.0, -9.0)), truth))
     result = metric.compute()
     assert result["ece_likely"].isnan()
     assert result["ece"].item() == pytest.approx(0.25, abs=1e-3), "a quarter of the pairs are there"
@@ -155,17 +155,12 @@ def test_every_predictor_comes_out_calibrated(
         assert values[name]["ece_likely"] < 0.5 * values[name]["before"]["ece_likely"], name
 
 
-def test_checkpoints_keep_it_and_old_ones_have_none(
+def test_checkpoints_keep_it(
     fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset, tmp_path: Path
 ) -> None:
     predictor, view = fitted_predictors["linear"].predictor, reference_traces.view
     save_predictor(predictor, tmp_path / "linear", view=view)
     assert load_predictor(tmp_path / "linear", view).calibration == predictor.calibration
-    edit_json(tmp_path / "linear" / "config.json", lambda values: values.pop("calibration"))
-    old = load_predictor(tmp_path / "linear", view)
-    assert old.calibration == {}
-    state = next(reference_traces.batches("test", 4)).state(view, 0)
-    assert old.forecast(state).log_odds is None
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,24 +199,3 @@ def test_table_has_a_row_per_predictor_and_the_chance_level(view: MoEView, batch
     assert len({len(line) for line in lines}) == 1
     assert float(lines[1].split()[1]) == pytest.approx(result.recall("quasi_hidden"), abs=5e-4)
     assert lines[3].split()[1:] == [f"{view.shape.top_k / view.shape.experts:.3f}"] * 4
-
-
-def test_two_ranks_score_their_shares_and_both_get_the_whole(view: MoEView, batch: TraceBatch, tmp_path: Path) -> None:
-    script = Path(__file__).with_name("distributed_evaluation.py")
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    rendezvous = (tmp_path / "rendezvous").as_uri()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", f"tests.training.{script.stem}", rendezvous, str(tmp_path / f"{rank}.json")],
-            cwd=script.parents[2],
-            env=environment | {"RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    whole = evaluate({"quasi_hidden": quasi(view)}, [batch], view).as_dict()
-    assert first == second
-    assert first["tokens"] == 50
-    assert first["recall_at_k"]["quasi_hidden"]["per_layer"] == whole["recall_at_k"]["quasi_hidden"]["per_layer"]
-    assert first["calibration"]["quasi_hidden"]["ece"] == pytest.approx(whole["calibration"]["quasi_hidden"]["ece"])

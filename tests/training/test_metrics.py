@@ -15,14 +15,11 @@ from expertcast.predictors.base import Forecast, inclusion_probability
 from expertcast.predictors.view import ModelShape
 from expertcast.training.metrics import (
     BUDGETS,
-    InputCosine,
-    RankAlignment,
-    RecallAtBudget,
     RoutingComparison,
+    RoutingMeans,
     chance_levels,
     compare,
     rank_routing,
-    routing_metrics,
 )
 
 
@@ -48,8 +45,16 @@ def near(routing: Forecast, seed: int, noise: float) -> Forecast:
     )
 
 
-def comparison_of(forecast: Forecast, truth: Forecast, shape: ModelShape) -> RoutingComparison:
+def comparison_of(forecast: Forecast, truth: Forecast) -> RoutingComparison:
     return compare(forecast, rank_routing(truth))
+
+
+def scored(shape: ModelShape, *pairs: Forecast) -> dict[str, Tensor]:
+    """Mean scores of forecasts and truths, given in turn, as batches of one layer."""
+    means = RoutingMeans(shape, 1, {})
+    for forecast, truth in zip(pairs[::2], pairs[1::2], strict=True):
+        means.update(0, comparison_of(forecast, truth))
+    return means.per_layer()
 
 
 def by_weight(routing: Forecast, token: int) -> list[int]:
@@ -107,11 +112,9 @@ def test_metrics_follow_their_definitions(
 ) -> None:
     truth = random_routing(seed, tokens, shape, biased=biased)
     forecast = near(truth, seed + 1, noise)
-    metrics = routing_metrics(shape, layers=1)
-    for metric in metrics.values():
-        metric.update(0, comparison_of(forecast, truth, shape))
+    found = scored(shape, forecast, truth)
     for name, expected in reference_scores(forecast, truth, shape).items():
-        torch.testing.assert_close(metrics[name].compute().flatten(), torch.tensor(expected), msg=name)
+        torch.testing.assert_close(found[name].flatten(), torch.tensor(expected), msg=name)
 
 
 @settings(max_examples=40, deadline=None)
@@ -119,10 +122,7 @@ def test_metrics_follow_their_definitions(
 def test_wider_budgets_never_hold_less(shape: ModelShape, seed: int, noise: float) -> None:
     truth = random_routing(seed, 16, shape, biased=True)
     forecast = random_routing(seed + 7, 16, shape, biased=True) if noise == 1.0 else near(truth, seed, noise)
-    metrics = routing_metrics(shape, layers=1)
-    for metric in metrics.values():
-        metric.update(0, comparison_of(forecast, truth, shape))
-    value = {name: metric.compute().sum().item() for name, metric in metrics.items()}
+    value = {name: mean.sum().item() for name, mean in scored(shape, forecast, truth).items()}
     assert value["recall_at_k"] <= value["recall_at_1.5k"] + 1e-6 <= value["recall_at_2k"] + 2e-6
     assert value["hard_match"] + value["soft_match"] == pytest.approx(value["exact_set"])
     assert value["exact_set"] + value["mismatch"] == pytest.approx(1.0)
@@ -139,10 +139,9 @@ def test_perfect_and_opposite_forecasts() -> None:
         topk_weights_TK=torch.tensor([[0.7, 0.3]]).expand(32, 2),
     )
     for forecast, expected in ((truth, 1.0), (opposite, 0.0)):
-        metrics = routing_metrics(shape, layers=1)
+        found = scored(shape, forecast, truth)
         for name in ("recall_at_k", "recall_at_2k", "exact_set", "hard_match", "weight_covered", "rank_alignment"):
-            metrics[name].update(0, comparison_of(forecast, truth, shape))
-            assert set(metrics[name].per_layer().flatten().tolist()) == {expected}, name
+            assert set(found[name].flatten().tolist()) == {expected}, name
 
 
 def test_ties_in_weight_go_to_the_higher_logit() -> None:
@@ -160,39 +159,43 @@ def test_ties_in_weight_go_to_the_higher_logit() -> None:
 def test_layers_are_kept_apart() -> None:
     shape = ModelShape(layers=4, experts=8, top_k=2, hidden=4)
     truth = random_routing(0, 20, shape)
-    metric = RecallAtBudget(3, shape.top_k)
-    metric.update(0, comparison_of(truth, truth, shape))
-    metric.update(2, comparison_of(near(truth, 1, 2.0), truth, shape))
-    first, second, third = metric.compute().tolist()
+    means = RoutingMeans(shape, 3, {})
+    means.update(0, comparison_of(truth, truth))
+    means.update(2, comparison_of(near(truth, 1, 2.0), truth))
+    first, second, third = means.per_layer()["recall_at_k"].tolist()
     assert first == 1.0
     assert math.isnan(second)
     assert third == pytest.approx(reference_scores(near(truth, 1, 2.0), truth, shape)["recall_at_k"][0])
 
 
-def test_merged_halves_equal_the_whole() -> None:
-    """What two ranks add up to: states are sums, so the order and the split of the tokens do not matter."""
+def test_batches_add_up_to_the_whole() -> None:
+    """Means are sums and counts, so the split of the tokens into batches does not matter."""
     shape = ModelShape(layers=2, experts=16, top_k=4, hidden=4)
-    parts = [random_routing(seed, tokens, shape) for seed, tokens in ((0, 30), (1, 7))]
-    pairs = [(near(part, 5, 0.5), part) for part in parts]
-    for name in routing_metrics(shape, 1):
-        if name == "cosine":
-            continue
-        whole, left, right = (routing_metrics(shape, 1)[name] for _ in range(3))
-        for pair, half in zip(pairs, (left, right), strict=True):
-            half.update(0, comparison_of(*pair, shape))
-            whole.update(0, comparison_of(*pair, shape))
-        left.merge_state(right)
-        torch.testing.assert_close(left.compute(), whole.compute(), rtol=0, atol=0)
+    truth = random_routing(0, 37, shape)
+    forecast = near(truth, 5, 0.5)
+
+    def part(routing: Forecast, rows: slice) -> Forecast:
+        return Forecast(
+            layer=1,
+            logits_TE=routing.logits_TE[rows],
+            topk_ids_TK=routing.topk_ids_TK[rows],
+            topk_weights_TK=routing.topk_weights_TK[rows],
+        )
+
+    halves = [part(each, rows) for rows in (slice(30), slice(30, None)) for each in (forecast, truth)]
+    whole, added = scored(shape, forecast, truth), scored(shape, *halves)
+    for name in whole.keys() - {"cosine"}:
+        torch.testing.assert_close(added[name], whole[name], msg=name)
 
 
 def test_cosine_is_the_mean_over_tokens_and_absent_without_an_input() -> None:
     shape = ModelShape(layers=3, experts=8, top_k=2, hidden=4)
     truth = random_routing(0, 3, shape)
-    metric = InputCosine(2)
+    means = RoutingMeans(shape, 2, {})
     cosine_T = torch.tensor([1.0, 0.0, -0.4])
-    metric.update(0, compare(truth, rank_routing(truth), cosine_T=cosine_T))
-    metric.update(1, compare(truth, rank_routing(truth)))
-    values = metric.compute()
+    means.update(0, compare(truth, rank_routing(truth), cosine_T=cosine_T))
+    means.update(1, compare(truth, rank_routing(truth)))
+    values = means.per_layer()["cosine"]
     assert values[0].item() == pytest.approx(0.2)
     assert values[1].isnan()
 
@@ -200,19 +203,15 @@ def test_cosine_is_the_mean_over_tokens_and_absent_without_an_input() -> None:
 def test_rank_alignment_keeps_its_rank_axis_for_one_expert() -> None:
     shape = ModelShape(layers=2, experts=8, top_k=1, hidden=4)
     truth = random_routing(0, 5, shape)
-    metric = RankAlignment(1, 1)
-    metric.update(0, comparison_of(truth, truth, shape))
-    assert metric.per_layer().tolist() == [[1.0]]
+    assert scored(shape, truth, truth)["rank_alignment"].tolist() == [[1.0]]
 
 
 def test_chance_levels_are_what_random_forecasts_score() -> None:
     shape = ModelShape(layers=2, experts=6, top_k=2, hidden=4)
     truth, forecast = random_routing(0, 20_000, shape), random_routing(1, 20_000, shape)
-    metrics = routing_metrics(shape, 1)
-    chance = chance_levels(shape)
-    for name in set(metrics) & set(chance):
-        metrics[name].update(0, comparison_of(forecast, truth, shape))
-        assert metrics[name].compute().mean().item() == pytest.approx(chance[name], abs=0.012), name
+    found, chance = scored(shape, forecast, truth), chance_levels(shape)
+    for name in set(found) & set(chance):
+        assert found[name].mean().item() == pytest.approx(chance[name], abs=0.012), name
 
 
 def bisected(logits_E: Tensor, top_k: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import signal
@@ -25,12 +26,13 @@ from expertcast.data.batch import TraceBatch
 from expertcast.data.online import OnlineTraces
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset, TraceSource
-from expertcast.predictors import PredictorConfig
+from expertcast.predictors import ExpertcastError, PredictorConfig
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.next_token import NextTokenConfig
 from expertcast.training.fit import fit
-from expertcast.training.loop import note_of, read_state, resume_folder, write_state
+from expertcast.training.loop import read_state, resume_folder, usable_state, write_state
 from expertcast.training.scoring import FitOptions, Fitted
+from tests.irregular import IRREGULAR, in_seconds, put
 from tests.training.synthetic import tiny_view
 from tests.training.test_next_token import Cyclic
 
@@ -207,7 +209,7 @@ def test_a_state_of_something_else_is_not_used(
 
     plain = {"parameters": 80_000, "steps": 20, "step_tokens": 256, "passes": 9, "patience": 20}
     killed(EstimatorConfig(**plain), 12)
-    path = tmp_path / "ahead1.safetensors"
+    path = tmp_path / "ahead1.state"
     before = read_state(path)["global_step"]
     assert before > 4
     with caplog.at_level(logging.WARNING):
@@ -223,29 +225,57 @@ def test_a_state_of_something_else_is_not_used(
 
 def test_a_kill_during_a_write_leaves_the_state_before(tmp_path: Path) -> None:
     """A process that does nothing but write states, killed at any moment: there is always a whole one."""
-    path = tmp_path / "state.safetensors"
+    path = tmp_path / "ahead1.state"
     program = (
         "import itertools, sys, torch; from pathlib import Path; from expertcast.training.loop import write_state\n"
         "for step in itertools.count():\n"
-        "    write_state(Path(sys.argv[1]), {'value': torch.full((500_000,), float(step)), 3: (step,)},\n"
-        "                {'fingerprint': 'x', 'step': step, 'finished': False})\n"
+        "    write_state(Path(sys.argv[1]), {'value': torch.full((500_000,), float(step)), 3: (step,),\n"
+        "                'fingerprint': 'x', 'global_step': step, 'finished': False})\n"
     )
     for _ in range(3):
         path.unlink(missing_ok=True)
         process = subprocess.Popen([sys.executable, "-c", program, str(path)], cwd=ROOT)
-        wait_for(path, process)
-        time.sleep(random.uniform(0, 0.05))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        note, state = note_of(path, "x"), read_state(path)
-        assert note is not None
-        assert state[3] == [note["step"]]
-        assert (state["value"] == note["step"]).all()
+        try:
+            wait_for(path, process)
+            time.sleep(random.uniform(0, 0.05))
+        finally:  # it never ends by itself
+            process.kill()
+            process.wait()
+        state = usable_state(path, "x")
+        assert state is not None
+        assert state[3] == [state["global_step"]]
+        assert (state["value"] == state["global_step"]).all()
 
 
 def test_only_plain_values_are_kept(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="object in a training's state"):
-        write_state(tmp_path / "state", {"what": object()}, {})
+        write_state(tmp_path / "state", {"what": object()})
+
+
+def test_a_damaged_state_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever byte changed, the training starts over and says so."""
+    path = tmp_path / "ahead1.state"
+    state = {"score": -math.inf, "network": {"weight": torch.rand(3, 5), "count": torch.arange(4)}}
+    write_state(path, {**state, "fingerprint": "x", "global_step": 3, "finished": False})
+    content = path.read_bytes()
+    for place in range(len(content)):
+        changed = bytearray(content)
+        changed[place] ^= 1 << random.randrange(8)
+        path.write_bytes(changed)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert usable_state(path, "x") is None
+        assert "is damaged: it was changed after it was written; remove it: this training starts over" in caplog.text
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_what_is_no_file(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "ahead1.state"
+    put(kind, path)
+    with in_seconds(20), caplog.at_level(logging.WARNING):
+        assert usable_state(path, "x") is None
+        with pytest.raises(ExpertcastError, match=r"ahead1\.state is damaged"):
+            read_state(path)
 
 
 def wait_for(path: Path, process: subprocess.Popen[Any]) -> None:
@@ -279,7 +309,7 @@ def test_command_interrupted(
     process = subprocess.Popen(
         [*command, "--out", str(out)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
     )
-    wait_for(resume_folder(out) / "ahead1.safetensors", process)
+    wait_for(resume_folder(out) / "ahead1.state", process)
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == status
@@ -308,9 +338,9 @@ def test_command_killed_at_a_random_step(reference_traces: TraceDataset, tmp_pat
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     arguments = ["train", str(reference_traces.folder), *COMMAND]
     after_s = random.uniform(0.0, 0.7)
-    train_killed([*arguments, "--out", str(killed)], resume_folder(killed) / "ahead1.safetensors", after_s)
+    train_killed([*arguments, "--out", str(killed)], resume_folder(killed) / "ahead1.state", after_s)
     assert not killed.exists()
-    step = read_state(resume_folder(killed) / "ahead1.safetensors").get("global_step", ESTIMATOR.steps)
+    step = read_state(resume_folder(killed) / "ahead1.state").get("global_step", ESTIMATOR.steps)
     assert step >= 3
     assert main([*arguments, "--out", str(killed)]) == 0
     assert main([*arguments, "--out", str(whole)]) == 0
@@ -334,7 +364,7 @@ def test_two_ranks(reference_traces: TraceDataset, tmp_path: Path) -> None:
     traces, killed, whole = reference_traces.folder, tmp_path / "killed", tmp_path / "whole"
     for folder in (killed, whole):
         folder.mkdir()
-    state = tmp_path / "states" / "ahead1.safetensors"
+    state = tmp_path / "states" / "ahead1.state"
     assert two_ranks(traces, killed, state.parent, 9).returncode != 0
     assert 6 <= read_state(state)["global_step"] <= 9
     resumed = two_ranks(traces, killed, state.parent, -1)

@@ -14,15 +14,18 @@ from torch import Tensor
 
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
+from expertcast.commands.numbers import BANDWIDTHS
 from expertcast.commands.options import Count, Option
 from expertcast.commands.output import Outcome, new_file, say
 from expertcast.commands.predictors import learned_documents
-from expertcast.commands.routing_file import advise_routing
+from expertcast.commands.routing_file import described, heading, memories, open_routing, replayed_rows, routing_policies
+from expertcast.commands.simulate_options import CAPACITY
 from expertcast.data.models import load_tokenizer
 from expertcast.data.routing_file import is_routing_file
 from expertcast.data.text import bundled_ids
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
+from expertcast.predictors.messages import Json
 from expertcast.runtime.advising.advise import advice_from
 from expertcast.runtime.advising.disk import DiskFindings, Run, advise_disk, survey_disk
 from expertcast.runtime.advising.drafts import FEWEST, LONGEST, DraftTraits, advise_drafts
@@ -31,11 +34,13 @@ from expertcast.runtime.benchmarking.bench import BenchSettings
 from expertcast.runtime.config import OffloadConfig, size_bytes
 from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.offloading import OffloadedModel, offload
+from expertcast.runtime.policies import Policies
 from expertcast.runtime.recording.recorder import Observer
+from expertcast.runtime.simulation.sweep import BELADY
 from expertcast.runtime.simulation.trace import Texts, Trace, load_trace
 from expertcast.runtime.storage.expert_file import packed_codec
 
-# `expertcast advise --store-folder`: how experts that lie on a disk are best kept.
+# --store-folder: codec and memory for experts on a disk.
 
 TOKENS = 1000
 """Of traces, that are replayed."""
@@ -215,12 +220,7 @@ class Options(TargetOptions):
 def run(options: Options) -> Outcome:
     """Short runs on demand and with forecasts, and what they lead to."""
     if is_routing_file(options.target):
-        offload = options.offload
-        return advise_routing(
-            options.target, memory=offload.memory, slots=offload.slots, capacity=options.capacity,
-            bandwidth=offload.bandwidth, latency=offload.latency, experts=options.experts,
-            expert_bytes=options.expert_bytes, save=options.save,
-        )  # fmt: skip
+        return _advise_routing(options)
     say_if_busy()
     if options.store_folder is not None:
         return advise_on_disk(
@@ -252,3 +252,73 @@ def run(options: Options) -> Outcome:
         chosen.save(options.save)
         text += f"\nwrote {options.save}"
     return result, text
+
+
+# A routing file in place of a model.
+
+_WORTH = 0.02
+"""Share of the bytes that a policy other than the simplest must save to be advised."""
+_SIMPLE = ("lru", "global")
+_ADVISED = ("policy", "scope", "memory_bytes", "hits", "bytes_per_step", "copy_s")
+
+
+def _advise_routing(options: Options) -> Outcome:
+    """Replay every policy that needs no forecast, over all experts and with equal shares.
+
+    Raises:
+        ExpertcastError: more than one size, a damaged file, or too little memory.
+    """
+    config, capacity = options.offload, options.capacity
+    if sum(given is not None for given in (config.memory, config.slots, capacity)) > 1:
+        raise ExpertcastError("--capacity, --slots and --memory all say how many experts fit: give one of them")
+    routing, total = open_routing(options.target, options.experts, options.expert_bytes)
+    memory = [] if config.memory is None else [str(config.memory)]
+    slots = [] if config.slots is None else [config.slots]
+    shares = [] if memory or slots else [CAPACITY if capacity is None else capacity]
+    (size,) = memories(routing, total, memory, shares, slots)
+    link = BANDWIDTHS["pcie4"] if config.bandwidth is None else config.bandwidth
+    names = routing_policies()
+    cases = [(name, "global") for name in names]
+    if size // routing.layers >= routing.top_k * int(routing.sized(total // (routing.layers * routing.experts)).max()):
+        cases += [(name, "layer") for name in names]
+    rows = replayed_rows(routing, total, [*cases, (BELADY, "global")], [size], bandwidth=link, latency=config.latency)
+    *found, bound = rows
+    chosen = _chosen(found)
+    found.sort(key=lambda row: row["copy_s"])
+    result: Json = {
+        **heading(routing, total),
+        "advised": {key: chosen[key] for key in _ADVISED},
+        "reasons": _reasons(chosen, found, bound),
+        "results": [*found, bound],
+    }
+    policies = Policies(eviction=chosen["policy"], scope=chosen["scope"])
+    text = f"{described(result)}\n\n" + "\n".join(f"- {reason}" for reason in result["reasons"])
+    text += f"\n\nadvised: eviction={chosen['policy']}, scope={chosen['scope']}"
+    if options.save is not None:
+        OffloadConfig(policies=policies, memory=str(size)).save(options.save)
+        text += f"\nwrote {options.save}"
+    return result, text
+
+
+def _chosen(rows: list[Json]) -> Json:
+    """The one with the least copying; lru over all slots unless that copies more by a margin."""
+    best, simple = min(rows, key=lambda row: row["copy_s"]), _simplest(rows)
+    return simple if best["copy_s"] >= (1 - _WORTH) * simple["copy_s"] else best
+
+
+def _simplest(rows: list[Json]) -> Json:
+    return next(row for row in rows if (row["policy"], row["scope"]) == _SIMPLE)
+
+
+def _reasons(chosen: Json, rows: list[Json], bound: Json) -> list[str]:
+    simple = _simplest(rows)
+    reasons = [
+        f"{chosen['policy']} ({chosen['scope']}) hits {chosen['hits']:.1%} and leaves "
+        f"{chosen['bytes_per_step'] / 1e6:.1f} MB per token, "
+        f"{1e3 * chosen['copy_s']:.2f} ms on a link of {chosen['bandwidth'] / 1e9:.3g} GB/s",
+        f"belady, who knows the future, hits {bound['hits']:.1%}: {1e3 * bound['copy_s']:.2f} ms per token",
+    ]
+    if chosen is not simple and simple["copy_s"]:
+        saved = 1 - chosen["copy_s"] / simple["copy_s"]
+        reasons.insert(1, f"lru hits {simple['hits']:.1%}: {saved:.0%} of its copies are saved")
+    return [*reasons, "prompts are left out of these figures; what a forecast by hidden states adds needs the model"]

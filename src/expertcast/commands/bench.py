@@ -38,7 +38,7 @@ from expertcast.runtime.benchmarking.shapes import weight_bytes
 from expertcast.runtime.config import FORECASTS, OffloadConfig
 from expertcast.runtime.drafts.names import check_draft
 
-# What `expertcast bench` prints: its result, as it goes into the JSON, in words and one table per prompt.
+# Text of the result: one table per prompt.
 
 
 def describe(result: Json) -> str:

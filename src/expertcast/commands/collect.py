@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from expertcast.commands.deployment import OffloadedOptions
-from expertcast.commands.options import Count, Data, Model, Option, Text, TextColumn
+from expertcast.commands.options import Count, Data, Model, OffloadedOptions, Option, Text, TextColumn
 from expertcast.commands.output import Outcome, describe_traces
 from expertcast.data.collect import collect
 from expertcast.data.processes import exclusive

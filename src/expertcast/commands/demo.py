@@ -37,7 +37,7 @@ from expertcast.training.fit import fit_many
 from expertcast.training.report import PAGE, example_text, report_sources, write_report
 from expertcast.training.scoring import Fitted, scored_batches
 
-# Threads that help and work that fits: how `expertcast demo` keeps to its minutes on a slow or busy machine.
+# Number of threads, and share of the work that fits the minutes, on a slow or busy machine.
 
 LEAST = 0.1
 """Share of the work that is done however long it takes."""
@@ -113,7 +113,7 @@ def part(count: int, share: float) -> int:
     return max(1, round(count * share))
 
 
-# The last stage of `expertcast demo`: a model decodes with its experts behind a slow link, in every mode.
+# Last stage: a model decodes with its experts behind a slow link, in every mode.
 
 SLOTS = 96
 """An eighth of the reference model's 768 experts: two tokens' worth."""

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from expertcast.commands.options import BANDWIDTH, COUNT, Fields, Given, ModelOptions, Option
-from expertcast.data.models import load_tokenizer
-from expertcast.data.processes import join_ranks, wait_for_all
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.config import FORECASTS, MODES, OffloadConfig, named_checkpoint
-from expertcast.runtime.loading import load_offloaded
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.serving.warm import HotExperts, prepare, read_prompts
-
-# Policies as the command line takes them: a preset's name, or one for each kind that is not the default.
 
 POLICIES_HELP = "eviction, prefetch, miss, routing, pre_eviction or scope, such as eviction=lfu; or a preset's name"
 
@@ -41,75 +35,6 @@ def policies_of(words: Sequence[str]) -> Policies | str:
         if kind not in kinds:
             raise ExpertcastError(f"--policies {kind}: give a preset alone, or KIND=POLICY of {', '.join(kinds)}")
     return Policies(**given)
-
-
-# Options of commands that run a model over text: with any of these, one that is larger than memory.
-
-_FEW_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
-"""oneDNN keeps a kernel for each number of tokens that an expert got, 1,024 of them by default: 1.5 GB beside a model
-that memory is too small for. It reads the variable when it makes the first one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredOptions(ModelOptions):
-    """How a model is loaded whose experts may lie in a folder."""
-
-    store_folder: Annotated[str | None, Option(metavar="DIR")] = None
-    """Run the model offloaded, its experts packed in this folder: for models larger than memory."""
-
-    def opener(self, name: str) -> Callable[[OffloadConfig], OffloadedModel] | None:
-        """What opens the model from the folder, offloaded as it is told; None: there is no folder.
-
-        Args:
-            name: the model's.
-        """
-        folder = self.store_folder
-        if folder is None:
-            return None
-
-        given = self.passed_on(name)
-
-        def opened(config: OffloadConfig) -> OffloadedModel:
-            stored = OffloadConfig.of(config, {"store": "disk", "store_folder": folder, "codec": None})
-            return load_offloaded(name, stored, device=self.device_name, dtype=self.dtype, **given)
-
-        return opened
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffloadedOptions(StoredOptions):
-    """How a model is loaded that may run offloaded."""
-
-    slots: Annotated[int | None, COUNT] = None
-    """Run the model offloaded, with so many experts on the device (default with --store-folder: a quarter of all)."""
-    memory: Annotated[str | None, Option(metavar="BYTES")] = None
-    """The same in bytes, such as 2GB; activations take about as much beside it."""
-    codec: Annotated[str | None, Option(metavar="CODEC")] = None
-    """How experts are packed in --store-folder (default: as they are there, else raw)."""
-
-    def load(self, name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """A model on its device, offloaded if any option says so, and its tokenizer.
-
-        Raises:
-            ExpertcastError: no such model, tokenizer or device, or options that rule each other out.
-        """
-        if not (self.store_folder or self.slots or self.memory or self.codec):
-            return super().load(name)
-        os.environ.setdefault(*_FEW_KERNELS)
-        config = OffloadConfig(
-            slots=self.slots, memory=self.memory, store="memory" if self.store_folder is None else "disk",
-            store_folder=self.store_folder, codec=self.codec,
-        )  # fmt: skip
-
-        given = self.passed_on(name)
-
-        def loaded() -> PreTrainedModel:
-            return load_offloaded(name, config, device=self.device_name, dtype=self.dtype, **given).model
-
-        share, tokenizer = join_ranks(), load_tokenizer(name, **given)
-        model = loaded() if share.rank == 0 else None  # the first process packs, the others find what it packed
-        wait_for_all(share)
-        return loaded() if model is None else model, tokenizer
 
 
 OFFLOAD = Fields(
@@ -173,9 +98,6 @@ class DeploymentOptions(ModelOptions):
         if ("slots" in changed) != ("memory" in changed):  # two ways to say the same: the file's goes
             changed = {"slots": None, "memory": None, **changed}
         return changed
-
-
-# Options of a command that serves: slots that are full before the first request.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 from expertcast.checkpoints.provenance import provenance
-from expertcast.commands.deployment import OffloadedOptions
 from expertcast.commands.numbers import positive_number
-from expertcast.commands.options import BANDWIDTH, Count, Option
-from expertcast.commands.output import Outcome, folder, say
+from expertcast.commands.options import BANDWIDTH, Count, OffloadedOptions, Option
+from expertcast.commands.output import Outcome, folder
 from expertcast.commands.predictors import (
     QualityOptions,
     best_on_validation,
@@ -28,7 +27,6 @@ from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor
 from expertcast.predictors.messages import Json, aligned
-from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.training.evaluation import learning_curve, ledger_table
 from expertcast.training.metrics import Windows, copies_in_time, ratio_windows
 from expertcast.training.report import example_text, report_sources, write_report
@@ -73,8 +71,6 @@ def run(options: Options) -> Outcome:
     predictors, tokens_ahead = split_by_looks(options, {name: made.predictor for name, made in fitted.items()})
     split = options.split or (ALL if all(map(is_checkpoint, options.predictor)) else "test")
     unseen, left_out = unseen_traces(traces, fitted, split)
-    if left_out.warning():
-        say(left_out.warning())
     ledger = ledger_of(fitted, unseen, split, ahead[0])
     result: Json = {"split": split, "left_out": left_out.as_dict(), "ledger": ledger}
     tables = []
@@ -121,6 +117,8 @@ def _windows(options: Options, view: MoEView, costs: Json) -> Windows:
         return ratio_windows(top_k)
     if options.bandwidth is None:
         return ratio_windows(top_k, forecast_share=forecast_s / layer_s)
+    from expertcast.runtime.storage.layout import BlockLayout
+
     copy_s = (options.expert_bytes or BlockLayout.of(view).block_bytes) / options.bandwidth
     return {"link": copies_in_time(layer_s, copy_s, forecast_s)}
 

@@ -75,8 +75,8 @@ def _verify(folder: Path) -> list[str]:
         return ["trace.json", "shards", "skeleton", "default vectors", *early]
     if holds_predictor(folder):
         checkpoint = PredictorCheckpoint.open(folder)
-        known = [] if checkpoint.load().learned_from is None else [files.DOCUMENTS]
-        return [files.CONFIG, files.METRICS, files.WEIGHTS, *known]
+        checkpoint.load()
+        return [files.CONFIG, files.METRICS, files.WEIGHTS, files.DOCUMENTS]
     if (folder / FILE_NAME).is_file():
         verify_store(folder / FILE_NAME)
         return [FILE_NAME]

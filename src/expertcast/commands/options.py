@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import os
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,20 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.checkpoints.bundled import resolve_model
-from expertcast.commands.numbers import (
-    bandwidth,
-    not_negative_whole,
-    positive,
-)
+from expertcast.commands.numbers import bandwidth, not_negative_whole, positive
 from expertcast.data.machine import torch_device
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.plan import TextOptions
+from expertcast.data.processes import join_ranks, wait_for_all
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.options import field_docs
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from expertcast.runtime.config import OffloadConfig
+    from expertcast.runtime.offloading import OffloadedModel
 
 C = TypeVar("C", bound="DataclassInstance")
 
@@ -243,3 +243,72 @@ class ModelOptions:
         given = {"revision": self.revision, "attn_implementation": self.attn_implementation}
         asked = {key: value for key, value in given.items() if value is not None}
         return {**asked, "trust_remote_code": self.trust_remote_code}  # without it transformers would ask at a terminal
+
+
+_FEW_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+"""oneDNN keeps a kernel for each number of tokens that an expert got, 1,024 of them by default: 1.5 GB beside a model
+that memory is too small for. It reads the variable when it makes the first one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredOptions(ModelOptions):
+    """How a model is loaded whose experts may lie in a folder."""
+
+    store_folder: Annotated[str | None, Option(metavar="DIR")] = None
+    """Run the model offloaded, its experts packed in this folder: for models larger than memory."""
+
+    def opener(self, name: str) -> Callable[[OffloadConfig], OffloadedModel] | None:
+        """Function that opens the model `name` from the folder, offloaded by a configuration; None without a folder."""
+        from expertcast.runtime.config import OffloadConfig
+        from expertcast.runtime.loading import load_offloaded
+
+        folder = self.store_folder
+        if folder is None:
+            return None
+
+        given = self.passed_on(name)
+
+        def opened(config: OffloadConfig) -> OffloadedModel:
+            stored = OffloadConfig.of(config, {"store": "disk", "store_folder": folder, "codec": None})
+            return load_offloaded(name, stored, device=self.device_name, dtype=self.dtype, **given)
+
+        return opened
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadedOptions(StoredOptions):
+    """How a model is loaded that may run offloaded."""
+
+    slots: Annotated[int | None, COUNT] = None
+    """Run the model offloaded, with so many experts on the device (default with --store-folder: a quarter of all)."""
+    memory: Annotated[str | None, Option(metavar="BYTES")] = None
+    """The same in bytes, such as 2GB; activations take about as much beside it."""
+    codec: Annotated[str | None, Option(metavar="CODEC")] = None
+    """How experts are packed in --store-folder (default: as they are there, else raw)."""
+
+    def load(self, name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """A model on its device, offloaded if any option says so, and its tokenizer.
+
+        Raises:
+            ExpertcastError: no such model, tokenizer or device, or options that rule each other out.
+        """
+        if not (self.store_folder or self.slots or self.memory or self.codec):
+            return super().load(name)
+        from expertcast.runtime.config import OffloadConfig
+        from expertcast.runtime.loading import load_offloaded
+
+        os.environ.setdefault(*_FEW_KERNELS)
+        config = OffloadConfig(
+            slots=self.slots, memory=self.memory, store="memory" if self.store_folder is None else "disk",
+            store_folder=self.store_folder, codec=self.codec,
+        )  # fmt: skip
+
+        given = self.passed_on(name)
+
+        def loaded() -> PreTrainedModel:
+            return load_offloaded(name, config, device=self.device_name, dtype=self.dtype, **given).model
+
+        share, tokenizer = join_ranks(), load_tokenizer(name, **given)
+        model = loaded() if share.rank == 0 else None  # the first process packs, the others find what it packed
+        wait_for_all(share)
+        return loaded() if model is None else model, tokenizer

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 
@@ -17,8 +17,7 @@ from expertcast.checkpoints import checkpoint as files
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, is_name
 from expertcast.checkpoints.hub import HubName
-from expertcast.commands.deployment import StoredOptions
-from expertcast.commands.options import Count, Data, ModelOptions, Option, TextColumn
+from expertcast.commands.options import Count, Data, ModelOptions, Option, StoredOptions, TextColumn
 from expertcast.commands.output import say
 from expertcast.data.experts import experts_of
 from expertcast.data.models import load_tokenizer, meta_model
@@ -40,10 +39,6 @@ from expertcast.predictors import (
 from expertcast.predictors.messages import Json, aligned
 from expertcast.predictors.next_token import NextTokenTracker
 from expertcast.predictors.options import parse_settings
-from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.engine.traced import TracedForecasts
-from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
-from expertcast.runtime.quality.policies import measure_policies
 from expertcast.training.evaluation import (
     evaluate,
     evaluate_tokens,
@@ -65,7 +60,10 @@ from expertcast.training.scoring import (
 )
 from expertcast.training.unseen import unseen_documents
 
-# Whether --model is the model that traces were collected from.
+if TYPE_CHECKING:
+    from expertcast.runtime.config import OffloadConfig
+
+# Comparison of --model with the model of the traces.
 
 _REMEDY = "give the model that they were collected from"
 
@@ -99,7 +97,7 @@ def check_routers(view: MoEView, info: Json) -> None:
     Raises:
         ExpertcastError: its routers or norms are others.
     """
-    if info["fingerprint"] not in (view.fingerprint(), view.router_fingerprint()):
+    if info["fingerprint"] != view.fingerprint():
         raise ExpertcastError(
             f"these traces are of {info['model']!r}, whose routers or norms are not those of {view.model_id!r}: "
             f"{_REMEDY}"
@@ -212,8 +210,8 @@ def unseen_text(
 ) -> list[Document]:
     """:func:`unseen_documents`, saying what is left out."""
     rest, left_out = unseen_documents(documents, predictors, chosen_by)
-    for line in filter(None, (left_out.warning(), str(left_out) and f"text: {left_out}")):
-        say(line)
+    if left_out.documents:
+        say(f"text: {left_out}")
     return rest
 
 
@@ -267,6 +265,8 @@ def forecast_quality(
     Raises:
         ExpertcastError: they are of another model.
     """
+    from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
+
     texts: dict[str, list[str]] = {}
     chosen_by = frozenset(each.hash for each in traces.chosen("validation") if each.hash)
     documents = unseen_text(options.documents(), predictors, chosen_by)
@@ -296,6 +296,8 @@ def best_on_validation(predictors: Mapping[str, Predictor], traces: TraceDataset
     Raises:
         ExpertcastError: several predictors, and the validation split is empty.
     """
+    from expertcast.runtime.config import OffloadConfig
+
     if len(predictors) > 1 and not traces.token_count("validation"):
         raise ExpertcastError(NO_VALIDATION)
     recall = validation_recall(predictors, traces, ahead, FitOptions())
@@ -324,6 +326,9 @@ def policy_quality(
         batch: texts decoded together, likewise.
         fitted: predictors whose documents are left out, by name.
     """
+    from expertcast.runtime.quality.forecasts import text_windows
+    from expertcast.runtime.quality.policies import measure_policies
+
     length = min(max(POLICY_WINDOW, 2 * prefill), max(options.quality_tokens, 32))
     say(f"measuring what {len(runs)} lossy sets of policies cost {name}")
     predictors = {given: made.predictor for given, made in (fitted or {}).items()}
@@ -353,10 +358,8 @@ def quality_table(result: Json) -> str:
     return aligned(rows)
 
 
-# What predictors cost on this machine, for `eval` and `train`: a forecast's time is measured as a decode step runs it.
-#
-# A traced program is timed where the runtime would run one. Of early attention the stand-in is timed and what reads its
-# result, not the attention itself: that takes the model, and traces hold what came of it.
+# Time of a forecast, measured as a decode step makes it: a traced program where the runtime would run one. Of early
+# attention the stand-in is timed and what reads its result; the attention itself takes the model.
 
 TOKENS = 32
 """Tokens that are timed, after two that are not."""
@@ -413,6 +416,8 @@ def _decode_step(predictor: Predictor, view: MoEView, ahead: int) -> Callable[[l
             return [time.perf_counter() - start]
 
         return follow
+    from expertcast.runtime.engine.traced import TracedForecasts
+
     traced = TracedForecasts(predictor)
     traced.prepare(view, ahead)
 
@@ -439,7 +444,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-# Scores of predictors on traces or a running model, and their tables.
+# Scores and their tables.
 
 SHARED = (
     "a server's traffic is split by conversation: tokens of a system prompt or template that several begin with stand "

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.provenance import provenance
-from expertcast.commands.numbers import positive_number
+from expertcast.commands.numbers import BANDWIDTHS, positive_number
 from expertcast.commands.options import COUNT, Count, Fields, Option
 from expertcast.commands.output import Outcome, folder, say, write_json
 from expertcast.commands.predictors import QualityOptions, check_shape, evaluated, loaded_next_token, policy_quality
-from expertcast.commands.routing_file import simulate_routing
-from expertcast.commands.simulate_options import Chosen, MachineOptions, PolicyOptions, cases_of, swept_evictions
+from expertcast.commands.routing_file import described, heading, memories, open_routing, replayed_rows, routing_policies
+from expertcast.commands.simulate_options import (
+    CAPACITY,
+    Chosen,
+    MachineOptions,
+    PolicyOptions,
+    cases_of,
+    swept_evictions,
+)
 from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.routing_file import is_routing_file
 from expertcast.data.trace_format import write_atomically
@@ -24,9 +32,10 @@ from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.messages import Json, aligned
 from expertcast.predictors.next_token import NextTokenTracker
 from expertcast.runtime.config import OffloadConfig, size_bytes
+from expertcast.runtime.policies.eviction import SCOPES
 from expertcast.runtime.simulation.figures import write_figures
 from expertcast.runtime.simulation.machine import Case, table
-from expertcast.runtime.simulation.sweep import CAPACITIES, Workload, refusal, sweep, with_bounds
+from expertcast.runtime.simulation.sweep import BELADY, CAPACITIES, Workload, refusal, sweep, with_bounds
 from expertcast.runtime.simulation.trace import Texts, load_trace
 from expertcast.runtime.storage.layout import FULL, BlockLayout
 from expertcast.training.scoring import Fitted
@@ -83,7 +92,7 @@ def run(options: Options) -> Outcome:
     """Every case that can run, as a row of results; those that cannot are left out and named."""
     _check(options)
     if is_routing_file(options.traces):
-        return simulate_routing(options)
+        return _simulate_routing(options)
     evictions = swept_evictions(options.next_token is not None) if options.sweep else ["lru"]
     chosen = list(options.policies.chosen(options.predictor, evictions))
     if options.next_token is not None and not any(each.policies.eviction.cls.reads_tokens for each in chosen):
@@ -113,8 +122,8 @@ def run(options: Options) -> Outcome:
         next_token, fitted["--next-token"] = loaded_next_token(options.next_token, traces.view)
         follower = NextTokenTracker(next_token)
     unseen, left_out = unseen_traces(traces, fitted, options.texts.split)
-    for line in filter(None, (left_out.warning(), str(left_out))):
-        say(line)
+    if left_out.documents:
+        say(str(left_out))
     trace = load_trace(
         unseen,
         replace(options.texts, tokens=options.tokens),
@@ -152,7 +161,8 @@ def run(options: Options) -> Outcome:
     }
     text = _describe(result)
     if options.out is not None:
-        text += "\n\nwrote " + ", ".join(map(str, _write_results(options.out, result, text)))
+        paths = [*_write_results(options.out, result, text), *write_figures(result["results"], options.out)]
+        text += "\n\nwrote " + ", ".join(map(str, paths))
     return result, text
 
 
@@ -233,8 +243,65 @@ def _describe(result: Json) -> str:
 
 
 def _write_results(out: Path, result: Json, text: str) -> list[Path]:
-    """The result, the text and the figures, as files of a folder that is made; returns their paths."""
+    """Write the result and the text to a folder, which is made; returns the paths."""
     out.mkdir(exist_ok=True)
     write_json(out / RESULT, result)
     write_atomically(out / TABLE, (text + "\n").encode())
-    return [out / RESULT, out / TABLE, *write_figures(result["results"], out)]
+    return [out / RESULT, out / TABLE]
+
+
+# A routing file in place of a traces folder.
+
+_TAKEN = {
+    "traces", "sweep", "slots", "capacity", "memory", "experts", "expert_bytes", "processes", "out", "policy", "scope",
+    "bandwidth", "latency",
+}  # fmt: skip
+"""Options that apply to a routing file."""
+
+
+def _simulate_routing(options: Options) -> Outcome:
+    """Every policy, scope, size of the cache and link as a row of results.
+
+    Raises:
+        ExpertcastError: options that need a traces folder, a damaged file, or what a replay refuses.
+    """
+    _check_routing(options)
+    routing, total = open_routing(options.traces, options.experts, options.expert_bytes)
+    shares: Sequence[float] = options.capacity
+    if not (options.capacity or options.memory or options.slots):
+        shares = CAPACITIES if options.sweep else (CAPACITY,)
+    sizes = memories(routing, total, options.memory, shares, options.slots)
+    policies = options.policies.policy or ([*routing_policies(), BELADY] if options.sweep else ["lru"])
+    cases = list(itertools.product(policies, options.policies.scope))
+    rows = []
+    for bandwidth in options.machine.bandwidth or (BANDWIDTHS["pcie4"],):
+        rows += replayed_rows(routing, total, cases, sizes, bandwidth=bandwidth, latency=options.machine.latency)
+    result = {**heading(routing, total), "results": rows}
+    text = described(result)
+    if options.out is not None:
+        text += "\n\nwrote " + ", ".join(map(str, _write_results(options.out, result, text)))
+    return result, text
+
+
+def _check_routing(options: Options) -> None:
+    for scope in options.policies.scope:
+        if scope not in SCOPES:
+            raise ExpertcastError(f"unknown scope {scope!r}: choose from {', '.join(SCOPES)}")
+    given = _given(options)
+    if given:
+        raise ExpertcastError(
+            f"{', '.join(given)}: of a traces folder; {options.traces} holds which experts were chosen and nothing "
+            "else: leave out what is not about policy, scope, memory and link"
+        )
+
+
+def _given(options: Any) -> Sequence[str]:
+    """Flags of options that were given and say nothing about a routing file."""
+    flags: list[str] = []
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            flags += _given(value)
+        elif field.name not in _TAKEN and value != field.default:
+            flags.append("--" + field.name.replace("_", "-"))
+    return flags

@@ -24,7 +24,7 @@ from expertcast.runtime.storage.codecs import check_codec, make_codec
 from expertcast.runtime.storage.layout import FULL, BlockLayout
 from expertcast.runtime.storage.packed import PackedLayout
 
-# What `expertcast simulate` takes of a disk that experts lie on, in place of a link to memory.
+# A disk in place of a link to memory.
 
 STORED = 0.68
 """Share of the bytes that bitsplit stores, where nothing says another one."""

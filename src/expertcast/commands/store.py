@@ -21,8 +21,6 @@ from expertcast.runtime.storage.codecs.quantised import Scaled
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.store import ExpertStore
 
-# How often each exponent occurs among a model's experts, as a picture (row E1).
-
 _LEAST = 1e-4
 """Share from which an exponent is drawn."""
 

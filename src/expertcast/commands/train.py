@@ -8,8 +8,7 @@ from typing import Annotated
 
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.checkpoints.hub import HubName, NotOnHubError
-from expertcast.commands.deployment import OffloadedOptions
-from expertcast.commands.options import COUNT, Count, Data, Fields, Option, Text, TextColumn
+from expertcast.commands.options import COUNT, Count, Data, Fields, OffloadedOptions, Option, Text, TextColumn
 from expertcast.commands.output import Outcome, folder, say
 from expertcast.commands.predictors import ledger_of, predictor_config, scores
 from expertcast.data.live import NOTE, with_default_vectors

@@ -10,20 +10,23 @@ import torch
 
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.messages import ExpertcastError
+from expertcast.predictors.view import ModelShape
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.simulation.machine import Case, Machine, constant_times
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.training.metrics import (
-    TimelyRecall,
+    RoutingMeans,
     compare,
     copies_in_time,
     rank_routing,
     ratio_windows,
-    timely_metrics,
+    routing_scores,
+    timely_recall,
 )
 from tests.runtime.simulation import made
 
 TOKENS, LAYERS, EXPERTS, TOP_K = 40, 5, 12, 4
+SHAPE = ModelShape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, hidden=4)
 Ids = list[list[int]]
 
 
@@ -44,10 +47,10 @@ def closed_form(needed: list[Ids], hints: dict[int, Ids], copies: float, first: 
     """Experts that arrive in time, over all layers with a forecast, from token `first` on."""
     total = 0.0
     for layer, rows in hints.items():
-        metric = TimelyRecall(1, copies)
+        means = RoutingMeans(SHAPE, 1, {"link": copies})
         forecast = _routing(layer, rows[first:])
-        metric.update(0, compare(forecast, rank_routing(_routing(layer, [token[layer] for token in needed[first:]]))))
-        total += float(metric.per_layer()[0]) * len(rows[first:]) * TOP_K
+        means.update(0, compare(forecast, rank_routing(_routing(layer, [token[layer] for token in needed[first:]]))))
+        total += float(means.per_layer()["timely@link"][0]) * len(rows[first:]) * TOP_K
     return total
 
 
@@ -80,8 +83,8 @@ def test_by_hand() -> None:
     """Forecast 3 1 0 2, needed 1 2 5 6, 2.5 copies fit: expert 1 has come second, in whole; 2 would come fourth."""
     comparison = compare(_routing(1, [[3, 1, 0, 2]]), rank_routing(_routing(1, [[1, 2, 5, 6]])))
     for copies, whole, share in ((2.5, 0.25, 0.25), (1.5, 0.0, 0.125), (3.25, 0.25, 0.3125), (9.0, 0.5, 0.5)):
-        assert TimelyRecall(1, copies).score(comparison).tolist() == [whole]
-        assert TimelyRecall(1, copies, whole=False).score(comparison).tolist() == pytest.approx([share])
+        assert timely_recall(copies)(comparison).tolist() == [whole]
+        assert timely_recall(copies, whole=False)(comparison).tolist() == pytest.approx([share])
 
 
 def test_windows() -> None:
@@ -90,6 +93,6 @@ def test_windows() -> None:
     assert ratio_windows(4, forecast_share=0.2) == pytest.approx({"R1": 3.2, "R2": 1.6, "R5": 0.64})
     assert copies_in_time(2e-3, 1e-3, 5e-4) == pytest.approx(1.5)
     assert copies_in_time(1e-3, 1e-3, 2e-3) == 0.0
-    assert list(timely_metrics(3, {"link": 2.0})) == ["timely@link", "timely_bytes@link"]
+    assert list(routing_scores(SHAPE, {"link": 2.0}))[-2:] == ["timely@link", "timely_bytes@link"]
     with pytest.raises(ExpertcastError, match="give seconds above 0"):
         copies_in_time(1.0, 0.0)

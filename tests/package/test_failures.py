@@ -1,7 +1,9 @@
-"""Commands on files that were cut, and on models that are not the traces': one line each, and nothing lost."""
+"""Full disks, cut files and models that are not those of the traces: one line each."""
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from expertcast.checkpoints.bundled import REFERENCE, resolve_model
 from expertcast.cli import main
+from expertcast.commands import inspect
 from expertcast.data.traces import TraceDataset
 from tests.families.models import tiny_model
 from tests.package.test_cli import fails
@@ -98,3 +101,28 @@ def test_a_model_that_is_not_the_traces(
     save_file({**weights, name: -weights[name]}, model / "model.safetensors", metadata={"format": "pt"})
     assert main(["eval", traces, "--predictor", "next_norm", "--model", str(model), *quality]) == 2
     assert f"whose routers or norms are not those of '{model}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [None, "traces/trace.json.partial"])
+def test_a_full_disk_is_one_line(
+    name: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+
+    monkeypatch.setattr(inspect, "run", full)
+    assert main(["inspect", "traces"]) == 2
+    where = "" if name is None else f" {name}"
+    assert capsys.readouterr().err == (
+        f"expertcast: cannot read or write{where}: No space left on device; make room, or name another folder, and run "
+        "the same command again\n"
+    )
+
+
+def test_what_is_no_disks_answer_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(_: object) -> None:
+        raise ConnectionError(errno.ECONNRESET, "reset")
+
+    monkeypatch.setattr(inspect, "run", lost)
+    with pytest.raises(ConnectionError):
+        main(["inspect", "traces"])
