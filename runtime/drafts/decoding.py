@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -22,7 +22,8 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, Sto
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.drafts.acceptance import accept_greedy, accept_sampled, pick
 from expertcast.runtime.drafts.cache import SharedCache
-from expertcast.runtime.drafts.costs import Choice, Cycle, Guide
+from expertcast.runtime.drafts.costs import Choice, Cycle
+from expertcast.runtime.drafts.governor import Governor, Tally
 from expertcast.runtime.drafts.kinds import Draft, PassDraft, ProposalDraft
 from expertcast.runtime.drafts.prefetch import Schedule
 from expertcast.runtime.drafts.proposals import Feed, RowProposers, Texts
@@ -136,16 +137,20 @@ class DraftedDecoding:
     Args:
         engine: runs the exact model; drafts stand in for it.
         schedule: is told what drafts are routed to.
-        drafts: by name.
-        guide: decides.
+        drafts: by name; one of them where a length is given.
+        governor: chooses the draft and its length, and learns from every cycle.
+        tally: counts every cycle.
+        length: tokens drafted in every cycle; None: the governor chooses.
+        optional: decode plainly a model that cannot be drafted for, in place of refusing it.
         streamer: gets every token that is settled.
     """
 
     def __init__(
-        self, engine: HostEngine, schedule: Schedule, drafts: Mapping[str, Draft], guide: Guide,
-        streamer: BaseStreamer | None,
+        self, engine: HostEngine, schedule: Schedule, drafts: Mapping[str, Draft], governor: Governor, tally: Tally, *,
+        length: int | None, optional: bool, streamer: BaseStreamer | None,
     ) -> None:  # fmt: skip
-        self._engine, self._schedule, self._drafts, self._guide = engine, schedule, drafts, guide
+        self._engine, self._schedule, self._drafts = engine, schedule, drafts
+        self._governor, self._tally, self._length, self._optional = governor, tally, length, optional
         self._streamer = streamer
         self._residency = engine.flow.residency
         self.fit = False
@@ -202,19 +207,25 @@ class DraftedDecoding:
         if not self.fit and self._texts.most - self._texts.prompt > 2:
             try:
                 self._cache.refuse_unfit(self._model, lambda: self._feed.run(start, self._texts.prompt + 2, 1))
-            except ExpertcastError as error:
-                if not self._guide.optional:
+            except ExpertcastError:
+                if not self._optional:
                     raise
-                plain = Choice(None, 0, 0, 0.0, f"none: {error}")
-                self._guide = replace(self._guide, choose=lambda _most: plain)
+                self._drafts = {}
             else:
                 self.fit = True
+
+    def _choose(self, most: int) -> Choice:
+        """The next cycle, with `most` drafted tokens at most."""
+        if self._length is None:
+            return self._governor.choose(list(self._drafts), most)
+        (name,) = self._drafts
+        return self._governor.fixed(name, min(self._length, most))
 
     def _cycle(self) -> None:
         texts, cache, schedule = self._texts, self._cache, self._schedule
         start = perf_counter()
         settled = texts.common
-        choice = self._guide.choose(max(0, texts.most - settled - 1))
+        choice = self._choose(max(0, texts.most - settled - 1))
         begin, drafted = cache.length, _Drafted()
         cache.mark()
         schedule.begin()
@@ -240,14 +251,14 @@ class DraftedDecoding:
         cache.roll_back(min(cache.length, self._columns()))
         end = perf_counter()
         rows = [row for row, length in enumerate(before) if length < texts.most]
-        self._guide.observe(
-            Cycle(
-                draft=None if draft is None else choice.draft, drafted=drafted.count, accepted=tuple(kept), known=known,
-                ended=drafted.ended, passes_s=tuple(drafted.passes_s), verify_s=end - verified,
-                waited_s=self._residency.stats.waited_s - waited_s, growth=growth,
-                emitted=sum(texts.known[row] - before[row] for row in rows) / max(1, len(rows)), seconds=end - start,
-            )
+        cycle = Cycle(
+            draft=None if draft is None else choice.draft, drafted=drafted.count, accepted=tuple(kept), known=known,
+            ended=drafted.ended, passes_s=tuple(drafted.passes_s), verify_s=end - verified,
+            waited_s=self._residency.stats.waited_s - waited_s, growth=growth,
+            emitted=sum(texts.known[row] - before[row] for row in rows) / max(1, len(rows)), seconds=end - start,
         )  # fmt: skip
+        self._governor.observe(cycle)
+        self._tally.observe(cycle)
 
     def _write(self, draft: PassDraft, choice: Choice, drafted: _Drafted) -> None:
         """Passes of the model, one after another, each over the token that the one before drafted."""
@@ -266,7 +277,7 @@ class DraftedDecoding:
                 drafted.logits.append(scores_BV)
                 drafted.count += 1
                 drafted.passes_s.append(perf_counter() - start)
-                if self._all_end(column) or not self._guide.goes_on():
+                if self._all_end(column) or not self._governor.goes_on(schedule.buffer):
                     break
 
     def _propose(self, draft: ProposalDraft, choice: Choice, drafted: _Drafted) -> None:

@@ -110,7 +110,7 @@ class Runner:
         self.offloaded: OffloadedModel = opened(self._path, self._options)
         assert self.offloaded.drafting is not None
         self._drafting: Drafting = self.offloaded.drafting
-        self._drafting.schedule.watcher = self._watch
+        self._watch.follow(self._drafting.schedule, self.offloaded.residency.pool.slots)
         return self
 
     def __exit__(self, *_: object) -> None:

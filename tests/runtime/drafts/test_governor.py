@@ -10,7 +10,7 @@ import pytest
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import offload
 from expertcast.runtime.drafts.costs import Cycle
-from expertcast.runtime.drafts.governor import Governor
+from expertcast.runtime.drafts.governor import DraftCount, Governor, Tally
 from expertcast.runtime.drafts.names import check_draft
 from expertcast.runtime.drafts.prefetch import LookaheadBuffer
 from tests.runtime.drafts.loops import SLOTS, cycles_of, prompt, tiny
@@ -221,15 +221,15 @@ def test_a_draft_stops_where_new_experts_cost_more_than_tokens_are_worth() -> No
     while (choice := governor.choose(["a"])).trial or choice.length < 6:
         n = max(choice.length, 2)
         governor.observe(_cycle(choice.draft, n if choice.draft else 0, accepted=n, growth=(1,) * n))
-    buffer = LookaheadBuffer(4, 64)
-    assert governor.goes_on(buffer, ()), "the first token is always drafted"
-    buffer.put(0, 0, [[0]], [[1.0]])
-    assert governor.goes_on(buffer, ())
-    buffer.put(1, 0, [list(range(1, 60))], [[1.0] * 59])
-    assert governor.goes_on(buffer, ()), "the cycle has to bring these 59 experts now, and more tokens share them"
+    buffer = LookaheadBuffer(256)
+    assert governor.goes_on(buffer), "the first token is always drafted"
+    buffer.put(0, [0], ())
+    assert governor.goes_on(buffer)
+    buffer.put(1, range(1, 60), ())
+    assert governor.goes_on(buffer), "the cycle has to bring these 59 experts now, and more tokens share them"
     for position in range(2, choice.longest):
-        buffer.put(position, 0, [[0]], [[1.0]])
-        assert governor.goes_on(buffer, ()) == (position + 1 < choice.longest)
+        buffer.put(position, [0], ())
+        assert governor.goes_on(buffer) == (position + 1 < choice.longest)
 
 
 def test_the_limit_of_a_cycle_bounds_its_length_but_leaves_one() -> None:
@@ -285,11 +285,26 @@ def test_a_report_is_plain_values() -> None:
     assert Governor(4, 1e-3).report()["predicted_over_actual"] is None
 
 
+def test_the_tally_counts_by_draft() -> None:
+    tally = Tally()
+    for cycle in (
+        Cycle(draft=None),
+        Cycle(draft="int4", drafted=4, accepted=(4, 1)),
+        Cycle(draft="int4", drafted=3, accepted=(3, 2), known=(3, 1)),
+        Cycle(draft="resident", drafted=2, accepted=(0,)),
+    ):
+        tally.observe(cycle)
+    assert tally.by_draft == {
+        "int4": DraftCount(cycles=2, drafted=8 + 2, accepted=5 + 1),
+        "resident": DraftCount(cycles=1, drafted=2, accepted=0),
+    }
+
+
 def test_refusals() -> None:
     with pytest.raises(ExpertcastError, match="longest=-1, layers=4: give 0 or more, and 1 layer or more"):
         Governor(4, 1e-3, longest=-1)
     with pytest.raises(ExpertcastError, match=r"no draft was chosen: call choose\(\) before a cycle"):
-        Governor(4, 1e-3).goes_on(LookaheadBuffer(4, 8), ())
+        Governor(4, 1e-3).goes_on(LookaheadBuffer(32))
 
 
 def _cycle(draft: str | None, n: int, accepted: int = 0, growth: tuple[int, ...] = ()) -> Cycle:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from expertcast.runtime.drafts.costs import Cycle, DraftModel
-from expertcast.runtime.drafts.governor import Candidate, Trials, draft_plan
+from expertcast.runtime.drafts.costs import Choice, Cycle
+from expertcast.runtime.drafts.governor import Governor, Trials
+
+BEST = Choice(draft="best", length=1, tokens=1.0, seconds=0.010)
+
+
+def candidate(seconds: float, loss_s: float, *, hopeful: bool, draft: str = "a") -> Choice:
+    """A cycle that loses so much against the best; if hopeful, it may be better within what was measured."""
+    return Choice(draft=draft, tokens=(seconds - loss_s) * BEST.rate, seconds=seconds, doubt=1.0 if hopeful else 0.0)
 
 
 def test_a_dear_trial_waits_until_the_run_can_afford_it() -> None:
     # cycles of 10 ms; a trial takes 20 ms, of which 8.9 are lost: 8.9 <= .0075 * (10 c + 20) from c = 117 on
     trials, tried = Trials(), []
     for cycle in range(260):
-        if trials.next([Candidate("a", 0.020, 0.0089, False)]) is not None:
+        if trials.next(BEST, {"a": candidate(0.020, 0.0089, hopeful=False)}) is not None:
             tried.append(cycle)
             trials.spent(0.020)
             trials.lost(0.0089)
@@ -27,7 +34,7 @@ def test_a_dear_trial_waits_until_the_run_can_afford_it() -> None:
 def test_a_cheap_trial_pauses_longer_each_time_it_finds_nothing() -> None:
     trials, tried = Trials(), []
     for cycle in range(100):
-        if trials.next([Candidate("a", 0.010, 0.0, False)]) is not None:
+        if trials.next(BEST, {"a": candidate(0.010, 0.0, hopeful=False)}) is not None:
             tried.append(cycle)
             trials.spent(0.010)
             trials.tried("a", 2.0 if cycle > 60 else 1.0)
@@ -40,7 +47,7 @@ def test_a_cheap_trial_pauses_longer_each_time_it_finds_nothing() -> None:
 def test_one_that_turned_out_better_is_tried_again_soon() -> None:
     trials, tried = Trials(), []
     for cycle in range(40):
-        if trials.next([Candidate("a", 0.010, 0.0, False)]) is not None:
+        if trials.next(BEST, {"a": candidate(0.010, 0.0, hopeful=False)}) is not None:
             tried.append(cycle)
             trials.tried("a", 1.1)
         trials.spent(0.010)
@@ -51,14 +58,19 @@ def test_what_may_be_better_than_the_best_is_tried_at_once_but_within_the_same_m
     trials = Trials()
     for _ in range(5):
         trials.spent(0.010)
-    assert trials.next([Candidate("a", 0.0015, 0.0001, False), Candidate("b", 0.0015, 0.0002, True)]) == "b", (
-        "a has its pause before it"
-    )
+    assert (
+        trials.next(BEST, {"a": candidate(0.0015, 0.0001, hopeful=False), "b": candidate(0.0015, 0.0002, hopeful=True)})
+        == "b"
+    ), "a has its pause before it"
     trials.lost(0.0004)
-    assert trials.next([Candidate("b", 0.0015, 0.0002, True)]) is None, ".6 ms are more than .0075 of 51.5"
-    assert trials.next([Candidate("b", 0.003, -0.0002, True)]) == "b", "one that is expected to gain costs nothing"
+    assert trials.next(BEST, {"b": candidate(0.0015, 0.0002, hopeful=True)}) is None, (
+        ".6 ms are more than .0075 of 51.5"
+    )
+    assert trials.next(BEST, {"b": candidate(0.003, -0.0002, hopeful=True)}) == "b", (
+        "one that is expected to gain costs nothing"
+    )
     trials.spent(1.0)
-    assert trials.next([Candidate("b", 0.0015, 0.0002, True)]) == "b"
+    assert trials.next(BEST, {"b": candidate(0.0015, 0.0002, hopeful=True)}) == "b"
 
 
 def test_what_is_as_good_as_the_best_for_all_that_is_known_needs_no_means() -> None:
@@ -66,10 +78,14 @@ def test_what_is_as_good_as_the_best_for_all_that_is_known_needs_no_means() -> N
     for _ in range(20):
         trials.spent(0.010)
     trials.lost(1.0)  # more than it will ever have
-    assert trials.next([Candidate("b", 0.010, 0.0010, True)]) == "b", "a tenth of its own seconds"
-    assert trials.next([Candidate("b", 0.010, 0.0011, True)]) is None
-    assert trials.next([Candidate("b", 0.010, 0.0001, False)]) is None, "it is known well, and a little worse"
-    assert trials.next([Candidate("b", 0.010, 0.0001, True, another=False)]) is None, "the best itself, only longer"
+    assert trials.next(BEST, {"b": candidate(0.010, 0.0010, hopeful=True)}) == "b", "a tenth of its own seconds"
+    assert trials.next(BEST, {"b": candidate(0.010, 0.0011, hopeful=True)}) is None
+    assert trials.next(BEST, {"b": candidate(0.010, 0.0001, hopeful=False)}) is None, (
+        "it is known well, and a little worse"
+    )
+    assert trials.next(BEST, {"b": candidate(0.010, 0.0001, hopeful=True, draft=BEST.draft)}) is None, (
+        "the best itself, only longer"
+    )
 
 
 def test_the_best_begins_its_pauses_anew() -> None:
@@ -79,25 +95,26 @@ def test_the_best_begins_its_pauses_anew() -> None:
     trials.won("a")
     tried = []
     for cycle in range(20):
-        if trials.next([Candidate("a", 0.01, 0.0, False)]):
+        if trials.next(BEST, {"a": candidate(0.01, 0.0, hopeful=False)}):
             tried.append(cycle)
             trials.tried("a", 1.0)
         trials.spent(0.01)
     assert tried == [8]
 
 
-def test_a_plan_says_what_does_not_rest_on_luck() -> None:
+def test_a_choice_says_what_does_not_rest_on_luck() -> None:
     # passes of 1 ms, verification of 10 ms whatever is verified, all of 2 accepted twice; the older counts .985
-    verify_s = [0.010] * 4
-    model = DraftModel(4)
+    governor = Governor(4, 0.0, longest=2)
+    for _ in range(3):
+        governor.observe(Cycle(draft=None, verify_s=0.010))
     for _ in range(2):
-        model.observe(Cycle(draft="a", drafted=2, accepted=(2,), passes_s=(1e-3, 1e-3), verify_s=0.010), verify_s, 0.0)
-    plan = draft_plan("a", model, verify_s, 0.0, longest=2)
+        governor.observe(Cycle(draft="a", drafted=2, accepted=(2,), passes_s=(1e-3, 1e-3), verify_s=0.010, emitted=3.0))
+    choice = governor.choose(["a"])
     first = (1.985 + 2 * 0.8) / 3.985
     second = (1.985 + 2 * first) / 3.985
-    assert plan.rate == pytest.approx((1 + first + first * second) / 0.012)
+    assert choice.rate == pytest.approx((1 + first + first * second) / 0.012)
     lower = first - (first * (1 - first) / 3.985) ** 0.5
     last = second - (second * (1 - second) / 3.985) ** 0.5
-    assert plan.rate_within(-1.0) == pytest.approx((1 + lower + lower * last) / 0.012)
-    assert plan.rate_within(0.5) - plan.rate == pytest.approx((plan.rate - plan.rate_within(-1.0)) / 2)
-    assert str(plan) == "a, 2 ahead: 2.8 tokens in 12 ms (229/s)"
+    assert choice.rate_within(-1.0) == pytest.approx((1 + lower + lower * last) / 0.012)
+    assert choice.rate_within(0.5) - choice.rate == pytest.approx((choice.rate - choice.rate_within(-1.0)) / 2)
+    assert str(choice) == "a, 2 ahead: 2.8 tokens in 12 ms (229/s)"
