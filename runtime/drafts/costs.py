@@ -1,4 +1,4 @@
-"""What drafting n tokens and verifying them takes, and how many tokens it gives: learned from a run's own cycles.
+"""Costs and yield of drafting n tokens and verifying them, learned from a run's own cycles.
 
 n drafted tokens, m = n + 1 verified ones, L MoE layers. Rows C3 to C5, with the bonus token (trap 1).
 """
@@ -14,11 +14,11 @@ from operator import add, mul
 from expertcast.predictors.messages import Json
 from expertcast.runtime.drafts.names import NONE
 
-# What changes while it is measured: means, means by position and a line, in which old observations fade.
+# Estimates in which old observations fade
 
 OUTLIER = 3.0
-"""What takes longer than so many times what was expected counts as that: a disturbance says nothing of the next time,
-and what has really changed is found out all the same."""
+"""Longer times count as so many times the expected one: a disturbance says nothing of the next cycle, and a lasting
+change is learned all the same."""
 
 
 class RunningMean:
@@ -51,12 +51,12 @@ class RunningMean:
         self._sum += value
 
     def fade(self, share: float) -> None:
-        """What was observed so far counts so much less."""
+        """Multiply the weight of all observations so far."""
         self.weight *= share
         self._sum *= share
 
     def limit(self, weight: float) -> None:
-        """What was observed so far counts as so many observations of today at most."""
+        """Limit the weight of all observations so far."""
         if self.weight > weight:
             self.fade(weight / self.weight)
 
@@ -84,11 +84,11 @@ class PositionMeans:
         self._weights: list[float] = []
 
     def start_cycle(self) -> None:
-        """What was observed before this cycle counts a little less."""
+        """Let the observations of earlier cycles fade."""
         self._fade(self._keep)
 
     def limit(self, weight: float) -> None:
-        """What was observed so far counts as so many observations of today at most, at each position."""
+        """Limit the weight of all observations so far, at each position."""
         if max(self._weights, default=0.0) > weight:
             self._fade(weight / max(self._weights))
 
@@ -138,7 +138,7 @@ class RunningLine:
         self._sums = [self._keep * old + add for old, add in zip(self._sums, new, strict=True)]
 
     def limit(self, weight: float) -> None:
-        """The points so far count as so many of today at most."""
+        """Limit the weight of all points so far."""
         if self._sums[0] > weight:
             self._sums = [total * weight / self._sums[0] for total in self._sums]
 
@@ -151,7 +151,7 @@ class RunningLine:
         return [y / weight + slope * (own - x / weight) for own in xs]
 
 
-# What a cycle of drafting and verifying was, and what is chosen for the next one.
+# Cycles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +339,7 @@ class DraftModel:
         self._rest_s.observe(n, total_s - explained)
 
     def limit(self, weight: float) -> None:
-        """What was learnt is of long ago: it counts as so many cycles at most."""
+        """Limit the weight of all cycles so far, as they are of long ago."""
         for learnt in (self._acceptance, self._growth, self._rest_s, self._first_s, self._later_s):
             learnt.limit(weight)
 

@@ -1,9 +1,9 @@
-"""One generation by drafting and verifying: what transformers calls in place of its own loop (rows C4, C9, C11, C14).
+"""The decoding loop that drafts and verifies, in place of transformers' own (rows C4, C9, C11, C14).
 
 A cycle drafts n tokens behind those that are settled, rolls the cache back, and feeds them to the exact model in one
 pass, which reads every expert once for all of them. What the exact model would have chosen stays, with one token more.
 
-B sequences, V vocabulary, n drafted tokens. Columns are those of :mod:`.texts`.
+B sequences, V vocabulary, n drafted tokens. Columns are those of :class:`.proposals.Texts`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from expertcast.runtime.drafts.prefetch import Schedule
 from expertcast.runtime.drafts.proposals import Feed, RowProposers, Texts
 from expertcast.runtime.engine.engine import HostEngine
 
-# What transformers' `generate` was asked for, as far as a draft has to do with it.
+# Arguments of `generate`
 
 
 def check_asked(
     config: GenerationConfig, kwargs: Mapping[str, Any], input_ids: Tensor, streamer: BaseStreamer | None
 ) -> None:
-    """What a draft cannot be combined with.
+    """Refuse arguments that no draft can be combined with.
 
     Raises:
-        ExpertcastError: that, in one line.
+        ExpertcastError: the first such argument.
     """
     refused = {
         "num_beams": config.num_beams > 1,
@@ -72,9 +72,7 @@ def own_stop_strings(kwargs: dict[str, Any]) -> None:
     kwargs["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])
 
 
-# What a generation gives back beside its ids, as transformers' `generate` has it.
-#
-# B sequences, V vocabulary.
+# Scores and logits
 
 
 class Outputs:

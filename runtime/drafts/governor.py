@@ -1,4 +1,4 @@
-"""Chooses the draft and its length, none included, from what a run's own cycles took and gave (rows C3 to C7)."""
+"""Choice of the draft and its length, none included, by the costs of the run's own cycles (rows C3 to C7)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from expertcast.runtime.drafts.prefetch import LookaheadBuffer
 
 _LEAST_S = 1e-9
 
-# Which of those that are not the best is tried again, and when.
+# Trials
 
 LOSS = 0.0075
 """Share of all seconds that trying again may lose; the first cycles, when nothing is known, are not counted."""
@@ -37,7 +37,7 @@ HOPE = 0.5
 
 
 class Trials:
-    """Keeps account of what trials cost; those that are tried go by name."""
+    """Decides which cycle that is not the best is tried again, and keeps the account of what trials cost."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -95,7 +95,7 @@ class Trials:
         self._due.pop(name, None)
 
 
-# What became of the tokens that drafts wrote, counted by draft from the first cycle on.
+# Counts of drafted tokens
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class DraftCount:
 
 
 class Tally:
-    """Counts cycles; what it counted is never set back."""
+    """Counts of cycles by draft, which only grow."""
 
     def __init__(self) -> None:
         self.by_draft: dict[str, DraftCount] = {}
