@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from draft_sides.exact_sets import drafting
 from draft_sides.models import opened, other_bytes
 from draft_sides.sides import ASSISTANT, AUTO, INT4, NONE, Side
 from draft_sides.watching import Clock, Kept, Watch
@@ -27,7 +28,6 @@ from expertcast.runtime.drafts.kinds import Draft
 from expertcast.runtime.drafts.quantised import ModelWeights, QuantisedExperts
 from expertcast.runtime.engine.front import EXPERTS_NAME
 from expertcast.runtime.offloading import OffloadedModel
-from expertcast.runtime.quality.forecasts import drafting
 
 _FEW_ROWS = 32
 """A verification has no more rows, a prompt has."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial, wraps
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
@@ -372,16 +372,6 @@ def make_engine(offload: WorkerOffload) -> Engine:
     return engine
 
 
-class Listener(Protocol):
-    """Is told what happens in steps over requests' tokens."""
-
-    def on_start(self, step: Step) -> None:
-        """A forward starts."""
-
-    def on_router(self, step: Step, call: RouterCall) -> None:
-        """A router has run; first to last in every forward."""
-
-
 class WorkerOffload:
     """The layers that one model has in one worker process, run from one pool of slots.
 
@@ -397,7 +387,6 @@ class WorkerOffload:
         self.config, self.settings = config, settings
         self.layers: list[OffloadedExperts] = []
         self.device = torch.device(config.device_config.device)
-        self.listeners: list[Listener] = []
         self.lock = PageLock() if self.device.type == "cuda" and settings.offload.store == "memory" else None
         """Of the memory that experts are loaded to."""
         self.store: ExpertStore | None = None
@@ -491,7 +480,6 @@ class WorkerOffload:
             return
         if wanted.collect is not None or wanted.offload.resolved_predictor() is not None:
             self.watching = Watching(model_runner, self._kept)
-            self.listeners.append(self.watching)
         self.foresight = Foresight.make(self, self.watching)
         if self.watching is not None:
             self.ending.collector = self.watching.collect(wanted)
@@ -519,8 +507,8 @@ class WorkerOffload:
             router_input_TD=hidden_TD[rows], logits_TE=logits_TE[rows], weights_TK=weights_TK[rows],
             ids_TK=ids_TK[rows].long(),
         )  # fmt: skip
-        for listener in self.listeners:
-            listener.on_router(step, call)
+        if self.watching is not None:
+            self.watching.on_router(call)
         self._whole = self._fits(index, call.ids_TK)
         if self._whole:
             self.engine.on_router(call)
@@ -558,8 +546,6 @@ class WorkerOffload:
         self._step = step = running_step()
         if step is None:
             return
-        for listener in self.listeners:
-            listener.on_start(step)
         self.engine.on_start(fresh=not step.decodes)
 
     def _fits(self, index: int, ids_TK: Tensor) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
 from expertcast_vllm.settings import Settings
+
+if TYPE_CHECKING:
+    from expertcast_vllm.watching import Watching
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,21 +100,8 @@ class Requests:
     """The tokens' ids; None where the model is given embeddings."""
 
 
-class Told(Protocol):
-    """Who is told of forwards."""
-
-    def start(self, running: Requests) -> None:
-        """A forward over these requests' tokens is about to run."""
-
-    def finish(self, running: Requests) -> None:
-        """It has run to its end."""
-
-    def ended(self) -> None:
-        """Requests may have ended."""
-
-
-def tell_requests(model_runner: Any, told: Told) -> None:
-    """From now on `told` hears of a model runner's forwards over requests' tokens; trial runs are none.
+def tell_requests(model_runner: Any, told: Watching) -> None:
+    """Have `told` called before and after a model runner's forwards over requests' tokens; trial runs are none.
 
     Raises:
         ExpertcastError: this kind of model runner does not say when its forwards start.

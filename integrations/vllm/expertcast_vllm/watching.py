@@ -37,7 +37,6 @@ from expertcast_vllm.wiring import ForecastRouter, Kept, view_of, wire
 
 if TYPE_CHECKING:
     from expertcast_vllm.offload import WorkerOffload
-    from expertcast_vllm.step import Step
 
 
 class PreviousTokens:
@@ -326,12 +325,8 @@ class Watching:
             self._seen = call, own
         return self._seen[1]
 
-    def on_start(self, step: Step) -> None:
-        """A forward's first router has run."""
-
-    def on_router(self, step: Step, call: RouterCall) -> None:
-        """A router has run."""
-        del step
+    def on_router(self, call: RouterCall) -> None:
+        """A router has run; first to last in every forward."""
         if self.collector is not None:
             self.collector.see(self.seen(call))
 
