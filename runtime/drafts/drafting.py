@@ -177,7 +177,7 @@ class Drafting:
         if name in names.QUANTISED:
             calibration = self._calibration(tokenizer) if name == CALIBRATED else None
             experts = QuantisedExperts.of(
-                speculator.view, self._store, name, calibration=calibration, device=self._store.device
+                speculator.view, self._store.views, name, calibration=calibration, device=self._store.device
             )
             stage = QuantisedStage(experts, self.schedule, self._residency.link)
             return StageDraft(name, self._engine, stage, experts.nbytes)

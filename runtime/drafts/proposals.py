@@ -77,16 +77,13 @@ class Texts:
             if self.known[row] <= column:
                 self.ids_BS[row, column] = token_B[row]
 
-    def take(
-        self, token_BN: Tensor, count_B: list[int], stops: StoppingCriteriaList, scores: object = None
-    ) -> list[int]:
+    def take(self, token_BN: Tensor, count_B: list[int], stops: StoppingCriteriaList) -> list[int]:
         """Settle each row's next tokens, as far as its text goes on.
 
         Args:
             token_BN: each row's next tokens.
             count_B: how many of them there are.
-            stops: asked after every token, as in decoding one by one.
-            scores: handed on to them.
+            stops: checked after every token, as in decoding one by one.
 
         Returns:
             How many tokens each row got.
@@ -102,7 +99,7 @@ class Texts:
             rows = [row for row in self.open if before[row] <= column < self.known[row]]
             if not rows:
                 continue
-            done = stops(self.ids_BS[:, : column + 1], scores)
+            done = stops(self.ids_BS[:, : column + 1], None)
             for row in rows:
                 if done[row] or column + 1 == self.most:
                     self.ended[row], self.known[row] = True, column + 1

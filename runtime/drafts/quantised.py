@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -366,23 +366,8 @@ BITS = {"int8": 8, "int4": 4, CALIBRATED: 4}
 """Bits of a code by the name of a precision."""
 
 
-class Weights(Protocol):
-    """Where experts are read from; every :class:`expertcast.runtime.storage.store.ExpertStore` is one."""
-
-    def views(self, layer: int) -> Mapping[str, Tensor]:
-        """One layer's parameters, [E, ...] by name."""
-
-
-class ModelWeights:
-    """The experts of a model that holds them itself."""
-
-    def __init__(self, view: MoEView) -> None:
-        self._view = view
-
-    def views(self, layer: int) -> Mapping[str, Tensor]:
-        """One layer's parameters, [E, ...] by name."""
-        of = self._view[layer]
-        return {name: value.detach() for name, value in expert_parameters(of.experts, of.num_experts).items()}
+Views: TypeAlias = Callable[[int], Mapping[str, Tensor]]
+"""Parameters [E, ...] of a layer by name, such as :meth:`expertcast.runtime.storage.store.ExpertStore.views`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,7 +405,7 @@ class QuantisedExperts:
     def of(
         cls,
         view: MoEView,
-        weights: Weights,
+        views: Views,
         precision: str = "int4",
         *,
         calibration: Calibration | None = None,
@@ -430,7 +415,7 @@ class QuantisedExperts:
 
         Args:
             view: the model's MoE layers, resident or offloaded.
-            weights: a store, wherever it holds the experts, or :class:`ModelWeights`.
+            views: of its experts, in host memory.
             precision: a name of `BITS`.
             calibration: what the experts were given on some text; for `CALIBRATED`.
             device: where the model computes; None: where its routers are.
@@ -446,7 +431,7 @@ class QuantisedExperts:
         layers = []
         for layer in Progress(f"quantising experts to {precision}", unit="layer", steps=view):
             there = device or next(layer.router.parameters()).device
-            maker = _Maker(layer, weights.views(layer.index), BITS[precision], chosen, there)
+            maker = _Maker(layer, views(layer.index), BITS[precision], chosen, there)
             layers.append((maker.up(), maker.down()))
         return cls(precision, layers)
 

@@ -119,10 +119,6 @@ class Generating:
         request.prompt_tokens += tokens
         return request
 
-    def guarded(self, model: PreTrainedModel, request: Request) -> Guarded:
-        """The model as a request's generation sees it."""
-        return Guarded(self, model, request)
-
     def run(self, request: Request, generate: Callable[[], Tensor]) -> Tensor:
         """A generation, on the thread that all of them run on.
 
@@ -278,7 +274,8 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
     def _guarded(
         self, model: PreTrainedModel, inputs: Mapping[str, Any], config: GenerationConfig, key: str
     ) -> Guarded:
-        return self._generating.guarded(model, self._generating.admit(key, inputs["input_ids"].shape[-1], config))
+        request = self._generating.admit(key, inputs["input_ids"].shape[-1], config)
+        return Guarded(self._generating, model, request)
 
 
 class Batched(CBGenerateManager):  # type: ignore[misc]

@@ -22,7 +22,8 @@ from expertcast.data.moe_layers import experts_implementation
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.view import MoELayer
-from expertcast.runtime.drafts.quantised import QuantisedExperts
+from expertcast.runtime.drafts.quantised import QuantisedExperts, Views
+from expertcast.runtime.storage.layout import expert_parameters
 
 _DRAFT = "expertcast_draft"
 """Name of the experts function in transformers' registry with which a resident model runs as its own draft."""
@@ -75,6 +76,13 @@ def exact_sets(draft_TLK: Tensor, exact_TLK: Tensor) -> ExactSets:
     shares = (hard_TL.float(), soft_TL.float(), found_TLK.float().mean(dim=-1))
     hard, soft, recall = (share_TL.mean(dim=0).tolist() for share_TL in shares)
     return ExactSets(hard=hard, soft=soft, recall=recall)
+
+
+def resident_views(view: MoEView) -> Views:
+    """The parameters of a model that holds its experts itself."""
+    return lambda layer: {
+        name: value.detach() for name, value in expert_parameters(view[layer].experts, view[layer].num_experts).items()
+    }
 
 
 @torch.no_grad()

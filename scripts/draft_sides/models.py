@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draft_sides.exact_sets import compare_draft
+from draft_sides.exact_sets import compare_draft, resident_views
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.text import load_documents
@@ -20,7 +20,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime import load_offloaded
 from expertcast.runtime.benchmarking.bench import step_times
 from expertcast.runtime.benchmarking.runs import decode_greedily
-from expertcast.runtime.drafts.quantised import BITS, Calibration, ModelWeights, QuantisedExperts
+from expertcast.runtime.drafts.quantised import BITS, Calibration, QuantisedExperts
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.recording.recorder import Recorder
 
@@ -97,7 +97,7 @@ def same_inputs(windows: int, tokens: int = 128) -> dict[str, dict[str, float]]:
     calibration = Calibration.of(model, view, texts_SW[windows:])
     found = {}
     for precision in BITS:
-        quantised = QuantisedExperts.of(view, ModelWeights(view), precision, calibration=calibration)
+        quantised = QuantisedExperts.of(view, resident_views(view), precision, calibration=calibration)
         sets, likeliest = compare_draft(model, view, quantised, texts_SW[:windows])
         found[precision] = {**sets.as_dict(), "next_token": likeliest}
     return found

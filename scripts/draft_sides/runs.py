@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from draft_sides.exact_sets import drafting
+from draft_sides.exact_sets import drafting, resident_views
 from draft_sides.models import opened, other_bytes
 from draft_sides.sides import ASSISTANT, AUTO, INT4, NONE, Side
 from draft_sides.watching import Clock, Kept, Watch
@@ -25,7 +25,7 @@ from expertcast.predictors.messages import Json
 from expertcast.runtime.drafts.costs import Choice, Cycle
 from expertcast.runtime.drafts.drafting import Drafting, DraftOptions
 from expertcast.runtime.drafts.kinds import Draft
-from expertcast.runtime.drafts.quantised import ModelWeights, QuantisedExperts
+from expertcast.runtime.drafts.quantised import QuantisedExperts
 from expertcast.runtime.engine.front import EXPERTS_NAME
 from expertcast.runtime.offloading import OffloadedModel
 
@@ -55,7 +55,7 @@ def assistant(path: Path | str) -> Iterator[Assistant]:
     assert model.generation_config is not None
     model.generation_config.eos_token_id = None
     view = find_moe_layers(model)
-    quantised = QuantisedExperts.of(view, ModelWeights(view), "int4")
+    quantised = QuantisedExperts.of(view, resident_views(view), "int4")
     with drafting(model, view, quantised):
         yield Assistant(model, quantised.nbytes + other_bytes(model))
 

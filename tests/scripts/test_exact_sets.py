@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from expertcast.data.text import bundled_ids
 from expertcast.predictors import ExpertcastError, MoEView
-from expertcast.runtime.drafts.quantised import CALIBRATED, Calibration, ModelWeights, QuantisedExperts
+from expertcast.runtime.drafts.quantised import CALIBRATED, Calibration, QuantisedExperts
+from tests.runtime.drafts.by_hand import resident_views
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +55,7 @@ def test_drafts_of_the_bundled_model(
 
     ids = torch.tensor(bundled_ids(reference_tokenizer, 3072)).view(-1, 256)
     calibration = Calibration.of(reference_model, reference_view, ids[:8])
-    weights, before = ModelWeights(reference_view), reference_model(input_ids=ids[:1]).logits
+    weights, before = resident_views(reference_view), reference_model(input_ids=ids[:1]).logits
     exact, first = {}, {}
     for name in ("int8", CALIBRATED, "int4"):
         quantised = QuantisedExperts.of(reference_view, weights, name, calibration=calibration)

@@ -27,7 +27,6 @@ from expertcast.runtime.drafts.quantised import (
     EightBitKernel,
     FourBitKernel,
     Matrices,
-    ModelWeights,
     QuantisedExperts,
     WholeMatrices,
     coded_matrices,
@@ -41,7 +40,15 @@ from expertcast.runtime.drafts.quantised import (
 from expertcast.runtime.storage.disk_store import CodedStore, DiskStore
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import CONFIGS, tiny_model
-from tests.runtime.drafts.by_hand import bf16, distance, rounded_experts, rounded_group, rounded_weights, step
+from tests.runtime.drafts.by_hand import (
+    bf16,
+    distance,
+    resident_views,
+    rounded_experts,
+    rounded_group,
+    rounded_weights,
+    step,
+)
 
 WIDE = ("gpt_oss", "mixtral", "qwen3_moe")
 """Transposed with biases, and not."""
@@ -72,7 +79,7 @@ def test_outputs(
         for kernel in (FourBitKernel, EightBitKernel):
             monkeypatch.setattr(kernel, "takes", lambda *_args: False)
     _, view = _wide(family, dtype)
-    quantised = QuantisedExperts.of(view, ModelWeights(view), precision)
+    quantised = QuantisedExperts.of(view, resident_views(view), precision)
     rounded = rounded_experts(view[2], BITS[precision])
     for tokens in (1, 3, 8):
         hidden, ids, weights = step(tokens, 128, 8, 2, seed=tokens)
@@ -87,7 +94,7 @@ def test_outputs(
 def test_rows_do_not_depend_on_each_other() -> None:
     """Tokens that share experts, and an expert that all tokens share."""
     _, view = _wide("qwen3_moe")
-    quantised = QuantisedExperts.of(view, ModelWeights(view))
+    quantised = QuantisedExperts.of(view, resident_views(view))
     hidden, _, weights = step(6, 128, 8, 2)
     ids = torch.tensor([[5, 1], [5, 2], [1, 5], [5, 7], [0, 5], [5, 1]])
     together = quantised.run(view[0], hidden.bfloat16(), ids, weights.bfloat16())
@@ -104,11 +111,11 @@ def test_bytes() -> None:
     experts = 4 * 8
     biases = experts * 256 * 2
     codes, scales = 128 * 128 + 128 * 64, 128 + 128
-    assert QuantisedExperts.of(view, ModelWeights(view), "int8").nbytes == biases + experts * (codes + scales * 2)
+    assert QuantisedExperts.of(view, resident_views(view), "int8").nbytes == biases + experts * (codes + scales * 2)
     with_zeros = {False: 2, True: 4}[FourBitKernel.takes(128, 128, torch.device("cpu"))]
     expected = biases + experts * (codes // 2 + scales * with_zeros)
-    assert QuantisedExperts.of(view, ModelWeights(view), "int4").nbytes == expected
-    whole = sum(value.nbytes for layer in view for value in ModelWeights(view).views(layer.index).values())
+    assert QuantisedExperts.of(view, resident_views(view), "int4").nbytes == expected
+    whole = sum(value.nbytes for layer in view for value in resident_views(view)(layer.index).values())
     assert expected - biases <= 0.271 * (whole - biases)
 
 
@@ -124,14 +131,14 @@ def _outputs(view: MoEView, quantised: QuantisedExperts) -> Tensor:
 def test_from_every_store(kind: str, precision: str, tmp_path: Path) -> None:
     """The same bits as from the model; the store may go, and the model need not hold its experts."""
     _, view = _wide("gpt_oss")
-    expected = _outputs(view, QuantisedExperts.of(view, ModelWeights(view), precision))
+    expected = _outputs(view, QuantisedExperts.of(view, resident_views(view), precision))
     store: ExpertStore
     if kind == "memory":
         store = ExpertStore(view)
     else:
         store = DiskStore(view, tmp_path) if kind == "disk" else CodedStore(view, tmp_path, codec=kind)
     store.pack(view)
-    quantised = QuantisedExperts.of(view, store, precision)
+    quantised = QuantisedExperts.of(view, store.views, precision)
     assert torch.equal(_outputs(view, quantised), expected)
     store.unpack()
     store.close()
@@ -147,10 +154,10 @@ def test_from_an_offloaded_model() -> None:
     model, view = _wide("qwen3_moe")
     ids = torch.randint(3, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
     resident = Calibration.of(model, view, ids)
-    expected = _outputs(view, QuantisedExperts.of(view, ModelWeights(view), CALIBRATED, calibration=resident))
+    expected = _outputs(view, QuantisedExperts.of(view, resident_views(view), CALIBRATED, calibration=resident))
     with expertcast.offload(model, slots=8, link="instant") as offloaded:
         calibration = Calibration.of(model, view, ids)
-        quantised = QuantisedExperts.of(view, offloaded.store, CALIBRATED, calibration=calibration)
+        quantised = QuantisedExperts.of(view, offloaded.store.views, CALIBRATED, calibration=calibration)
         assert all(map(torch.equal, calibration.hidden_TD, resident.hidden_TD))
         assert all(map(torch.equal, calibration.ids_TK, resident.ids_TK))
     assert torch.equal(_outputs(view, quantised), expected)
@@ -185,7 +192,7 @@ def test_calibrated_experts_err_less_on_the_text(family: str, monkeypatch: pytes
     model, view = _wide(family, torch.float32)
     ids = torch.randint(3, 4096, (8, 64), generator=torch.Generator().manual_seed(0))
     calibration = Calibration.of(model, view, ids)
-    quantised = QuantisedExperts.of(view, ModelWeights(view), CALIBRATED, calibration=calibration)
+    quantised = QuantisedExperts.of(view, resident_views(view), CALIBRATED, calibration=calibration)
     layer = view[1]
     experts: Any = layer.experts
     for name, projection in zip(("gate_up_proj", "down_proj"), quantised._layers[1], strict=True):
@@ -209,9 +216,9 @@ def test_calibrated_experts_err_less_on_the_text(family: str, monkeypatch: pytes
 def test_what_is_refused() -> None:
     view = find_moe_layers(tiny_model("olmoe"))
     with pytest.raises(ExpertcastError, match="unknown precision 'int3' of a draft: choose from int8, int4, int4:cal"):
-        QuantisedExperts.of(view, ModelWeights(view), "int3")
+        QuantisedExperts.of(view, resident_views(view), "int3")
     with pytest.raises(ExpertcastError, match=r"'int4:calibrated' needs a text: give calibration=Calibration\.of"):
-        QuantisedExperts.of(view, ModelWeights(view), CALIBRATED)
+        QuantisedExperts.of(view, resident_views(view), CALIBRATED)
 
 
 def test_a_group_by_hand() -> None:
