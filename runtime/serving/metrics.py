@@ -137,7 +137,7 @@ class RequestMetrics:
     """Seconds."""
 
     def __init__(self) -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry(auto_describe=False)
         self.ended = Counter(REQUESTS.family, REQUESTS.help, REQUESTS.labels, registry=self.registry)
         """By route and status; 499 where the client left."""
