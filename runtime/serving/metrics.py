@@ -150,6 +150,11 @@ class RequestMetrics:
         self.first_token = Histogram(FIRST_TOKEN.family, FIRST_TOKEN.help, registry=self.registry, buckets=self.BUCKETS)
         """From arrival to the first token, of requests that had one."""
 
+    @staticmethod
+    def total(counter: Counter) -> int:
+        """A counter's value, the sum over its labels."""
+        return int(sum(sample.value for family in counter.collect() for sample in family.samples))
+
 
 _VERSIONS = ("expertcast", "torch", "transformers")
 
