@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,21 +31,25 @@ from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.output import write_json
+from expertcast.data.batch import RouterCall
 from expertcast.data.collect import collect
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.plan import make_plan
+from expertcast.data.taps import RouterTaps
 from expertcast.data.text import Document, load_documents
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig
+from expertcast.predictors import ExpertcastError, MoEView, Predictor, PredictorConfig
 from expertcast.predictors.early_attention import EarlyConfig
 from expertcast.predictors.estimator import INPUTS, EstimatorConfig
 from expertcast.predictors.messages import Json
 from expertcast.predictors.options import parse_settings
 from expertcast.runtime import offload
-from expertcast.runtime.quality.forecasts import chained_recall
+from expertcast.runtime.engine.front import speculate
+from expertcast.runtime.quality.forecasts import previous_logits
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit
+from expertcast.training.metrics import Recall
 
 BATCH, WINDOW, WINDOWS = 4096, 256, 24
 DISTANCES = (1, 2, 3)
@@ -211,6 +216,41 @@ def _untrained(
     experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
     found = _recall({"early_attention": fit("early_attention", traces).predictor}, traces, 1)
     return found["early_attention"] | {"bytes": nbytes, "share_of_experts": nbytes / experts}
+
+
+@torch.no_grad()
+def chained_recall(
+    model: PreTrainedModel, view: MoEView, windows_NW: Tensor, predictors: Mapping[str, Predictor], batch_size: int = 8
+) -> dict[str, list[float]]:
+    """Recall@k of layers 1..L-1 by predictor, each forecast made from the one before it.
+
+    Args:
+        model: its experts in memory.
+        view: its norms and routers.
+        windows_NW: token ids; what a predictor reads of the previous token is the model's own routing of it.
+        predictors: by name, bound to `view`.
+        batch_size: windows per forward.
+    """
+    recall = {name: Recall(len(view)) for name in predictors}
+    for ids_BW in torch.split(windows_NW, batch_size):
+        previous_TLE = _own_previous(model, view, ids_BW)
+        for name, predictor in predictors.items():
+
+            def observe(call: RouterCall, ids_TK: Tensor, own: Recall = recall[name]) -> None:
+                own.to(ids_TK.device).update(call.layer, ids_TK, call.ids_TK)
+
+            with speculate(model, view, predictor, execute=False, observe=observe) as speculator:
+                speculator.previous_logits_TLE = previous_TLE
+                model.base_model(input_ids=ids_BW.to(model.device), use_cache=False)
+    return {name: own.per_row()[1:].tolist() for name, own in recall.items()}
+
+
+def _own_previous(model: PreTrainedModel, view: MoEView, ids_BW: Tensor) -> Tensor:
+    """What the model's own routing of each window's tokens says of the token before, [T, L, E]."""
+    logits: list[Tensor] = []
+    with closing(RouterTaps(model, view, lambda call: logits.append(call.logits_TE))):
+        model.base_model(input_ids=ids_BW.to(model.device), use_cache=False)
+    return previous_logits(logits, ids_BW)
 
 
 if __name__ == "__main__":

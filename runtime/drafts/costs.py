@@ -1,4 +1,4 @@
-"""What drafting n tokens and verifying them takes, and how many tokens it gives: learned from a run's own cycles.
+"""Costs and yield of drafting n tokens and verifying them, learned from a run's own cycles.
 
 n drafted tokens, m = n + 1 verified ones, L MoE layers. Rows C3 to C5, with the bonus token (trap 1).
 """
@@ -6,18 +6,19 @@ n drafted tokens, m = n + 1 verified ones, L MoE layers. Rows C3 to C5, with the
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import add, mul
 
-from expertcast.predictors.messages import ExpertcastError, Json
+from expertcast.predictors.messages import Json
+from expertcast.runtime.drafts.names import NONE
 
-# What changes while it is measured: means, means by position and a line, in which old observations fade.
+# Estimates in which old observations fade
 
 OUTLIER = 3.0
-"""What takes longer than so many times what was expected counts as that: a disturbance says nothing of the next time,
-and what has really changed is found out all the same."""
+"""Longer times count as so many times the expected one: a disturbance says nothing of the next cycle, and a lasting
+change is learned all the same."""
 
 
 class RunningMean:
@@ -50,12 +51,12 @@ class RunningMean:
         self._sum += value
 
     def fade(self, share: float) -> None:
-        """What was observed so far counts so much less."""
+        """Multiply the weight of all observations so far."""
         self.weight *= share
         self._sum *= share
 
     def limit(self, weight: float) -> None:
-        """What was observed so far counts as so many observations of today at most."""
+        """Limit the weight of all observations so far."""
         if self.weight > weight:
             self.fade(weight / self.weight)
 
@@ -83,11 +84,11 @@ class PositionMeans:
         self._weights: list[float] = []
 
     def start_cycle(self) -> None:
-        """What was observed before this cycle counts a little less."""
+        """Let the observations of earlier cycles fade."""
         self._fade(self._keep)
 
     def limit(self, weight: float) -> None:
-        """What was observed so far counts as so many observations of today at most, at each position."""
+        """Limit the weight of all observations so far, at each position."""
         if max(self._weights, default=0.0) > weight:
             self._fade(weight / max(self._weights))
 
@@ -137,7 +138,7 @@ class RunningLine:
         self._sums = [self._keep * old + add for old, add in zip(self._sums, new, strict=True)]
 
     def limit(self, weight: float) -> None:
-        """The points so far count as so many of today at most."""
+        """Limit the weight of all points so far."""
         if self._sums[0] > weight:
             self._sums = [total * weight / self._sums[0] for total in self._sums]
 
@@ -150,7 +151,7 @@ class RunningLine:
         return [y / weight + slope * (own - x / weight) for own in xs]
 
 
-# What a cycle of drafting and verifying was, and what is chosen for the next one.
+# Cycles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,36 +189,50 @@ class Cycle:
         """Seconds of the whole cycle."""
         return sum(self.passes_s) + self.verify_s if self.seconds is None else self.seconds
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What the next cycle is to be."""
-
-    draft: str | None
-    """None: a plain exact step."""
-    length: int
-    """Positions that are expected to be best; 0 without a draft."""
-    longest: int
-    """The draft may go on up to here."""
-    rate: float
-    """Tokens per second and sequence that the run is believed to give at its best; 0 before anything is known."""
-    reason: str
-    """One line with the numbers that it was chosen by."""
-    trial: bool = False
-    """Run to learn what it does, not because it is best: it is drafted to its length, no less and no more."""
+    @property
+    def judged(self) -> list[tuple[int, int]]:
+        """[B] positions that were certain before, and positions that stay."""
+        return list(zip(self.known or (0,) * len(self.accepted), self.accepted, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guide:
-    """Who decides on a generation's cycles."""
+class Choice:
+    """A cycle of one draft at one length, and what it is expected to give. The default is a plain exact step."""
 
-    choose: Callable[[int], Choice]
-    """Gets the most tokens that may be drafted."""
-    goes_on: Callable[[], bool]
-    """Asked after each drafted token."""
-    observe: Callable[[Cycle], None]
-    optional: bool = False
-    """Whether a model that cannot be drafted for is decoded plainly, not refused."""
+    draft: str | None = None
+    """None: a plain exact step."""
+    length: int = 0
+    """n, the number of positions expected to be best; 0 without a draft."""
+    longest: int = 0
+    """The draft may go on up to here."""
+    tokens: float = 1.0
+    """E[N]"""
+    doubt: float = 0.0
+    """How far E[N] falls with acceptance one standard error lower: large where few cycles were measured."""
+    seconds: float = 0.0
+    """Of the whole cycle; 0: not known yet."""
+    reason: str = ""
+    """One line with the numbers that decided."""
+    trial: bool = False
+    """Run to learn from it, not because it is best: exactly `length` tokens are drafted."""
+
+    @property
+    def name(self) -> str:
+        """The draft's, or `none`."""
+        return self.draft or NONE
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second and sequence; 0 before anything is known."""
+        return self.rate_within(0.0)
+
+    def rate_within(self, errors: float) -> float:
+        """Tokens per second with `errors` standard errors added to E[N]."""
+        return (self.tokens + errors * self.doubt) / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        ahead = f", {self.length} ahead" if self.draft else ""
+        return f"{self.name}{ahead}: {self.tokens:.1f} tokens in {1e3 * self.seconds:.3g} ms ({self.rate:.3g}/s)"
 
 
 PRIOR_ACCEPTANCE = 0.8
@@ -304,8 +319,7 @@ class DraftModel:
         self.cycles += 1
         n = cycle.drafted
         self._acceptance.start_cycle()
-        known = cycle.known or (0,) * len(cycle.accepted)
-        for kept, certain in zip(cycle.accepted, known, strict=True):
+        for certain, kept in cycle.judged:
             for position in range(certain, kept):
                 self._acceptance.observe(position, 1.0)
             if kept < n or cycle.ended:
@@ -325,7 +339,7 @@ class DraftModel:
         self._rest_s.observe(n, total_s - explained)
 
     def limit(self, weight: float) -> None:
-        """What was learnt is of long ago: it counts as so many cycles at most."""
+        """Limit the weight of all cycles so far, as they are of long ago."""
         for learnt in (self._acceptance, self._growth, self._rest_s, self._first_s, self._later_s):
             learnt.limit(weight)
 
@@ -391,63 +405,3 @@ class DraftModel:
             backlog = max(0.0, backlog + new[n - 1] * copy_s - (draft[n] - draft[n - 1]))
             found.append(draft[n] + verify_s[n + 1] + exposed_seconds(backlog, verify_s[n + 1], self._layers))
         return found
-
-
-# Where drafts of each length stand between what computing and what copying allows (rows C3 and C6).
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RooflinePoint:
-    """A draft of one length, under its two roofs."""
-
-    length: int
-    """n"""
-    tokens: float
-    """E[N(n)]"""
-    bytes_waited: float
-    """What came over the link in a cycle while nothing else could go on: synchronous I/O."""
-    rate: float
-    """P(n): tokens per second."""
-    compute_roof: float
-    """Tokens per second if no copy were ever waited for; it depends on n, as drafting and verifying do."""
-
-    @property
-    def intensity(self) -> float | None:
-        """I(n): tokens per byte of synchronous I/O; None where there is none, and nothing is under the slope."""
-        return self.tokens / self.bytes_waited if self.bytes_waited else None
-
-    def io_roof(self, bandwidth: float) -> float | None:
-        """Tokens per second if computing took no time: the slope, at this intensity; None where nothing is copied."""
-        return None if self.intensity is None else self.intensity * bandwidth
-
-    def as_dict(self) -> Json:
-        """All of it as plain values."""
-        return {**asdict(self), "intensity": self.intensity}
-
-
-def roofline(
-    tokens: Sequence[float], compute_s: Sequence[float], cycle_s: Sequence[float], bandwidth: float
-) -> list[RooflinePoint]:
-    """Points of the picture, one for each length.
-
-    Computing and waiting for copies exclude each other, so 1 / P = 1 / (compute roof) + 1 / (I/O roof): a point reaches
-    neither of its roofs unless it lies far under the other.
-
-    Args:
-        tokens: [N] E[N(n)] of n = 0, 1, ...: the bonus token included, n = 0 is a plain step with 1.
-        compute_s: [N] seconds of drafting and verifying, without waiting.
-        cycle_s: [N] seconds of the whole cycle; what is beyond computing was waited for the link.
-        bandwidth: of the link, bytes per second.
-
-    Raises:
-        ExpertcastError: no bandwidth, or a cycle that computes for no time.
-    """
-    if not bandwidth > 0 or not all(seconds > 0 for seconds in compute_s):
-        raise ExpertcastError(f"bandwidth={bandwidth}, compute_s={list(compute_s)}: give numbers above 0")
-    return [
-        RooflinePoint(
-            length=n, tokens=own, bytes_waited=max(0.0, whole_s - busy_s) * bandwidth,
-            rate=own / max(whole_s, busy_s), compute_roof=own / busy_s,
-        )
-        for n, (own, busy_s, whole_s) in enumerate(zip(tokens, compute_s, cycle_s, strict=True))
-    ]  # fmt: skip

@@ -1,16 +1,16 @@
-"""One generation by drafting and verifying: what transformers calls in place of its own loop (rows C4, C9, C11, C14).
+"""The decoding loop that drafts and verifies, in place of transformers' own (rows C4, C9, C11, C14).
 
 A cycle drafts n tokens behind those that are settled, rolls the cache back, and feeds them to the exact model in one
 pass, which reads every expert once for all of them. What the exact model would have chosen stays, with one token more.
 
-B sequences, V vocabulary, n drafted tokens. Columns are those of :mod:`.texts`.
+B sequences, V vocabulary, n drafted tokens. Columns are those of :class:`.proposals.Texts`.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -22,22 +22,23 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, Sto
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.drafts.acceptance import accept_greedy, accept_sampled, pick
 from expertcast.runtime.drafts.cache import SharedCache
-from expertcast.runtime.drafts.costs import Choice, Cycle, Guide
+from expertcast.runtime.drafts.costs import Choice, Cycle
+from expertcast.runtime.drafts.governor import Governor, Tally
 from expertcast.runtime.drafts.kinds import Draft, PassDraft, ProposalDraft
 from expertcast.runtime.drafts.prefetch import Schedule
 from expertcast.runtime.drafts.proposals import Feed, RowProposers, Texts
 from expertcast.runtime.engine.engine import HostEngine
 
-# What transformers' `generate` was asked for, as far as a draft has to do with it.
+# Arguments of `generate`
 
 
 def check_asked(
     config: GenerationConfig, kwargs: Mapping[str, Any], input_ids: Tensor, streamer: BaseStreamer | None
 ) -> None:
-    """What a draft cannot be combined with.
+    """Refuse arguments that no draft can be combined with.
 
     Raises:
-        ExpertcastError: that, in one line.
+        ExpertcastError: the first such argument.
     """
     refused = {
         "num_beams": config.num_beams > 1,
@@ -71,9 +72,7 @@ def own_stop_strings(kwargs: dict[str, Any]) -> None:
     kwargs["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])
 
 
-# What a generation gives back beside its ids, as transformers' `generate` has it.
-#
-# B sequences, V vocabulary.
+# Scores and logits
 
 
 class Outputs:
@@ -136,16 +135,20 @@ class DraftedDecoding:
     Args:
         engine: runs the exact model; drafts stand in for it.
         schedule: is told what drafts are routed to.
-        drafts: by name.
-        guide: decides.
+        drafts: by name; one of them where a length is given.
+        governor: chooses the draft and its length, and learns from every cycle.
+        tally: counts every cycle.
+        length: tokens drafted in every cycle; None: the governor chooses.
+        optional: decode plainly a model that cannot be drafted for, in place of refusing it.
         streamer: gets every token that is settled.
     """
 
     def __init__(
-        self, engine: HostEngine, schedule: Schedule, drafts: Mapping[str, Draft], guide: Guide,
-        streamer: BaseStreamer | None,
+        self, engine: HostEngine, schedule: Schedule, drafts: Mapping[str, Draft], governor: Governor, tally: Tally, *,
+        length: int | None, optional: bool, streamer: BaseStreamer | None,
     ) -> None:  # fmt: skip
-        self._engine, self._schedule, self._drafts, self._guide = engine, schedule, drafts, guide
+        self._engine, self._schedule, self._drafts = engine, schedule, drafts
+        self._governor, self._tally, self._length, self._optional = governor, tally, length, optional
         self._streamer = streamer
         self._residency = engine.flow.residency
         self.fit = False
@@ -202,19 +205,25 @@ class DraftedDecoding:
         if not self.fit and self._texts.most - self._texts.prompt > 2:
             try:
                 self._cache.refuse_unfit(self._model, lambda: self._feed.run(start, self._texts.prompt + 2, 1))
-            except ExpertcastError as error:
-                if not self._guide.optional:
+            except ExpertcastError:
+                if not self._optional:
                     raise
-                plain = Choice(None, 0, 0, 0.0, f"none: {error}")
-                self._guide = replace(self._guide, choose=lambda _most: plain)
+                self._drafts = {}
             else:
                 self.fit = True
+
+    def _choose(self, most: int) -> Choice:
+        """The next cycle, with `most` drafted tokens at most."""
+        if self._length is None:
+            return self._governor.choose(list(self._drafts), most)
+        (name,) = self._drafts
+        return self._governor.fixed(name, min(self._length, most))
 
     def _cycle(self) -> None:
         texts, cache, schedule = self._texts, self._cache, self._schedule
         start = perf_counter()
         settled = texts.common
-        choice = self._guide.choose(max(0, texts.most - settled - 1))
+        choice = self._choose(max(0, texts.most - settled - 1))
         begin, drafted = cache.length, _Drafted()
         cache.mark()
         schedule.begin()
@@ -239,14 +248,14 @@ class DraftedDecoding:
         cache.roll_back(min(cache.length, self._columns()))
         end = perf_counter()
         rows = [row for row, length in enumerate(before) if length < texts.most]
-        self._guide.observe(
-            Cycle(
-                draft=None if draft is None else choice.draft, drafted=drafted.count, accepted=tuple(kept), known=known,
-                ended=drafted.ended, passes_s=tuple(drafted.passes_s), verify_s=end - verified,
-                waited_s=self._residency.stats.waited_s - waited_s, growth=growth,
-                emitted=sum(texts.known[row] - before[row] for row in rows) / max(1, len(rows)), seconds=end - start,
-            )
+        cycle = Cycle(
+            draft=None if draft is None else choice.draft, drafted=drafted.count, accepted=tuple(kept), known=known,
+            ended=drafted.ended, passes_s=tuple(drafted.passes_s), verify_s=end - verified,
+            waited_s=self._residency.stats.waited_s - waited_s, growth=growth,
+            emitted=sum(texts.known[row] - before[row] for row in rows) / max(1, len(rows)), seconds=end - start,
         )  # fmt: skip
+        self._governor.observe(cycle)
+        self._tally.observe(cycle)
 
     def _write(self, draft: PassDraft, choice: Choice, drafted: _Drafted) -> None:
         """Passes of the model, one after another, each over the token that the one before drafted."""
@@ -265,7 +274,7 @@ class DraftedDecoding:
                 drafted.logits.append(scores_BV)
                 drafted.count += 1
                 drafted.passes_s.append(perf_counter() - start)
-                if self._all_end(column) or not self._guide.goes_on():
+                if self._all_end(column) or not self._governor.goes_on(schedule.buffer):
                     break
             self._residency.keep_full_only()  # inside: what is interrupted here is cleared like a draft cut short
 

@@ -23,7 +23,6 @@ from expertcast.data.models import load_tokenizer
 from expertcast.data.text import bundled_ids
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.drafts import names
-from expertcast.runtime.drafts.costs import Choice, Guide
 from expertcast.runtime.drafts.decoding import DraftedDecoding, own_stop_strings
 from expertcast.runtime.drafts.governor import Governor, Tally
 from expertcast.runtime.drafts.kinds import Draft, EarlyExit, ForecastDraft, PassDraft, ProposalDraft, StageDraft
@@ -93,10 +92,12 @@ class Drafting:
         streamer = kwargs.get("streamer")
 
         def decode(model: PreTrainedModel, input_ids: Tensor, **rest: Any) -> Tensor | GenerateDecoderOnlyOutput:
-            guide = self._guide(candidates, options, len(input_ids))
             self.schedule.prefetch = options.prefetch
             drafts = {name: self.drafts[name] for name in candidates}
-            decoding = DraftedDecoding(self._engine, self.schedule, drafts, guide, streamer)
+            decoding = DraftedDecoding(
+                self._engine, self.schedule, drafts, self._governor(options, len(input_ids)), self.tally,
+                length=options.length, optional=_is_auto(options.draft), streamer=streamer,
+            )  # fmt: skip
             decoding.fit = self._fit
             self._engine.ahead = self.schedule
             try:
@@ -122,33 +123,16 @@ class Drafting:
         """Free what drafts hold."""
         self.drafts.clear()
 
-    def _guide(self, candidates: list[str], options: DraftOptions, batch: int) -> Guide:
-        length = options.length
+    def _governor(self, options: DraftOptions, batch: int) -> Governor:
+        """What was learnt for so many sequences, with the limits of this generation."""
+        link, draft = self._residency.link, options.draft
         governor = self.governors.get(batch)
-        link = self._residency.link
         if governor is None:
             governor = self.governors[batch] = Governor(len(self._parts.speculator.view), link.copy_s)
         governor.copy_s = link.copy_s
-        auto = _is_auto(options.draft)
-        limits = names.auto_options(str(options.draft)) if auto else names.AutoOptions()
+        limits = names.auto_options(draft) if _is_auto(draft) else names.AutoOptions()
         governor.limit(limits.longest, limits.limit_s)
-        observe = self.tally.beside(governor.observe)
-        if length is None:
-            return Guide(
-                choose=lambda most: governor.choose(candidates, most),
-                goes_on=lambda: governor.goes_on(self.schedule.buffer, self.schedule.held()),
-                observe=observe,
-                optional=auto,
-            )
-        name = candidates[0]
-
-        def fixed(most: int) -> Choice:
-            n = min(length, most)
-            return Choice(
-                draft=name if n else None, length=n, longest=n, reason=f"{name}, {n} ahead: as asked", rate=0.0
-            )
-
-        return Guide(choose=fixed, goes_on=lambda: True, observe=observe)
+        return governor
 
     def _candidates(self, options: DraftOptions, kwargs: dict[str, Any]) -> list[str]:
         """Names of the drafts that may be used, all of them made."""
@@ -193,7 +177,7 @@ class Drafting:
         if name in names.QUANTISED:
             calibration = self._calibration(tokenizer) if name == CALIBRATED else None
             experts = QuantisedExperts.of(
-                speculator.view, self._store, name, calibration=calibration, device=self._store.device
+                speculator.view, self._store.views, name, calibration=calibration, device=self._store.device
             )
             stage = QuantisedStage(experts, self.schedule, self._residency.link)
             return StageDraft(name, self._engine, stage, experts.nbytes)

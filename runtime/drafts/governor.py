@@ -1,12 +1,11 @@
-"""Chooses the draft and its length, none included, from what a run's own cycles took and gave (rows C3 to C7)."""
+"""Choice of the draft and its length, none included, by the costs of the run's own cycles (rows C3 to C7)."""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.drafts.costs import (
@@ -15,87 +14,15 @@ from expertcast.runtime.drafts.costs import (
     Choice,
     Cycle,
     DraftModel,
-    RooflinePoint,
     RunningMean,
     VerificationTimes,
-    roofline,
 )
+from expertcast.runtime.drafts.names import NONE
 from expertcast.runtime.drafts.prefetch import LookaheadBuffer
 
-# What a draft, or none, is expected to do in a cycle.
-
-NONE = "none"
-"""How plain exact steps are called where a name is shown."""
 _LEAST_S = 1e-9
 
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A cycle of one draft at one length."""
-
-    draft: str | None
-    """None: a plain exact step."""
-    length: int
-    longest: int
-    """n_max: no draft of it is longer."""
-    tokens: float
-    """E[N]"""
-    doubt: float
-    """How much less that is with acceptance a standard error below what was measured: where little was, it may be
-    luck."""
-    seconds: float
-
-    @property
-    def name(self) -> str:
-        """The draft's, or `none`."""
-        return self.draft or NONE
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds
-
-    def rate_within(self, errors: float) -> float:
-        """Tokens per second with so many times the doubt, above or below 0."""
-        return (self.tokens + errors * self.doubt) / self.seconds
-
-    def __str__(self) -> str:
-        ahead = f", {self.length} ahead" if self.draft else ""
-        return f"{self.name}{ahead}: {self.tokens:.1f} tokens in {1e3 * self.seconds:.3g} ms ({self.rate:.3g}/s)"
-
-
-def plain_plan(seconds: float) -> Plan:
-    """A plain exact step, which gives one token."""
-    return Plan(None, 0, 0, 1.0, 0.0, max(_LEAST_S, seconds))
-
-
-def draft_plan(
-    draft: str, model: DraftModel, verify_s: Sequence[float], copy_s: float, *, longest: int,
-    limit_s: float | None = None, length: int | None = None,
-) -> Plan:  # fmt: skip
-    """The length at which a draft is expected to give the most tokens per second, 1 at least (row C7).
-
-    Args:
-        draft: its name.
-        model: what is known of it.
-        verify_s: of a verification of 0 to `longest` + 1 tokens.
-        copy_s: seconds of one expert's copy.
-        longest: no draft is longer.
-        limit_s: nor is one whose drafting and verifying take longer than that, but one of a single token.
-        length: what is asked about, in place of the best one.
-    """
-    most = longest
-    if limit_s is not None:
-        draft_s = model.draft_seconds(longest)
-        most = max((n for n in range(1, longest + 1) if draft_s[n] + verify_s[n + 1] <= limit_s), default=1)
-    tokens, seconds = model.tokens(most), model.seconds(most, verify_s, copy_s)
-    if length is None:
-        length = max(range(1, most + 1), key=lambda n: tokens[n] / seconds[n])
-    doubt = tokens[length] - model.tokens(length, doubt=1.0)[length]
-    return Plan(draft, length, most, tokens[length], doubt, seconds[length])
-
-
-# Which of those that are not the best is tried again, and when.
+# Trials
 
 LOSS = 0.0075
 """Share of all seconds that trying again may lose; the first cycles, when nothing is known, are not counted."""
@@ -105,24 +32,12 @@ BETTER = 1.1
 """A trial that finds so much more than was known is followed by another soon."""
 NEAR = 0.1
 """Another draft that may be better than the best, and loses this share of its seconds at most, costs nothing."""
-
-
-class Candidate(NamedTuple):
-    """One that is not the best."""
-
-    name: str
-    seconds: float
-    """Expected, of a trial."""
-    loss_s: float
-    """How many of these are lost."""
-    hopeful: bool
-    """Whether it may be better than the best for all that is known: then it waits for no pause."""
-    another: bool = True
-    """Whether it is another draft than the best, not another length of it."""
+HOPE = 0.5
+"""Standard errors by which another cycle may be better than measured: if it then is the best, it waits for no pause."""
 
 
 class Trials:
-    """Keeps account of what trials cost; those that are tried go by name."""
+    """Decides which cycle that is not the best is tried again, and keeps the account of what trials cost."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -142,20 +57,26 @@ class Trials:
         """A trial took so much more than the best would have; less, if it was better."""
         self.lost_s = max(0.0, self.lost_s + seconds)
 
-    def next(self, others: Iterable[Candidate]) -> str | None:
-        """Who is tried now; None: nobody. What is expected to gain needs no means, nor does what is as good as the best
-        for all that is known: bad luck with the little that was seen of it must not keep the better one out.
+    def next(self, best: Choice, others: Mapping[str, Choice]) -> str | None:
+        """The name of the cycle to try now; None: no trial is due.
+
+        A trial that is expected to gain is free. So is another draft that may be as good as the best within the error
+        of what was measured: bad luck in its first cycles must not keep the better draft out.
 
         Args:
-            others: all that are not the best.
+            best: the best cycle.
+            others: all other cycles, by name.
         """
-        for own in sorted(others, key=lambda other: other.loss_s):
-            if own.name not in self._due:
-                self._due[own.name] = self._cycle + self._pauses.setdefault(own.name, FIRST_PAUSE)
-            due = own.hopeful or self._cycle >= self._due[own.name]
-            free = own.loss_s < 0 or (own.hopeful and own.another and own.loss_s <= NEAR * own.seconds)
-            if due and (free or self.lost_s + own.loss_s <= LOSS * (self.seconds + own.seconds)):
-                return own.name
+        losses = {name: own.seconds - own.tokens / best.rate for name, own in others.items()}
+        for name in sorted(others, key=losses.__getitem__):
+            own, loss_s = others[name], losses[name]
+            if name not in self._due:
+                self._due[name] = self._cycle + self._pauses.setdefault(name, FIRST_PAUSE)
+            hopeful = own.rate_within(HOPE) > best.rate
+            free = loss_s < 0 or (hopeful and own.draft != best.draft and loss_s <= NEAR * own.seconds)
+            due = hopeful or self._cycle >= self._due[name]
+            if due and (free or self.lost_s + loss_s <= LOSS * (self.seconds + own.seconds)):
+                return name
         return None
 
     def tried(self, name: str, gain: float) -> None:
@@ -174,7 +95,7 @@ class Trials:
         self._due.pop(name, None)
 
 
-# What became of the tokens that drafts wrote, counted by draft from the first cycle on.
+# Counts of drafted tokens
 
 
 @dataclass(slots=True)
@@ -189,7 +110,7 @@ class DraftCount:
 
 
 class Tally:
-    """Counts cycles; what it counted is never set back."""
+    """Counts of cycles by draft, which only grow."""
 
     def __init__(self) -> None:
         self.by_draft: dict[str, DraftCount] = {}
@@ -201,26 +122,15 @@ class Tally:
             return
         count = self.by_draft.setdefault(cycle.draft, DraftCount())
         count.cycles += 1
-        known = cycle.known or (0,) * len(cycle.accepted)
-        for kept, certain in zip(cycle.accepted, known, strict=True):
+        for certain, kept in cycle.judged:
             count.drafted += cycle.drafted - certain
             count.accepted += kept - certain
-
-    def beside(self, told: Callable[[Cycle], None]) -> Callable[[Cycle], None]:
-        """Both are told of a cycle, the other one first."""
-
-        def observe(cycle: Cycle) -> None:
-            told(cycle)
-            self.observe(cycle)
-
-        return observe
 
 
 PLAIN_STEPS, FIRST_CYCLES, FIRST_LENGTH = 3, 2, 2
 """How many plain steps, and cycles of each draft of which length, are run to begin with."""
-_SURE, _HOPE = 1.0, 0.5
-"""Standard errors: another becomes the best when it is so much below what was measured, and is tried at once when it
-might be so much above."""
+_SURE = 1.0
+"""Standard errors: another draft becomes the best when it still is with so much less than measured."""
 _OLD = 8.0
 """What was learnt long ago of one that is tried again counts as so many cycles at most."""
 _SHOWN = 4096
@@ -257,7 +167,7 @@ class Governor:
         self._plain_steps = 0
         self._trials = Trials()
         self._now: Choice | None = None
-        self._best: Plan | None = None
+        self._best: Choice | None = None
         self._trying: tuple[str, float] | None = None
         """While one is tried: how trials know it, and the tokens per second that it was believed to give."""
         self._ratios: deque[float] = deque(maxlen=_SHOWN)
@@ -289,7 +199,13 @@ class Governor:
         self._now = choice
         return choice
 
-    def goes_on(self, buffer: LookaheadBuffer, held: Container[int]) -> bool:
+    def fixed(self, draft: str, length: int) -> Choice:
+        """The next cycle drafts exactly `length` tokens, whatever was learnt; a plain step for 0."""
+        self._trying = None
+        self._now = now = Choice(draft=draft if length else None, length=length, longest=length, trial=True)
+        return now
+
+    def goes_on(self, buffer: LookaheadBuffer) -> bool:
         """Whether another token should be drafted, by the experts that the buffer has so far. Asked after each.
 
         It should where a longer draft is worth more than verifying now: E[N] less what the run gives in T at its best
@@ -298,7 +214,6 @@ class Governor:
 
         Args:
             buffer: of this cycle; its positions are the tokens drafted so far.
-            held: as :meth:`LookaheadBuffer.new_experts` takes it.
 
         Raises:
             ExpertcastError: no draft was chosen.
@@ -306,7 +221,6 @@ class Governor:
         now, drafted = self._now, buffer.positions
         if now is None or now.draft is None:
             raise ExpertcastError("no draft was chosen: call choose() before a cycle, and draft only what it names")
-        buffer.new_experts(held)
         if now.trial or drafted >= now.longest:
             return drafted < now.length
         model = self._models[now.draft]
@@ -359,25 +273,6 @@ class Governor:
             "reasons": list(self._changes),
         }
 
-    def roofline(self, draft: str, block_bytes: int) -> list[RooflinePoint]:
-        """A plain step and drafts of 1 to `longest` tokens between their roofs, by what is known now; `block_bytes` is
-        what one copy brings.
-
-        Raises:
-            ExpertcastError: a draft, or plain steps, that were not run yet.
-        """
-        if draft not in self._models or self._plain_s.value is None:
-            raise ExpertcastError(f"{draft!r} and plain steps were not both run yet: there is nothing to draw")
-        model = self._models[draft]
-        drafting_s = model.draft_seconds(self.longest)
-        cycle_s = model.seconds(self.longest, self._verify_s, self.copy_s)
-        return roofline(
-            model.tokens(self.longest),
-            [own + self._verify_s[n + 1] for n, own in enumerate(drafting_s)],
-            [self._plain_s.value, *cycle_s[1:]],
-            block_bytes / self.copy_s,
-        )
-
     def _judge(self, name: str, believed: float, cycle: Cycle, seconds: float) -> None:
         """A trial is over: what it lost, and whether it found more tokens per second than were believed in."""
         self._trying = None
@@ -388,14 +283,14 @@ class Governor:
     def _first_choice(self, candidates: Sequence[str], longest: int) -> Choice | None:
         """Who was not run often enough to be judged."""
         if longest < 1 or not candidates:
-            return Choice(None, 0, 0, 0.0, f"{NONE}: there is nothing to draft")
+            return Choice(reason=f"{NONE}: there is nothing to draft")
         if self._plain_steps < PLAIN_STEPS:
-            return Choice(None, 0, 0, 0.0, f"trying {NONE}: too few steps to judge it", trial=True)
+            return Choice(reason=f"trying {NONE}: too few steps to judge it", trial=True)
         length = min(FIRST_LENGTH, longest)
         for name in candidates:
             if self._model(name).cycles < FIRST_CYCLES:
                 reason = f"trying {name}, {length} ahead: too few cycles to judge it"
-                return Choice(name, length, length, 0.0, reason, trial=True)
+                return Choice(draft=name, length=length, longest=length, reason=reason, trial=True)
         return None
 
     def _learned_choice(self, candidates: Sequence[str], longest: int) -> Choice:
@@ -406,39 +301,38 @@ class Governor:
         trials = {plan.name: plan for plan in others}
         if best.longest > best.length:
             trials[f"{best.name}, longer"] = self._plan(best.draft, longest, min(2 * best.length, best.longest))
-        tried = self._trials.next(
-            Candidate(
-                name,
-                plan.seconds,
-                plan.seconds - plan.tokens / best.rate,
-                plan.rate_within(_HOPE) > best.rate,
-                plan.draft != best.draft,
-            )
-            for name, plan in trials.items()
-        )
+        tried = self._trials.next(best, trials)
         if tried is None:
             reason = "; ".join([str(best), *(f"{plan.name}: {plan.rate:.3g}/s" for plan in others)])
-            return Choice(best.draft, best.length, best.longest, best.rate, reason)
+            return replace(best, reason=reason)
         plan = trials[tried]
         self._trying = tried, self._plan(plan.draft, longest).rate
-        if plan.rate_within(_HOPE) <= best.rate and plan.draft != best.draft:  # what is known of it is of long ago
+        if plan.rate_within(HOPE) <= best.rate and plan.draft != best.draft:  # what is known of it is of long ago
             known = self._plain_s if plan.draft is None else self._models[plan.draft]
             known.limit(_OLD)
-        reason = f"trying {plan}; {best.name}: {best.rate:.3g}/s"
-        return Choice(plan.draft, plan.length, plan.length, best.rate, reason, trial=True)
+        return replace(plan, longest=plan.length, reason=f"trying {plan}; {best.name}: {best.rate:.3g}/s", trial=True)
 
-    def _best_of(self, plans: Sequence[Plan]) -> Plan:
+    def _best_of(self, plans: Sequence[Choice]) -> Choice:
         """The best of all, but what was the best stays that until another is better without luck."""
         best = max(plans, key=lambda plan: plan.rate)
         before = next((plan for plan in plans if self._best is not None and plan.draft == self._best.draft), best)
         surest = max(plans, key=lambda plan: plan.rate_within(-_SURE))
         return before if surest.rate_within(-_SURE) <= before.rate else surest
 
-    def _plan(self, draft: str | None, longest: int, length: int | None = None) -> Plan:
+    def _plan(self, draft: str | None, longest: int, length: int | None = None) -> Choice:
+        """A cycle of a draft at the length that is expected to give the most tokens per second, 1 at least (row C7), or
+        at the length given."""
         if draft is None:
-            return plain_plan(self._plain_s.value or 0.0)
-        return draft_plan(
-            draft, self._model(draft), self._verify_s, self.copy_s, longest=longest, limit_s=self.limit_s, length=length
+            return Choice(seconds=max(_LEAST_S, self._plain_s.value or 0.0))
+        model, most = self._model(draft), longest
+        if self.limit_s is not None:
+            busy_s = [own + self._verify_s[n + 1] for n, own in enumerate(model.draft_seconds(longest))]
+            most = max((n for n in range(1, longest + 1) if busy_s[n] <= self.limit_s), default=1)
+        tokens, seconds = model.tokens(most), model.seconds(most, self._verify_s, self.copy_s)
+        length = length or max(range(1, most + 1), key=lambda n: tokens[n] / seconds[n])
+        doubt = tokens[length] - model.tokens(length, doubt=1.0)[length]
+        return Choice(
+            draft=draft, length=length, longest=most, tokens=tokens[length], doubt=doubt, seconds=seconds[length]
         )
 
     def _predicted(self, cycle: Cycle) -> float | None:

@@ -14,143 +14,69 @@ L MoE layers, E routed experts per layer, K experts per token, T tokens. A key i
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 
 from expertcast.data.batch import RouterCall
-from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.links.driver import Readback
 
-# The experts that drafted tokens were routed to: what verification will need (row C8).
-#
-# N positions, L MoE layers, E routed experts per layer, K experts per token. An expert's key is layer * E + expert.
-
 
 class LookaheadBuffer:
-    """N x L lists of experts with their confidence, filled while a draft is written.
+    """Counts the distinct experts that drafted tokens were routed to, by position (row C8).
 
     Position 0 is what verification feeds first, the last tokens that are certain; position i is the i-th drafted token.
     A draft of n passes fills n positions: what the last drafted token needs nobody knows before it is verified.
 
     Args:
-        layers: L
-        experts: E
-        slots: experts that fit on the device; None: all of them.
-
-    Raises:
-        ExpertcastError: fewer than one layer or expert.
+        slots: experts that fit on the device.
     """
 
-    def __init__(self, layers: int, experts: int, slots: int | None = None) -> None:
-        if layers < 1 or experts < 1:
-            raise ExpertcastError(f"layers={layers}, experts={experts}: give 1 or more of both")
-        self.layers, self.experts = layers, experts
-        self._entries: list[list[dict[int, float]]] = []
-        """[N][L] key -> highest confidence"""
-        self._unions: list[dict[int, float]] = [{} for _ in range(layers)]
-        """[L] the same over all positions."""
-        self._first: list[list[int]] = []
-        """[N] keys that stand at no earlier place, and have not been counted yet."""
-        self._growth: list[int] = []
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._keys: set[int] = set()
         self._distinct: list[int] = []
-        """[N] keys that stand at no earlier place."""
-        self._slots = layers * experts if slots is None else slots
+        """[N] keys that stand at no earlier position."""
+        self._new: list[int] = []
+        """[N] of these, the keys that were not held."""
 
-    def put(
-        self, position: int, layer: int, ids: Sequence[Sequence[int]], confidence: Sequence[Sequence[float]]
-    ) -> None:
-        """A layer of a draft pass was routed; what is there of this position and layer already stays.
+    def put(self, position: int, keys: Iterable[int], held: Container[int]) -> None:
+        """A layer of a draft pass was routed. A key counts where it is put first.
 
         Args:
             position: of the tokens that were fed; positions come in order, none is left out.
-            layer: whose router it was.
-            ids: rows of experts (sequences of a batch, or several tokens), [R, K].
-            confidence: of each, [R, K]: the draft router's probability or weight.
-
-        Raises:
-            ExpertcastError: a position was left out.
+            keys: of the experts, repeated or not.
+            held: keys that have a slot, or are on their way for another reason than this buffer.
         """
-        while position >= len(self._entries):
-            if position > len(self._entries):
-                raise ExpertcastError(f"position {position} comes before position {len(self._entries)}: leave none out")
-            self._entries.append([{} for _ in range(self.layers)])
-            self._first.append([])
+        if position == len(self._distinct):
             self._distinct.append(0)
-        entry, union, first = self._entries[position][layer], self._unions[layer], self._first[position]
-        base = layer * self.experts
-        for row, own in zip(ids, confidence, strict=True):
-            for expert, sure in zip(row, own, strict=True):
-                key = base + expert
-                if key not in union:
-                    union[key] = entry[key] = sure
-                    first.append(key)
-                    self._distinct[position] += 1
-                    continue
-                if sure > union[key]:
-                    union[key] = sure
-                if sure > entry.get(key, -1.0):
-                    entry[key] = sure
+            self._new.append(0)
+        for key in keys:
+            if key not in self._keys:
+                self._keys.add(key)
+                self._distinct[position] += 1
+                self._new[position] += key not in held
 
     def clear(self) -> None:
         """A new cycle begins."""
-        self._entries.clear()
-        self._first.clear()
-        self._growth.clear()
+        self._keys.clear()
         self._distinct.clear()
-        for union in self._unions:
-            union.clear()
+        self._new.clear()
 
     @property
     def positions(self) -> int:
         """N: positions that have an entry."""
-        return len(self._entries)
-
-    def __contains__(self, key: object) -> bool:
-        return isinstance(key, int) and key in self._unions[key // self.experts]
-
-    def union(self, layer: int, positions: int | None = None) -> Mapping[int, float]:
-        """Key -> highest confidence over the first `positions` positions of a layer, all by default: not to be changed,
-        and true until something is put or cleared."""
-        if positions is None or positions >= len(self._entries):
-            return self._unions[layer]
-        highest: dict[int, float] = {}
-        for entry in self._entries[:positions]:
-            for key, sure in entry[layer].items():
-                if sure > highest.get(key, -1.0):
-                    highest[key] = sure
-        return highest
-
-    def new_experts(self, held: Container[int], positions: int | None = None) -> int:
-        """How many distinct experts of the first `positions` positions, over all layers, are beyond the cache.
-
-        A key is looked up when it is counted first, and stays what it was: an expert that was asked for since then is
-        here or on its way, and was a copy of this cycle all the same. O(keys that were put since the last call).
-
-        Args:
-            held: keys that have a slot, or are on their way for another reason than this buffer.
-            positions: all of them by default.
-        """
-        wanted = len(self._first) if positions is None else min(positions, len(self._first))
-        for position in range(wanted):
-            if position == len(self._growth):
-                self._growth.append(0)
-            uncounted = self._first[position]
-            if uncounted:
-                self._growth[position] += sum(key not in held for key in uncounted)
-                uncounted.clear()
-        return sum(self._growth[:wanted])
+        return len(self._distinct)
 
     @property
     def growth(self) -> list[int]:
-        """Copies by position, of the positions that :meth:`new_experts` has counted in this cycle: new experts, and
-        those of the others that the slots cannot keep beside them until their layer's turn, and that come again."""
+        """[N] copies by position: new experts, and those of the others that the slots cannot keep beside them until
+        their layer's turn, and that come again."""
         distinct = new = over = 0
         found = []
-        for own, fresh in zip(self._distinct, self._growth, strict=False):
+        for own, fresh in zip(self._distinct, self._new, strict=True):
             distinct, new, before = distinct + own, new + fresh, over
             over = min(distinct - new, max(0, distinct - self._slots))
             found.append(fresh + over - before)
@@ -161,16 +87,6 @@ CONFIDENT = 0.5
 """An entry is confident whose share of its token's combine weights is at least so much of a mean one's, 1 / K."""
 _PRIMING, _GUIDED = 0.5, 1.0
 """Share of the link's copies in a draft pass that are asked for."""
-
-
-class Watcher(Protocol):
-    """Compares what a draft foresaw with what its verification needs."""
-
-    def routed(self, position: int | None, call: RouterCall) -> None:
-        """A router has run, in the pass that drafts the token at this position, or (None) in the verification."""
-
-    def reached(self, layer: int, keys: Sequence[int], held: Container[int]) -> None:
-        """The verification is about to request these experts of a layer (distinct keys); `held` have a slot."""
 
 
 class Schedule:
@@ -188,16 +104,15 @@ class Schedule:
         self._layers, self._experts = shape.layers, shape.experts
         self.prefetch = True
         """False only fills the buffer: nothing is loaded ahead."""
-        self.watcher: Watcher | None = None
-        """Is told of every cycle, if there is one."""
-        self.buffer = LookaheadBuffer(shape.layers, shape.experts, residency.pool.count)
+        self.buffer = LookaheadBuffer(residency.pool.count)
         """What the drafts of this cycle were routed to."""
         self._confident: list[list[int]] = [[] for _ in range(shape.layers)]
         self._rest: list[list[int]] = [[] for _ in range(shape.layers)]
         self._nearest = shape.layers
-        self._at: int | None = None
-        """Position of the token that is drafted; None: nothing is drafted."""
-        self._verifies = False
+        self.position: int | None = None
+        """Of the token that is drafted; None: nothing is drafted."""
+        self.verifies = False
+        """The exact pass over a draft runs."""
         self._waiting: list[RouterCall] = []
         """Of the pass that drafts, where the routing is on a device."""
         self._begun = self._pass_s = 0.0
@@ -212,26 +127,26 @@ class Schedule:
 
     def draft(self, position: int) -> None:
         """A pass starts that drafts the token at this position (0: the first)."""
-        self._at, self._begun = position, self._link.clock()
+        self.position, self._begun = position, self._link.clock()
         brings = (_GUIDED if position else _PRIMING) * self._pass_s / max(self._link.copy_s, 1e-9)
         on_their_way = 0 if self._residency.idle else len(self._residency.copies)
         self._room = 1 + int(brings) - on_their_way
 
     def drafted(self) -> None:
         """A pass has ended. On a device, its routing comes to the host now, all layers' in one copy."""
-        if self._waiting and self._at is not None:
+        if self._waiting and self.position is not None:
             both = [torch.cat([call.ids_TK.float(), call.weights_TK.float()], dim=1) for call in self._waiting]
             for call, rows in zip(self._waiting, self._readback.start(torch.stack(both)).tolist(), strict=True):
                 top_k = call.ids_TK.shape[1]
                 ids = [[int(expert) for expert in row[:top_k]] for row in rows]
-                self._put(self._at, call.layer, ids, [row[top_k:] for row in rows])
+                self._put(self.position, call.layer, ids, [row[top_k:] for row in rows])
         self._waiting.clear()
-        self._at, self._pass_s = None, self._link.clock() - self._begun
+        self.position, self._pass_s = None, self._link.clock() - self._begun
         self.load()
 
     def verify(self) -> None:
         """The exact pass starts."""
-        self._at, self._verifies = None, True
+        self.position, self.verifies = None, True
         self._room = math.inf
         self.load()
 
@@ -240,25 +155,17 @@ class Schedule:
         self._residency.take_back(list(self._window.keys))
         self.stop()
 
-    def held(self) -> dict[int, int]:
-        """Slot of each expert that has one."""
-        return self._residency.pool.slots
-
     def routed(self, call: RouterCall) -> None:
-        if self.watcher is not None and (self._at is not None or self._verifies):
-            self.watcher.routed(self._at, call)
-        if self._at is None:
+        if self.position is None:
             return
         if self._link.driver is None:
-            self._put(self._at, call.layer, call.ids_TK.tolist(), call.weights_TK.tolist())
+            self._put(self.position, call.layer, call.ids_TK.tolist(), call.weights_TK.tolist())
             self.load()
         else:
             self._waiting.append(call)
 
     def reached(self, layer: int, keys: Sequence[int]) -> None:
-        if self._verifies:
-            if self.watcher is not None:
-                self.watcher.reached(layer, keys, self._residency.pool.slots)
+        if self.verifies:
             self._confident[layer].clear()
             self._rest[layer].clear()
             self._residency.take_back(self._window.pop(layer).difference(keys))
@@ -284,9 +191,8 @@ class Schedule:
         self._nearest = self._layers  # nothing is left
 
     def _put(self, position: int, layer: int, ids: list[list[int]], weights: list[list[float]]) -> None:
-        self.buffer.put(position, layer, ids, weights)
         first, slots, window = layer * self._experts, self._residency.pool.slots, self._window
-        self.buffer.new_experts(slots)
+        self.buffer.put(position, (first + expert for row in ids for expert in row), slots)
         for row, values in zip(ids, weights, strict=True):
             least = CONFIDENT * sum(values) / len(values)
             for expert, weight in zip(row, values, strict=True):
@@ -305,4 +211,4 @@ class Schedule:
         self._waiting.clear()
         for pending in (*self._confident, *self._rest):
             pending.clear()
-        self._nearest, self._at, self._verifies = self._layers, None, False
+        self._nearest, self.position, self.verifies = self._layers, None, False

@@ -1,14 +1,20 @@
-"""Drafts that transformers knows: prompt lookup and assistant models, one proposer for each row of a batch.
+"""Texts of a batch while they are generated, and drafts by transformers' own proposers: prompt lookup, assistant models
+and multi-token prediction.
 
-transformers' own candidate generators (`generation/candidate_generator.py`) make the candidates; how many is asked anew
-in every cycle. S tokens of text, m drafted ones, V the vocabulary.
+Rows get ahead of each other, for a draft is accepted further in one than in another. Columns are those of the cache,
+which all rows share: what a row knows beyond them is fed again as given text until the others have caught up. A column
+is a token's place in its row, padding on the left included.
+
+B sequences, S tokens of text, m drafted ones, V the vocabulary, L heads, T tokens whose hidden states are new, D the
+hidden size.
 """
 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +34,6 @@ from transformers.generation.candidate_generator import (
 from transformers.modeling_layers import MtpModel
 
 from expertcast.predictors.messages import ExpertcastError
-
-# The texts of a batch while they are generated: each row as far as it is known, all rows in the same columns.
-#
-# Rows get ahead of each other, for a draft is accepted further in one than in another. Columns stay those of the cache,
-# which all rows share: what a row knows beyond them is fed again as given text until the others have caught up.
-#
-# B sequences. A column is a token's place in its row, padding on the left included.
 
 
 class Texts:
@@ -78,16 +77,13 @@ class Texts:
             if self.known[row] <= column:
                 self.ids_BS[row, column] = token_B[row]
 
-    def take(
-        self, token_BN: Tensor, count_B: list[int], stops: StoppingCriteriaList, scores: object = None
-    ) -> list[int]:
+    def take(self, token_BN: Tensor, count_B: list[int], stops: StoppingCriteriaList) -> list[int]:
         """Settle each row's next tokens, as far as its text goes on.
 
         Args:
             token_BN: each row's next tokens.
             count_B: how many of them there are.
-            stops: asked after every token, as in decoding one by one.
-            scores: handed on to them.
+            stops: checked after every token, as in decoding one by one.
 
         Returns:
             How many tokens each row got.
@@ -103,7 +99,7 @@ class Texts:
             rows = [row for row in self.open if before[row] <= column < self.known[row]]
             if not rows:
                 continue
-            done = stops(self.ids_BS[:, : column + 1], scores)
+            done = stops(self.ids_BS[:, : column + 1], None)
             for row in rows:
                 if done[row] or column + 1 == self.most:
                     self.ended[row], self.known[row] = True, column + 1
@@ -129,10 +125,6 @@ def continued(values: Tensor, columns: int, how: str) -> Tensor:
     added = {"like": last + 0 * further, "more": last + further, "zero": 0 * (last + further)}[how]
     return torch.cat([values, added], dim=-1)
 
-
-# Forwards of a model over the columns of its texts, through transformers' own preparation of inputs.
-#
-# B sequences, V vocabulary.
 
 _CONTINUED = {
     "attention_mask": "like", "position_ids": "more", "token_type_ids": "like", "mm_token_type_ids": "zero"
@@ -184,12 +176,10 @@ class Feed:
 _NO_LIMIT = 2**31
 
 
-class Proposer(Protocol):
-    """Says how one row's text may go on."""
+class Proposer(ABC):
+    """Proposes how one row's text may go on."""
 
-    needs_hidden: bool
-    """Whether :meth:`saw` is to be called."""
-
+    @abstractmethod
     def propose(self, text_1S: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
         """Tokens that may follow.
 
@@ -203,10 +193,12 @@ class Proposer(Protocol):
         """
 
     def saw(self, hidden_1TD: Tensor) -> None:
-        """The model's last hidden states [1, T, D] of tokens that stand, each token once and in order."""
+        """The model's last hidden states [1, T, D] of tokens that stand, each token once and in order. Most proposers
+        read the text alone."""
+        del hidden_1TD
 
 
-class PromptLookup:
+class PromptLookup(Proposer):
     """What followed the last tokens where the text had them before.
 
     Args:
@@ -218,8 +210,6 @@ class PromptLookup:
     Raises:
         ExpertcastError: `longest` is not positive.
     """
-
-    needs_hidden = False
 
     def __init__(
         self,
@@ -240,16 +230,12 @@ class PromptLookup:
 
     def propose(self, text_1S: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
         """As :meth:`Proposer.propose`; nothing where the text's last token is new."""
-        refuse_batch(text_1S)
         self._generator.num_output_tokens = most
         ids_1N, _ = self._generator.get_candidates(text_1S)
         return ids_1N[:, text_1S.shape[1] :], None
 
-    def saw(self, hidden_1TD: Tensor) -> None:
-        """Nothing: the text says all."""
 
-
-class Assistant:
+class Assistant(Proposer):
     """A smaller model writes the draft, token by token, with a cache of its own.
 
     How sure it is does not shorten a draft, as it does in `generate`: whoever asks knows how many tokens pay. With
@@ -269,8 +255,6 @@ class Assistant:
         ExpertcastError: the vocabularies differ in size and tokenizers are missing, or they do not and tokenizers are
             given; or the assistant has no cache of keys and values.
     """
-
-    needs_hidden = False
 
     def __init__(
         self,
@@ -310,7 +294,6 @@ class Assistant:
         Raises:
             ExpertcastError: the assistant keeps recurrent states, as its cache shows.
         """
-        refuse_batch(text_1S)
         self._go_back_to(text_1S)
         if self._generator is None:
             self._generator = self._made(text_1S)
@@ -324,9 +307,6 @@ class Assistant:
         if logits_1mV is not None:
             logits_1mV = logits_1mV[:, : drafted_1m.shape[1]].to(text_1S.device)
         return drafted_1m, logits_1mV if self._config.do_sample else None
-
-    def saw(self, hidden_1TD: Tensor) -> None:
-        """Nothing: the assistant reads the text."""
 
     def _go_back_to(self, text_1S: Tensor) -> None:
         """Take out of the assistant's cache what the text does not begin with, or begin anew.
@@ -368,32 +348,21 @@ class Assistant:
         return generator
 
 
-def refuse_batch(text_BS: Tensor) -> None:
-    """Refuse more than one text.
-
-    Raises:
-        ExpertcastError: a batch of any other number.
-    """
-    if text_BS.shape[0] != 1:
-        raise ExpertcastError(f"a proposer drafts for one text, not for {text_BS.shape[0]}: make one for each row")
-
-
 def _cannot_go_back(assistant: PreTrainedModel) -> ExpertcastError:
     return ExpertcastError(
         f"a {type(assistant).__name__} cannot take tokens back: pass an assistant without recurrent states"
     )
 
 
-# Drafts by heads that a checkpoint has for tokens further ahead (multi-token prediction).
-#
-# A head is a decoder layer that reads the head before it, the first one the model's last hidden states, and the token
-# that came next; it says the token after that. transformers loads them (`modeling_layers.MtpModel`) and shares
-# embedding and output head with the model. L heads, S tokens of text, T of them new, D the hidden size, V the
-# vocabulary.
+# Heads for later tokens
 
 
 class Heads:
-    """A model's heads, read from its checkpoint: one object for all texts.
+    """A model's heads for later tokens (multi-token prediction), read from its checkpoint: one object for all texts.
+
+    A head is a decoder layer that reads the head before it, the first one the model's last hidden states, and the token
+    that came next; it says the token after that. transformers loads them and shares embedding and output head with the
+    model (`modeling_layers.MtpModel`).
 
     A head of a Mixture-of-Experts model has experts of its own, and all of them stay in memory.
 
@@ -462,8 +431,8 @@ class Heads:
         return ids_1L, logits_1LV
 
 
-class HeadsDraft:
-    """What the heads say of one row's text: up to L tokens. A :class:`~expertcast.runtime.drafts.proposals.Proposer`.
+class HeadsDraft(Proposer):
+    """What the heads say of one row's text: up to L tokens.
 
     What a later head holds of a draft's tokens is computed again with those that stand.
 
@@ -472,8 +441,6 @@ class HeadsDraft:
         do_sample: draw each token; else the likeliest.
         processors: of the logits, all that sampling asks for among them.
     """
-
-    needs_hidden = True
 
     def __init__(self, heads: Heads, do_sample: bool = False, processors: LogitsProcessorList | None = None) -> None:
         self._heads = heads
@@ -484,12 +451,11 @@ class HeadsDraft:
         self._hidden_1TD: Tensor | None = None
 
     def propose(self, text_1S: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
-        """As :meth:`~expertcast.runtime.drafts.proposals.Proposer.propose`.
+        """As :meth:`Proposer.propose`.
 
         Raises:
             RuntimeError: the hidden states seen are not those of the text without its last token.
         """
-        refuse_batch(text_1S)
         new = 0 if self._hidden_1TD is None else self._hidden_1TD.shape[1]
         if self._hidden_1TD is None or self._held + new != text_1S.shape[1] - 1:
             raise RuntimeError(f"hidden states of {self._held + new} tokens for a text of {text_1S.shape[1]}")
@@ -508,11 +474,6 @@ class HeadsDraft:
         hidden_1TD = hidden_1TD.to(self._heads.device)
         before = self._hidden_1TD
         self._hidden_1TD = hidden_1TD if before is None else torch.cat([before, hidden_1TD], dim=1)
-
-
-# Proposers at work on a batch: one for each row, over its text without padding.
-#
-# B sequences, V vocabulary, m proposed tokens.
 
 
 class RowProposers:

@@ -1,9 +1,10 @@
-"""All routed experts of a model in 8 or 4 bits on the computing device: what a self-draft computes with (rows C1, C12).
+"""Self-drafts with all routed experts in 8 or 4 bits on the computing device, or by lossy policies (rows C1, C12).
 
 Everything that is no expert, and the experts' biases, stays as it is: the draft shares it with the model (row C11).
 
-T tokens, D hidden size, E routed experts per layer, K experts per token, N outputs, I inputs of a projection,
-P = T x K token-expert pairs.
+T tokens, D hidden size, E routed experts per layer, K experts per token, N outputs, I inputs of a projection, G inputs
+in a group, J = I // G groups, P = T x K token-expert pairs, R rows of one expert, C experts at once, S windows of W
+tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +31,11 @@ from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.storage.layout import expert_parameters
 
-# Symmetric rounding of weights to a few bits, in groups along the input dimension (rows C1, C12).
+# Symmetric rounding in groups along the input dimension
 #
 # weight = scale * code. A group's weight of largest magnitude becomes the lowest code, -8 of 4 bits and -128 of 8,
 # whatever its sign: scales may be negative, and no code is left unused. Scales are bf16 values, which is what torch's
 # kernels take; codes are chosen for the scale as it is after rounding.
-#
-# N outputs, I inputs, G inputs in a group, J = I // G groups.
 
 _GROUPS = (128, 64, 32)
 
@@ -77,14 +76,12 @@ def expanded(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.float() * scales.float().repeat_interleave(group, dim=-1)
 
 
-# Rounding weights one input after another, each one's error made good by the inputs behind it: GPTQ (row C1).
+# Rounding with error compensation, one input after another: GPTQ (row C1)
 #
 # For one output's weights w and inputs X the squared error of X w is (w - q)' H (w - q), H = X' X. Once weight i is
 # rounded to q_i, the best that those behind it can do is to move by -(w_i - q_i) / [F^-1]_ii * [F^-1]_:i, F being H
 # over the inputs that are not rounded yet. Up to a factor, all those columns of inverses are rows of one Cholesky
 # factor of H^-1. Inputs are taken in their order; a group's scale is set when its first input comes.
-#
-# C experts, N outputs, I inputs, G inputs in a group, J = I // G groups.
 
 DAMPING = 0.01
 """Share of the mean of H's diagonal that is added to it: few inputs, or alike, do not make weights run away."""
@@ -146,13 +143,11 @@ def _one_after_another(weights_CNI: Tensor, factor_CII: Tensor, bits: int, group
     return codes_CNI, torch.stack(scales, dim=-1)
 
 
-# One projection of all experts of a layer on the computing device, and products of rows with single experts of it.
+# Products of rows with the quantised experts of a layer
 #
 # Rows come sorted by expert, and each expert is read once for all its rows. An expert is a product of its own: torch
 # has grouped products of 16-bit weights, none of 4-bit ones, and to expand the experts for it takes 8 to 54 times as
 # long.
-#
-# E experts, N outputs, I inputs, G inputs in a group, J = I // G groups, R rows of one expert, P rows of all.
 
 Groups: TypeAlias = Sequence[tuple[int, int]]
 """(expert, its rows), in the order of the rows."""
@@ -307,10 +302,7 @@ def _with_zeros(scales_NJ: Tensor) -> Tensor:
     return torch.stack((scales_JN, torch.zeros_like(scales_JN)), dim=-1)
 
 
-# What a model's experts are given on some text, and rounding that makes the least of its error there (row C1).
-#
-# T tokens, D width of what experts are given, E routed experts per layer, K experts per token, R rows of one expert,
-# N outputs, I inputs of a projection, S windows of W tokens.
+# Calibration on text (row C1)
 
 ENOUGH = 64
 """Tokens of its own that an expert is calibrated on; one that saw fewer is calibrated on all tokens of its layer."""
@@ -374,23 +366,8 @@ BITS = {"int8": 8, "int4": 4, CALIBRATED: 4}
 """Bits of a code by the name of a precision."""
 
 
-class Weights(Protocol):
-    """Where experts are read from; every :class:`expertcast.runtime.storage.store.ExpertStore` is one."""
-
-    def views(self, layer: int) -> Mapping[str, Tensor]:
-        """One layer's parameters, [E, ...] by name."""
-
-
-class ModelWeights:
-    """The experts of a model that holds them itself."""
-
-    def __init__(self, view: MoEView) -> None:
-        self._view = view
-
-    def views(self, layer: int) -> Mapping[str, Tensor]:
-        """One layer's parameters, [E, ...] by name."""
-        of = self._view[layer]
-        return {name: value.detach() for name, value in expert_parameters(of.experts, of.num_experts).items()}
+Views: TypeAlias = Callable[[int], Mapping[str, Tensor]]
+"""Parameters [E, ...] of a layer by name, such as :meth:`expertcast.runtime.storage.store.ExpertStore.views`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,7 +405,7 @@ class QuantisedExperts:
     def of(
         cls,
         view: MoEView,
-        weights: Weights,
+        views: Views,
         precision: str = "int4",
         *,
         calibration: Calibration | None = None,
@@ -438,7 +415,7 @@ class QuantisedExperts:
 
         Args:
             view: the model's MoE layers, resident or offloaded.
-            weights: a store, wherever it holds the experts, or :class:`ModelWeights`.
+            views: of its experts, in host memory.
             precision: a name of `BITS`.
             calibration: what the experts were given on some text; for `CALIBRATED`.
             device: where the model computes; None: where its routers are.
@@ -454,7 +431,7 @@ class QuantisedExperts:
         layers = []
         for layer in Progress(f"quantising experts to {precision}", unit="layer", steps=view):
             there = device or next(layer.router.parameters()).device
-            maker = _Maker(layer, weights.views(layer.index), BITS[precision], chosen, there)
+            maker = _Maker(layer, views(layer.index), BITS[precision], chosen, there)
             layers.append((maker.up(), maker.down()))
         return cls(precision, layers)
 
@@ -579,9 +556,7 @@ def expected_bytes(view: MoEView, precision: str) -> int:
     return total
 
 
-# How a draft's forwards run the model's MoE layers.
-#
-# T tokens, D hidden size, E routed experts per layer, K experts per token.
+# Stages: how a draft's forwards run the model's MoE layers
 
 
 class QuantisedStage:

@@ -6,26 +6,21 @@ per layer, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import MetricCollection
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from expertcast.data.batch import RouterCall
 from expertcast.data.experts import experts_of
-from expertcast.data.moe_layers import experts_implementation
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.messages import Json, Progress
-from expertcast.predictors.view import MoELayer
-from expertcast.runtime.drafts.quantised import QuantisedExperts
 from expertcast.runtime.engine.front import speculate
 from expertcast.training.metrics import Agreement, Divergence, Perplexity, Recall
 
@@ -241,164 +236,3 @@ def _check(windows_by_domain: Mapping[str, Tensor], runs: Mapping[str, QualityRu
                 f"windows of domain {domain!r} have shape {list(windows_NW.shape)}: give [windows, tokens] with two "
                 "tokens or more"
             )
-
-
-# Recall of forecasts made from forecasts, with the model at hand: the form in which speculation makes them.
-#
-# The model runs its own routing, so that its residuals stay true; each layer's forecast is made from the routing that
-# was forecast for that layer (trap 2 of the definitions under row B19), early attention included, which no trace can
-# tell.
-#
-# N windows, W tokens per window, T = B x W tokens, L MoE layers, E routed experts per layer, K experts per token.
-
-
-@torch.no_grad()
-def chained_recall(
-    model: PreTrainedModel, view: MoEView, windows_NW: Tensor, predictors: Mapping[str, Predictor], batch_size: int = 8
-) -> dict[str, list[float]]:
-    """Recall@k of layers 1..L-1 by predictor, each forecast made from the one before it.
-
-    Args:
-        model: its experts in memory.
-        view: its norms and routers.
-        windows_NW: token ids; what a predictor reads of the previous token is the model's own routing of it.
-        predictors: by name, bound to `view`.
-        batch_size: windows per forward.
-    """
-    recall = {name: Recall(len(view)) for name in predictors}
-    for ids_BW in torch.split(windows_NW, batch_size):
-        previous_TLE = _own_previous(model, view, ids_BW)
-        for name, predictor in predictors.items():
-
-            def observe(call: RouterCall, ids_TK: Tensor, own: Recall = recall[name]) -> None:
-                own.to(ids_TK.device).update(call.layer, ids_TK, call.ids_TK)
-
-            with speculate(model, view, predictor, execute=False, observe=observe) as speculator:
-                speculator.previous_logits_TLE = previous_TLE
-                model.base_model(input_ids=ids_BW.to(model.device), use_cache=False)
-    return {name: own.per_row()[1:].tolist() for name, own in recall.items()}
-
-
-def _own_previous(model: PreTrainedModel, view: MoEView, ids_BW: Tensor) -> Tensor:
-    """What the model's own routing of each window's tokens says of the token before, [T, L, E]."""
-    logits: list[Tensor] = []
-    with closing(RouterTaps(model, view, lambda call: logits.append(call.logits_TE))):
-        model.base_model(input_ids=ids_BW.to(model.device), use_cache=False)
-    return previous_logits(logits, ids_BW)
-
-
-# How often a draft's routers choose what the model's do, for the same tokens (rows C1, C2).
-#
-# The draft runs the same tokens from the beginning: its layers get what its own experts made of them.
-#
-# T tokens, L MoE layers, K experts per token, S windows of W tokens.
-
-_DRAFT = "expertcast_draft"
-"""Name of the experts function in transformers' registry with which a resident model runs as its own draft."""
-_RUNNING: WeakKeyDictionary[nn.Module, tuple[QuantisedExperts, MoELayer]] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExactSets:
-    """Shares of token-layer pairs, each a list by layer [L]."""
-
-    hard: list[float]
-    """The same experts in the same order."""
-    soft: list[float]
-    """The same experts in another order."""
-    recall: list[float]
-    """Of the model's experts, those that the draft chose too."""
-
-    @property
-    def exact(self) -> list[float]:
-        """The same experts: hard and soft together."""
-        return [hard + soft for hard, soft in zip(self.hard, self.soft, strict=True)]
-
-    def as_dict(self) -> dict[str, float]:
-        """Means over the layers: `hard`, `soft`, `exact`, `mismatch` and `recall`."""
-        mean = {
-            name: sum(values) / len(values)
-            for name, values in (
-                ("hard", self.hard),
-                ("soft", self.soft),
-                ("exact", self.exact),
-                ("recall", self.recall),
-            )
-        }
-        return {**mean, "mismatch": 1 - mean["exact"]}
-
-
-def exact_sets(draft_TLK: Tensor, exact_TLK: Tensor) -> ExactSets:
-    """Compare the experts that a draft and the model chose, ids in the order in which their routers gave them.
-
-    Raises:
-        ExpertcastError: no token, or not the same number of tokens, layers or experts.
-    """
-    if draft_TLK.shape != exact_TLK.shape or not len(exact_TLK):
-        shapes = f"{tuple(draft_TLK.shape)} and {tuple(exact_TLK.shape)}"
-        raise ExpertcastError(f"ids of shape {shapes} cannot be compared: run draft and model over the same tokens")
-    hard_TL = (draft_TLK == exact_TLK).all(dim=-1)
-    same_TLKK = draft_TLK.unsqueeze(-2) == exact_TLK.unsqueeze(-1)
-    found_TLK = same_TLKK.any(dim=-1)
-    soft_TL = found_TLK.all(dim=-1) & ~hard_TL
-    shares = (hard_TL.float(), soft_TL.float(), found_TLK.float().mean(dim=-1))
-    hard, soft, recall = (share_TL.mean(dim=0).tolist() for share_TL in shares)
-    return ExactSets(hard=hard, soft=soft, recall=recall)
-
-
-@torch.no_grad()
-def compare_draft(
-    model: PreTrainedModel, view: MoEView, quantised: QuantisedExperts, ids_SW: Tensor, batch: int = 8
-) -> tuple[ExactSets, float]:
-    """Run windows of token ids through the model and through its draft.
-
-    Args:
-        model: its experts in memory; it stays as it is.
-        view: its MoE layers.
-        quantised: the draft's experts.
-        ids_SW: the windows.
-        batch: windows per forward.
-
-    Returns:
-        The comparison of their routing, and the share of tokens for which both find the same next token likeliest.
-    """
-    exact_TLK, exact_T = _choices(model, view, ids_SW, batch)
-    with drafting(model, view, quantised):
-        draft_TLK, draft_T = _choices(model, view, ids_SW, batch)
-    return exact_sets(draft_TLK, exact_TLK), float((draft_T == exact_T).float().mean())
-
-
-@contextmanager
-def drafting(model: PreTrainedModel, view: MoEView, quantised: QuantisedExperts) -> Iterator[None]:
-    """A resident model computes with quantised experts meanwhile."""
-    _RUNNING.update({layer.experts: (quantised, layer) for layer in view})
-    try:
-        with experts_implementation(model, _DRAFT):
-            yield
-    finally:
-        for layer in view:
-            del _RUNNING[layer.experts]
-
-
-def _choices(model: PreTrainedModel, view: MoEView, ids_SW: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    """[T, L, K] experts that were chosen, and [T] the likeliest next tokens."""
-    chosen: list[list[Tensor]] = [[] for _ in view]
-    likeliest = []
-
-    def keep(call: RouterCall) -> None:
-        chosen[call.layer].append(call.ids_TK)
-
-    with closing(RouterTaps(model, view, keep)):
-        for windows in torch.split(ids_SW, batch):
-            logits = model(input_ids=windows.to(model.device), use_cache=False).logits
-            likeliest.append(logits.argmax(dim=-1).flatten())
-    return torch.stack([torch.cat(parts) for parts in chosen], dim=1), torch.cat(likeliest)
-
-
-def _drafted(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    quantised, layer = _RUNNING[experts]
-    with torch.no_grad():
-        return quantised.run(layer, hidden_states, top_k_index, top_k_weights)
-
-
-ALL_EXPERTS_FUNCTIONS.register(_DRAFT, _drafted)

@@ -1,6 +1,10 @@
 """What lossy policies cost a model: perplexity, agreement and KL of decoding with them (rows A24, D10).
 
-N windows, B of them decoded together, W tokens per window, V vocabulary, K experts per token.
+Texts are read as a deployment reads them: a prefill, then one decode step per token, the right token given each time.
+What acts in decode steps only, or depends on what a cache holds, costs nothing in one forward over a whole text.
+
+N windows, B of them decoded together, W tokens per window, V vocabulary, K experts per token; S tokens of a text, T of
+them in a forward.
 """
 
 from __future__ import annotations
@@ -10,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.messages import Json, Progress
@@ -25,10 +29,8 @@ from expertcast.runtime.policies import Policies
 from expertcast.runtime.quality.forecasts import EXACT, Pass, RunScores
 from expertcast.runtime.simulation.trace import PREFILL, prefilled
 
-# Reading texts as a deployment does: a prefill, then one decode step per token, the right token given each time.
-#
-# B texts of S tokens, T of them in a forward, V vocabulary. What acts in decode steps only, or depends on what a cache
-# holds, is measured this way; a whole text in one forward would be one prefill.
+if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
 
 
 @torch.no_grad()
@@ -177,3 +179,40 @@ def _result(windows: Sequence[Tensor], run: _Run, exact: _Run, prefill: int) -> 
         "skipped": counts["skipped"] / tokens,
         "bytes": counts["bytes_moved"] / tokens,
     }
+
+
+def harness_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, prefill: int = PREFILL, **options: Any
+) -> HFLM:
+    """A model for `lm_eval.simple_evaluate(model=...)` of EleutherAI's harness (row B18).
+
+    The harness's own `HFLM(pretrained=model)` takes an offloaded model too, but scores likelihoods with one forward
+    over context and answer. To the runtime that is a prefill, in which what acts in decode steps costs nothing. This
+    class reads the second half of each text token by token.
+
+    Args:
+        model: offloaded for as long as the evaluation runs; of :func:`expertcast.load_offloaded`, its `.model`.
+        tokenizer: the model's.
+        prefill: tokens of each text that are read at once when a likelihood is asked for, half of a text that is
+            shorter than twice as many; the others are decode steps. Generation is transformers' own.
+        options: further ones of the harness's `HFLM`, such as `batch_size`.
+
+    Raises:
+        ExpertcastError: the harness is not installed, or a prefill of no token.
+    """
+    if prefill < 1:
+        raise ExpertcastError(f"prefill={prefill}: give 1 token or more")
+    try:
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise ExpertcastError("lm-eval is not installed: pip install 'expertcast[eval]'") from error
+
+    class Decoding(HFLM):  # type: ignore[misc]
+        """Likelihoods from a prefill and decode steps."""
+
+        def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+            """Logits [B, S, V]; shorter texts of a batch are filled up on the right, where nobody looks."""
+            assert attn_mask is None, "an encoder-decoder model"
+            return torch.cat(list(forwards(self.model, inps, max(1, prefilled(inps.shape[1], prefill)))), dim=1)
+
+    return Decoding(pretrained=model, tokenizer=tokenizer, backend="causal", **options)

@@ -63,9 +63,7 @@ from expertcast.runtime.serving.parameters import (
 )
 from expertcast.runtime.serving.requests import Request, Requests
 
-# Generating for clients: what they no longer wait for is stopped, what fails is told, nothing else is touched.
-#
-# Whatever generates runs the model's forwards, so what has to stop does so where the next layer's experts are called.
+# Running and stopping generations. They stop before a layer's experts are called.
 
 log = logging.getLogger("expertcast.serving")
 PATIENCE_S = 1.0
@@ -120,10 +118,6 @@ class Generating:
         request = self.requests.find(key)
         request.prompt_tokens += tokens
         return request
-
-    def guarded(self, model: PreTrainedModel, request: Request) -> Guarded:
-        """The model as a request's generation sees it."""
-        return Guarded(self, model, request)
 
     def run(self, request: Request, generate: Callable[[], Tensor]) -> Tensor:
         """A generation, on the thread that all of them run on.
@@ -228,7 +222,7 @@ class Guarded:
         return self._generating.run(request, lambda: self._model.generate(**kwargs))
 
 
-# How requests come to be generated: one after another on one thread, or by continuous batching on another.
+# Managers: one request after another, or continuous batching
 
 MOST_AT_ONCE = 1024
 """Tokens of a batch at most, where the cache has a bound: activations take memory too."""
@@ -280,7 +274,8 @@ class OneByOne(GenerateManager):  # type: ignore[misc]
     def _guarded(
         self, model: PreTrainedModel, inputs: Mapping[str, Any], config: GenerationConfig, key: str
     ) -> Guarded:
-        return self._generating.guarded(model, self._generating.admit(key, inputs["input_ids"].shape[-1], config))
+        request = self._generating.admit(key, inputs["input_ids"].shape[-1], config)
+        return Guarded(self._generating, model, request)
 
 
 class Batched(CBGenerateManager):  # type: ignore[misc]
@@ -406,7 +401,7 @@ class OffloadedGeneration(GenerationState):  # type: ignore[misc]
         return self._one_by_one.alive and bool(self.is_cb_alive())
 
 
-# Errors as OpenAI's clients read them.
+# Errors in OpenAI's format
 
 
 def error_body(status: int, message: str) -> Json:
@@ -449,7 +444,7 @@ _OWN = ("temperature", "seed", "stop", "logit_bias", "presence_penalty", "freque
 
 
 class Checked(BaseHandler):  # type: ignore[misc]
-    """What all routes have in common."""
+    """Base of all routes: requests are checked, errors are in OpenAI's format."""
 
     requests: Requests
     chats: PreTrainedTokenizerBase | None = None
@@ -585,7 +580,7 @@ class Responses(Checked, ResponseHandler):  # type: ignore[misc]
     _unheeded = frozenset({"prompt"})
 
 
-# Around every request: an id of its own, one log line when it ends, and an ear for clients that leave.
+# Middleware: an id for every request, one log line when it ends, and clients that leave
 
 _ID = X_REQUEST_ID.encode()
 _LEFT: Message = {"type": "http.disconnect"}

@@ -1,28 +1,29 @@
-"""What a run counts, as a page for Prometheus: read when it is asked for, from another thread than the one that runs.
+"""Prometheus metrics of a run and of its requests.
 
-Nothing here stops or slows a forward: counters are read as they stand, a device's are copied to the host.
+The page is read from another thread than the one that runs. Nothing here stops or slows a forward: counters are read as
+they stand, a device's are copied to the host.
 """
 
 from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakMethod
 
-from prometheus_client import CollectorRegistry, make_asgi_app
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    make_asgi_app,
 )
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from expertcast.runtime.drafts.governor import Tally
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from expertcast.runtime.offloading import OffloadedModel
 
 
-# Names, labels and meanings of what `/metrics` shows: docs/metrics.md has the same table, and a test compares them.
+# All metrics: docs/metrics.md has the same table, and a test compares them.
 
 Kind = Literal["counter", "gauge", "histogram", "info"]
 PREFIX = "expertcast_"
@@ -128,80 +129,30 @@ FAMILIES = (
 """All of them, in the order of the page."""
 
 
-# What clients ask for, as metrics: whatever counts requests has these.
+class RequestMetrics:
+    """What clients ask for, counted since the server started. Routes are known paths, or `other`."""
 
+    BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+    """Seconds."""
 
-class Buckets(Protocol):
-    """Durations, counted by size."""
-
-    @property
-    def bounds(self) -> Sequence[float]:
-        """Seconds up to which each bucket reaches, ascending; the last one, of all above, is not among them."""
-
-    @property
-    def counts(self) -> Sequence[int]:
-        """Durations in each bucket alone; one more than there are bounds."""
-
-    @property
-    def sum(self) -> float:
-        """Seconds, all together."""
-
-
-class Requests(Protocol):
-    """Counts of a server's requests since it began."""
-
-    @property
-    def ended(self) -> Mapping[tuple[str, str], int]:
-        """Requests that ended, by route and status."""
-
-    @property
-    def in_flight(self) -> int:
-        """Requests that did not."""
-
-    @property
-    def disconnected(self) -> int:
-        """Those whose client went away."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
-
-    @property
-    def generated_tokens(self) -> int:
-        """Tokens generated."""
-
-    @property
-    def seconds(self) -> Buckets:
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.ended = Counter(REQUESTS.family, REQUESTS.help, REQUESTS.labels, registry=self.registry)
+        """By route and status; 499 where the client left."""
+        self.in_flight = Gauge(IN_FLIGHT.family, IN_FLIGHT.help, registry=self.registry)
+        self.disconnected = Counter(GONE.family, GONE.help, registry=self.registry)
+        self.prompt_tokens = Counter(PROMPT_TOKENS.family, PROMPT_TOKENS.help, registry=self.registry)
+        self.generated_tokens = Counter(GENERATED_TOKENS.family, GENERATED_TOKENS.help, registry=self.registry)
+        self.seconds = Histogram(SECONDS.family, SECONDS.help, registry=self.registry, buckets=self.BUCKETS)
         """From arrival to end."""
-
-    @property
-    def first_token(self) -> Buckets:
+        self.first_token = Histogram(FIRST_TOKEN.family, FIRST_TOKEN.help, registry=self.registry, buckets=self.BUCKETS)
         """From arrival to the first token, of requests that had one."""
 
-
-def request_metrics(requests: Requests) -> Iterator[Metric]:
-    """The families of a server's requests."""
-    ended = CounterMetricFamily(REQUESTS.family, REQUESTS.help, labels=REQUESTS.labels)
-    for (route, status), count in sorted(dict(requests.ended).items()):
-        ended.add_metric((route, status), count)
-    yield ended
-    yield GaugeMetricFamily(IN_FLIGHT.family, IN_FLIGHT.help, requests.in_flight)
-    for described, value in (
-        (GONE, requests.disconnected),
-        (PROMPT_TOKENS, requests.prompt_tokens),
-        (GENERATED_TOKENS, requests.generated_tokens),
-    ):
-        yield CounterMetricFamily(described.family, described.help, value)
-    yield _histogram(SECONDS, requests.seconds)
-    yield _histogram(FIRST_TOKEN, requests.first_token)
-
-
-def _histogram(described: Described, buckets: Buckets) -> Metric:
-    bounds = [*(repr(float(bound)) for bound in buckets.bounds), "+Inf"]
-    cumulative = accumulate(list(buckets.counts))
-    return HistogramMetricFamily(
-        described.family, described.help, list(zip(bounds, cumulative, strict=True)), buckets.sum
-    )
+    @staticmethod
+    def total(counter: Counter) -> int:
+        """A counter's value, the sum over its labels."""
+        return int(sum(sample.value for family in counter.collect() for sample in family.samples))
 
 
 _VERSIONS = ("expertcast", "torch", "transformers")
@@ -248,11 +199,10 @@ class ExpertMetrics(Collector):
 
     Args:
         source: of what the experts do.
-        counts: of what clients ask for; None: nothing is known of them.
     """
 
-    def __init__(self, source: Source, counts: Requests | None = None) -> None:
-        self._source, self._counts = source, counts
+    def __init__(self, source: Source) -> None:
+        self._source = source
         self._lock = threading.RLock()
         self._before: dict[tuple[str, Labels], float] = {}
         """What was counted before statistics were last set to zero."""
@@ -271,8 +221,6 @@ class ExpertMetrics(Collector):
         yield from _families(counters)
         yield from _families(self._gauges())
         yield from _families(self._drafts())
-        if self._counts is not None:  # sums of counters that grow meanwhile may be one request apart
-            yield from request_metrics(self._counts)
         info = InfoMetricFamily(INFO.family, INFO.help)
         info.add_metric((), dict(self._source.info))
         yield info
@@ -345,17 +293,16 @@ class ExpertMetrics(Collector):
             yield ACCEPTED, (draft,), count.accepted
 
 
-def metrics_app(offloaded: OffloadedModel, counts: Requests | None = None, name: str = "") -> Any:
+def metrics_app(offloaded: OffloadedModel, requests: RequestMetrics, name: str = "") -> Any:
     """An ASGI application whose one page is that of Prometheus.
 
     Args:
         offloaded: what is served.
-        counts: of its requests.
+        requests: of its clients.
         name: by which it is served; by default its own.
     """
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(ExpertMetrics(Source.of(offloaded, name), counts))
-    return make_asgi_app(registry)
+    requests.registry.register(ExpertMetrics(Source.of(offloaded, name)))
+    return make_asgi_app(requests.registry)
 
 
 def described(offloaded: OffloadedModel, name: str = "") -> dict[str, str]:

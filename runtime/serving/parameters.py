@@ -1,110 +1,116 @@
-"""What requests may ask for: checked before anything runs, so that nobody is answered other than asked.
+"""Parameters of requests, checked before anything runs.
 
-What only books, hurries or keeps (`user`, `store`, `metadata`, `prediction`, ...) is taken and does nothing. What would
-change the answer and cannot be done is refused.
+Parameters that cannot change the answer (`user`, `store`, `metadata`, `prediction`, ...) are taken and do nothing. A
+parameter that would change it and that this server cannot serve is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal, get_type_hints
 from weakref import WeakValueDictionary
 
 import torch
 from fastapi import HTTPException
+from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic import Json as JsonText
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.cli.serving.utils import ReasoningText
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 from transformers.generation.continuous_batching.requests import FutureRequestState
+from typing_extensions import TypedDict
 
 COLDEST = 1e-5
 """Temperatures below it are the likeliest token: logits divided by less leave the range of float32."""
-MOST_BIAS, MOST_PENALTY = 100.0, 2.0
-SEEDS = range(-(2**63), 2**64)
-"""What torch takes."""
+MOST_BIAS = 100.0
 _TEXTS = ("text", "input_text", "output_text")
-Fits = Callable[[Any], bool]
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _texts(value: object) -> bool:
-    texts = value if isinstance(value, list) else [value]
-    return all(isinstance(text, str) and text for text in texts)
-
-
-def _objects(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(each, Mapping) for each in value)
-
-
-def _object_in_text(value: object) -> bool:
-    try:
-        return isinstance(value, str) and isinstance(json.loads(value), dict)
-    except ValueError:
-        return False
-
-
-def _kind(value: object) -> object:
-    return value.get("type") if isinstance(value, Mapping) else value
-
-
-def _plain(value: object) -> bool:
-    return isinstance(value, Mapping) and _kind(value.get("format", {"type": "text"})) == "text"
-
-
-_YES = (lambda value: isinstance(value, bool), "true or false")
-_NO = (lambda value: value is False, "false, or leave it out: this server cannot")
-_NEW_TOKENS = (lambda value: _whole(value) and value >= 1, "a whole number of 1 or more")
-_PENALTY = (lambda value: _number(value) and abs(value) <= MOST_PENALTY, "a number from -2 to 2")
-_ONE = (lambda value: _whole(value) and value == 1, "1: a request gets one answer")
-_NOTHING = (lambda value: False, "nothing, leave it out: this server cannot")
 _FORMAT = "text: this server cannot hold the model to a form"
-_MEMBERS = (lambda value: isinstance(value, Mapping), "an object")
 
-FITS: dict[str, tuple[Fits, str]] = {
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), _NEW_TOKENS),
-    **dict.fromkeys(("n", "best_of"), _ONE),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), _PENALTY),
-    **dict.fromkeys(("stream", "parallel_tool_calls"), _YES),
-    **dict.fromkeys(("echo", "background"), _NO),
-    **dict.fromkeys(
-        ("audio", "conversation", "functions", "function_call", "moderation", "previous_response_id",
-         "web_search_options"), _NOTHING,
-    ),
-    "temperature": (lambda value: _number(value) and 0 <= value <= 2, "a number from 0 to 2"),
-    "top_p": (lambda value: _number(value) and 0 <= value <= 1, "a number from 0 to 1"),
-    "seed": (lambda value: _whole(value) and value in SEEDS, "a whole number of 64 bits"),
-    "stop": (_texts, "a text or a list of texts, none of them empty"),
-    "suffix": (lambda value: isinstance(value, str), "a text"),
-    "logprobs": (lambda value: value is False, "nothing, leave it out: this server tells no probabilities"),
-    "top_logprobs": (lambda value: _whole(value) and value == 0, "0: this server tells no probabilities"),
-    "include": (
-        lambda value: isinstance(value, list) and not any("logprobs" in str(each) for each in value),
-        "a list without probabilities: this server tells none",
-    ),
-    "modalities": (lambda value: value == ["text"], '["text"]: this server writes text'),
-    "response_format": (lambda value: _kind(value) == "text", _FORMAT),
-    "text": (_plain, _FORMAT),
-    "tool_choice": (lambda value: value in ("auto", "none"), "auto or none: this server cannot force a call"),
-    "chat_template_kwargs": _MEMBERS,
-    "generation_config": (_object_in_text, "a text that holds a JSON object"),
-    "messages": (lambda value: _objects(value) and value != [], 'a list of {"role": ..., "content": ...}'),
-    "input": (lambda value: isinstance(value, str) or _objects(value), "a text or a list of objects"),
-    "instructions": (lambda value: isinstance(value, str), "a text"),
-}  # fmt: skip
-"""By parameter: what fits, and what to give."""
+
+def _without_probabilities(include: list[Any]) -> list[Any]:
+    if any("logprobs" in str(each) for each in include):
+        raise ValueError
+    return include
+
+
+def _off(value: bool) -> bool:
+    if value:
+        raise ValueError
+    return value
+
+
+class _Format(TypedDict):
+    type: Literal["text"]
+
+
+class _Written(TypedDict, total=False):
+    format: _Format
+
+
+class _Tool(TypedDict):
+    type: Literal["function"]
+
+
+_Flag = Annotated[bool, "true or false"]
+_Off = Annotated[bool, AfterValidator(_off), "false, or leave it out: this server cannot"]
+_NewTokens = Annotated[int, Field(ge=1), "a whole number of 1 or more"]
+_Nothing = Annotated[None, "nothing, leave it out: this server cannot"]
+_One = Annotated[int, Field(ge=1, le=1), "1: a request gets one answer"]
+_Penalty = Annotated[float, Field(ge=-2, le=2), "a number from -2 to 2"]
+_Text = Annotated[str, "a text"]
+_Stop = Annotated[str, Field(min_length=1)]
+
+
+class Parameters(TypedDict, total=False):
+    """Parameters of all routes with the values that this server can serve. The text says what to give instead."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # type: ignore[misc]
+    max_tokens: _NewTokens
+    max_completion_tokens: _NewTokens
+    max_output_tokens: _NewTokens
+    n: _One
+    best_of: _One
+    presence_penalty: _Penalty
+    frequency_penalty: _Penalty
+    stream: _Flag
+    parallel_tool_calls: _Flag
+    echo: _Off
+    background: _Off
+    audio: _Nothing
+    conversation: _Nothing
+    functions: _Nothing
+    function_call: _Nothing
+    moderation: _Nothing
+    previous_response_id: _Nothing
+    web_search_options: _Nothing
+    suffix: _Text
+    instructions: _Text
+    temperature: Annotated[float, Field(ge=0, le=2), "a number from 0 to 2"]
+    top_p: Annotated[float, Field(ge=0, le=1), "a number from 0 to 1"]
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64), "a whole number of 64 bits"]
+    stop: Annotated[_Stop | list[_Stop], "a text or a list of texts, none of them empty"]
+    logprobs: Annotated[bool, AfterValidator(_off), "nothing, leave it out: this server tells no probabilities"]
+    top_logprobs: Annotated[int, Field(ge=0, le=0), "0: this server tells no probabilities"]
+    include: Annotated[
+        list[Any], AfterValidator(_without_probabilities), "a list without probabilities: this server tells none"
+    ]
+    modalities: Annotated[tuple[Literal["text"]], Strict(False), '["text"]: this server writes text']
+    response_format: Annotated[_Format, _FORMAT]
+    text: Annotated[_Written, _FORMAT]
+    tools: Annotated[list[_Tool], "a list of functions, this server has no other tools"]
+    tool_choice: Annotated[Literal["auto", "none"], "auto or none: this server cannot force a call"]
+    chat_template_kwargs: Annotated[dict[str, Any], "an object"]
+    generation_config: Annotated[JsonText[dict[str, Any]], "a text that holds a JSON object"]
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1), 'a list of {"role": ..., "content": ...}']
+    input: Annotated[str | list[dict[str, Any]], "a text or a list of objects"]
+
+
+_PARAMETERS = TypeAdapter(Parameters)
+_EXPECTED = {name: hint.__metadata__[-1] for name, hint in get_type_hints(Parameters, include_extras=True).items()}
 
 
 def checked(body: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
@@ -121,13 +127,12 @@ def checked(body: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
     unknown = sorted(body.keys() - set(known))
     if unknown:
         raise HTTPException(400, f"this route knows no {', '.join(map(repr, unknown))}: leave it out")
-    for name, (fits, expected) in FITS.items():
-        if name in body and not fits(body[name]):
-            raise HTTPException(400, f"{name}={_shown(body[name])}: give {expected}")
-    tools = body.get("tools", [])
-    if not isinstance(tools, list) or not all(_kind(tool) == "function" for tool in tools):
-        raise HTTPException(400, f"tools={_shown(tools)}: give a list of functions, this server has no other tools")
-    if not tools or body.get("tool_choice") == "none":
+    try:
+        _PARAMETERS.validate_python(body)
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        raise HTTPException(400, f"{name}={_shown(body[name])}: give {_EXPECTED[name]}") from None
+    if not body.get("tools") or body.get("tool_choice") == "none":
         body.pop("tools", None)
     _read_only_text(body.get("messages", body.get("input")))
     return body
@@ -163,10 +168,18 @@ def biases(given: object, vocabulary: int) -> dict[tuple[int, ...], float] | Non
     for token, bias in given.items():
         if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocabulary):
             raise HTTPException(400, f"logit_bias has {_shown(token)}: give tokens from 0 to {vocabulary - 1}")
-        if not _number(bias) or abs(bias) > MOST_BIAS:
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not abs(bias) <= MOST_BIAS:
             raise HTTPException(400, f"logit_bias has {_shown(bias)} for {token}: give a number from -100 to 100")
         made[(int(token),)] = float(bias)
     return made or None
+
+
+def _kind(value: object) -> object:
+    return value.get("type") if isinstance(value, Mapping) else value
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _read_only_text(messages: object) -> None:
@@ -191,7 +204,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-# Sampling in batches: every request by its own temperature, bounds, biases and seed.
+# Sampling in batches
 
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "sequence_bias")
 """What requests of one batch may differ in."""
@@ -271,7 +284,7 @@ _NO_TOKENS = torch.empty(1, 0, dtype=torch.long)
 """What samplers change does not depend on what came before."""
 
 
-# What a request's text is written with that transformers does not know: OpenAI's penalties, and stops that are cut.
+# OpenAI's penalties, and text that ends before a stop
 
 
 class Penalties(LogitsProcessor):  # type: ignore[misc]

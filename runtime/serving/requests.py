@@ -1,4 +1,4 @@
-"""What a server's clients asked for, whether they are still there, and what they got: in counts and log lines."""
+"""Requests in flight, their metrics, and one log line for each when it ends."""
 
 from __future__ import annotations
 
@@ -6,50 +6,16 @@ import logging
 import threading
 import time
 import uuid
-from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+from expertcast.runtime.serving.metrics import RequestMetrics
 
 if TYPE_CHECKING:
     from expertcast.runtime.serving.parameters import Sampler
 
 
-SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-"""Upper bounds of the histograms' buckets."""
-
 log = logging.getLogger("expertcast.serving")
-
-
-class Histogram:
-    """Seconds, counted by buckets: `counts[i]` of those up to `bounds[i]` and above the bound before, the last of the
-    others."""
-
-    bounds: Sequence[float] = SECONDS
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.sum = 0.0
-
-    def add(self, seconds: float) -> None:
-        """One more."""
-        self.counts[bisect_left(self.bounds, seconds)] += 1
-        self.sum += seconds
-
-
-class RequestCounts:
-    """Of all requests since the server started; it only grows, `in_flight` apart."""
-
-    def __init__(self) -> None:
-        self.ended: Counter[tuple[str, str]] = Counter()
-        """Requests that ended, by route and status; 499 where the client left."""
-        self.in_flight = 0
-        self.disconnected = 0
-        self.prompt_tokens = 0
-        self.generated_tokens = 0
-        self.seconds = Histogram()
-        self.first_token = Histogram()
-        """From a request's arrival to its first token."""
 
 
 class Request:
@@ -127,7 +93,7 @@ class Requests:
     """All requests in flight, and counts of those that were."""
 
     def __init__(self) -> None:
-        self.counts = RequestCounts()
+        self.counts = RequestMetrics()
         self._closed_at: float | None = None
         self._open: dict[str, Request] = {}
         self._lock = threading.Lock()
@@ -153,7 +119,7 @@ class Requests:
             taken = wanted is None or wanted in self._open
             request = Request(str(uuid.uuid4()) if taken or wanted is None else wanted, route)
             self._open[request.key] = request
-            self.counts.in_flight += 1
+        self.counts.in_flight.inc()
         return request
 
     def find(self, key: str) -> Request:
@@ -172,14 +138,14 @@ class Requests:
         status = 499 if left else request.failed or status
         with self._lock:
             del self._open[request.key]
-            counts.in_flight -= 1
-            counts.ended[request.route, str(status)] += 1
-            counts.disconnected += left
-            counts.prompt_tokens += request.prompt_tokens
-            counts.generated_tokens += request.generated_tokens
-            counts.seconds.add(request.seconds)
-            if request.first_s is not None:
-                counts.first_token.add(request.first_s)
+        counts.ended.labels(request.route, status).inc()
+        counts.disconnected.inc(left)
+        counts.prompt_tokens.inc(request.prompt_tokens)
+        counts.generated_tokens.inc(request.generated_tokens)
+        counts.seconds.observe(request.seconds)
+        if request.first_s is not None:
+            counts.first_token.observe(request.first_s)
+        counts.in_flight.dec()
         first = "" if request.first_s is None else f", first token after {request.first_s:.3f} s"
         log.info(
             "%s %s %d: %d prompt tokens, %d generated, %.3f s%s%s", request.key, request.route, status,

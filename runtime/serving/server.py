@@ -36,8 +36,6 @@ from expertcast.runtime.serving.handlers import (
 from expertcast.runtime.serving.metrics import metrics_app
 from expertcast.runtime.serving.requests import Requests
 
-# The one model of a server, where transformers' server looks for models.
-
 
 class OffloadedModelManager(ModelManager):  # type: ignore[misc]
     """Holds a model that is loaded already, and neither loads nor drops another.

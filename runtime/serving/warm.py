@@ -1,4 +1,7 @@
-"""Prompts that are run before the first request, so that slots hold what such prompts use."""
+"""Slots are filled before the first request: with the experts that earlier runs used most, and by running prompts.
+
+L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,6 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.experimental.kernel_link import KernelLink, fill_tables, held_by_tables
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.recording.recorder import Observer
-
-# Which experts a run used most, kept in a file from one run to the next: the next one begins with them in its slots.
-#
-# L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
 
 _HOT_REMEDY = "the next end of serving writes it anew"
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draft_sides.exact_sets import compare_draft, resident_views
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.text import load_documents
@@ -19,9 +20,8 @@ from expertcast.predictors import ExpertcastError
 from expertcast.runtime import load_offloaded
 from expertcast.runtime.benchmarking.bench import step_times
 from expertcast.runtime.benchmarking.runs import decode_greedily
-from expertcast.runtime.drafts.quantised import BITS, Calibration, ModelWeights, QuantisedExperts
+from expertcast.runtime.drafts.quantised import BITS, Calibration, QuantisedExperts
 from expertcast.runtime.offloading import OffloadedModel
-from expertcast.runtime.quality.forecasts import compare_draft
 from expertcast.runtime.recording.recorder import Recorder
 
 _NAME = "reference"
@@ -84,7 +84,7 @@ def prompts(tokens: int, count: int) -> list[Tensor]:
 
 def same_inputs(windows: int, tokens: int = 128) -> dict[str, dict[str, float]]:
     """How quantised copies route where they read the same text as the model (rows C1 and C2): by precision
-    :meth:`expertcast.runtime.quality.forecasts.ExactSets.as_dict`, and `next_token`, the share of tokens after which
+    :meth:`.exact_sets.ExactSets.as_dict`, and `next_token`, the share of tokens after which
     both find the same one likeliest. Calibration reads other texts.
 
     Args:
@@ -97,7 +97,7 @@ def same_inputs(windows: int, tokens: int = 128) -> dict[str, dict[str, float]]:
     calibration = Calibration.of(model, view, texts_SW[windows:])
     found = {}
     for precision in BITS:
-        quantised = QuantisedExperts.of(view, ModelWeights(view), precision, calibration=calibration)
+        quantised = QuantisedExperts.of(view, resident_views(view), precision, calibration=calibration)
         sets, likeliest = compare_draft(model, view, quantised, texts_SW[:windows])
         found[precision] = {**sets.as_dict(), "next_token": likeliest}
     return found

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from draft_sides.exact_sets import drafting, resident_views
 from draft_sides.models import opened, other_bytes
 from draft_sides.sides import ASSISTANT, AUTO, INT4, NONE, Side
 from draft_sides.watching import Clock, Kept, Watch
@@ -24,10 +25,9 @@ from expertcast.predictors.messages import Json
 from expertcast.runtime.drafts.costs import Choice, Cycle
 from expertcast.runtime.drafts.drafting import Drafting, DraftOptions
 from expertcast.runtime.drafts.kinds import Draft
-from expertcast.runtime.drafts.quantised import ModelWeights, QuantisedExperts
+from expertcast.runtime.drafts.quantised import QuantisedExperts
 from expertcast.runtime.engine.front import EXPERTS_NAME
 from expertcast.runtime.offloading import OffloadedModel
-from expertcast.runtime.quality.forecasts import drafting
 
 _FEW_ROWS = 32
 """A verification has no more rows, a prompt has."""
@@ -55,7 +55,7 @@ def assistant(path: Path | str) -> Iterator[Assistant]:
     assert model.generation_config is not None
     model.generation_config.eos_token_id = None
     view = find_moe_layers(model)
-    quantised = QuantisedExperts.of(view, ModelWeights(view), "int4")
+    quantised = QuantisedExperts.of(view, resident_views(view), "int4")
     with drafting(model, view, quantised):
         yield Assistant(model, quantised.nbytes + other_bytes(model))
 
@@ -110,7 +110,7 @@ class Runner:
         self.offloaded: OffloadedModel = opened(self._path, self._options)
         assert self.offloaded.drafting is not None
         self._drafting: Drafting = self.offloaded.drafting
-        self._drafting.schedule.watcher = self._watch
+        self._watch.follow(self._drafting.schedule, self.offloaded.residency.pool.slots)
         return self
 
     def __exit__(self, *_: object) -> None:

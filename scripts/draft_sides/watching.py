@@ -15,6 +15,7 @@ from expertcast.data.batch import RouterCall
 from expertcast.predictors.messages import Json
 from expertcast.runtime.drafts.costs import Choice, Cycle
 from expertcast.runtime.drafts.governor import Governor
+from expertcast.runtime.drafts.prefetch import Schedule
 
 
 class Clock(BaseStreamer):  # type: ignore[misc]
@@ -80,8 +81,24 @@ class Watch:
         self.needed = self.held = 0
         """Experts that layers needed in verifications, and those of them that had a slot when the layer was reached."""
 
+    def follow(self, schedule: Schedule, held: Container[int]) -> None:
+        """Watch all routing that a schedule is told of; `held` are the experts that have a slot."""
+        routed, reached = schedule.routed, schedule.reached
+
+        def watched(call: RouterCall) -> None:
+            if schedule.position is not None or schedule.verifies:
+                self.routed(schedule.position, call)
+            routed(call)
+
+        def watched_layer(layer: int, keys: Sequence[int]) -> None:
+            if schedule.verifies:
+                self.reached(layer, keys, held)
+            reached(layer, keys)
+
+        schedule.routed, schedule.reached = watched, watched_layer  # type: ignore[method-assign]
+
     def routed(self, position: int | None, call: RouterCall) -> None:
-        """As :meth:`expertcast.runtime.drafts.prefetch.Watcher.routed`."""
+        """A router has run, in the pass that drafts the token at this position, or (None) in the verification."""
         if position is not None:
             known = self._drafted.setdefault(call.layer, [])
             if not position:
@@ -99,7 +116,7 @@ class Watch:
                 self.mismatch += 1
 
     def reached(self, layer: int, keys: Sequence[int], held: Container[int]) -> None:
-        """As :meth:`expertcast.runtime.drafts.prefetch.Watcher.reached`; a layer that is asked for again in the same
+        """The verification is about to request these experts of a layer; a layer that is asked for again in the same
         pass, as one that goes token by token is, counts once."""
         if layer != self._layer:
             self.needed += len(keys)

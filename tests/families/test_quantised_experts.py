@@ -9,9 +9,9 @@ import torch
 from transformers.integrations.moe import batched_mm_experts_forward
 
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.runtime.drafts.quantised import ModelWeights, QuantisedExperts
+from expertcast.runtime.drafts.quantised import QuantisedExperts
 from tests.families.table import FAMILIES, REFUSED, tiny_family
-from tests.runtime.drafts.by_hand import distance, rounded_experts, step
+from tests.runtime.drafts.by_hand import distance, resident_views, rounded_experts, step
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in REFUSED])
@@ -24,7 +24,7 @@ def test_outputs(family: str) -> None:
     experts: Any = layer.experts
     width = experts.down_proj.shape[-1 if experts.is_transposed else -2]
     for precision, bits in (("int4", 4), ("int8", 8)):
-        quantised = QuantisedExperts.of(view, ModelWeights(view), precision)
+        quantised = QuantisedExperts.of(view, resident_views(view), precision)
         rounded = rounded_experts(layer, bits)
         for tokens in (1, 3):
             hidden, ids, weights = step(tokens, width, layer.num_experts, layer.top_k)

@@ -105,9 +105,9 @@ def test_hindsight_by_hand() -> None:
     assert found.rate == pytest.approx(0.4), "1 ahead gives 2 tokens in 5 s, 4 ahead 2.5 in 8, plain steps 1 in 4"
     assert found.seconds(fixed[0]) == pytest.approx([4, 5, 6, 7, 8])
     # Worth at 0.4 a second: 1 - 1.6, 2 - 2, 2.5 - 2.4, ...: 2 ahead. Of 1 ahead 0.4 a second are 96% of its 0.417.
-    choice = Choice(draft="int4", length=2, longest=16, rate=0.4, reason="")
+    choice = Choice(draft="int4", length=2, longest=16)
     run = [cycle(2, 1, 6.0, (0, 0)), cycle(2, 1, 6.0, (0, 0)), cycle(1, 1, 5.0, (0,)), cycle(4, 2, 8.0, (0,) * 4)]
-    trial = Choice(draft="int4", length=1, longest=1, rate=0.4, reason="", trial=True)
+    trial = Choice(draft="int4", length=1, longest=1, trial=True)
     judged = found.judge([*run, run[2]], [choice] * 4 + [trial])
     assert (judged["cycles"], judged["agree"], judged["as_good"]) == (4, 0.5, 0.5)
     assert judged["rate_share"] == pytest.approx((2.5 + 2.5 + 2 + 2.5) / 25 / (2.5 / 6))

@@ -16,8 +16,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from expertcast_vllm.names import METRICS
-from expertcast_vllm.settings import Settings
+from expertcast_vllm.settings import METRICS, Settings
 
 PATH = "/expertcast/metrics"
 

@@ -6,47 +6,369 @@ T tokens, D hidden size, E routed experts per layer, K experts per token, L MoE 
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Self
 
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
-from torch import Tensor
-from vllm.config import VllmConfig
+from torch import Tensor, nn
+from vllm import __version__ as vllm_version
+from vllm.config import ParallelConfig, VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.moe_output import UnfinalizedMoEOutput
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
+from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import WorkerBase
 
 from expertcast.data.batch import RouterCall, capturing
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.config import named_checkpoint
-from expertcast.runtime.engine.engine import Engine
-from expertcast.runtime.serving.metrics import ExpertMetrics
-from expertcast.runtime.storage.memory import PageLock
+from expertcast.runtime.config import OffloadConfig, named_checkpoint
+from expertcast.runtime.engine.engine import Engine, EngineParts, HostEngine
+from expertcast.runtime.experimental.device_engine import DeviceEngine
+from expertcast.runtime.links.base import Link
+from expertcast.runtime.offloading import slots_for
+from expertcast.runtime.policies.base import CacheShape
+from expertcast.runtime.recording.statistics import RunStatistics
+from expertcast.runtime.serving.metrics import ExpertMetrics, Source
+from expertcast.runtime.storage.layout import ExpertsForm
+from expertcast.runtime.storage.memory import HostMemory, PageLock
+from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast_vllm.config_check import check_config
-from expertcast_vllm.foresight import Foresight
-from expertcast_vllm.groups import groups
-from expertcast_vllm.loading import follow_worker
-from expertcast_vllm.names import OFFLOAD
-from expertcast_vllm.parts import Parts, make_engine
-from expertcast_vllm.routing import follow_routing
-from expertcast_vllm.settings import KEY, Settings
-from expertcast_vllm.step import Step, running_step, without_padding
-from expertcast_vllm.store import keep
-from expertcast_vllm.watching import Watching
-from expertcast_vllm.worker import Ending, offer
-
-if TYPE_CHECKING:
-    from expertcast_vllm.layer import OffloadedExperts
+from expertcast.runtime.transport import make_link, make_store
+from expertcast_vllm.method import GatheringKernel, MappingKernel, OffloadedMethod, VllmKernel
+from expertcast_vllm.settings import KEY, METRICS, OFFLOAD, STATISTICS, Settings
+from expertcast_vllm.step import Step, check_config, check_slots, groups, running_step, without_padding
+from expertcast_vllm.watching import Foresight, TrafficCollector, Watching
+from expertcast_vllm.wiring import Kept, keep_gates, runners_of
 
 
-class Listener(Protocol):
-    """Is told what happens in steps over requests' tokens."""
+def _running_offload() -> WorkerOffload:
+    """Of the model that runs. Compiled code outlives its process: it holds the numbers of layers only."""
+    offload: WorkerOffload = get_forward_context().no_compile_layers[OFFLOAD]
+    return offload
 
-    def on_start(self, step: Step) -> None:
-        """A forward starts."""
 
-    def on_router(self, step: Step, call: RouterCall) -> None:
-        """A router has run; first to last in every forward."""
+def routed(hidden_states: Tensor, router_logits: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer: int) -> Tensor:
+    """A layer's router has run; gives its choice [T, K] back, which the layer's experts are to be called with."""
+    ids = _running_offload().routed(layer, hidden_states, router_logits, topk_weights, topk_ids)
+    return ids.clone() if ids is topk_ids else ids
+
+
+def run(hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer: int) -> Tensor:
+    """A layer's experts over [T, D]."""
+    return _running_offload().run(layer, hidden_states, topk_ids, topk_weights)
+
+
+def _like_ids(
+    hidden_states: Tensor, router_logits: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer: int
+) -> Tensor:
+    return torch.empty_like(topk_ids)
+
+
+def _like_hidden(hidden_states: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer: int) -> Tensor:
+    return torch.empty_like(hidden_states)
+
+
+direct_register_custom_op(op_name="expertcast_routed", op_func=routed, fake_impl=_like_ids)
+direct_register_custom_op(op_name="expertcast_run", op_func=run, fake_impl=_like_hidden)
+
+ROUTED = torch.ops.vllm.expertcast_routed
+"""The operator of :func:`routed`."""
+RUN = torch.ops.vllm.expertcast_run
+"""The operator of :func:`run`."""
+
+
+# Store
+
+
+class LoadedStore(ExpertStore):
+    """Experts in the very memory that vLLM's loader wrote them to."""
+
+    def adopt(self, layer: int, memory: HostMemory) -> None:
+        """This is the layer's memory: blocks of all its experts, one after another."""
+        self._memory[layer] = memory
+        self._hold(layer, memory.bytes)
+
+
+def keep(offload: WorkerOffload, layer: OffloadedExperts) -> ExpertStore:
+    """Put a layer's experts, which are ready for the kernel, into the worker's store; the first one makes it.
+
+    Raises:
+        ExpertcastError: a layer differs from the first one, or the disk has no room.
+    """
+    method = layer.quant_method
+    memory, layout = method.memory, method.layout
+    assert memory is not None
+    store = offload.store
+    if store is None:
+        form = ExpertsForm(shape=offload.shape, layout=layout)
+        if offload.settings.offload.store == "memory":
+            store = LoadedStore(form, device=offload.device)
+        else:
+            options = _of_rank(offload.settings.offload, offload.config.parallel_config)
+            store = make_store(options, form, offload.device)
+    if (store.layout, store.experts) != (layout, layer.local_num_experts):
+        raise ExpertcastError(
+            f"{layer.layer_name} has experts of another shape, dtype or number than the MoE layer before it: one pool "
+            "of slots needs them alike; not supported"
+        )
+    if isinstance(store, LoadedStore):
+        store.adopt(layer.index, memory)
+    else:
+        views = layout.views(memory.bytes)
+
+        def write(target: dict[str, Tensor]) -> None:
+            for name, view in views.items():
+                target[name].copy_(view)
+
+        store.fill(layer.index, write)
+        memory.release()
+    method.memory = None
+    return store
+
+
+def _of_rank(options: OffloadConfig, parallel: ParallelConfig) -> OffloadConfig:
+    """Workers hold different parts of the experts, each in a folder of its own."""
+    if options.store_folder is None or parallel.world_size == 1:
+        return options
+    return replace(options, store_folder=Path(options.store_folder) / f"{parallel.rank}-of-{parallel.world_size}")
+
+
+# Methods of the worker
+
+logger = init_logger("vllm.expertcast")
+
+
+def offer(offload: WorkerOffload) -> None:
+    """Add methods to this process's worker by which it is asked; close the offload when it is dropped, or at the end.
+
+    Both are for a worker's process only, where the offload is made.
+    """
+    setattr(WorkerBase, STATISTICS, _statistics)
+    setattr(WorkerBase, METRICS, _metrics)
+    # atexit's functions are not run in processes that multiprocessing forked
+    Finalize(offload, _end, args=(offload.ending,), exitpriority=100)
+
+
+def _statistics(worker: WorkerBase) -> Json:
+    return _offload_of_worker(worker).statistics()
+
+
+def _metrics(worker: WorkerBase) -> str:
+    return _offload_of_worker(worker).metrics()
+
+
+def _offload_of_worker(worker: WorkerBase) -> WorkerOffload:
+    offload: WorkerOffload = worker.vllm_config.compilation_config.static_forward_context[OFFLOAD]
+    return offload
+
+
+@dataclass(slots=True)
+class Ending:
+    """What outlives an offload for a moment."""
+
+    link: Link | None = None
+    stats: RunStatistics | None = None
+    collector: TrafficCollector | None = None
+
+
+def _end(ending: Ending) -> None:
+    if ending.stats is not None:
+        total, rate = ending.stats.total, ending.stats.hit_rate
+        waited = "" if "waited_s" in ending.stats.uncounted else f", {total.waited_s:.3g} s waited for them"
+        logger.info(
+            "expertcast: %d experts needed, %s of them in slots, %.3g GB moved%s",
+            total.requests, "none" if rate is None else f"{rate:.1%}", total.bytes_moved / 1e9, waited,
+        )  # fmt: skip
+    if ending.collector is not None:
+        ending.collector.close()
+    if ending.link is not None:
+        ending.link.close()
+
+
+# Start and end of the worker
+
+_TELLS = "tells_expertcast"
+
+
+def follow_worker() -> Kept:
+    """Have the offload that is being made told when its worker's model is loaded (`WorkerOffload.loaded`), and when
+    the worker ends.
+
+    Returns:
+        What may be its model's gates: filled in when the model's weights have come.
+    """
+    if not hasattr(Worker.get_kv_cache_spec, _TELLS):
+        Worker.get_kv_cache_spec = _tell_loaded(Worker.get_kv_cache_spec)
+        Worker.compile_or_warm_up_model = _tell_warmed(Worker.compile_or_warm_up_model)
+        Worker.shutdown = _tell_ending(Worker.shutdown)
+    return keep_gates()
+
+
+def _tell_loaded(specify: Any) -> Any:
+    """vLLM asks for this next: nothing is compiled or measured yet."""
+
+    @wraps(specify)
+    def told(self: Worker, *args: Any, **kwargs: Any) -> Any:
+        offload = _offload_of(self)
+        if offload is not None:
+            offload.loaded(self.model_runner)
+        return specify(self, *args, **kwargs)
+
+    setattr(told, _TELLS, True)
+    return told
+
+
+def _tell_warmed(warm_up: Any) -> Any:
+    @wraps(warm_up)
+    def told(self: Worker) -> Any:
+        times = warm_up(self)
+        offload = _offload_of(self)
+        if offload is not None:
+            offload.warmed_up()
+        return times
+
+    return told
+
+
+def _tell_ending(shutdown: Any) -> Any:
+    @wraps(shutdown)
+    def told(self: Worker) -> None:
+        offload = _offload_of(self)
+        if offload is not None and offload.ending.collector is not None:
+            offload.ending.collector.close()
+        shutdown(self)
+
+    return told
+
+
+def _offload_of(worker: Worker) -> WorkerOffload | None:
+    runner = getattr(worker, "model_runner", None)
+    model = getattr(runner, "model", None)
+    for each in () if model is None else runners_of(model):
+        found: WorkerOffload | None = getattr(each.routed_experts, "offload", None)
+        return found
+    return None
+
+
+# Routing
+
+
+def follow_routing(offload: WorkerOffload) -> None:
+    """Tell the offload of every routing from now on."""
+    modules = offload.config.compilation_config.static_forward_context.values()
+    for runner in (module for module in modules if isinstance(module, MoERunner)):
+        experts = runner.routed_experts
+        assert experts in offload.layers, "other classes are refused before"
+        runner.router.select_experts = partial(_select, runner.router.select_experts, experts.index)
+
+
+def _select(
+    select: Any, layer: int, hidden_states: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    weights_TK, ids_TK = select(hidden_states, router_logits, *args, **kwargs)
+    ids_TK = ROUTED(hidden_states, router_logits, weights_TK, ids_TK, layer)
+    return weights_TK, ids_TK
+
+
+# Parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Made when a worker's experts are loaded."""
+
+    store: ExpertStore
+    pool: SlotPool
+    link: Link
+    kernel: VllmKernel
+
+    @classmethod
+    def make(cls, offload: WorkerOffload) -> Self:
+        """Close the store, and give the layers slots.
+
+        Raises:
+            ExpertcastError: too few slots, or a link that this device has not.
+        """
+        config, shape, device = offload.settings.offload, offload.shape, offload.device
+        store = offload.store
+        assert store is not None, "no slots before the experts are loaded"
+        store.finish()
+        slots = slots_for(config, shape, store.layout.block_bytes)
+        check_slots(offload.config, shape, slots)
+        pool = SlotPool(store.layout, slots, device)
+        link = make_link(config, device.type)
+        link.attach(store, pool)
+        for layer in offload.layers:
+            layer.quant_method.use_slots(layer, pool.views)
+        logger.info(
+            "expertcast: %d of %d experts have a slot (%.3g GB on %s), all of them %.3g GB in store %r, link %r",
+            slots, shape.layers * shape.experts, pool.nbytes / 1e9, device, store.nbytes / 1e9, store.name, link.name,
+        )  # fmt: skip
+        kernel = GatheringKernel if device.type == "cpu" else MappingKernel
+        return cls(store=store, pool=pool, link=link, kernel=kernel(pool.views))
+
+    def source(self, offload: WorkerOffload) -> Source:
+        """What a page for Prometheus reads."""
+        engine, options = offload.engine, offload.settings.offload
+        foresight = offload.foresight
+        predictor = None if foresight is None else foresight.speculator.predictor
+        policy = options.resolved_policies().as_dict()
+        return Source(
+            stats=engine.stats, link=self.link, pool=self.pool, store=self.store,
+            drift=None if foresight is None else foresight.drift,
+            info={
+                "model": offload.config.model_config.model,
+                "predictor": "none" if predictor is None else predictor.name,
+                "mode": "exact",
+                "policy": ",".join(f"{kind}={text}" for kind, text in policy.items()),
+                "link": self.link.name,
+                "store": self.store.name,
+                "vllm": vllm_version,
+            },
+        )  # fmt: skip
+
+    def as_dict(self) -> Json:
+        """What there is, as plain values."""
+        return {
+            "slots": self.pool.count,
+            "slots_bytes": self.pool.nbytes,
+            "store_bytes": self.store.nbytes,
+            "bytes_moved": self.link.bytes_moved,
+            "link": self.link.name,
+        }
+
+
+def make_engine(offload: WorkerOffload) -> Engine:
+    """The engine of a worker whose experts are loaded.
+
+    Raises:
+        ExpertcastError: a predictor that does not exist, or of another model.
+    """
+    parts, config, shape = offload.parts, offload.settings.offload, offload.shape
+    assert parts is not None
+    cache = CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=parts.pool.count)
+    foresight = offload.foresight or Foresight.make(offload, None)
+    made = DeviceEngine if parts.link.decides_on_device else HostEngine
+    engine = made(
+        EngineParts(
+            link=parts.link, pool=parts.pool, speculator=foresight.speculator,
+            policies=config.resolved_policies().make(cache), kernel=parts.kernel, drift=foresight.drift,
+            keep=config.cache, likely=config.likely, gated=config.forecasts == "worth",
+        )
+    )  # fmt: skip
+    if foresight.drift is not None:
+        engine.stats.reports = [foresight.drift.as_dict]
+    return engine
 
 
 class WorkerOffload:
@@ -64,7 +386,6 @@ class WorkerOffload:
         self.config, self.settings = config, settings
         self.layers: list[OffloadedExperts] = []
         self.device = torch.device(config.device_config.device)
-        self.listeners: list[Listener] = []
         self.lock = PageLock() if self.device.type == "cuda" and settings.offload.store == "memory" else None
         """Of the memory that experts are loaded to."""
         self.store: ExpertStore | None = None
@@ -158,7 +479,6 @@ class WorkerOffload:
             return
         if wanted.collect is not None or wanted.offload.resolved_predictor() is not None:
             self.watching = Watching(model_runner, self._kept)
-            self.listeners.append(self.watching)
         self.foresight = Foresight.make(self, self.watching)
         if self.watching is not None:
             self.ending.collector = self.watching.collect(wanted)
@@ -186,8 +506,8 @@ class WorkerOffload:
             router_input_TD=hidden_TD[rows], logits_TE=logits_TE[rows], weights_TK=weights_TK[rows],
             ids_TK=ids_TK[rows].long(),
         )  # fmt: skip
-        for listener in self.listeners:
-            listener.on_router(step, call)
+        if self.watching is not None:
+            self.watching.on_router(call)
         self._whole = self._fits(index, call.ids_TK)
         if self._whole:
             self.engine.on_router(call)
@@ -225,8 +545,6 @@ class WorkerOffload:
         self._step = step = running_step()
         if step is None:
             return
-        for listener in self.listeners:
-            listener.on_start(step)
         self.engine.on_start(fresh=not step.decodes)
 
     def _fits(self, index: int, ids_TK: Tensor) -> bool:
@@ -248,3 +566,107 @@ class WorkerOffload:
 
 
 _latest: weakref.ref[WorkerOffload] | None = None
+
+
+# Layer
+
+_REFUSES = "refuses_for_expertcast"
+
+
+def refuse_other_experts(ours: type[RoutedExperts]) -> None:
+    """Have layers of routed experts that are not `ours` refused where expertcast is asked for: models with a class of
+    their own pass by vLLM's registry. A second call does nothing."""
+    make = RoutedExperts.__init__
+    if hasattr(make, _REFUSES):
+        return
+
+    @wraps(make)
+    def made(self: RoutedExperts, layer_name: str, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(self, ours) and Settings.of(get_current_vllm_config().additional_config) is not None:
+            raise ExpertcastError(
+                f"{layer_name}: {type(self).__name__} keeps experts in a way of its own: not supported, switch "
+                "expertcast off for this model"
+            )
+        make(self, layer_name, *args, **kwargs)
+
+    setattr(made, _REFUSES, True)
+    RoutedExperts.__init__ = made
+
+
+def check_shape(offload: WorkerOffload) -> None:
+    """Whether a predictor's checkpoint can be of the model whose first layer is made; its weights are compared when
+    they have come.
+
+    Raises:
+        ExpertcastError: experts, how many of them a token takes, or hidden sizes differ.
+    """
+    checkpoint, config = offload.checkpoint, offload.config.model_config
+    if checkpoint is None:
+        return
+    trained = checkpoint.config["shape"]
+    found = {"E": offload.shape.experts, "K": offload.shape.top_k, "D": config.get_hidden_size()}
+    for size, words in (("E", "experts per layer"), ("K", "experts per token"), ("D", "as hidden size")):
+        if trained[size] != found[size]:
+            raise ExpertcastError(
+                f"{checkpoint.folder} was trained for {checkpoint.config['model_id']!r} with {trained[size]} {words}, "
+                f"and {str(config.model)!r} has {found[size]}: train a predictor for this model with `expertcast train`"
+            )
+
+
+class OffloadedExperts(RoutedExperts):
+    """Experts in a store, run from slots; vLLM's own class where nobody asked for that."""
+
+    offload: WorkerOffload
+    index: int
+    """Among the MoE layers of this process, first to last."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        config = get_current_vllm_config()
+        settings = Settings.of(config.additional_config)
+        if settings is None:
+            self.__class__ = RoutedExperts  # type: ignore[assignment]
+            RoutedExperts.__init__(self, *args, **kwargs)
+            return
+        # vLLM's own asks for the method, which asks for this
+        object.__setattr__(self, "offload", WorkerOffload.of(config, settings))
+        super().__init__(*args, **kwargs)
+        self.index = self.offload.add(self)
+        if self.index == 0:
+            check_shape(self.offload)
+        self._come: set[tuple[str, bool, int]] = set()
+        shards = (3 if self.moe_config.is_act_and_mul else 2) * (2 if self.moe_config.has_bias else 1)
+        self._expected = shards * self.local_num_experts
+
+    def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> FusedMoEMethodBase:
+        method = super()._get_quant_method(prefix, quant_config, moe_config)
+        return OffloadedMethod.in_place_of(method, prefix, self.offload.lock)
+
+    def weight_loader(  # type: ignore[override]
+        self, param: nn.Parameter, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:  # fmt: skip
+        """As vLLM's. With the experts on disk, a layer that is complete goes there: the rest needs its memory.
+
+        Raises:
+            ExpertcastError: the layer's weights were loaded before.
+        """
+        if self.quant_method.is_prepared:
+            raise ExpertcastError(
+                f"{self.layer_name}: the experts lie in a store and cannot be loaded again: start vLLM anew"
+            )
+        loaded = super().weight_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success=True)
+        if loaded and self.offload.settings.offload.store == "disk":
+            self._come.add((shard_id, "bias" in weight_name, expert_id))
+            if len(self._come) == self._expected:
+                self.quant_method.prepare(self)
+        return loaded if return_success else None
+
+    def forward_modular(
+        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: SharedExperts | None = None,
+        shared_experts_input: Tensor | None = None,
+    ) -> Tensor | UnfinalizedMoEOutput:  # fmt: skip
+        del shared_experts, shared_experts_input  # run by vLLM's runner, before or beside: no kernel here overlaps them
+        return RUN(x, topk_weights, topk_ids, self.index)
+
+
+OffloadedExperts.weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]

@@ -23,6 +23,14 @@ from expertcast.predictors.artefacts import read_json
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.config import OffloadConfig
 
+OFFLOAD = "expertcast"
+"""Among what vLLM hands to a model's operators."""
+STATISTICS = "expertcast_statistics"
+"""Method of workers: counters as plain values. `llm.collective_rpc(STATISTICS)` gives each worker's."""
+METRICS = "expertcast_metrics"
+"""Method of workers: the same as a page for Prometheus."""
+
+
 VARIABLE = "EXPERTCAST_VLLM"
 KEY = "expertcast"
 """In --additional-config."""

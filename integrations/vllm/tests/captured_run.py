@@ -68,7 +68,7 @@ def plainly(function: Any) -> Any:
 def as_if_captured(counts: dict[str, int]) -> Iterator[None]:
     """Inside, all decode steps of this process's engine."""
     from expertcast_vllm import offload as module
-    from expertcast_vllm.kernel import GatheringKernel
+    from expertcast_vllm.method import GatheringKernel
     from expertcast_vllm.offload import WorkerOffload
     from vllm.forward_context import get_forward_context
 

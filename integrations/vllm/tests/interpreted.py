@@ -21,9 +21,8 @@ from triton.backends import backends
 # vLLM's build for the CPU switches Triton off where no backend is called this; interpreted it needs none
 backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))  # type: ignore[assignment]
 
-from expertcast_vllm.groups import groups  # noqa: E402
-from expertcast_vllm.kernel import MappingKernel  # noqa: E402
-from expertcast_vllm.method import OffloadedMethod  # noqa: E402
+from expertcast_vllm.method import MappingKernel, OffloadedMethod  # noqa: E402
+from expertcast_vllm.step import groups  # noqa: E402
 from one_run import RESULT  # noqa: E402
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.model_executor.layers.fused_moe import fused_moe, unquantized_fused_moe_method  # noqa: E402

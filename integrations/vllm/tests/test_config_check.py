@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from expertcast_vllm.config_check import SPLIT_AT, check_config, check_slots
 from expertcast_vllm.settings import Settings
+from expertcast_vllm.step import SPLIT_AT, check_config, check_slots
 from vllm.config import CompilationConfig, CUDAGraphMode, ParallelConfig
 
 from expertcast.predictors.messages import ExpertcastError

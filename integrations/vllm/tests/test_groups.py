@@ -1,7 +1,7 @@
 """Groups of tokens whose experts fit: each token once, no group too wide, what is held first."""
 
 import torch
-from expertcast_vllm.groups import groups
+from expertcast_vllm.step import groups
 
 
 def test_each_token_is_in_one_group_whose_experts_fit() -> None:

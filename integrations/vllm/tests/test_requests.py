@@ -8,9 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from expertcast_vllm.previous import PreviousTokens
-from expertcast_vllm.requests import Part, Requests
-from expertcast_vllm.traffic import TrafficCollector
+from expertcast_vllm.step import Part, Requests
+from expertcast_vllm.watching import PreviousTokens, TrafficCollector
 
 from expertcast.data.batch import RouterCall, TraceBatch
 from expertcast.data.live import LiveOptions, LiveTraces

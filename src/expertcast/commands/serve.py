@@ -77,7 +77,7 @@ def run(options: Options) -> Outcome:
         server.run(listening, ready=lambda address: say(f"serving {name} on {address}"))
         server.close()
         counts, stats = server.requests.counts, offloaded.stats.as_dict()
-    requests, tokens = sum(counts.ended.values()), counts.generated_tokens
+    requests, tokens = counts.total(counts.ended), counts.total(counts.generated_tokens)
     result = {"requests": requests, "generated_tokens": tokens, "stats": stats}
     return result, f"answered {requests} requests, {tokens} tokens"
 

@@ -11,10 +11,11 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.benchmarking.bench import BenchSettings, bench_drafts
 from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.drafts.quantised import ModelWeights, QuantisedExperts, expected_bytes
+from expertcast.runtime.drafts.quantised import QuantisedExperts, expected_bytes
 from expertcast.runtime.offloading import slot_count
 from expertcast.runtime.storage.layout import BlockLayout
 from tests.families.models import tiny_model
+from tests.runtime.drafts.by_hand import resident_views
 
 PROMPT = torch.arange(10, 22)[None]
 
@@ -32,7 +33,7 @@ def test_every_draft_is_measured_and_gives_the_same_text(model: PreTrainedModel)
     assert all(run["identical"] and run["tpot_s"] > 0 for run in found.values())
     assert found["none"]["over_none"] == 1.0
     view = find_moe_layers(model)
-    assert found["int4"]["memory_bytes"] == QuantisedExperts.of(view, ModelWeights(view), "int4").nbytes
+    assert found["int4"]["memory_bytes"] == QuantisedExperts.of(view, resident_views(view), "int4").nbytes
     assert found["resident"]["memory_bytes"] == found["none"]["memory_bytes"] == 0
     lengths = found["int4"]["governor"]["by_sequences"]["1"]["lengths"]
     assert sum(lengths.values()) > 6
@@ -47,7 +48,7 @@ def test_an_unknown_draft_is_refused_before_anything_runs(model: PreTrainedModel
 @pytest.mark.parametrize("precision", ["int4", "int8"])
 def test_bytes_are_known_before_there_is_a_draft(family: str, precision: str) -> None:
     view = find_moe_layers(tiny_model(family))
-    assert expected_bytes(view, precision) == QuantisedExperts.of(view, ModelWeights(view), precision).nbytes
+    assert expected_bytes(view, precision) == QuantisedExperts.of(view, resident_views(view), precision).nbytes
 
 
 def test_memory_is_for_slots_and_draft_together(model: PreTrainedModel) -> None:

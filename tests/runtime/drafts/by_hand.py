@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertcast.predictors.view import MoELayer
+from expertcast.predictors.view import MoELayer, MoEView
+from expertcast.runtime.drafts.quantised import Views
+from expertcast.runtime.storage.layout import expert_parameters
+
+
+def resident_views(view: MoEView) -> Views:
+    """The parameters of a model that holds its experts itself."""
+    return lambda layer: {
+        name: value.detach() for name, value in expert_parameters(view[layer].experts, view[layer].num_experts).items()
+    }
 
 
 def bf16(value: float) -> float:

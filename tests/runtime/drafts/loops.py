@@ -17,6 +17,7 @@ from expertcast.runtime import OffloadedModel
 from expertcast.runtime.drafts.costs import Cycle
 from expertcast.runtime.drafts.governor import Governor
 from expertcast.runtime.drafts.kinds import ProposalDraft
+from expertcast.runtime.drafts.proposals import Proposer
 from tests.families.table import tiny_config
 
 SLOTS = 6
@@ -73,7 +74,7 @@ def cycles_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Cycle]]:
         yield found
 
 
-class Scripted:
+class Scripted(Proposer):
     """Proposes what a text goes on with, or, from some of its columns on, what it does not.
 
     Args:
@@ -81,8 +82,6 @@ class Scripted:
         right: of each proposal so many tokens are right, the others wrong; None: all.
         vocabulary: V
     """
-
-    needs_hidden = False
 
     def __init__(self, texts_BS: Tensor, right: int | None, vocabulary: int = 4096) -> None:
         self._texts, self._right, self._vocabulary = texts_BS, right, vocabulary
@@ -94,9 +93,6 @@ class Scripted:
         if self._right is not None:
             ids_m[self._right :] = (ids_m[self._right :] + 1) % self._vocabulary
         return ids_m[None], None
-
-    def saw(self, hidden_1TD: Tensor) -> None:
-        """Nothing."""
 
 
 def script(offloaded: OffloadedModel, texts_BS: Tensor, right: int | None, vocabulary: int = 4096) -> str:

@@ -12,7 +12,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation import BaseStreamer
 
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import OffloadedModel, offload
+from expertcast.runtime import EmulatedLink, OffloadedModel, offload
+from expertcast.runtime.drafts.proposals import Proposer
+from expertcast.runtime.policies import Policies
 from tests.runtime.drafts.loops import LENGTHS, SLOTS, check_books, cycles_of, padded, prompt, script, tiny
 
 VOCABULARY = 64
@@ -64,19 +66,14 @@ def test_what_rows_know_ahead_is_not_judged(offloaded: OffloadedModel, monkeypat
     ids_BS = prompt(2, vocabulary=VOCABULARY)
     whole = offloaded.generate(ids_BS, max_new_tokens=12, do_sample=False, draft="none")
 
-    class Half:
+    class Half(Proposer):
         """Right on the first row."""
-
-        needs_hidden = False
 
         def propose(self, text_1S: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
             length = text_1S.shape[1]
             row = 0 if torch.equal(text_1S[0], whole[0, :length]) else 1
             ids_m = (whole[row, length : length + most] + row) % VOCABULARY
             return ids_m[None], None
-
-        def saw(self, hidden_1TD: Tensor) -> None:
-            """Nothing."""
 
     draft = script(offloaded, whole, None, VOCABULARY)
     assert offloaded.drafting is not None
@@ -221,3 +218,29 @@ def test_a_cache_made_by_hand_goes_on(offloaded: OffloadedModel) -> None:
     got = offloaded.generate(ids_BS, past_key_values=cache, max_new_tokens=9, do_sample=False, draft="int4")
     assert torch.equal(got, offloaded.generate(ids_BS, max_new_tokens=9, do_sample=False, draft="none"))
     assert cache.get_seq_length() == 5 + 9 - 1
+
+
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "no cache": {"slots": 6, "cache": False},
+    "no cache, slow": {"slots": 6, "cache": False, "link": "slow"},
+    "by layer": {"slots": 9, "policies": Policies(scope="layer"), "link": "slow"},
+    "instant": {"slots": 6, "link": "instant"},
+    "few slots": {"slots": 2, "link": "slow"},
+    "all slots": {"slots": 24, "link": "slow"},
+    "disk": {"slots": 6, "store": "disk"},
+}
+
+
+@pytest.mark.parametrize("kind", OFFLOADS)
+def test_the_same_tokens_whatever_the_offload(kind: str) -> None:
+    options = dict(OFFLOADS[kind])
+    if options.get("link") == "slow":
+        options["link"] = EmulatedLink(1e9, 2e-5, jitter=1e-4, seed=1)
+    given: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+    with offload(tiny("qwen3_moe"), **options) as offloaded:
+        expected = offloaded.generate(prompt(3), **given, draft="none")
+        for draft in ("int4", "resident", "drop_cascade", "cascade", "prompt_lookup"):
+            for length in (2, None):
+                got = offloaded.generate(prompt(3), **given, draft=draft, draft_length=length)
+                assert torch.equal(got, expected), (draft, length)
+                check_books(offloaded)

@@ -129,10 +129,6 @@ def test_assistants_that_cannot_go_back_are_refused(model: PreTrainedModel) -> N
         Assistant(model, tiny_family("minimax"), config).propose(prompt(), 2)
 
 
-def test_one_text_at_a_time(model: PreTrainedModel, assistant: PreTrainedModel) -> None:
-    text = prompt().repeat(2, 1)
-    for proposer in (PromptLookup(), Assistant(model, assistant, prepared(model, do_sample=False))):
-        with pytest.raises(ExpertcastError, match="drafts for one text, not for 2: make one for each row"):
-            proposer.propose(text, 2)
+def test_prompt_lookup_needs_a_length() -> None:
     with pytest.raises(ExpertcastError, match="max_matching_ngram_size is 0"):
         PromptLookup(longest=0)

@@ -15,8 +15,10 @@ from transformers.cache_utils import QuantizedCache
 
 from expertcast.data.models import auto_class
 from expertcast.predictors import ExpertcastError
+from expertcast.runtime import offload
 from expertcast.runtime.drafts.cache import SharedCache
 from tests.families.table import FAMILIES, REFUSED, tiny_config
+from tests.runtime.drafts.loops import SLOTS, check_books, cycles_of, prompt, script, tiny
 
 PROMPT, DRAFTED, WINDOW = 3, 4, 8
 """The prompt is shorter than a convolution's kernel; windows fill on the way."""
@@ -198,3 +200,49 @@ def test_caches_that_cannot_go_back_are_refused() -> None:
     compressed = DynamicCache(config=tiny_config("deepseek_v4"))
     with pytest.raises(ExpertcastError, match=r"DeepseekV4\w+Cache of this model's cache cannot be rolled back"):
         SharedCache(compressed)
+
+
+NEW = 13
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2_moe", "minimax"])
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_goes_on_behind_what_was_accepted(family: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt gives 1 token, every cycle j + 1: 12 / (j + 1) cycles, rounded up; at the end a draft is shorter."""
+    with offload(tiny(family), slots=SLOTS) as offloaded:
+        whole = offloaded.generate(prompt(), max_new_tokens=NEW, do_sample=False, draft="none")
+        for right in range(length + 1):
+            draft = script(offloaded, whole, right)
+            with cycles_of(monkeypatch) as cycles:
+                got = offloaded.generate(
+                    prompt(), max_new_tokens=NEW, do_sample=False, draft=draft, draft_length=length,
+                    return_dict_in_generate=True,
+                )  # fmt: skip
+            assert torch.equal(got.sequences, whole)
+            assert got.past_key_values.get_seq_length() == 5 + NEW - 1
+            assert len(cycles) == -(-(NEW - 1) // (right + 1))
+            assert all(cycle.accepted == (min(right, cycle.drafted),) for cycle in cycles)
+            check_books(offloaded)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_rows_accept_different_numbers(family: str) -> None:
+    """Three rows, right for 0, 1 and 3 of 3 tokens."""
+    ids_BS = prompt(3)
+    with offload(tiny(family), slots=SLOTS) as offloaded:
+        whole = offloaded.generate(ids_BS, max_new_tokens=NEW, do_sample=False, draft="none")
+        for shift in range(3):
+            rights = iter((0, 1, 3)[shift:] + (0, 1, 3)[:shift])
+            draft = script(offloaded, whole, None)
+            assert offloaded.drafting is not None
+            proposal = offloaded.drafting.drafts[draft]
+            make = proposal.make  # type: ignore[attr-defined]
+
+            def made(*given: object, make: object = make, rights: object = rights) -> object:
+                proposer = make(*given)  # type: ignore[operator]
+                proposer._right = next(rights)  # type: ignore[call-overload]
+                return proposer
+
+            proposal.make = made  # type: ignore[attr-defined]
+            got = offloaded.generate(ids_BS, max_new_tokens=NEW, do_sample=False, draft=draft, draft_length=3)
+            assert torch.equal(got, whole), shift

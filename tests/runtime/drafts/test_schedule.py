@@ -5,6 +5,8 @@ Model: 3 layers of 8 experts, 2 per token. Keys are layer * 8 + expert; 1.3 stan
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime import EmulatedLink, offload
 from expertcast.runtime.drafts.drafting import DraftOptions
-from expertcast.runtime.drafts.prefetch import Schedule
+from expertcast.runtime.drafts.prefetch import LookaheadBuffer, Schedule
 from expertcast.runtime.engine.cache import ExpertCache, Window
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.slots import SlotPool
@@ -48,7 +50,7 @@ def guided(schedule: Schedule) -> None:
     """A cycle whose second token is drafted; the first one's routing said nothing, and copies take no time."""
     schedule.begin()
     schedule.draft(0)
-    schedule.buffer.put(0, 0, [], [])
+    schedule.buffer.put(0, [], ())
     schedule.drafted()
     schedule.draft(1)
 
@@ -185,6 +187,47 @@ def test_window_by_hand() -> None:
     window.clear()
     assert not window.keys
     assert window.farthest(0, {9}, ()) is None
+
+
+def test_new_experts_by_hand() -> None:
+    """An expert counts where it is put first, and not where it is held by then."""
+    buffer = LookaheadBuffer(24)
+    buffer.put(0, [1, 2, 2, 3], {1, 8})
+    buffer.put(0, [8, 9], {1, 8})
+    assert (buffer.positions, buffer.growth) == (1, [3])  # 2, 3 and 9
+    buffer.put(1, [0, 1], {1, 8})
+    buffer.put(1, [9, 10], {1, 8, 2, 3, 9, 0})  # those asked for since are copies of this cycle all the same
+    buffer.put(0, [11], ())  # of another layer, later
+    assert (buffer.positions, buffer.growth) == (2, [4, 2])
+    buffer.clear()
+    assert (buffer.positions, buffer.growth) == (0, [])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_new_experts_as_sets_have_them(seed: int) -> None:
+    choose = random.Random(seed)
+    buffer, held, seen = LookaheadBuffer(30), set(choose.sample(range(30), 8)), set[int]()
+    for position in range(6):
+        before = len(seen - held)
+        for _ in range(3):
+            keys = choose.choices(range(30), k=6)
+            buffer.put(position, keys, held)
+            seen.update(keys)
+        assert buffer.growth[position] == len(seen - held) - before
+
+
+def test_what_the_slots_cannot_keep_comes_again() -> None:
+    """Two layers of 8, 3 slots, which hold experts 0, 1 of layer 0 and 0 of layer 1 (keys 0, 1, 8).
+
+    Position 0 needs 0 and 1 of layer 0, 0 and 2 of layer 1: four, one of them new; one of the three that are held has
+    to go for it and comes again: 2 copies. Position 1 adds 3 and 4 of layer 0: six in all, three new, three too many,
+    so that all three held ones come again: 2 new and 2 more than before. With enough slots: 1 and 2.
+    """
+    for slots, growth in ((3, [2, 4]), (16, [1, 2])):
+        buffer = LookaheadBuffer(slots)
+        buffer.put(0, [0, 1, 8, 10], {0, 1, 8})
+        buffer.put(1, [3, 4], {0, 1, 8})
+        assert buffer.growth == growth
 
 
 @pytest.mark.parametrize("draft", ["int4", "resident"])

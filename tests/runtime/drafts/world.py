@@ -53,7 +53,7 @@ class Run:
 
     def __init__(self, world: World, governor: Governor, seed: int = 0, sequences: int = 1) -> None:
         self.world, self.governor, self.sequences = world, governor, sequences
-        self.buffer = LookaheadBuffer(world.layers, world.experts)
+        self.buffer = LookaheadBuffer(world.layers * world.experts)
         self.random = random.Random(seed)
         self.tokens = self.seconds = 0.0
         self.rate = self.steady_rate()
@@ -125,16 +125,11 @@ class Run:
         draft, world = self.world.drafts[name], self.world
         passes: list[float] = []
         fresh = iter(range(world.layers * world.experts))
-        while not passes or self.governor.goes_on(self.buffer, ()):
+        while not passes or self.governor.goes_on(self.buffer):
             passes.append(draft.pass_s * self._noise())
             position = len(passes) - 1
-            rows: list[list[int]] = [[] for _ in range(world.layers)]
-            for key in (next(fresh) for _ in range(new[position])):
-                rows[key % world.layers].append(key // world.layers)
-            for layer, row in enumerate(rows):
-                self.buffer.put(position, layer, [row], [[0.5] * len(row)])
+            self.buffer.put(position, [next(fresh) for _ in range(new[position])], ())
         n = len(passes)
-        self.buffer.new_experts(())
         verify_s, waited_s = self._verification(
             passes, new[:n], (world.verify_s + (n + 1) * world.token_s) * self._noise()
         )

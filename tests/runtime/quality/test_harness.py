@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import expertcast
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.quality.tasks import harness_model
+from expertcast.runtime.quality.policies import harness_model
 
 ROWS = [
     {"question": "It is a truth universally", "answers": ["acknowledged", "theorem", "river"], "right": 0},

@@ -42,6 +42,15 @@ class Running:
         assert self._server is not None
         return self._server
 
+    def counted(self, name: str, **labels: str) -> float:
+        """A sample of the server's request metrics."""
+        return self.server.requests.counts.registry.get_sample_value(f"expertcast_{name}", labels) or 0.0
+
+    def ended(self) -> dict[tuple[str, str], float]:
+        """Requests that ended, by route and status."""
+        (family,) = self.server.requests.counts.ended.collect()
+        return {(sample.labels["route"], sample.labels["status"]): sample.value for sample in family.samples}
+
     def client(self) -> OpenAI:
         """OpenAI's own client."""
         return OpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=0, timeout=WAIT_S)

@@ -38,8 +38,7 @@ def _begun(running: Running, offloaded: OffloadedModel) -> None:
 
 def _quiet(running: Running, offloaded: OffloadedModel) -> None:
     """Nothing is in flight, and nothing runs."""
-    counts = running.server.requests.counts
-    until(lambda: counts.in_flight == 0)
+    until(lambda: running.counted("http_requests_in_flight") == 0)
     steps = [-1, -2]
 
     def still() -> bool:
@@ -58,10 +57,9 @@ def test_a_client_that_leaves_frees_its_work(
         with _asked(running, {**LONG, "stream": stream}):
             _begun(running, offloaded)
         _quiet(running, offloaded)
-        counts = running.server.requests.counts
-        assert counts.disconnected == 1
-        assert dict(counts.ended) == {("/v1/completions", "499"): 1}
-        assert counts.generated_tokens < 900
+        assert running.counted("http_disconnects_total") == 1
+        assert running.ended() == {("/v1/completions", "499"): 1}
+        assert running.counted("generated_tokens_total") < 900
         assert running.post("/v1/completions", {**LONG, "max_tokens": 3}).status_code == 200
 
 
@@ -80,12 +78,12 @@ def test_what_waits_for_its_turn_never_begins(offloaded: OffloadedModel, referen
             next(iter(first))
             with pytest.raises(httpx2.TimeoutException):
                 running.post("/v1/completions", LONG, timeout=0.2)
-            until(lambda: running.server.requests.counts.disconnected == 1)
+            until(lambda: running.counted("http_disconnects_total") == 1)
             steps = offloaded.stats.total.steps
-            assert running.server.requests.counts.generated_tokens == 0  # of the one that left
+            assert running.counted("generated_tokens_total") == 0  # of the one that left
             until(lambda: offloaded.stats.total.steps > steps)  # the first goes on
         _quiet(running, offloaded)
-        assert running.server.requests.counts.disconnected == 2
+        assert running.counted("http_disconnects_total") == 2
 
 
 def _streams(client: openai.OpenAI) -> dict[str, Any]:
@@ -115,7 +113,7 @@ def test_streams_end_with_an_error_that_says_why(
                 list(streams[route])
             assert caught.value.type == "server_error"
         assert [event.type for event in streams["/v1/responses"]][-2:] == ["error", "response.failed"]
-    assert dict(running.server.requests.counts.ended) == {(route, "503"): 1 for route in streams}
+    assert running.ended() == {(route, "503"): 1 for route in streams}
 
 
 @BOTH
@@ -126,7 +124,7 @@ def test_the_server_ends_in_the_middle(batching: bool, offloaded: OffloadedModel
         next(iter(stream))
         waiting = threading.Thread(target=lambda: told.append(running.post("/v1/completions", LONG)))
         waiting.start()
-        until(lambda: running.server.requests.counts.in_flight == 2)
+        until(lambda: running.counted("http_requests_in_flight") == 2)
         running.server.stop()
         with pytest.raises(openai.APIError):
             list(stream)
@@ -160,7 +158,7 @@ def test_a_generation_that_fails_is_told_and_the_server_goes_on(
                     model=NAME, prompt=PROMPT, stream=True, extra_body={"generation_config": beams["generation_config"]}
                 )
             )
-        until(lambda: running.server.requests.counts.ended["/v1/completions", "500"] == 1)
+        until(lambda: running.counted("http_requests_total", route="/v1/completions", status="500") == 1)
         assert running.post("/v1/completions", beams).status_code == 200  # beams go, streams of them do not
         bad = json.dumps({"max_new_tokens": 3, "assistant_early_exit": 99})
         answer = running.post("/v1/completions", {"prompt": PROMPT, "generation_config": bad})

@@ -21,10 +21,9 @@ from transformers import PreTrainedModel
 from expertcast.runtime import OffloadedModel, load_offloaded, offload
 from expertcast.runtime.recording.statistics import LayerStatistics
 from expertcast.runtime.serving import metrics as named
-from expertcast.runtime.serving.metrics import ExpertMetrics, Source, metrics_app
+from expertcast.runtime.serving.metrics import ExpertMetrics, RequestMetrics, Source, metrics_app
 from tests.families.models import tiny_model
 from tests.runtime.faults import INPUTS
-from tests.runtime.serving.test_request_metrics import COUNTED
 
 Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -250,7 +249,7 @@ def test_the_page_is_served(scraped: Scraped) -> None:
         "type": "http", "method": "GET", "path": "/metrics", "query_string": b"",
         "headers": [(b"accept", b"text/plain;version=0.0.4"), (b"accept-encoding", b"gzip")],
     }  # fmt: skip
-    asyncio.run(metrics_app(scraped.offloaded, COUNTED, "served")(scope, receive, send))
+    asyncio.run(metrics_app(scraped.offloaded, RequestMetrics(), "served")(scope, receive, send))
     assert sent[0]["status"] == 200
     headers = dict(sent[0]["headers"])
     assert headers[b"Content-Type"].startswith(b"text/plain; version=0.0.4")

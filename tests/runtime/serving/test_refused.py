@@ -46,6 +46,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     ((WRITTEN,), {"best_of": 2}, "best_of=2: give 1"),
     ((WRITTEN,), {"echo": True}, "echo=True: give false"),
     ((WRITTEN,), {"logprobs": 3}, "this server tells no probabilities"),
+    ((WRITTEN,), {"logprobs": 0}, "this server tells no probabilities"),
     ((WRITTEN,), {"suffix": 5}, "suffix=5: give a text"),
     ((CHAT,), {"logprobs": True}, "this server tells no probabilities"),
     ((CHAT,), {"top_logprobs": 2}, "this server tells no probabilities"),

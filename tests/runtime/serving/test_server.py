@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.runtime import load_offloaded
+from expertcast.runtime.serving import metrics as named
 from expertcast.runtime.serving.metrics import FAMILIES
 from tests.runtime.conftest import PROMPTS
 from tests.runtime.serving.serving import NAME, Running, chatting, served, transformers_served, until
@@ -107,7 +109,7 @@ def test_several_at_once(running: Running, expected: dict[tuple[str, str], tuple
 
     with ThreadPoolExecutor(8) as clients:
         list(clients.map(ask, range(24)))
-    until(lambda: running.server.requests.counts.in_flight == 0)
+    until(lambda: running.counted("http_requests_in_flight") == 0)
 
 
 def test_models_and_health(running: Running) -> None:
@@ -116,20 +118,20 @@ def test_models_and_health(running: Running) -> None:
 
 
 def test_the_page_counts_what_was_answered(running: Running) -> None:
-    before = running.server.requests.counts
-    answered, tokens = before.ended["/v1/completions", "200"], before.generated_tokens
+    answered = running.counted("http_requests_total", route="/v1/completions", status="200")
+    tokens = running.counted("generated_tokens_total")
     _completed(running.client(), PROMPTS[0])
-    until(lambda: before.in_flight == 0)
+    until(lambda: running.counted("http_requests_in_flight") == 0)
     page = httpx2.get(f"{running.address}/metrics").text
-    assert f'expertcast_http_requests_total{{route="/v1/completions",status="200"}} {answered + 1}.0' in page
-    assert f"expertcast_generated_tokens_total {tokens + 12}.0" in page
+    assert f'expertcast_http_requests_total{{route="/v1/completions",status="200"}} {answered + 1}' in page
+    assert f"expertcast_generated_tokens_total {tokens + 12}" in page
 
 
 @pytest.mark.parametrize(("accept", "kind"), ACCEPTED.items())
 def test_the_page_as_prometheus_asks_for_it(running: Running, accept: str, kind: str) -> None:
     """Read by the parsers of Prometheus' own client; OpenMetrics' is strict."""
     _completed(running.client(), PROMPTS[0])
-    until(lambda: running.server.requests.counts.in_flight == 0)
+    until(lambda: running.counted("http_requests_in_flight") == 0)
     answer = httpx2.get(f"{running.address}/metrics", headers={"accept": accept})
     assert answer.headers["content-type"].startswith(kind)
     read = openmetrics if kind.startswith("application/") else plain
@@ -137,17 +139,16 @@ def test_the_page_as_prometheus_asks_for_it(running: Running, accept: str, kind:
     assert {described.shown for described in FAMILIES if "tokens" in described.name and not described.labels} <= {
         *values
     }
-    assert values["expertcast_generated_tokens_total"] == running.server.requests.counts.generated_tokens > 0
+    assert values["expertcast_generated_tokens_total"] == running.counted("generated_tokens_total") > 0
 
 
 def test_unknown_routes_are_one_label(running: Running) -> None:
-    counts = running.server.requests.counts
-    before = counts.ended["other", "404"]
+    before = running.counted("http_requests_total", route="other", status="404")
     for number in range(3):
         assert running.post(f"/v1/junk{number}", {}).status_code == 404
-    until(lambda: counts.ended["other", "404"] == before + 3)
+    until(lambda: running.counted("http_requests_total", route="other", status="404") == before + 3)
     page = httpx2.get(f"{running.address}/metrics").text
-    assert f'expertcast_http_requests_total{{route="other",status="404"}} {before + 3}.0' in page
+    assert f'expertcast_http_requests_total{{route="other",status="404"}} {before + 3}' in page
     assert "junk" not in page
 
 
@@ -164,23 +165,26 @@ def test_a_client_gets_its_id_back(running: Running) -> None:
 
 def test_prompts_in_every_form(running: Running, tokenizer: Any) -> None:
     """One prompt as a text, as tokens and in a list, streamed too; several in one request."""
-    client, counts = running.client(), running.server.requests.counts
+    client = running.client()
     ids = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     expected = [_completed(client, prompt) for prompt in PROMPTS]
     for prompt in (ids[0], [ids[0]], [PROMPTS[0]]):
         assert _completed(client, prompt) == expected[0]
         assert _completed_in_parts(client, prompt) == expected[0][:2]
-    until(lambda: counts.in_flight == 0)
+    until(lambda: running.counted("http_requests_in_flight") == 0)
     for prompts in (PROMPTS, ids):
-        before = counts.prompt_tokens, counts.generated_tokens
+        before = running.counted("prompt_tokens_total"), running.counted("generated_tokens_total")
         answer = client.completions.create(model=NAME, prompt=prompts, max_tokens=12, temperature=0)
         assert [(choice.index, choice.text, choice.finish_reason) for choice in answer.choices] == [
             (place, *each[:2]) for place, each in enumerate(expected)
         ]
         assert answer.usage is not None
         assert answer.usage.total_tokens == sum(each[2] for each in expected)
-        until(lambda: counts.in_flight == 0)
-        added = counts.prompt_tokens - before[0], counts.generated_tokens - before[1]
+        until(lambda: running.counted("http_requests_in_flight") == 0)
+        added = (
+            running.counted("prompt_tokens_total") - before[0],
+            running.counted("generated_tokens_total") - before[1],
+        )
         assert added == (answer.usage.prompt_tokens, answer.usage.completion_tokens)
 
 
@@ -228,3 +232,45 @@ def test_chats_without_messages(running: Running) -> None:
     answer = running.post("/v1/chat/completions", {"max_tokens": 3})
     assert answer.status_code == 400
     assert "'messages' is missing" in answer.json()["error"]["message"]
+
+
+def test_names_and_texts_keep_prometheus_rules() -> None:
+    shown = [described.shown for described in named.FAMILIES]
+    assert len(shown) == len(set(shown))
+    for described in named.FAMILIES:
+        assert re.fullmatch(r"expertcast(_[a-z]+)+", described.shown)
+        assert described.help.endswith(".")
+        assert (described.kind == "counter") == described.shown.endswith("_total")
+        assert not re.search(r"_(ms|kb|mb|milliseconds|count|sum|bucket|counter|gauge)(_|$)", described.shown)
+        for unit in ("seconds", "bytes"):
+            assert unit not in described.shown or re.search(rf"_{unit}(_total)?$", described.shown)
+        for label in described.labels:
+            assert re.fullmatch(r"[a-z]+", label)
+            assert label not in {"le", "quantile", "job", "instance"}
+
+
+ROOM = 256
+ENDLESS = '{"eos_token_id": -1}'
+
+
+def test_requests_that_fill_the_cache_alone_and_together(reference_tokenizer: Any) -> None:
+    with (
+        load_offloaded(REFERENCE, dtype="fp32", slots=768) as offloaded,
+        served(offloaded, reference_tokenizer, batching=True, kv_tokens=ROOM) as server,
+    ):
+
+        def ask(words: int, tokens: int = 900) -> httpx2.Response:
+            body = {"prompt": "river " * words, "max_tokens": tokens, "generation_config": ENDLESS}
+            return server.post("/v1/completions", body)
+
+        for words in (90, 126):
+            assert ask(words).json()["usage"]["total_tokens"] == ROOM
+        for words in (128, 300):
+            refused = ask(words, 1)
+            assert refused.status_code == 400
+            assert f"by its --kv-tokens this server takes {ROOM - 1} at most" in refused.json()["error"]["message"]
+        alone = [ask(words).json()["choices"] for words in (100, 110)]
+        with ThreadPoolExecutor(6) as clients:
+            together = [answer.json()["choices"] for answer in clients.map(ask, [100, 110] * 3)]
+        assert together == alone * 3
+        assert httpx2.get(f"{server.address}/health").status_code == 200

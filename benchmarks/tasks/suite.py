@@ -1,4 +1,4 @@
-"""A small suite of tasks that needs no network: one file per task, made from texts that no predictor saw (row B18)."""
+"""A small suite of tasks that needs no network, made from texts that no predictor saw (row B18)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,14 +19,10 @@ from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.offloading import offload
-from expertcast.runtime.quality.policies import forwards, read_texts
+from expertcast.runtime.quality.policies import read_texts
 from expertcast.runtime.simulation.trace import PREFILL, prefilled
 
-if TYPE_CHECKING:
-    from lm_eval.models.huggingface import HFLM
-
-
-# Held-out texts as tokens, and what all tasks draw from them.
+# Texts
 
 _BEGINS_WORD = ("Ġ", "▁")
 """How byte-level and SentencePiece vocabularies write the space before a word."""
@@ -89,7 +85,7 @@ class Passages:
             yield from choose.sample(enough, len(enough))
 
 
-# What is asked of a model, and when an answer is right.
+# Questions
 #
 # R texts of S tokens read side by side, A of them asked for, V vocabulary. Log probabilities [R, S, V] hold at a
 # token's place the distribution it was drawn from, that is what the model said after the token before it; NaN where
@@ -217,7 +213,7 @@ class Task:
         return [question for item in self.items for question in item.questions]
 
 
-# Copying: a passage that is being repeated is to be repeated to its end.
+# Copying: repeat a passage to its end.
 
 COPIED_LENGTH, ENDING = 24, 3
 """Tokens of a passage, and how many of its last ones are asked for."""
@@ -248,7 +244,7 @@ def copying(passages: Passages, count: int, choose: random.Random, *, repeated: 
     return Task(name="copying" if repeated else "copying_control", items=items)
 
 
-# Bracket matching: round, square and curly brackets are to be closed in the right order.
+# Brackets: close round, square and curly brackets in the right order.
 
 PAIRS = {"(": ")", "[": "]", "{": "}"}
 DEPTH = 3
@@ -281,7 +277,7 @@ def brackets(passages: Passages, count: int, choose: random.Random) -> Task:
     return Task(name="brackets", items=items)
 
 
-# Cloze: which of four words of the same document comes next.
+# Cloze: choose the next word from four of the same document.
 
 WINDOW = 96
 """Tokens of a text; gaps lie in its second half."""
@@ -324,7 +320,7 @@ def _cloze_item(passages: Passages, ids: list[int], start: int, most: int, choos
     return Item(texts=((*lead, *window),), questions=tuple(gaps))
 
 
-# Multiple choice: which of four passages of the same document goes on from here.
+# Continuation: choose the passage that goes on from here from four of the same document.
 
 CONTEXT, LENGTH = 32, 8
 """Tokens that are given, and of each option."""
@@ -371,8 +367,6 @@ def _item(passages: Passages, ids: list[int], choose: random.Random) -> Item | N
     return Item(texts=tuple(context + each for each in endings), questions=(ending,))
 
 
-# Which tasks there are.
-
 TASKS: dict[str, Callable[[Passages, int, random.Random], Task]] = {
     "cloze": cloze,
     "continuation": continuation,
@@ -411,7 +405,7 @@ def make_tasks(
     return [TASKS[name](passages, count, random.Random(f"{seed} {name}")) for name in names]
 
 
-# How many of a task's questions a model gets right, read as a deployment reads: a short prefill, then decode steps.
+# Scores: each text is read by a short prefill, then decode steps.
 #
 # R texts of an item, B texts read together, S tokens of a text, V vocabulary.
 
@@ -483,7 +477,7 @@ def measure_tasks(
 
     Args:
         model: the model, its experts in memory.
-        tasks: such as :func:`expertcast.runtime.quality.tasks.make_tasks` makes.
+        tasks: such as :func:`make_tasks` makes.
         config: how it is offloaded; None: not at all. Where the link is left open, copies are made at once.
         prefill: tokens that are read at once; fewer where that is more than half of a text.
         together: texts decoded together, at least those of one item. What a lossy policy does depends on it: give 1.
@@ -552,48 +546,3 @@ def _groups(items: Sequence[Item], together: int) -> Iterator[list[int]]:
     for (texts, _), numbers in alike.items():
         size = max(1, together // texts)
         yield from (numbers[start : start + size] for start in range(0, len(numbers), size))
-
-
-__all__ = ["TASKS", "Item", "Task", "TaskScore", "make_tasks", "measure_tasks"]
-
-
-# EleutherAI's lm-evaluation-harness on an offloaded model (row B18): any of its tasks, one of them a user's own.
-#
-# The harness's own `HFLM(pretrained=model)` takes a model inside `with expertcast.offload(model)` as it is. It scores
-# likelihoods with one forward over context and answer, which to the runtime is a prefill: what acts in decode steps
-# only costs nothing there. The class made here reads the second half of each text token by token instead.
-#
-# B texts of S tokens, V vocabulary.
-
-
-def harness_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, prefill: int = PREFILL, **options: Any
-) -> HFLM:
-    """What `lm_eval.simple_evaluate(model=...)` takes, around a model that is offloaded or not.
-
-    Args:
-        model: offloaded for as long as the evaluation runs; of :func:`expertcast.load_offloaded`, its `.model`.
-        tokenizer: the model's.
-        prefill: tokens of each text that are read at once when a likelihood is asked for, half of a text that is
-            shorter than twice as many; the others are decode steps. Generation is transformers' own.
-        options: further ones of the harness's `HFLM`, such as `batch_size`.
-
-    Raises:
-        ExpertcastError: the harness is not installed, or a prefill of no token.
-    """
-    if prefill < 1:
-        raise ExpertcastError(f"prefill={prefill}: give 1 token or more")
-    try:
-        from lm_eval.models.huggingface import HFLM
-    except ImportError as error:
-        raise ExpertcastError("lm-eval is not installed: pip install 'expertcast[eval]'") from error
-
-    class Decoding(HFLM):  # type: ignore[misc]
-        """Likelihoods from a prefill and decode steps."""
-
-        def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-            """Logits [B, S, V]; shorter texts of a batch are filled up on the right, where nobody looks."""
-            assert attn_mask is None, "an encoder-decoder model"
-            return torch.cat(list(forwards(self.model, inps, max(1, prefilled(inps.shape[1], prefill)))), dim=1)
-
-    return Decoding(pretrained=model, tokenizer=tokenizer, backend="causal", **options)

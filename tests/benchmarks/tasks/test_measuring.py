@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
-
-from expertcast.predictors import ExpertcastError, MoEView, predictor_class
-from expertcast.runtime import OffloadConfig
-from expertcast.runtime.policies import Policies
-from expertcast.runtime.quality.tasks import (
+from benchmarks.tasks.suite import (
     Ending,
     Gap,
     Gaps,
@@ -27,7 +22,12 @@ from expertcast.runtime.quality.tasks import (
     measure_tasks,
     score_task,
 )
-from tests.runtime.quality.tasks.readers import knowing
+from transformers import PreTrainedModel
+
+from expertcast.predictors import ExpertcastError, MoEView, predictor_class
+from expertcast.runtime import OffloadConfig
+from expertcast.runtime.policies import Policies
+from tests.benchmarks.tasks.readers import knowing
 
 Tasks = dict[str, Task]
 NAMES = ("cloze", "continuation", "copying", "brackets")

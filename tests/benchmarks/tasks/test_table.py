@@ -13,12 +13,12 @@ from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.data.traces import TraceDataset
 from expertcast.training.scoring import Fitted
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(traces: TraceDataset, out: Path, checkpoint: Path, *more: str) -> subprocess.CompletedProcess[str]:
     small = ["--count", "4", "--windows", "1", "--slots", "300", "--traces", str(traces.folder), "--out", str(out)]
-    command = [sys.executable, "scripts/bench_tasks.py", *small, "--predictor", str(checkpoint), *more]
+    command = [sys.executable, "-m", "benchmarks.tasks", *small, "--predictor", str(checkpoint), *more]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
 
 

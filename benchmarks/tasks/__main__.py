@@ -1,6 +1,6 @@
 """What executing forecasts and leaving out experts costs a model: perplexity, agreement, KL and tasks, row by row.
 
-    python scripts/bench_tasks.py --out benchmarks/results/tasks.json
+    python -m benchmarks.tasks --out benchmarks/results/tasks.json
 
 collects traces of the bundled model (or takes those at --traces), fits what is executed (or takes the checkpoints among
 --predictor), and reads texts of the traces' test split, which no predictor saw: half of each at once, at most --prefill
@@ -23,8 +23,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from task_table.rows import RESIDENT, Row, choices, fitted_predictors, forecast_rows, lossy_rows
 
+from benchmarks.tasks.rows import RESIDENT, Row, choices, fitted_predictors, forecast_rows, lossy_rows
+from benchmarks.tasks.suite import Passages, TaskScore, copying, make_tasks, measure_tasks
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.output import write_json
 from expertcast.data.collect import collect
@@ -36,7 +37,6 @@ from expertcast.predictors.hybrid import HybridConfig
 from expertcast.predictors.messages import Json
 from expertcast.runtime.quality.forecasts import text_windows
 from expertcast.runtime.quality.policies import measure_policies
-from expertcast.runtime.quality.tasks import Passages, TaskScore, copying, make_tasks, measure_tasks
 from expertcast.runtime.simulation.trace import PREFILL
 
 CONTROL = "_control"
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as temporary:
             Table(args, _traces(args, Path(temporary) / "traces")).measure()
     except ExpertcastError as error:
-        print(f"bench_tasks: {error}", file=sys.stderr)
+        print(f"benchmarks.tasks: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +11,22 @@ from transformers import PreTrainedModel
 
 from expertcast.data.text import bundled_ids
 from expertcast.predictors import ExpertcastError, MoEView
-from expertcast.runtime.drafts.quantised import CALIBRATED, Calibration, ModelWeights, QuantisedExperts
-from expertcast.runtime.quality.forecasts import compare_draft, drafting, exact_sets
+from expertcast.runtime.drafts.quantised import CALIBRATED, Calibration, QuantisedExperts
+from tests.runtime.drafts.by_hand import resident_views
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
 
 
 def test_by_hand() -> None:
     """Four tokens, two layers, K = 2. Layer 0: same; other order; one of two; none. Layer 1: same, same, same, other
     order."""
+    from draft_sides.exact_sets import exact_sets
+
     exact = torch.tensor([[[1, 2], [5, 6]], [[3, 4], [5, 6]], [[1, 2], [0, 7]], [[1, 2], [7, 0]]])
     draft = torch.tensor([[[1, 2], [5, 6]], [[4, 3], [5, 6]], [[1, 3], [0, 7]], [[5, 6], [0, 7]]])
     found = exact_sets(draft, exact)
@@ -27,6 +37,8 @@ def test_by_hand() -> None:
 
 
 def test_what_is_refused() -> None:
+    from draft_sides.exact_sets import exact_sets
+
     ids = torch.zeros(3, 2, 2, dtype=torch.int64)
     with pytest.raises(ExpertcastError, match=r"\(3, 2, 2\) and \(2, 2, 2\) cannot be compared: run"):
         exact_sets(ids, ids[1:])
@@ -39,9 +51,11 @@ def test_drafts_of_the_bundled_model(
 ) -> None:
     """More bits agree more often, calibrated ones more often than rounded ones; the model is as it was. The first
     layer's router has no expert before it."""
+    from draft_sides.exact_sets import compare_draft, drafting
+
     ids = torch.tensor(bundled_ids(reference_tokenizer, 3072)).view(-1, 256)
     calibration = Calibration.of(reference_model, reference_view, ids[:8])
-    weights, before = ModelWeights(reference_view), reference_model(input_ids=ids[:1]).logits
+    weights, before = resident_views(reference_view), reference_model(input_ids=ids[:1]).logits
     exact, first = {}, {}
     for name in ("int8", CALIBRATED, "int4"):
         quantised = QuantisedExperts.of(reference_view, weights, name, calibration=calibration)

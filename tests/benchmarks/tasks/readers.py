@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from benchmarks.tasks.suite import Ending, Item, Reader
 from torch import Tensor
-
-from expertcast.runtime.quality.tasks import Ending, Item, Reader
 
 VOCABULARY = 4096
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,13 @@ from transformers import PreTrainedModel
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors import MoEView
 from expertcast.predictors.baselines import PreviousToken
-from expertcast.runtime.quality.forecasts import chained_recall
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
 
 
 @torch.no_grad()
@@ -19,6 +26,8 @@ def test_what_a_forecast_reads_of_the_token_before_is_its_own_windows(
     reference_model: PreTrainedModel, reference_view: MoEView
 ) -> None:
     """The first token of a window has none before it: its forecast is by counts, here for the experts 0 to 3."""
+    from bench_early import chained_recall
+
     windows_NW = torch.randint(3, 4096, (3, 9), generator=torch.Generator().manual_seed(0))
     predictor = PreviousToken(PreviousToken.config_class(), reference_view.shape)
     predictor.count_LE[:, : reference_view.shape.top_k] = 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from benchmarks.tasks.suite import Task, make_tasks
 
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.data.text import load_documents
-from expertcast.runtime.quality.tasks import Task, make_tasks
 
 
 @pytest.fixture(scope="session")

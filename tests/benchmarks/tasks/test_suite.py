@@ -7,10 +7,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-
-from expertcast.predictors import ExpertcastError
-from expertcast.runtime.quality.tasks import COPIED_LENGTH as LENGTH
-from expertcast.runtime.quality.tasks import (
+from benchmarks.tasks.suite import COPIED_LENGTH as LENGTH
+from benchmarks.tasks.suite import (
     ENDING,
     PAIRS,
     TASKS,
@@ -23,6 +21,8 @@ from expertcast.runtime.quality.tasks import (
     copying,
     make_tasks,
 )
+
+from expertcast.predictors import ExpertcastError
 
 
 def test_same_seed_same_items(reference_tokenizer: Any, texts: list[str]) -> None:
