@@ -1,4 +1,4 @@
-"""The benchmarks of virtual time and of prefills run in their small form; what is kept of the first is complete."""
+"""The benchmark of virtual time runs in its small form, and its result is complete."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from scripts import bench_prefill, bench_timed_device
+from scripts import bench_timed_device
 from scripts.bench_timed_device import ACCURACIES, CAPACITIES, HOST_US, SHAPES
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -48,11 +48,3 @@ def test_what_was_promised_for_the_main_shape() -> None:
     assert own[1.0]["efficiency"] >= 0.95
     assert own[1.0]["tpot_over_bound"] <= 1.05
     assert own[0.9]["tpot_over_bound"] <= 1.08
-
-
-def test_prefill(tmp_path: Path) -> None:
-    out = tmp_path / "prefill.json"
-    assert bench_prefill.main(["--tokens", "64", "--repetitions", "1", "--out", str(out)]) == 0
-    found = json.loads(out.read_text())
-    assert found["runs"].keys() == {"without", "with"}
-    assert all(run["ttft_s"] > 0 for run in found["runs"].values())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +15,7 @@ from expertcast.predictors import ExpertcastError
 from expertcast.predictors.next_token import NextToken, NextTokenConfig
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.policies import Policies
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from simulator_agreement import compare, measure
+from tests.runtime.simulation.agreement import compare, measure
 
 LINK = OffloadConfig(bandwidth=2e9)
 
