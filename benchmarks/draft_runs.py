@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 from transformers.generation import BaseStreamer
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from benchmarks.draft_sides import ASSISTANT, AUTO, EMULATED, INT4, NONE, REFERENCE, WIDENED, Setting, Side
+from benchmarks.draft_sides import AUTO, EMULATED, INT4, NONE, REFERENCE, WIDENED, Setting, Side
 from expertcast.data.batch import RouterCall
 from expertcast.data.models import load_model, load_tokenizer
-from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.text import load_documents
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
@@ -34,10 +30,7 @@ from expertcast.runtime.drafts.costs import Cycle
 from expertcast.runtime.drafts.drafting import Drafting, DraftOptions
 from expertcast.runtime.drafts.governor import Governor
 from expertcast.runtime.drafts.kinds import Draft
-from expertcast.runtime.drafts.quantised import BITS, Calibration, ModelWeights, QuantisedExperts
-from expertcast.runtime.engine.front import EXPERTS_NAME
 from expertcast.runtime.offloading import OffloadedModel
-from expertcast.runtime.quality.forecasts import compare_draft, drafting
 from expertcast.runtime.recording.recorder import Recorder
 
 _NAME = "reference"
@@ -98,27 +91,6 @@ def prompts(tokens: int, count: int) -> list[Tensor]:
     return found[:count]
 
 
-def same_inputs(windows: int, tokens: int = 128) -> dict[str, dict[str, float]]:
-    """How quantised copies route where they read the same text as the model (rows C1 and C2): by precision
-    :meth:`expertcast.runtime.quality.forecasts.ExactSets.as_dict`, and `next_token`, the share of tokens after which
-    both find the same one likeliest. Calibration reads other texts.
-
-    Args:
-        windows: texts that are compared.
-        tokens: of each.
-    """
-    model = load_model(_NAME, dtype="bf16")
-    view = find_moe_layers(model)
-    texts_SW = torch.cat(prompts(tokens, 2 * windows))
-    calibration = Calibration.of(model, view, texts_SW[windows:])
-    found = {}
-    for precision in BITS:
-        quantised = QuantisedExperts.of(view, ModelWeights(view), precision, calibration=calibration)
-        sets, likeliest = compare_draft(model, view, quantised, texts_SW[:windows])
-        found[precision] = {**sets.as_dict(), "next_token": likeliest}
-    return found
-
-
 def layer_seconds(path: Path | str, options: dict[str, object], prompt: Tensor, tokens: int) -> float:
     """Seconds that one layer computes in a decode step when its experts are there; last norm and head left out."""
     recorder = Recorder(prompt.device)
@@ -135,11 +107,6 @@ def opened(path: Path | str, options: dict[str, object]) -> OffloadedModel:
     assert offloaded.model.generation_config is not None
     offloaded.model.generation_config.eos_token_id = None
     return offloaded
-
-
-def other_bytes(model: PreTrainedModel) -> int:
-    """Bytes of all that is no routed expert, in the model's dtype; what is tied counts once."""
-    return sum(each.nbytes for name, each in model.named_parameters() if ".experts." not in name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,51 +268,6 @@ _FEW_ROWS = 32
 
 
 @dataclass(slots=True)
-class Assistant:
-    """The bundled model's int4 version as a model of its own."""
-
-    model: PreTrainedModel
-    nbytes: int
-    """Of its experts, and of its copy of everything else; its cache comes on top."""
-
-    def bytes_at(self, tokens: int) -> int:
-        """With a cache of so many tokens."""
-        config = self.model.config
-        width = config.num_key_value_heads * config.head_dim
-        return int(self.nbytes + 2 * config.num_hidden_layers * width * tokens * self.model.dtype.itemsize)
-
-
-@contextmanager
-def assistant(path: Path | str) -> Iterator[Assistant]:
-    """Load it; it drafts inside."""
-    model = load_model(str(path), dtype="bf16")
-    assert model.generation_config is not None
-    model.generation_config.eos_token_id = None
-    view = find_moe_layers(model)
-    quantised = QuantisedExperts.of(view, ModelWeights(view), "int4")
-    with drafting(model, view, quantised):
-        yield Assistant(model, quantised.nbytes + other_bytes(model))
-
-
-@contextmanager
-def one_by_one() -> Iterator[None]:
-    """Verifications ask for and compute each token's experts on their own (ablation of row C14)."""
-    together = ALL_EXPERTS_FUNCTIONS[EXPERTS_NAME]
-
-    def rows(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if not 1 < len(hidden_states) <= _FEW_ROWS:
-            return together(experts, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
-        parts = zip(*(torch.split(each, 1) for each in (hidden_states, top_k_index, top_k_weights)), strict=True)
-        return torch.cat([together(experts, *part) for part in parts])
-
-    ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, rows)
-    try:
-        yield
-    finally:
-        ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, together)
-
-
-@dataclass(slots=True)
 class Learnt:
     """What is known of one side in one setting."""
 
@@ -361,11 +283,10 @@ class Runner:
     Args:
         path: of the model.
         options: of its offload.
-        helper: for sides whose draft is an assistant.
     """
 
-    def __init__(self, path: Path | str, options: dict[str, object], helper: Assistant | None) -> None:
-        self._path, self._options, self._helper = path, options, helper
+    def __init__(self, path: Path | str, options: dict[str, object]) -> None:
+        self._path, self._options = path, options
         self._made: dict[str, Draft] = {}
         self._watch = Watch()
 
@@ -422,16 +343,10 @@ class Runner:
             governor.forget()
 
         clock = Clock(first)
-        with ExitStack() as stack:
-            if side.ablation == "reordering":
-                stack.enter_context(one_by_one())
-            ids = self._generate(side, prompt_1T, new_tokens + 1, clock)
+        ids = self._generate(side, prompt_1T, new_tokens + 1, clock)
         moved, hits, requests = (now - then for now, then in zip(counts(), before, strict=True))
         self._made |= made.drafts
         learnt.memory_bytes = sum(made.memory.values())
-        if side.draft == ASSISTANT:
-            assert self._helper is not None
-            learnt.memory_bytes = self._helper.bytes_at(prompt_1T.shape[1] + new_tokens)
         if side.governed:
             learnt.report = governor.report()
         found: Json = {"tpot_s": clock.seconds / new_tokens, "ids": ids, "bytes": moved / new_tokens,
@@ -455,8 +370,7 @@ class Runner:
         if side.draft == NONE:
             ids_1S = self.offloaded.generate(prompt_1T, **kwargs, draft=NONE)
         else:
-            draft = self._helper.model if side.draft == ASSISTANT and self._helper is not None else side.draft
-            options = DraftOptions(draft=draft, length=side.length, prefetch=side.ablation != "prefetch")
+            options = DraftOptions(draft=side.draft, length=side.length)
             ids_1S = self._drafting.generate(options, (prompt_1T,), kwargs)
         new: list[int] = ids_1S[0, prompt_1T.shape[1] :].tolist()
         return new

@@ -10,8 +10,6 @@ from itertools import zip_longest
 from expertcast.predictors.messages import Json
 
 NONE, AUTO, INT4 = "none", "auto", "int4"
-ASSISTANT = "assistant"
-"""The model's own int4 version as another model: it shares neither cache nor weights, and nobody sees its routing."""
 REFERENCE, WIDENED = "reference", "widened"
 EMULATED, DISK = "emulated", "disk"
 MAIN_RATIO, MAIN_CAPACITY = 5.0, 0.25
@@ -30,8 +28,6 @@ class Side:
     """Predictor that the offload loads experts by; also what `speculate` executes."""
     same_memory: bool = False
     """The bytes of int4 copies are slots, too (SM); else the cache is the same (SC)."""
-    ablation: str | None = None
-    """What is left out: `prefetch` or `reordering`."""
 
     @property
     def governed(self) -> bool:
@@ -56,7 +52,6 @@ class Side:
             words.append(GOVERNED if self.length is None else str(self.length))
         words += [self.forecasts] if self.forecasts else []
         words += ["same memory"] if self.same_memory else []
-        words += [f"no {self.ablation}"] if self.ablation else []
         return ", ".join(words)
 
 
@@ -99,10 +94,9 @@ ALL = (
       for draft in ("int8", "drop:fetched=1", "cache_aware", "drop_cascade", "early_exit")
       for n in (2, None)),
     Side(draft="speculate", length=2, forecasts="next_norm"), Side(draft="speculate", forecasts="next_norm"),
-    Side(draft=ASSISTANT, length=4), Side(draft=ASSISTANT), Side(draft=AUTO),
-    Side(draft=INT4, ablation="prefetch"), Side(draft=INT4, ablation="reordering"),
+    Side(draft=AUTO),
 )  # fmt: skip
-"""In the main setting. Without the governor a draft is 4 ahead; without sharing it is the assistant."""
+"""In the main setting."""
 
 
 def settings(small: bool) -> list[Setting]:
@@ -156,7 +150,7 @@ def row(setting: Setting, side: Side, ratio: float, slots: int, memory_bytes: in
         "model": setting.model, "link": setting.link, "copy_over_compute": ratio,
         "capacity": setting.capacity, "slots": slots, "draft": side.draft,
         "length": None if side.draft == NONE else side.length or GOVERNED, "forecasts": side.forecasts,
-        "same_memory": side.same_memory, "ablation": side.ablation, "tpot_s": tpot_s,
+        "same_memory": side.same_memory, "tpot_s": tpot_s,
         "ms_per_token": 1e3 * tpot_s, "range_s": [least_s, most_s],
         "kb_per_token": statistics.mean(run["bytes"] for run in runs) / 1e3, "memory_bytes": memory_bytes,
         "tokens_per_cycle": 1.0, "drafted_per_cycle": 0.0, "plain_share": 1.0, "acceptance": [], "exact_set": None,

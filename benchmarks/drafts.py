@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from benchmarks.draft_runs import Assistant, Learnt, Models, Runner, assistant, same_inputs
-from benchmarks.draft_sides import ASSISTANT, AUTO, INT4, REFERENCE, Setting, Side, grouped, row, same_tokens, settings
+from benchmarks.draft_runs import Learnt, Models, Runner
+from benchmarks.draft_sides import AUTO, INT4, Setting, Side, grouped, row, same_tokens, settings
 from benchmarks.draft_sides import sides as sides_of
 from benchmarks.results import earlier_result
 from expertcast.checkpoints.provenance import provenance
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if args.keep is None:
                 args.keep = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-drafts-")))
             args.keep.mkdir(parents=True, exist_ok=True)
-            bench = Bench(args, stack)
+            bench = Bench(args)
             bench.measure()
     except ExpertcastError as error:
         print(f"benchmarks.drafts: {error}", file=sys.stderr)
@@ -62,12 +62,10 @@ class Bench:
 
     Args:
         args: of the command line.
-        stack: what is open until the end.
     """
 
-    def __init__(self, args: argparse.Namespace, stack: ExitStack) -> None:
-        self._args, self._stack, self._begun = args, stack, time.monotonic()
-        self._helper: Assistant | None = None
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args, self._begun = args, time.monotonic()
         self._learnt: dict[tuple[str, str], Learnt] = {}
         self.result: Json = {"settings": {name: getattr(args, name) for name in SETTINGS}}
         self.result |= {"models": {}, "results": [], "runs": [], "left_out": []}
@@ -82,8 +80,6 @@ class Bench:
         for setting in settings(self._args.small):
             if not self._args.settings or any(part in setting.name for part in self._args.settings):
                 self._measure(setting)
-        if "exact_sets" not in self.result and REFERENCE in self.result["models"]:
-            self.result["exact_sets"] = same_inputs(2 if self._args.small else 24)
         self._write()
 
     def _measure(self, setting: Setting) -> None:
@@ -105,9 +101,7 @@ class Bench:
         slots = model.slots(setting.capacity, same_memory=first.same_memory)
         options: Json = {**model.link_options(setting), "predictor": first.forecasts}
         options |= {"slots": slots, "cache": setting.capacity > 0 or first.same_memory}
-        if self._helper is None and any(side.draft == ASSISTANT for side in sides):
-            self._helper = self._stack.enter_context(assistant(REFERENCE))
-        with Runner(model.path, options, self._helper) as runner:
+        with Runner(model.path, options) as runner:
             if "int4_bytes" not in kept:
                 kept["int4_bytes"] = runner.int4_bytes()
             ratio = runner.layer_copy_s / kept["layer_s"] if setting.ratio is None else setting.ratio

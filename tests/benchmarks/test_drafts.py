@@ -43,8 +43,6 @@ def test_the_whole_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     more = drafted["memory_bytes"] // result["models"]["reference"]["expert_bytes"]
     assert rows["reference", "none, same memory"]["slots"] == plain["slots"] + more
     assert set(rows["reference", "auto, governed"]["governor"]["lengths"]) >= {"none 0"}
-    assert result["exact_sets"]["int8"]["exact"] > result["exact_sets"]["int4"]["exact"] > 0.7
-    assert ("reference", "int4, governed, no reordering") in rows
 
 
 def call(ids: list[list[int]], layer: int = 0) -> RouterCall:
