@@ -16,7 +16,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +23,11 @@ import numpy as np
 from benchmarks.children import abilities, run
 from benchmarks.disk_files import PROCESS_OPTIONS, RUN, Budget, Prepared, codecs
 from benchmarks.disk_sides import DISK, OWN, PROCESS, SIDES, Side, summaries
-from benchmarks.results import earlier_result
-from expertcast.checkpoints.provenance import provenance
-from expertcast.commands.output import say, write_json
+from benchmarks.results import ResultFile
+from expertcast.commands.output import say
 from expertcast.data.routing_file import Routing
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
-from expertcast.runtime.benchmarking.bench import hardware
 from expertcast.runtime.pools.planner import plans
 from expertcast.runtime.pools.ranks import rank_model
 from expertcast.runtime.pools.schedule import best_by_replay
@@ -72,16 +69,12 @@ class Bench:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self._args, self._folder = args, folder
         self._prepared = Prepared(folder, args)
-        self.result: Json = {"settings": {name: getattr(args, name) for name in SETTINGS}, "runs": []}
-        self.result = earlier_result(args.out, self.result["settings"]) or self.result
+        self._file = ResultFile(args.out, {name: getattr(args, name) for name in SETTINGS})
+        self.result = self._file.values
         commands: list[str] = self.result.setdefault("commands", [])
-        command = _command(args)
-        if command not in commands:
-            commands.append(command)
-        self.result |= {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"), **provenance(command),
-            "hardware": hardware(), "abilities": abilities(folder), "process": PROCESS_OPTIONS,
-        }  # fmt: skip
+        if _command(args) not in commands:
+            commands.append(_command(args))
+        self.result |= {"abilities": abilities(folder), "process": PROCESS_OPTIONS}
 
     def measure(self) -> None:
         """All runs that are not in the file."""
@@ -169,7 +162,7 @@ class Bench:
 
     def _write(self) -> None:
         self.result["results"] = summaries(self.result["runs"])
-        write_json(self._args.out, self.result)
+        self._file.write(_command(self._args))
 
 
 def _key(row: Json) -> tuple[object, ...]:

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 
@@ -26,12 +25,10 @@ import transformers
 from benchmarks.draft_runs import Learnt, Models, Runner
 from benchmarks.draft_sides import AUTO, INT4, Setting, Side, grouped, row, same_tokens, settings
 from benchmarks.draft_sides import sides as sides_of
-from benchmarks.results import earlier_result
-from expertcast.checkpoints.provenance import provenance
-from expertcast.commands.output import say, write_json
+from benchmarks.results import ResultFile
+from expertcast.commands.output import say
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
-from expertcast.runtime.benchmarking.bench import hardware
 
 SETTINGS = ("small", "prompt", "new_tokens", "wide_tokens", "expert_bytes", "threads")
 """Runs of a file with the same ones are kept."""
@@ -67,11 +64,10 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._begun = args, time.monotonic()
         self._learnt: dict[tuple[str, str], Learnt] = {}
-        self.result: Json = {"settings": {name: getattr(args, name) for name in SETTINGS}}
-        self.result |= {"models": {}, "results": [], "runs": [], "left_out": []}
-        self.result = earlier_result(args.out, self.result["settings"]) or self.result
+        settings = {name: getattr(args, name) for name in SETTINGS}
+        self._file = ResultFile(args.out, settings, models={}, results=[], left_out=[])
+        self.result = self._file.values
         self._known = {(own["setting"], own["side"], own["prompt"], own["round"]) for own in self.result["runs"]}
-        self.result |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), **provenance(), "hardware": hardware()}
         self._models = Models(args, self.result["models"])
 
     def measure(self) -> None:
@@ -151,7 +147,7 @@ class Bench:
         return self._args.budget is not None and time.monotonic() - self._begun > self._args.budget
 
     def _write(self) -> None:
-        write_json(self._args.out, self.result)
+        self._file.write()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -22,18 +22,17 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.results import earlier_result
+from benchmarks.results import ResultFile
 from benchmarks.serving_clients import ask, ended, figures, kept
 from benchmarks.serving_sides import Running, Setting, chosen, running, sides
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.checkpoints.provenance import provenance
 from expertcast.commands.numbers import positive, positive_number
-from expertcast.commands.output import new_file, say, write_json
+from expertcast.commands.output import new_file, say
 from expertcast.data.collect import collect
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.moe_layers import find_moe_layers
@@ -41,7 +40,6 @@ from expertcast.data.plan import TextOptions
 from expertcast.data.text import load_documents
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
-from expertcast.runtime.benchmarking.bench import hardware
 from expertcast.training.fit import fit
 
 SETTINGS = ("clients", "requests", "new_tokens", "slots", "bandwidth", "threads", "train_tokens")
@@ -89,8 +87,8 @@ class Bench:
         self._sides = chosen(every, args.sides or ())
         if not self._sides:
             raise ExpertcastError(f"no side has any of {args.sides} in its name: {', '.join(e.name for e in every)}")
-        settings = {name: getattr(args, name) for name in SETTINGS}
-        self.result: Json = earlier_result(args.out, settings) or {"settings": settings, "runs": []}
+        self._file = ResultFile(args.out, {name: getattr(args, name) for name in SETTINGS})
+        self.result = self._file.values
         self._revision = provenance()["git_revision"]
 
     def measure(self) -> None:
@@ -128,9 +126,8 @@ class Bench:
         return {"loads": loads, "memory_bytes": memory, "end": ended(server, model)}
 
     def _write(self) -> None:
-        made = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **provenance(_command(self._args))}
-        self.result |= {**made, "hardware": hardware(), **figures(self.result)}
-        write_json(self._args.out, self.result)
+        self.result |= figures(self.result)
+        self._file.write(_command(self._args))
 
 
 def prepare(model: Path, checkpoint: Path, tokens: int) -> None:
