@@ -7,14 +7,14 @@ Commands run in forks of this process on small artefacts (see `mutate_artefacts.
 hold: what a command prints is one line, or nothing where it was killed; what it leaves behind is refused in one line or
 is right; and the same command, given again, ends with the result of an undisturbed one and with no other files.
 
-`--signals` sends SIGTERM and SIGINT to every command instead, at three moments each, and prints what came of it.
+`--signals` sends SIGTERM and SIGINT instead, at three moments each, to every command that needs no hub, and prints what
+came of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import json
 import os
 import shutil
@@ -33,7 +33,6 @@ from typing import Any
 import fault_trials
 from fault_trials import (
     ESTIMATOR,
-    FREE,
     OPERATIONS,
     TRACES,
     TRIALS,
@@ -51,14 +50,11 @@ from fault_trials import (
 
 START, MIDDLE, WRITING = "start-up", "middle", "writing"
 SIGNALS = signal.SIGTERM, signal.SIGINT
-PULLED, PUSHED = "me/there", "me/new"
 _LIMITS = Limits(seconds=900.0)
 _SERVING = "serving "
 _LONGEST = 200.0
 _RESULT = "result.json"
 _EVENTS = "events"
-_TOKEN = "hf_writer"
-"""Of the one who writes to the tests' hub."""
 
 Strikes = Callable[[int, str, tuple[Any, ...]], bool]
 """Of an audit event's number, name and values: whether the signal comes then."""
@@ -92,11 +88,9 @@ CASES = {
     "bench": Case(_on_a_few("bench", "--new-tokens", "4", "--repetitions", "1"), exact=False),
     "advise": Case(_on_a_few("advise", "--new-tokens", "4", "--save", "{}"), exact=False),
     "simulate": Case(TRIALS["sweep"].words),
-    "push": Case(lambda made, _: ["push", str(made[FREE]), PUSHED], exact=False),
-    "pull": Case(lambda _, out: ["pull", PULLED, "--out", str(out)]),
     "inspect": Case(lambda made, _: ["inspect", str(made[TRACES]), "--verify"]),
 }  # fmt: skip
-"""Of every command of `expertcast`."""
+"""Of every command of `expertcast` that needs no hub."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +124,6 @@ class Interrupts:
         self._notes, self._place = folder / "notes", folder / "place"
         self._notes.mkdir()
         fault_trials.call(lambda: fault_trials.make(self._made, 0), self._notes)
-        self._run(["push", str(self._made[FREE]), PULLED], None)
 
     def of(self, name: str, signals: tuple[signal.Signals, ...] = SIGNALS) -> Iterator[Interrupted]:
         """All moments of one command."""
@@ -173,24 +166,22 @@ class Interrupts:
         return 128 - ended if ended < 0 else ended, err
 
     def _run(
-        self, words: list[str], case: Case | None, number: int = signal.SIGTERM, strikes: Strikes | None = None
+        self, words: list[str], case: Case, number: int = signal.SIGTERM, strikes: Strikes | None = None
     ) -> tuple[Ended, Any]:
         """A fork that sends itself the signal when it `strikes`; a server without that gets it once it serves."""
         result = self._notes / _RESULT
         result.unlink(missing_ok=True)
-        serves = case is not None and case.serves
 
         def work() -> int:
             from expertcast.cli import main
 
-            os.environ["HF_TOKEN"] = _TOKEN
             events = _watch(strikes, number)
             status = main([*words, "--json", str(result)])
             (self._notes / _EVENTS).write_text(str(events()))
             return status
 
         wait, child = fault_trials.start(work, self._notes, _LIMITS)
-        if serves:
+        if case.serves:
             err = self._notes / "err"
             while not _ended(child) and _SERVING not in (err.read_text() if err.exists() else ""):
                 time.sleep(0.02)
@@ -260,18 +251,6 @@ def signal_table(rows: list[Interrupted]) -> str:
     return "\n".join(lines)
 
 
-@contextlib.contextmanager
-def one_hub() -> Iterator[None]:
-    """The tests' hub, which huggingface_hub knows alone. To be entered before anything imports it."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from tests.hub.fake_hub import served
-
-    with served() as hub, tempfile.TemporaryDirectory() as home:
-        os.environ |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": home,
-                       "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"}  # fmt: skip
-        yield
-
-
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
@@ -324,7 +303,7 @@ def main(argv: list[str] | None = None) -> int:
 def interrupt(names: list[str], path: Path | None) -> int:
     """SIGTERM and SIGINT for commands by name; returns the exit status."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and pass that on
-    with one_hub(), tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary:
         fault_trials.prepare()
         interrupts = Interrupts(Path(temporary))
         rows = []
