@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # What a newcomer does: installs the wheel into a fresh environment, runs every command of the README and the tools that
-# people already have, and prints a table. Exit status 1 when something that should work does not.
+# people already have. Exit status 1 when something that should work does not.
 #
-#     scripts/newcomer.sh --out benchmarks/results/newcomer.json --report README.md
+#     scripts/newcomer.sh --out benchmarks/results/newcomer.json
 #     PYTHON=.venv/bin/python scripts/newcomer.sh --skip-install --small --no-commands
 #
-# --skip-install takes the environment of $PYTHON as it is; the other options are those of `python -m newcomer_steps`.
+# --skip-install takes the environment of $PYTHON as it is; the other options are those of `newcomer.py`.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
@@ -30,4 +30,4 @@ else
     options+=(--allow-missing)
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
-PYTHONPATH="$root/scripts${PYTHONPATH:+:$PYTHONPATH}" "$python" -m newcomer_steps ${options[@]+"${options[@]}"}
+"$python" "$root/scripts/newcomer.py" ${options[@]+"${options[@]}"}

@@ -11,7 +11,6 @@ No GPU has been asked: docs/timed-device.md says where every constant comes from
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -114,14 +113,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     parser.add_argument("--small", action="store_true", help="two layers of one shape")
-    wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--out", type=Path, help="JSON file to write")
-    wanted.add_argument("--table", type=Path, metavar="JSON", help="print the table of such a file; nothing is run")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     args = parser.parse_args(argv)
-    if args.table is not None:
-        found = json.loads(args.table.read_text())
-        print(table(found["results"], found["pieces"]))
-        return 0
     cases = list(groups(args.small))
     results: list[Json] = []
     with ProcessPoolExecutor(args.jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -149,39 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     except ExpertcastError as error:
         print(f"benchmarks.timed: {error}", file=sys.stderr)
         return 2
-    print(table(results, parts))
     return 0
-
-
-def table(results: list[Json], parts: list[Json]) -> str:
-    """Markdown: the main shape at .9 over every link, and what graphs bring."""
-    lines = ["| shape, link | cache | " + " | ".join(f"{us:g} us" if us else "graph" for us in HOST_US) + " |"]
-    lines.append("|---|---|" + "---|" * len(HOST_US))
-    places = dict.fromkeys((entry["shape"], entry["link"], entry["capacity"]) for entry in results)
-    for shape, link, capacity in places:
-        cells = []
-        for host in HOST_US:
-            own = [
-                entry for entry in results
-                if (entry["shape"], entry["link"], entry["capacity"], entry["host_us"]) == (shape, link, capacity, host)
-                and entry["accuracy"] in (1.0, 0.9)
-            ]  # fmt: skip
-            cells.append("; ".join(_cell(entry) for entry in own))
-        lines.append(f"| {shape}, {link} | {capacity:.0%} | " + " | ".join(cells) + " |")
-    lines += ["", "| host | cache | as graphs | on demand, ms | with forecasts, ms | over the bound | limit |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    for entry in parts:
-        on_demand = entry["on_demand_over_bound"] * entry["bound_ms"]
-        lines.append(
-            f"| {entry['host']} | {entry['capacity']:.0%} | {entry['as_graphs']} | {on_demand:.1f} | "
-            f"{entry['tpot_ms']:.1f} | {entry['tpot_over_bound']:.2f} | {entry['limit']} |"
-        )
-    return "\n".join(lines)
-
-
-def _cell(entry: Json) -> str:
-    efficiency = "" if entry["efficiency"] is None else f" ({entry['efficiency']:.2f})"
-    return f"{entry['tpot_over_bound']:.2f}{efficiency}"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from scripts.newcomer import readme_lines, shortened, words_of, write_texts
 
 from expertcast.cli import main
 
@@ -15,9 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 def test_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from newcomer_steps.readme import readme_lines, shortened, words_of, write_texts
-
     monkeypatch.chdir(tmp_path)
     write_texts(tmp_path)
     commands = [words_of(line) for line in readme_lines()]

@@ -142,11 +142,11 @@ def test_by_default_a_forward_takes_what_fits_beside_the_slots(reference_tokeniz
 def test_online_as_from_the_resident_model(reference_tokenizer: Any) -> None:
     model = tiny_model("qwen2_moe")
     plain = OnlineTraces(model, reference_tokenizer, documents(), **SETTINGS)
-    expected = plain.defaults.as_tensors() | plain.stand_in.as_tensors()  # type: ignore[union-attr]
+    expected = plain.defaults.as_tensors() | plain.stand_in.state_dict()  # type: ignore[union-attr]
     batches = [list(plain.batches("validation", 50))]
     with offload(model, slots=9) as offloaded:
         online = OnlineTraces(offloaded, reference_tokenizer, documents(), **SETTINGS)
-        found = online.defaults.as_tensors() | online.stand_in.as_tensors()  # type: ignore[union-attr]
+        found = online.defaults.as_tensors() | online.stand_in.state_dict()  # type: ignore[union-attr]
         batches.append(list(online.batches("validation", 50)))
         assert online.info == plain.info
     assert expected.keys() == found.keys()

@@ -1,4 +1,4 @@
-"""Prints what class each of these ends is: `python -m tests.scripts.outcomes_script DIR` with scripts/ on the path."""
+"""Prints what class each of these ends is: `python -m tests.scripts.outcomes_script DIR`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fault_trials import forked  # type: ignore[import-not-found]
-from fault_trials.operations import outcome  # type: ignore[import-not-found]
+from scripts import fault_trials
+from scripts.fault_trials import outcome
 
 NAMED = "expertcast: experts.safetensors is damaged\n"
 
@@ -35,9 +35,9 @@ def main() -> None:
     (folder / "experts.safetensors").touch()
     works = [_says("", 0), _says(NAMED, 2), _says("expertcast: no\n", 2), _says(NAMED + "more\n", 2), _says(NAMED, 3)]
     for work in [*works, _allocates, _waits]:
-        ended = forked.run(work, folder, forked.Limits(seconds=1.0, memory=1 << 30))
+        ended = fault_trials.run(work, folder, fault_trials.Limits(seconds=1.0, memory=1 << 30))
         print(outcome(ended, 1, 1, folder, False)[0])
-    ended = forked.run(_says("", 0), folder, forked.Limits())
+    ended = fault_trials.run(_says("", 0), folder, fault_trials.Limits())
     print(*outcome(ended, {"a": [1, 2]}, {"a": [1, 3]}, folder, False))
     print(outcome(ended, 1, 2, folder, True)[0])
 

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from scripts import gpu_day
 
 from expertcast.cli import build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import gpu_day  # noqa: E402
 
 
 def test_commands_are_of_the_command_line(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ SEED = 16
 
 
 def _run(*words: object) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *map(str, words)],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False,

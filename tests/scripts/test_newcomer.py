@@ -1,4 +1,4 @@
-"""The newcomer's script: every tool whose package is here, on the bundled model; its table, page and exit status."""
+"""The newcomer's script: every tool whose package is here, on the bundled model; its result and exit status."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from scripts import newcomer
+from scripts.newcomer import EITHER, MODEL_ONLY, TOOLS, World, try_tool
 from transformers import PreTrainedModel
+
+from expertcast.predictors import ExpertcastError
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
-def _scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+def _reset() -> Iterator[None]:
     yield
     torch.compiler.reset()  # type: ignore[no-untyped-call]
 
@@ -27,15 +30,15 @@ def _scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("function", "packages"),
     [
-        ("generation.text_pipeline", ()),
-        ("generation.streamers", ()),
-        ("generation.beams", ()),
-        ("generation.sampling", ()),
-        ("generation.assisted", ()),
-        ("packages.peft_lora", ("peft",)),
-        ("packages.trainer_evaluate", ("accelerate",)),
-        ("packages.torchao_int8", ("torchao",)),
-        ("packages.server", ("fastapi", "uvicorn", "openai")),
+        ("text_pipeline", ()),
+        ("streamers", ()),
+        ("beams", ()),
+        ("sampling", ()),
+        ("assisted", ()),
+        ("peft_lora", ("peft",)),
+        ("trainer_evaluate", ("accelerate",)),
+        ("torchao_int8", ("torchao",)),
+        ("server", ("fastapi", "uvicorn", "openai")),
     ],
 )
 def test_a_tool_takes_either(
@@ -43,15 +46,9 @@ def test_a_tool_takes_either(
 ) -> None:
     for name in packages:
         pytest.importorskip(name)
-    import importlib
-
-    from newcomer_steps.world import EITHER, World
-
-    module, _, name = function.partition(".")
-    tool = getattr(importlib.import_module(f"newcomer_steps.{module}"), name)
     side = reference_tokenizer.padding_side
     try:
-        found = tool(World(model=reference_model, tokenizer=reference_tokenizer, new_tokens=3))
+        found = getattr(newcomer, function)(World(model=reference_model, tokenizer=reference_tokenizer, new_tokens=3))
     finally:
         reference_tokenizer.padding_side = side
     assert found.takes == EITHER
@@ -59,10 +56,6 @@ def test_a_tool_takes_either(
 
 
 def test_what_a_tool_does_wrong_is_seen(reference_model: PreTrainedModel, reference_tokenizer: Any) -> None:
-    from newcomer_steps.world import EITHER, MODEL_ONLY, World
-
-    from expertcast.predictors import ExpertcastError
-
     world, ids = World(model=reference_model, tokenizer=reference_tokenizer), torch.tensor([[5, 6]])
     calls = iter(range(9))
     other = world.compare(lambda model: (model(ids).logits, next(calls)))
@@ -82,68 +75,30 @@ def test_what_a_tool_does_wrong_is_seen(reference_model: PreTrainedModel, refere
 
 @pytest.mark.slow
 def test_the_script(tmp_path: Path) -> None:
-    """As it is started: a child per tool, the table, the file and the page."""
-    page, out = tmp_path / "page.md", tmp_path / "found.json"
-    page.write_text("# Page\n\n<!-- tools -->\n<!-- end of tools -->\n\nThe end.\n")
+    """As it is started: a child per tool, and the file."""
+    out = tmp_path / "found.json"
     command = [str(ROOT / "scripts" / "newcomer.sh"), "--skip-install", "--small", "--no-commands"]
     environment = {**os.environ, "PYTHON": sys.executable}
-    own = [*command, "--only", "sampling", "--out", str(out), "--report", str(page)]
+    own = [*command, "--only", "sampling", "--out", str(out)]
     done = subprocess.run(own, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(out.read_text())["tools"]
     assert (row["name"], row["works"], row["identical"]) == ("sampling", True, True)
-    assert "| sampling | yes, on `offloaded` or `offloaded.model` | yes |" in done.stdout
-    assert page.read_text().startswith("# Page\n\n<!-- tools -->\n\n| tool | takes | same as resident | note |\n")
-    assert page.read_text().endswith("<!-- end of tools -->\n\nThe end.\n")
 
 
 def test_a_tool_out_of_time_is_ended() -> None:
-    from newcomer_steps.rows import TOOLS, try_tool
-
     row = try_tool(TOOLS[0], small=True, limit_s=0.2)
     assert (row.works, row.note) == (False, "not done in 0.2 s")
 
 
 def test_commands_are_the_readmes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is run, and a failing one is a row with its last line; none that needs a hub is among them."""
-    from newcomer_steps import readme, rows
-
-    lines = readme.readme_lines()
+    lines = newcomer.readme_lines()
     assert "collect MODEL --data my.parquet --tokens 200000 --out traces" in lines
     assert not any(line.startswith(("push", "pull")) or "user/" in line for line in lines)
-    monkeypatch.setattr(rows, "readme_lines", lambda: ["nothing here"])
-    (failed,) = rows.try_commands(tmp_path, small=True)
+    monkeypatch.setattr(newcomer, "readme_lines", lambda: ["nothing here"])
+    (failed,) = newcomer.try_commands(tmp_path, small=True)
     assert (failed.name, failed.works) == ("expertcast nothing here", False)
     assert failed.note.startswith("expertcast: ")
     assert "'nothing'" in failed.note
     assert (tmp_path / "my.parquet").is_file()
-
-
-def test_the_page_says_what_was_tried(tmp_path: Path) -> None:
-    from newcomer_steps import report
-    from newcomer_steps.rows import Row
-
-    works = Row(name="one", works=True, takes="either", identical=True, seconds=2.0, note="a | b")
-    rows = [works, Row(name="two", works=False, identical=False), Row(name="three", note="x not installed")]
-    commands = [Row(name="four", works=True), Row(name="five", works=False), Row(name="six", note="needs a hub")]
-    result = {
-        "date": "2026-01-02", "versions": {"torch": "2"},
-        "tools": [row.as_dict() for row in rows], "commands": [row.as_dict() for row in commands],
-    }  # fmt: skip
-    said = report.ecosystem(result).splitlines()
-    assert said[2:] == [
-        "| one | either | yes | a \\| b |", "", "1 of 2 commands of this page ran from the wheel; torch 2 (2026-01-02)."
-    ]  # fmt: skip
-    whole = report.everything(result)
-    assert "| two | **no** | **no** | 0 |  |" in whole
-    assert "| three | not tried |  | 0 | x not installed |" in whole
-    assert "of this page" not in report.ecosystem({**result, "commands": []})
-
-
-def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
-    from newcomer_steps import report
-
-    from expertcast.predictors import ExpertcastError
-
-    with pytest.raises(ExpertcastError, match="no line <!-- tools --> with a line"):
-        report.write({"tools": [], "commands": [], "versions": {}, "date": ""}, tmp_path / "page.md")

@@ -6,11 +6,14 @@ import json
 import re
 from pathlib import Path
 
+import pyarrow.parquet as pq
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 REFERENCE = Path(__file__).parents[2] / "checkpoints" / "reference"
 BOOTSTRAP_LOSS = 3.396
+FREE = {"public domain", "CC0-1.0"}
 
 
 def test_it_loads_and_predicts_english_better_than_chance() -> None:
@@ -40,3 +43,11 @@ def test_card_and_log_agree_and_name_no_local_path() -> None:
     assert report["command"] in card
     for path in (*REFERENCE.glob("*.json"), *REFERENCE.glob("*.md")):
         assert not re.search(r"(?<![\w.:/])/(root|home|work|tmp|mnt|usr)/", path.read_text()), path
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_the_bundled_text_is_free_and_has_several_domains(split: str) -> None:
+    rows = pq.read_table(REFERENCE / "text" / f"{split}.parquet").to_pylist()
+    assert {row["license"] for row in rows} <= FREE
+    assert len({row["domain"] for row in rows}) >= 5
+    assert sum(len(row["text"]) for row in rows) > 500_000

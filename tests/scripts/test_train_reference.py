@@ -12,15 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
+from scripts import train_reference
+from scripts.train_reference import Trainer, WindowOrder, encode, load_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import train_reference  # noqa: E402
-from reference_training import model as reference_model  # noqa: E402
-from reference_training.data import WindowOrder, encode, load_tokenizer  # noqa: E402
-from reference_training.trainer import Trainer  # noqa: E402
 
 SIZES = {
     "layers": 2,
@@ -182,19 +176,19 @@ def test_documents_are_joined_by_end_of_text(run: Run, tmp_path: Path) -> None:
 
 
 def test_bf16_experts_agree_with_the_fp32_ones() -> None:
-    config = reference_model.Qwen3MoeConfig(
+    config = train_reference.Qwen3MoeConfig(
         hidden_size=16, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, vocab_size=32,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = reference_model.Qwen3MoeForCausalLM(config)
+    model = train_reference.Qwen3MoeForCausalLM(config)
     experts = model.model.layers[0].mlp.experts
     hidden_ND, ids_NK = torch.randn(10, 16), torch.randint(4, (10, 2))
     weights_NK = torch.full((10, 2), 0.5)
     model.set_experts_implementation("grouped_mm")
     expected = experts(hidden_ND, ids_NK, weights_NK)
-    reference_model.ALL_EXPERTS_FUNCTIONS.register(reference_model.BF16_EXPERTS, reference_model.bf16_experts)
-    model.set_experts_implementation(reference_model.BF16_EXPERTS)
+    train_reference.ALL_EXPERTS_FUNCTIONS.register(train_reference.BF16_EXPERTS, train_reference.bf16_experts)
+    model.set_experts_implementation(train_reference.BF16_EXPERTS)
     actual = experts(hidden_ND, ids_NK, weights_NK)
     actual.sum().backward()
     torch.testing.assert_close(actual, expected, rtol=0.03, atol=0.03 * expected.detach().abs().max().item())

@@ -8,13 +8,13 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from benchmarks.disk_claims.replay import mean_makespan, replay_pools
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.pools.planner import estimate_makespan, expected_makespans, found_states, plans
 from expertcast.runtime.pools.ranks import RankModel, fit_selection, inclusion, rank_model
 from expertcast.runtime.pools.states import POOLS, Costs, ExpertBytes, State
 from tests.runtime.pools.made import recorded, routing, skewed
+from tests.runtime.pools.replay import mean_makespan, replay_pools
 
 SIZE = ExpertBytes(plane=6_300_000, exponents=2_318_400)
 F, C, S, E, M = State

@@ -10,6 +10,7 @@ from typing import Any
 import httpx2
 import psutil
 import pytest
+from benchmarks.serving_clients import ask
 from transformers import PreTrainedModel
 
 from tests.runtime.conftest import PROMPTS
@@ -26,11 +27,7 @@ request are 0.1 MB, and if every request left its own behind, a minute of the sl
 @pytest.mark.parametrize("batching", [False, True], ids=["one by one", "batched"])
 def test_sixteen_clients(
     batching: bool, reference_fp32: PreTrainedModel, reference_tokenizer: Any, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3] / "scripts"))
-    from serving_sides.clients import ask
-
     expected = [_written(reference_fp32, reference_tokenizer, prompt) for prompt in PROMPTS]
     options = [
         "--dtype",

@@ -1,1 +1,0 @@
-"""What ZipMoE says of experts on a disk, measured with this package's own parts, and judged."""

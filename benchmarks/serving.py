@@ -1,0 +1,207 @@
+"""Requests per second, time to first token and time per token of servers, resident and offloaded, under load.
+
+    python -m benchmarks.serving --vllm-python PYTHON --out benchmarks/results/serving.json
+
+starts one server after another over the bundled model, through --rounds rounds, and has 1, 4 and 16 of OpenAI's own
+clients ask each the same prompts, greedily and streamed: transformers' server with the model resident, with its
+experts offloaded on demand, and exact with forecasts by a linear predictor (trained here), one at a time and with
+continuous batching; and, where PYTHON is that of an environment with vLLM and the plug-in, vLLM's, likewise. A
+quarter of the experts has slots, behind an emulated link. Sides and loads run in one order in the first round, in the
+other in the second, and so on. Each side's texts are compared with those of its resident side, its requests per second
+with those of other sides in the same round. Behind its loads each server gets SIGTERM while one client reads a long
+answer.
+
+The file is written behind every server; given again, the command goes on where it stopped. --small takes a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from benchmarks.results import ResultFile
+from benchmarks.serving_clients import ask, ended, figures, kept
+from benchmarks.serving_sides import Running, Setting, chosen, running, sides
+from expertcast.checkpoints.bundled import REFERENCE
+from expertcast.checkpoints.checkpoint import save_predictor
+from expertcast.checkpoints.provenance import provenance
+from expertcast.commands.numbers import positive, positive_number
+from expertcast.commands.output import new_file, say
+from expertcast.data.collect import collect
+from expertcast.data.models import load_model, load_tokenizer
+from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.plan import TextOptions
+from expertcast.data.text import load_documents
+from expertcast.predictors import ExpertcastError
+from expertcast.predictors.messages import Json
+from expertcast.training.fit import fit
+
+SETTINGS = ("clients", "requests", "new_tokens", "slots", "bandwidth", "threads", "train_tokens")
+"""Runs of a file with the same ones are kept."""
+SMALL: Json = {"clients": [1, 2], "requests": 4, "new_tokens": 4, "rounds": 1, "train_tokens": 4000,
+               "sides": ["one by one"]}  # fmt: skip
+ROOT = Path(__file__).resolve().parents[1]
+PROMPT_WORDS, PROMPTS = 24, 16
+_WARMING = 2
+_T = TypeVar("_T")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, or 2 with one line on standard error."""
+    args = read_arguments(arguments)
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench-serving-") as folder:
+            Bench(args, Path(folder)).measure()
+    except ExpertcastError as error:
+        print(f"benchmarks.serving: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+class Bench:
+    """Measures what is not known yet.
+
+    Args:
+        args: of the command line.
+        folder: for the model, the predictor and logs.
+
+    Raises:
+        ExpertcastError: the file that it would go on with is of other settings, or no side is left to measure.
+    """
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self._args, self._folder = args, folder
+        if args.vllm_python is not None and shutil.which(args.vllm_python) is None:
+            raise ExpertcastError(f"--vllm-python {args.vllm_python}: there is no such interpreter")
+        self._setting = Setting(
+            model=folder / "model", predictor=str(folder / "checkpoint"), slots=args.slots, bandwidth=args.bandwidth,
+            threads=args.threads, vllm=args.vllm_python,
+        )  # fmt: skip
+        every = sides(self._setting)
+        self._sides = chosen(every, args.sides or ())
+        if not self._sides:
+            raise ExpertcastError(f"no side has any of {args.sides} in its name: {', '.join(e.name for e in every)}")
+        self._file = ResultFile(args.out, {name: getattr(args, name) for name in SETTINGS})
+        self.result = self._file.values
+        self._revision = provenance()["git_revision"]
+
+    def measure(self) -> None:
+        """Every side under every load, --rounds times; the file is written behind each.
+
+        Raises:
+            ExpertcastError: a server does not answer.
+        """
+        known, rounds = {(run["side"], run["round"]) for run in self.result["runs"]}, range(self._args.rounds)
+        due = [(n, side) for n in rounds for side in in_turn(self._sides, n) if (side.name, n) not in known]
+        if due:
+            prepare(self._setting.model, Path(self._setting.predictor), self._args.train_tokens)
+        for number, side in due:
+            say(f"round {number + 1} of {self._args.rounds}: {side.name}")
+            with running(side, self._setting, self._folder / "server.log") as server:
+                measured = self._measured(server, number)
+            run = {"side": side.name, "round": number, "git_revision": self._revision}
+            self.result["runs"].append({**run, **measured})
+            self._write()
+
+    def _measured(self, server: Running, number: int) -> Json:
+        model, asked, loads = str(self._setting.model), prompts(), []
+        ask(server.address, model, asked, clients=1, requests=_WARMING, new_tokens=4)
+        used, counts = server.resident_bytes(), server.counts()
+        for clients in in_turn(self._args.clients, number):
+            load = ask(
+                server.address, model, asked, clients=clients, requests=max(clients, self._args.requests),
+                new_tokens=self._args.new_tokens,
+            )  # fmt: skip
+            if not load.answers:
+                raise ExpertcastError(f"{server.side.name} answered none of {clients} clients: {server.last_lines()}")
+            before, counts = counts, server.counts()
+            loads.append(kept(load, clients, before, counts))
+        memory = [used, server.resident_bytes()]
+        return {"loads": loads, "memory_bytes": memory, "end": ended(server, model)}
+
+    def _write(self) -> None:
+        self.result |= figures(self.result)
+        self._file.write(_command(self._args))
+
+
+def prepare(model: Path, checkpoint: Path, tokens: int) -> None:
+    """The bundled model as files, and a linear predictor of it: what both servers' layers see is enough for it.
+
+    Args:
+        model: folder to write, the tokenizer too.
+        checkpoint: folder to write.
+        tokens: to fit the predictor on.
+    """
+    say(f"the model, and a predictor fitted on {tokens} tokens")
+    tokenizer = load_tokenizer(REFERENCE)
+    load_model(REFERENCE, dtype="fp32").save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    loaded = load_model(str(model), dtype="fp32")
+    options = TextOptions(tokens=tokens, early_rank=None)
+    traces = collect(loaded, tokenizer, load_documents(REFERENCE), checkpoint.parent / "traces", options)
+    save_predictor(fit("linear", traces).predictor, checkpoint, view=find_moe_layers(loaded))
+
+
+def prompts() -> list[str]:
+    """Beginnings of bundled documents."""
+    documents = [document.text for document in load_documents(REFERENCE)]
+    return [" ".join(text.split()[:PROMPT_WORDS]) for text in documents[:: len(documents) // PROMPTS]][:PROMPTS]
+
+
+def in_turn(each: Sequence[_T], number: int) -> list[_T]:
+    """As they are in the first round, the other way round in the second, and so on: no difference comes of order."""
+    return list(each if number % 2 == 0 else each[::-1])
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command line, without places outside the repository."""
+    usual, words = _parser(small=args.small), ["-m benchmarks.serving"]
+    for name, value in vars(args).items():
+        if value == usual.get_default(name):
+            continue
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        if isinstance(value, Path):
+            whole = value.resolve()
+            values = [whole.relative_to(ROOT) if whole.is_relative_to(ROOT) else whole.name]
+        elif name == "vllm_python":
+            values = ["PYTHON"]
+        words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return " ".join(words)
+
+
+def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What --small does not say is as it is elsewhere, and what is given counts more."""
+    return _parser(small=_parser().parse_args(arguments).small).parse_args(arguments)
+
+
+def _parser(*, small: bool = False) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm-python", metavar="PYTHON", help="of an environment with vLLM and the plug-in")
+    parser.add_argument("--sides", nargs="*", metavar="WORDS", help="only sides with any of these in their name")
+    parser.add_argument("--clients", nargs="+", type=positive, default=[1, 4, 16], help="at once (default: 1 4 16)")
+    parser.add_argument("--requests", type=positive, default=16, help="under each load (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=positive, default=24, help="of each request (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=2, help="through all servers (default: %(default)s)")
+    parser.add_argument("--slots", type=positive, default=192, help="of 768 experts (default: %(default)s)")
+    parser.add_argument(
+        "--bandwidth", type=positive_number, default=1.2e8, help="bytes per second (default: %(default)g)"
+    )
+    parser.add_argument("--threads", type=positive, default=2, help="of each server (default: %(default)s)")
+    parser.add_argument(
+        "--train-tokens", type=positive, default=60_000, help="to fit the predictor on (default: %(default)s)"
+    )
+    parser.add_argument("--small", action="store_true", help="three servers, few tokens, one round: a minute")
+    parser.add_argument("--out", type=new_file, required=True, help="JSON file to write, or to go on with")
+    parser.set_defaults(**(SMALL if small else {}))
+    return parser
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server under way goes, too
+    raise SystemExit(main())

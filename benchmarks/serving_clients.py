@@ -1,0 +1,293 @@
+"""Clients of a server, and the figures of what they got.
+
+They are OpenAI's own: many at once, each asking again as soon as it is answered, and one that reads a long answer while
+the server gets SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+import openai
+from openai import AsyncOpenAI
+
+from benchmarks.serving_sides import BATCHED, EXACT, ON_DEMAND, ONE_BY_ONE, RESIDENT, Running, end, place
+from expertcast.predictors import ExpertcastError
+from expertcast.predictors.messages import Json
+
+WAIT_S = 300.0
+
+
+class _CutOffError(Exception):
+    """A stream ended without its text, or before it said how long it is."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one request got."""
+
+    prompt: int
+    text: str
+    tokens: int
+    first_s: float
+    """From asking to the first text."""
+    seconds: float
+    """From asking to the last."""
+
+    @property
+    def per_token_s(self) -> float:
+        """Of the tokens after the first; 0 where there are none."""
+        return (self.seconds - self.first_s) / (self.tokens - 1) if self.tokens > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What all requests of one load got."""
+
+    answers: list[Answer]
+    lost: int
+    """Requests that failed."""
+    seconds: float
+
+
+def ask(address: str, model: str, prompts: list[str], *, clients: int, requests: int, new_tokens: int) -> Load:
+    """Ask prompts in turn until so many requests are answered, greedily and streamed.
+
+    Args:
+        address: of the server.
+        model: its name there.
+        prompts: taken one after another, again from the first behind the last.
+        clients: that ask at once.
+        requests: in all.
+        new_tokens: of each.
+    """
+    return asyncio.run(_load(address, model, prompts, clients, requests, new_tokens))
+
+
+async def _load(address: str, model: str, prompts: list[str], clients: int, requests: int, tokens: int) -> Load:
+    places, answers, lost = iter(range(requests)), list[Answer](), 0
+
+    async def client() -> None:
+        nonlocal lost
+        async with AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as asking:
+            for place in places:
+                try:
+                    answers.append(await _one(asking, model, prompts, place % len(prompts), tokens))
+                except (openai.OpenAIError, _CutOffError):
+                    lost += 1
+
+    start = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return Load(answers, lost, time.perf_counter() - start)
+
+
+async def _one(client: AsyncOpenAI, model: str, prompts: list[str], prompt: int, tokens: int) -> Answer:
+    start, first, last, parts, counted = time.perf_counter(), 0.0, 0.0, list[str](), 0
+    stream = await client.completions.create(
+        model=model, prompt=prompts[prompt], max_tokens=tokens, temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    async for part in stream:
+        if part.usage is not None:
+            counted = part.usage.completion_tokens
+        if part.choices and part.choices[0].text:
+            last = time.perf_counter() - start
+            first = first or last
+            parts.append(part.choices[0].text)
+    if not parts or not counted:
+        raise _CutOffError
+    return Answer(prompt, "".join(parts), counted, first, last)
+
+
+PROMPT, NEW_TOKENS = "It is a truth", 900
+"""What the bundled model writes behind it has no end within so many tokens."""
+TOLD, CUT_OFF, WHOLE, HALF = "told", "cut off", "whole", "half"
+_PARTS = 8
+"""Parts of the answer that came before the server is told."""
+
+
+def ended(server: Running, model: str) -> Json:
+    """End a server while one client reads a long answer.
+
+    Args:
+        server: that nobody else asks.
+        model: its name there.
+
+    Returns:
+        `seconds` from SIGTERM until its processes were gone, and whether they had to be `killed`; its exit `status`,
+        below 0 the signal that ended it; and the client's `answer`: "told" by an error that it ends, "cut off" with the
+        connection, "whole" to its last token, or "half" of one that looks whole.
+
+    Raises:
+        ExpertcastError: the answer was over before some parts had come.
+    """
+    begun = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(what_came, server.address, model, begun)
+        while not begun.wait(0.01):
+            if reading.done():
+                found = f"{reading.result()}; {server.last_lines()}"
+                raise ExpertcastError(f"{server.side.name}: a long answer was over before it had begun: {found}")
+        start = time.perf_counter()
+        killed = not end(server.process)
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "killed": killed, "status": server.process.returncode, "answer": reading.result()}
+
+
+def what_came(address: str, model: str, begun: threading.Event) -> str:
+    """Read a long answer to wherever it ends.
+
+    Args:
+        address: of the server.
+        model: its name there.
+        begun: set once some parts have come.
+
+    Returns:
+        as `answer` of :func:`ended`.
+    """
+    parts, counted, reason = 0, 0, None
+    try:
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client:
+            stream = client.completions.create(
+                model=model, prompt=PROMPT, max_tokens=NEW_TOKENS, temperature=0, stream=True,
+                stream_options={"include_usage": True},
+            )  # fmt: skip
+            for part in stream:
+                counted = part.usage.completion_tokens if part.usage else counted
+                if part.choices:
+                    parts, reason = parts + 1, part.choices[0].finish_reason or reason
+                if parts == _PARTS:
+                    begun.set()
+    except openai.APIConnectionError:
+        return CUT_OFF
+    except openai.APIError:
+        return TOLD
+    if counted == NEW_TOKENS:
+        return WHOLE
+    return HALF if reason in (None, "stop", "length") else TOLD
+
+
+Speeds = dict[str, dict[int, dict[int, float]]]
+"""Requests per second by side, clients and round."""
+OTHERS = ("resident", "on_demand", "one_by_one")
+"""Sides that a side's requests per second are compared with."""
+
+
+def kept(load: Load, clients: int, before: tuple[float, float] | None, after: tuple[float, float] | None) -> Json:
+    """What a file keeps of a load.
+
+    Args:
+        load: it.
+        clients: that asked at once.
+        before, after: the server's counts of hits and misses; None where experts are resident.
+    """
+    found = {"clients": clients, "seconds": load.seconds, "lost": load.lost, "hits": None, "misses": None}
+    if before is not None and after is not None:
+        found |= {"hits": after[0] - before[0], "misses": after[1] - before[1]}
+    return {**found, "answers": [{**asdict(answer), "text": _digest(answer.text)} for answer in load.answers]}
+
+
+def figures(result: Json) -> Json:
+    """What a result's runs come to: `rows`, `ratios`, `memory` and `ends`.
+
+    Args:
+        result: with `runs`, one for each side and round: `side`, `round`, `loads` as :func:`kept` has them,
+            `memory_bytes` before and behind these, `end` as :func:`ended` says it.
+    """
+    loads: dict[str, dict[int, dict[int, Json]]] = {}
+    own: dict[str, list[Json]] = {}
+    for run in sorted(result["runs"], key=lambda run: (place(run["side"]), run["round"])):
+        own.setdefault(run["side"], []).append(run)
+        for load in sorted(run["loads"], key=lambda load: load["clients"]):
+            loads.setdefault(run["side"], {}).setdefault(load["clients"], {})[run["round"]] = load
+    rows = [_row(side, clients, by_round, loads) for side, each in loads.items() for clients, by_round in each.items()]
+    speeds = {
+        side: {
+            clients: {number: _speed(load) for number, load in by_round.items()} for clients, by_round in each.items()
+        }
+        for side, each in loads.items()
+    }
+    return {
+        "rows": rows, "ratios": _ratios(speeds),
+        "memory": _memory({side: [run["memory_bytes"] for run in runs] for side, runs in own.items()}),
+        "ends": [_end(side, [run["end"] for run in runs]) for side, runs in own.items()],
+    }  # fmt: skip
+
+
+def _row(side: str, clients: int, by_round: dict[int, Json], loads: dict[str, dict[int, dict[int, Json]]]) -> Json:
+    own = list(by_round.values())
+    answers = [answer for load in own for answer in load["answers"]]
+    first = [answer["first_s"] for answer in answers]
+    each = [
+        (answer["seconds"] - answer["first_s"]) / (answer["tokens"] - 1) for answer in answers if answer["tokens"] > 1
+    ] or [0.0]
+    expected: dict[int, set[str]] = {}  # in batches a resident side need not agree with itself
+    for like in loads.get(f"{side.rpartition(': ')[0]}: {RESIDENT}", {}).values():
+        for answer in (answer for load in like.values() for answer in load["answers"]):
+            expected.setdefault(answer["prompt"], set()).add(answer["text"])
+    hits, misses = (sum(load[name] or 0 for load in own) for name in ("hits", "misses"))
+    return {
+        "side": side, "clients": clients, "rounds": len(own), "answers": len(answers),
+        "lost": sum(load["lost"] for load in own),
+        "same": sum(answer["text"] in expected.get(answer["prompt"], ()) for answer in answers),
+        "requests_per_s": statistics.median(map(_speed, own)),
+        "first_s": statistics.median(first), "first_s_p95": _p95(first),
+        "per_token_s": statistics.median(each), "per_token_s_p95": _p95(each),
+        "hit_rate": hits / (hits + misses) if hits + misses else None,
+    }  # fmt: skip
+
+
+def _ratios(speeds: Speeds) -> list[Json]:
+    """How many times a side's requests per second are those of others, by round."""
+    rows = list[Json]()
+    for side, by_clients in speeds.items():
+        server, _, kind = side.rpartition(": ")
+        others = {
+            "resident": None if kind == RESIDENT else f"{server}: {RESIDENT}",
+            "on_demand": f"{server}: {ON_DEMAND}" if kind == EXACT else None,
+            "one_by_one": f"{ONE_BY_ONE}: {kind}" if server == BATCHED else None,
+        }
+        for clients, own in by_clients.items():
+            row: Json = {"side": side, "clients": clients}
+            for name, other in others.items():
+                theirs = {} if other is None else speeds.get(other, {}).get(clients, {})
+                row[name] = [own[number] / theirs[number] for number in own if number in theirs]
+            if any(row[name] for name in OTHERS):
+                rows.append(row)
+    return rows
+
+
+def _memory(pairs: dict[str, Sequence[Sequence[int]]]) -> list[Json]:
+    return [
+        {"side": side, "before_bytes": statistics.median(before), "after_bytes": statistics.median(after)}
+        for side, own in pairs.items()
+        for before, after in [list(zip(*own, strict=True))]
+    ]
+
+
+def _end(side: str, own: Sequence[Json]) -> Json:
+    seconds = [end["seconds"] for end in own]
+    return {
+        "side": side, "seconds": statistics.median(seconds), "most_s": max(seconds),
+        "killed": sum(end["killed"] for end in own), "statuses": [end["status"] for end in own],
+        "answers": [end["answer"] for end in own],
+    }  # fmt: skip
+
+
+def _speed(load: Json) -> float:
+    return len(load["answers"]) / float(load["seconds"])
+
+
+def _p95(values: Sequence[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(0.95 * len(values)))]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

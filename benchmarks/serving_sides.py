@@ -1,0 +1,225 @@
+"""Servers that are compared: their commands, and how one is started, asked for its counts and memory, and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from expertcast.predictors import ExpertcastError
+from expertcast.predictors.messages import Json
+
+ONE_BY_ONE, BATCHED, VLLM = SERVERS = ("transformers, one by one", "transformers, batched", "vLLM")
+RESIDENT, ON_DEMAND, EXACT = KINDS = ("resident", "on demand", "exact")
+_PLUGIN = "/expertcast/metrics"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all servers have in common."""
+
+    model: Path
+    predictor: str
+    slots: int
+    bandwidth: float
+    threads: int
+    vllm: str | None = None
+    """Python of an environment with vLLM and the plug-in."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One server: its command without the port, and its environment beside this process's."""
+
+    server: str
+    kind: str
+    command: Sequence[str]
+    environment: Json = field(default_factory=dict)
+    metrics: str | None = None
+    """Route of its page that says what its experts did; None: they are resident."""
+
+    @property
+    def name(self) -> str:
+        """In tables."""
+        return f"{self.server}: {self.kind}"
+
+    @property
+    def like(self) -> str:
+        """The resident side whose texts it must give."""
+        return f"{self.server}: {RESIDENT}"
+
+
+def sides(setting: Setting) -> list[Side]:
+    """All that can run here, resident ones first."""
+    model, found = str(setting.model), list[Side]()
+    offload = ["--slots", str(setting.slots), "--bandwidth", str(setting.bandwidth)]
+    own = [sys.executable, "-m", "expertcast.cli", "serve", model, "--dtype", "fp32", *offload]
+    theirs = [sys.executable, "-m", "transformers.cli.transformers", "serve", model, "--device", "cpu"]
+    theirs += ["--dtype", "float32"]
+    for server, own_options, their_options in (
+        (ONE_BY_ONE, [], []),
+        (BATCHED, ["--continuous-batching", "--kv-tokens", "16384"],
+         ["--continuous-batching", "--cb-num-blocks", "64", "--cb-max-batch-tokens", "1024"]),
+    ):  # fmt: skip
+        forecasts = ["--predictor", setting.predictor]
+        found += [
+            Side(server, RESIDENT, [*theirs, *their_options]),
+            Side(server, ON_DEMAND, [*own, *own_options], metrics="/metrics"),
+            Side(server, EXACT, [*own, *own_options, *forecasts], metrics="/metrics"),
+        ]
+    return found if setting.vllm is None else [*found, *_vllm(setting, setting.vllm)]
+
+
+def chosen(every: Sequence[Side], words: Sequence[str]) -> list[Side]:
+    """Those with any of these words in their name, and the resident sides that they are compared with; all without
+    words."""
+    named = [side for side in every if not words or any(word in side.name for word in words)]
+    return [side for side in every if side in named or any(side.name == one.like for one in named)]
+
+
+def place(name: str) -> tuple[int, int]:
+    """Where a side stands in tables."""
+    server, _, kind = name.rpartition(": ")
+    return SERVERS.index(server), KINDS.index(kind)
+
+
+def _vllm(setting: Setting, python: str) -> list[Side]:
+    served = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(setting.model), "--dtype", "float32"]
+    # without the last it kills its engine at once when it is told to end
+    served += ["--max-model-len", "1024", "--enforce-eager", "--shutdown-timeout", "10"]
+    cpu = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
+           "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
+    options = {"slots": setting.slots, "bandwidth": setting.bandwidth}
+    exact = {**options, "predictor": setting.predictor}
+    plugin = {**cpu, "VLLM_PLUGINS": "expertcast"}
+    return [
+        Side(VLLM, RESIDENT, served, {**cpu, "EXPERTCAST_VLLM": "0"}),
+        Side(VLLM, ON_DEMAND, served, {**plugin, "EXPERTCAST_VLLM": json.dumps(options)}, _PLUGIN),
+        Side(VLLM, EXACT, served, {**plugin, "EXPERTCAST_VLLM": json.dumps(exact)}, _PLUGIN),
+    ]
+
+
+STARTS_S, ENDS_S = 180.0, 30.0
+"""Within which a server answers, and is gone when it is told to end."""
+_HITS, _MISSES = "expertcast_expert_hits_total", "expertcast_expert_misses_total"
+_LAST_LINES = 3
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that answers."""
+
+    side: Side
+    address: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def counts(self) -> tuple[float, float] | None:
+        """Requests of experts that found a slot, and those that did not, since it began; None where all are resident.
+
+        Raises:
+            ExpertcastError: the side is to be offloaded, and its page says nothing of experts: it is not.
+        """
+        side = self.side
+        if side.metrics is None:
+            return None
+        try:
+            with urllib.request.urlopen(self.address + side.metrics, timeout=30) as page:
+                lines = page.read().decode().splitlines()
+        except urllib.error.URLError as error:
+            raise ExpertcastError(f"{side.name}: no {side.metrics}, so nothing is offloaded: {error}") from error
+        hits, misses = (
+            sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)) for name in (_HITS, _MISSES)
+        )
+        if not hits + misses:
+            raise ExpertcastError(f"{side.name}: its page counts no experts, so nothing is offloaded")
+        return hits, misses
+
+    def resident_bytes(self) -> int:
+        """Memory of its processes that is its own."""
+        own = psutil.Process(self.process.pid)
+        every = [own, *own.children(recursive=True)]
+        return sum(each.memory_full_info().uss for each in every if each.is_running())
+
+    def last_lines(self) -> str:
+        """What it wrote last."""
+        return " / ".join(self.log.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:])
+
+
+@contextmanager
+def running(side: Side, setting: Setting, log: Path) -> Iterator[Running]:
+    """A side's server; it is gone behind the block.
+
+    Raises:
+        ExpertcastError: it ended before it answered, or did not answer in time.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(setting.threads), **side.environment}
+    if side.command[0] == setting.vllm:
+        environment.pop("PYTHONPATH", None)  # it has its own packages
+    with log.open("wb") as lines:
+        process = subprocess.Popen(
+            [*side.command, "--port", str(port)], env=environment, stdout=lines, stderr=lines, start_new_session=True
+        )
+        server = Running(side, f"http://127.0.0.1:{port}", process, log)
+        try:
+            _wait_for(server)
+            yield server
+        finally:
+            end(process)
+
+
+def end(process: subprocess.Popen[bytes], seconds: float = ENDS_S) -> bool:
+    """Tell a server to end, and wait until its processes are gone.
+
+    Args:
+        process: it, at the head of a session of its own.
+        seconds: after which they are killed.
+
+    Returns:
+        whether they went by themselves.
+    """
+    until, children = time.monotonic() + seconds, list[psutil.Process]()
+    if process.poll() is None:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+    while process.poll() is None or not all(map(_gone, children)):
+        if time.monotonic() > until:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE  # if nobody asks how it ended
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _wait_for(server: Running) -> None:
+    until = time.monotonic() + STARTS_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"{server.address}/health", timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            if server.process.poll() is not None or time.monotonic() > until:
+                raise ExpertcastError(f"{server.side.name} does not answer: {server.last_lines()}") from None
+            time.sleep(0.1)

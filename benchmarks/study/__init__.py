@@ -1,1 +1,0 @@
-"""The policy study: what decides about experts, on one trace, and what held of the papers' claims."""

@@ -1,1 +1,0 @@
-"""What executing forecasts and leaving out experts costs a model: a suite of tasks, the rows, and the command."""

@@ -1,1 +1,0 @@
-"""What `scripts/bench_drift.py` is made of."""

@@ -1,0 +1,530 @@
+"""Shared by `kill_commands.py` and `mutate_artefacts.py`: small artefacts, functions run in forks, their outcomes.
+
+The process that forks runs no tensor operation itself: threads that those start would not be there in the fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TRACES, ESTIMATOR, FREE, NEXT_TOKEN = "traces", "estimator", "quasi_hidden", "next_token"
+STORE, CONFIG, DATA = "store", "config", "data"
+ARTEFACTS = (TRACES, ESTIMATOR, FREE, NEXT_TOKEN, STORE, CONFIG, DATA)
+CONFIG_FILE = "offload.json"
+PROMPT = "It was a dark and stormy night"
+TEXT = "the old man went down to the river and saw that the boat was gone so he sat by the water until morning came"
+TOKENS = 360
+_SPEED = ("bandwidth", "latency")
+"""Left out: a file may ask for a link of one byte per second, and gets it."""
+ESTIMATOR_SETTINGS = "parameters=2000", "steps=6", "step_tokens=32"
+NEXT_TOKEN_SETTINGS = "steps=4", "tokens=2"
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Folders of one set of artefacts."""
+
+    root: Path
+
+    @property
+    def model(self) -> Path:
+        """A model with a tokenizer."""
+        return self.root / "model"
+
+    @property
+    def text(self) -> Path:
+        """What the traces are of."""
+        return self.root / "text.jsonl"
+
+    def __getitem__(self, name: str) -> Path:
+        return self.root / name
+
+
+def collect_words(made: Made, out: Path, data: Path | None = None) -> list[str]:
+    """The command that collects them, of `data` where that is given."""
+    return ["collect", str(made.model), "--data", str(data or made.text), "--tokens", str(TOKENS), "--window", "16",
+            "--batch-size", "2", "--out", str(out)]  # fmt: skip
+
+
+def train_words(traces: Path, name: str, out: Path) -> list[str]:
+    """The command that trains a checkpoint."""
+    settings = {ESTIMATOR: ESTIMATOR_SETTINGS, NEXT_TOKEN: NEXT_TOKEN_SETTINGS}.get(name, ())
+    words = ["train", str(traces), "--predictor", name, "--out", str(out)]
+    return [*words, "--set", *settings] if settings else words
+
+
+def generate_words(made: Made, *more: str) -> list[str]:
+    """The command that decodes a few tokens with a third of the experts."""
+    slots = () if "--config" in more else ("--slots", "8")
+    return ["generate", str(made.model), "--prompt", PROMPT, "--new-tokens", "3", *slots, *more]
+
+
+def make(made: Made, seed: int) -> None:
+    """Make all of them, from weights drawn from `seed`. Runs tensor operations."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from expertcast.cli import main
+    from expertcast.data.collect import collect
+    from expertcast.data.models import load_model, load_tokenizer
+    from expertcast.data.text import load_documents
+    from expertcast.runtime.config import OffloadConfig
+
+    made.root.mkdir(parents=True)
+    _save_model(made.model, seed)
+    lines = [{"text": TEXT[number % 7 * 5 :] + TEXT[: number % 5 * 4] + "."} for number in range(24)]
+    made.text.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model, tokenizer, documents = load_model(made.model), load_tokenizer(made.model), load_documents([str(made.text)])
+    collect(model, tokenizer, documents, made[TRACES], tokens=TOKENS, window=16, batch_size=2, shard_bytes=40_000)
+    runs = [train_words(made[TRACES], name, made[name]) for name in (ESTIMATOR, FREE, NEXT_TOKEN)]
+    runs += [generate_words(made, "--store-folder", str(made[STORE]))]
+    for words in runs:
+        assert main(words) == 0, words
+    made[DATA].mkdir()
+    pq.write_table(pa.table({"text": [line["text"] for line in lines[:12]]}), made[DATA] / "a.parquet")
+    shutil.copy(made.text, made[DATA] / "b.jsonl")
+    (made[DATA] / "c.txt").write_text("\n\n".join([TEXT] * 60))
+    made[CONFIG].mkdir()
+    values = OffloadConfig(slots=8, predictor="next_norm", mode="exact").as_dict()
+    values = {name: value for name, value in values.items() if name not in _SPEED}
+    (made[CONFIG] / CONFIG_FILE).write_text(json.dumps(values, indent=2))
+
+
+def _save_model(folder: Path, seed: int) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    from expertcast.checkpoints.bundled import REFERENCE
+    from expertcast.data.models import load_tokenizer
+
+    tokenizer = load_tokenizer(REFERENCE)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8, intermediate_size=16,
+        norm_topk_prob=True, initializer_range=0.3, max_position_embeddings=128, bos_token_id=0, eos_token_id=0,
+        pad_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+_IMPORTS = ("cli", "commands.collect", "commands.eval", "commands.generate", "commands.inspect", "commands.simulate",
+            "commands.train", "training.estimator", "training.next_token", "runtime.loading")  # fmt: skip
+_TIMED_OUT = "Timeout ("
+_RAISED = 70
+"""Exit status after an exception; sysexits.h's for an error in the program."""
+
+
+def prepare() -> None:
+    """Before the first fork: import what the commands need, once for all forks."""
+    for module in _IMPORTS:
+        importlib.import_module(f"expertcast.{module}")
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy every page that holds an object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the fork may take."""
+
+    seconds: float = 30.0
+    """It is ended after these, with a traceback of where it was."""
+    memory: int | None = None
+    """Bytes of addresses beyond those that it starts with."""
+    file_bytes: int | None = None
+    """Size of a file: writing beyond fails as on a full disk, with another reason."""
+    user: int | None = None
+    """Whom it runs as, in place of root, who may write anywhere."""
+    by_mode: bool = False
+    """Whether files' modes hold for root too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a fork ended."""
+
+    status: int
+    """Exit status, negative for a signal."""
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def hung(self) -> bool:
+        """Whether it was ended for its time."""
+        return _TIMED_OUT in self.err
+
+    @property
+    def raised(self) -> bool:
+        """Whether an exception came through, or a signal ended it."""
+        return self.status == _RAISED or self.status < 0
+
+
+def run(work: Callable[[], int], folder: Path, limits: Limits, kill_after: float | None = None) -> Ended:
+    """Run it to its end, or to its kill.
+
+    Args:
+        work: gives the exit status.
+        folder: what it prints is kept there, in `out` and `err`.
+        limits: see there.
+        kill_after: seconds after which it is sent SIGKILL.
+    """
+    wait, child = start(work, folder, limits)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(child, signal.SIGKILL)  # nobody else waits for it: the number is still its own
+    return wait()
+
+
+def start(work: Callable[[], int], folder: Path, limits: Limits) -> tuple[Callable[[], Ended], int]:
+    """Begin; gives what waits for the end, and the process's number."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for name in ("out", "err"):
+        (folder / name).unlink(missing_ok=True)  # what is read there is this fork's
+    begin = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        _child(work, folder, limits)
+
+    def wait() -> Ended:
+        _, status = os.waitpid(child, 0)
+        out, err = ((folder / name).read_text(errors="replace") for name in ("out", "err"))
+        return Ended(status=os.waitstatus_to_exitcode(status), out=out, err=err, seconds=time.monotonic() - begin)
+
+    return wait, child
+
+
+def call(work: Callable[[], object], folder: Path) -> object:
+    """What a function gives back, by way of JSON.
+
+    Raises:
+        RuntimeError: it raised.
+    """
+    result = folder / "result.json"
+
+    def written() -> int:
+        result.write_text(json.dumps(work()))
+        return 0
+
+    ended = run(written, folder, Limits(seconds=600.0))
+    if ended.status:
+        raise RuntimeError(f"exit status {ended.status}: {ended.err[-3000:]}")
+    return json.loads(result.read_text())
+
+
+def _child(work: Callable[[], int], folder: Path, limits: Limits) -> None:
+    status = _RAISED
+    try:
+        for name, number in (("out", 1), ("err", 2)):
+            os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
+        faulthandler.dump_traceback_later(limits.seconds, exit=True, file=2)
+        _limit(limits)
+        status = work()
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _limit(limits: Limits) -> None:
+    if limits.memory is not None:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + limits.memory
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    if limits.file_bytes is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_bytes, limits.file_bytes))
+    if limits.user is not None:
+        os.setuid(limits.user)
+    if limits.by_mode and os.getuid() == 0:
+        _drop_override()
+
+
+def _drop_override() -> None:
+    """Give up the capabilities by which root reads and writes what modes forbid (Linux)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable, twice 32 bits
+    if libc.capget(header, sets):
+        raise OSError(ctypes.get_errno(), "capget")
+    for index in range(3):
+        sets[index] &= ~(1 << 1 | 1 << 2)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    if libc.capset(header, sets):
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+RIGHT, EDITED, REFUSED = "right", "edited", "refused"
+UNNAMED, TRACEBACK, CHANGED, HUNG = "unnamed", "traceback", "changed", "hung"
+GOOD, BAD = (RIGHT, EDITED, REFUSED), (UNNAMED, TRACEBACK, CHANGED, HUNG)
+CLASSES = (*GOOD, *BAD)
+
+LIMITS = Limits(seconds=20.0, memory=2 << 30, by_mode=True)
+_EXPECTED = ("command", "git_revision", "checkpoint", "folder")
+"""Members of a result that say where and when."""
+
+Operation = Callable[[Made, Path, Path], Any]
+"""Of the undamaged artefacts, the damaged one and a folder to write in; gives what must be right."""
+
+
+def _command(words: Callable[[Made, Path, Path], list[str]]) -> Operation:
+    def operation(made: Made, target: Path, out: Path) -> Any:
+        from expertcast.cli import main
+
+        path = out / "result.json"
+        status = main([*words(made, target, out), "--json", str(path)])
+        if status:
+            raise SystemExit(status)
+        return json.loads(path.read_text())
+
+    return operation
+
+
+def _inspect(_: Made, target: Path, __: Path) -> list[str]:
+    from expertcast.commands.inspect import Options
+
+    verify = any(field.name == "verify" for field in dataclasses.fields(Options))
+    return ["inspect", str(target), *(["--verify"] if verify else [])]
+
+
+def _simulate(_: Made, target: Path, __: Path) -> list[str]:
+    return ["simulate", str(target), "--policy", "lru", "--slots", "8", "--predictor", "router_input",
+            "--processes", "1", "--layer-time", "0.001"]  # fmt: skip
+
+
+def _open_traces(_: Made, target: Path, __: Path) -> Any:
+    from expertcast.data.traces import TraceDataset
+    from expertcast.predictors.artefacts import digest
+
+    traces = TraceDataset.open(target)
+    columns = "residual_TLD", "logits_TLE", "early_TLD", "document_T", "position_T"
+    batches = [[getattr(batch, name) for name in columns] for batch in traces.batches("all", 100)]
+    read = [digest(tensor.float().contiguous().numpy().tobytes()) for batch in batches for tensor in batch]
+    splits = {split: traces.token_count(split) for split in ("train", "validation", "test")}
+    return {"rows": read, "splits": splits, "defaults": _tensors(traces.defaults.as_tensors()), "stand_in":
+            _tensors(traces.stand_in.state_dict()), "fingerprint": traces.view.fingerprint()}  # fmt: skip
+
+
+def _open_checkpoint(_: Made, target: Path, __: Path) -> Any:
+    from expertcast.checkpoints.checkpoint import PredictorCheckpoint
+
+    predictor = PredictorCheckpoint.open(target).load()
+    return {"config": predictor.config.as_dict(), "tensors": _tensors(predictor.state_dict())}
+
+
+def _open_store(_: Made, target: Path, __: Path) -> Any:
+    from expertcast.runtime.storage.expert_file import verify_store
+
+    verify_store(target)
+
+
+def _open_config(_: Made, target: Path, __: Path) -> Any:
+    from expertcast.runtime.config import OffloadConfig
+
+    return json.loads(json.dumps(OffloadConfig.load(target / CONFIG_FILE).as_dict()))
+
+
+def _open_data(_: Made, target: Path, __: Path) -> Any:
+    from expertcast.data.text import load_documents
+
+    return [[document.text, document.hash] for document in load_documents(target)]
+
+
+def _tensors(tensors: dict[str, Any]) -> dict[str, str]:
+    from expertcast.predictors.artefacts import digest
+
+    return {name: digest(tensor.float().contiguous().numpy().tobytes()) for name, tensor in tensors.items()}
+
+
+def _eval_checkpoint(made: Made, target: Path, _: Path) -> list[str]:
+    return ["eval", str(made[TRACES]), "--predictor", str(target)]
+
+
+_PREDICTORS = ("quasi_hidden", "early_attention", "linear")
+_CHECKPOINT: dict[str, tuple[int, Operation]] = {
+    "open": (4, _open_checkpoint),
+    "inspect": (3, _command(_inspect)),
+    "eval": (2, _command(_eval_checkpoint)),
+}
+_SPECULATE = _command(lambda made, target, _: generate_words(made, "--predictor", str(target), "--mode", "speculate"))
+OPERATIONS: dict[str, dict[str, tuple[int, Operation]]] = {
+    TRACES: {
+        "open": (3, _open_traces),
+        "inspect": (3, _command(_inspect)),
+        "eval": (3, _command(lambda _, target, __: ["eval", str(target), "--predictor", *_PREDICTORS])),
+        "simulate": (2, _command(_simulate)),
+        "train": (2, _command(lambda _, target, out: train_words(target, "linear", out / "trained"))),
+    },
+    ESTIMATOR: {**_CHECKPOINT, "generate": (1, _SPECULATE)},
+    FREE: {**_CHECKPOINT, "generate": (1, _SPECULATE)},
+    NEXT_TOKEN: {
+        **_CHECKPOINT,
+        "simulate": (1, _command(
+            lambda made, target, _: [*_simulate(made, made[TRACES], target), "--policy", "forecast", "--next-token",
+                                     str(target)])),
+    },
+    STORE: {
+        "open": (2, _open_store),
+        "generate": (2, _command(lambda made, target, _: generate_words(made, "--store-folder", str(target)))),
+    },
+    CONFIG: {
+        "open": (2, _open_config),
+        "generate": (2, _command(lambda made, target, _: generate_words(made, "--config", str(target / CONFIG_FILE)))),
+    },
+    DATA: {
+        "open": (2, _open_data),
+        "collect": (1, _command(lambda made, target, out: collect_words(made, out / "collected", target))),
+    },
+}  # fmt: skip
+"""By artefact and name, with the weight that it is drawn by: the cheap ones more often."""
+
+
+def perform(artefact: str, name: str, made: Made, target: Path, out: Path) -> tuple[Ended, Any]:
+    """Run an operation in a fork; what it gave, None where it failed."""
+    result = out / "given.json"
+
+    def work() -> int:
+        from expertcast.predictors import ExpertcastError
+
+        try:
+            given = OPERATIONS[artefact][name][1](made, target, out)
+        except ExpertcastError as error:  # from a loader: as the command line says it
+            print(f"expertcast: {error}", file=sys.stderr)
+            return 2
+        result.write_text(json.dumps(given))
+        return 0
+
+    ended = run(work, out, LIMITS)
+    return ended, comparable(json.loads(result.read_text())) if result.is_file() else None
+
+
+def outcome(ended: Ended, given: Any, right: Any, target: Path, edited: bool) -> tuple[str, str]:
+    """The class of what came out, and a line about it.
+
+    Args:
+        ended: how the operation ended.
+        given: what it gave.
+        right: what it gives for undamaged files.
+        target: the artefact: a refusal names it or a file in it.
+        edited: whether another result is as right: the file may be edited by hand, or was sealed anew.
+    """
+    last = ended.err.strip().splitlines()[-1:] or [""]
+    if ended.hung:
+        return HUNG, " | ".join(line.strip() for line in ended.err.splitlines() if line.startswith("  File"))[:400]
+    if ended.status == 0:
+        if given == right:
+            return RIGHT, ""
+        return (EDITED, "") if edited else (CHANGED, difference(right, given))
+    if ended.status != 2 or "Traceback (most recent call last)" in ended.err:
+        frames = [line.strip() for line in ended.err.splitlines() if line.startswith("  File")]
+        return TRACEBACK, f"status {ended.status}: {last[0]} <- {frames[-1] if frames else ''}"
+    words = ended.err.split("expertcast: ")[-1].strip()
+    if "\n" in words or not last[0].startswith("expertcast: "):
+        return TRACEBACK, f"more than one line: {words[:300]}"
+    if target.name not in words and not any(path.name in words for path in target.rglob("*")):
+        return UNNAMED, words
+    return REFUSED, words
+
+
+def comparable(given: Any) -> Any:
+    """A result without what says where and when, and what depends on how fast a link was."""
+    if isinstance(given, dict):
+        if "tokens" in given and "stats" in given:
+            return {"tokens": given["tokens"], "text": given["text"]}
+        return {name: comparable(value) for name, value in given.items() if not _varies(name)}
+    return [comparable(value) for value in given] if isinstance(given, list) else given
+
+
+def difference(right: Any, given: Any, place: str = "") -> str:
+    """Where two results part, first."""
+    if isinstance(right, dict) and isinstance(given, dict):
+        for name in sorted(right.keys() | given.keys()):
+            if right.get(name) != given.get(name):
+                return difference(right.get(name), given.get(name), f"{place}.{name}")
+    if isinstance(right, list) and isinstance(given, list) and len(right) == len(given):
+        for number, (one, other) in enumerate(zip(right, given, strict=True)):
+            if one != other:
+                return difference(one, other, f"{place}[{number}]")
+    return f"{place}: {str(right)[:60]} became {str(given)[:60]}"
+
+
+def _varies(name: str) -> bool:
+    return name in _EXPECTED or name == "ledger" or "seconds" in name or name.endswith(("_s", "_at"))
+
+
+def _nothing(_: Made, __: Path) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A command that writes, and what opens what it wrote."""
+
+    words: Callable[[Made, Path], list[str]]
+    opens: tuple[str, str] | None
+    """Artefact and operation; None where people read what is written."""
+    before: Callable[[Made, Path], None] = _nothing
+    """What is there already."""
+
+
+def _another(made: Made, out: Path) -> None:
+    shutil.copytree(made[FREE], out)
+
+
+def _evaluate(made: Made, out: Path) -> list[str]:
+    return ["eval", str(made[TRACES]), "--predictor", "linear", str(made[ESTIMATOR]), "--report", str(out)]
+
+
+def _sweep(made: Made, out: Path) -> list[str]:
+    return ["simulate", str(made[TRACES]), "--sweep", "--processes", "1", "--layer-time", "0.001", "--out", str(out)]
+
+
+TRIALS = {
+    "collect": Trial(collect_words, (TRACES, "open")),
+    "train": Trial(lambda made, out: train_words(made[TRACES], ESTIMATOR, out), (ESTIMATOR, "open")),
+    "refit": Trial(
+        lambda made, out: train_words(made[TRACES], ESTIMATOR, out),
+        (ESTIMATOR, "open"),
+        _another,
+    ),
+    "pack": Trial(lambda made, out: generate_words(made, "--store-folder", str(out)), (STORE, "open")),
+    "eval": Trial(_evaluate, None),
+    "sweep": Trial(_sweep, None),
+}
+
+
+def in_one_line(ended: Ended) -> str | None:
+    """None for success and for one line; else what was printed."""
+    if ended.status == 0:
+        return None
+    words = ended.err.split("expertcast: ")
+    if ended.status == 2 and len(words) > 1 and "\n" not in words[-1].strip() and "Traceback" not in ended.err:
+        return None
+    return f"status {ended.status}: {' | '.join(ended.err.strip().splitlines()[-3:])}"
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))

@@ -1,1 +1,0 @@
-"""The parts of `scripts/train_reference.py`: options, data, model, trainer, report."""
