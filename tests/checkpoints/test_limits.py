@@ -45,8 +45,8 @@ class Allocated(TorchDispatchMode):
     [
         ("linear", {"shape": {"L": 10_000, "E": 65_536, "K": 4, "D": 1_000_000}}),
         ("linear", {"shape": {"L": 4, "E": 4096, "K": 4, "D": 65_536}}),
-        ("linear", {"predictor_config": {"ahead": [10_000], "strengths": [1.0]}}),
-        ("linear", {"predictor_config": {"ahead": list(range(1, 10_000)), "strengths": [1.0]}}),
+        ("linear", {"predictor_config": {"ahead": [10_000], "strengths": [1.0], "reads": "quasi_hidden"}}),
+        ("linear", {"predictor_config": {"ahead": [*range(1, 10_000)], "strengths": [1.0], "reads": "quasi_hidden"}}),
         ("estimator", {"predictor_config": EstimatorConfig(parameters=10**12, expansion=1e-3).as_dict()}),
         ("estimator", {"predictor_config": EstimatorConfig(parameters=10**9).as_dict()}),
         ("next_token", {"predictor_config": NextTokenConfig(tokens=10_000, width=10**6).as_dict()}),

@@ -130,9 +130,15 @@ def test_damage_gives_one_clear_line(linear: Path, name: str, what: str) -> None
         ({"format": 99}, "format is 99.*upgrade expertcast"),
         ({"predictor": "oracle"}, r"linear/config.json: unknown predictor 'oracle'.*register the predictor"),
         ({"predictor": "o" * 9999}, r"linear/config.json: unknown predictor 'o{,40}\.\.\.o{,40}':"),
-        ({"predictor_config": {"ahead": [1], "strengths": [0.1], "depth": 3}}, "depth is no member that is known"),
+        (
+            {"predictor_config": {"ahead": [1], "strengths": [0.1], "reads": "quasi_hidden", "depth": 3}},
+            "depth is no member that is known",
+        ),
         ({"predictor_config": {"ahead": [1]}}, "strengths is missing"),
-        ({"predictor_config": {"ahead": [2], "strengths": [0.1]}}, "does not hold the tensors"),
+        (
+            {"predictor_config": {"ahead": [2], "strengths": [0.1], "reads": "quasi_hidden"}},
+            "does not hold the tensors",
+        ),
         ({"shape": {"L": 12, "E": 64, "K": 4, "D": 96}}, "does not hold the tensors"),
     ],
 )

@@ -94,7 +94,7 @@ def test_traces_without_the_column_are_as_before(without: TraceDataset, traces: 
     assert batch.early_TLD is None
     assert without.stand_in is None
     assert not (without.folder / layout.STAND_IN_FILE).exists()
-    assert "early_rank" not in without.info["settings"]
+    assert without.info["settings"]["early_rank"] is None
     assert torch.equal(batch.residual_TLD, rows(traces).residual_TLD)
     fitted = fit("estimator", without, config=EstimatorConfig(**SMALL)).predictor
     assert isinstance(fitted, Estimator)

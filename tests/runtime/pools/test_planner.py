@@ -42,15 +42,15 @@ def test_makespan_by_hand() -> None:
 
 
 def test_ranks_by_hand() -> None:
-    """Row E13, plain counts. A prompt uses 1 and 2: they rank first and second, 0 and 3 third and fourth.
+    """A prompt uses 1 and 2: they rank first and second, 0 and 3 third and fourth.
 
-    2 and 3 are decoded: ranks 1 and 3; counts are then 2: 2, 1: 1, 3: 1, 0: 0. Then 3 and 0: ranks 2 and 3, where 3 had
-    rank 2 behind its use before. 2 had rank 1 behind its own, 3 and 0 had none.
+    2 and 3 are decoded: ranks 1 and 3. Counts fade, so 2 is first then, and 3 before 1, which was used earlier. Then 3
+    and 0: ranks 1 and 3. 2 had rank 1 behind its use before, then 3; 3 and 0 had none at first.
     """
-    model = rank_model(routing([[[1, 2]], [[2, 3]], [[3, 0]]], experts=4, prompt=1), fade=1)
-    assert model.inclusion_LR.tolist() == [[0, 0.5, 0.5, 1]]
+    model = rank_model(routing([[[1, 2]], [[2, 3]], [[3, 0]]], experts=4, prompt=1))
+    assert model.inclusion_LR.tolist() == [[0, 1, 0, 1]]
     assert model.sizes_LM.tolist() == [[0, 0, 1]]
-    moved = {(1, 1): 0.5, (4, 3): 1, (2, 2): 0.5}
+    moved = {(1, 1): 1, (4, 3): 1}
     assert {place: model.moved_LRR[0][place] for place in moved} == moved
     assert model.moved_LRR.sum() == 2
     with pytest.raises(ExpertcastError, match="has no decoded tokens"):

@@ -102,12 +102,13 @@ def test_prefill_defaults_to_the_simulators() -> None:
 def test_simulate_measures_with_the_prefill_it_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """`expertcast simulate --prefill P --batch B` hands both on, and takes texts that have P tokens to read at once."""
     asked: list[dict[str, Any]] = []
+    real = quality.measure_policies
 
     def measured(model: PreTrainedModel, windows_NW: Tensor, runs: dict[str, OffloadConfig], **kwargs: Any) -> Any:
         asked.append({"length": windows_NW.shape[1], "count": len(windows_NW), **kwargs})
-        return quality.measure_policies(model, windows_NW[:2, :6], runs, prefill=2, batch=2)
+        return real(model, windows_NW[:2, :6], runs, prefill=2, batch=2)
 
-    monkeypatch.setattr("expertcast.commands.predictors.measure_policies", measured)
+    monkeypatch.setattr(quality, "measure_policies", measured)
     options = QualityOptions(quality_tokens=1024)
     found = policy_quality(options, "reference", {"drop": OffloadConfig(slots=60)}, prefill=96, batch=3)
     assert asked == [{"length": 192, "count": 5, "prefill": 96, "batch": 3}]
