@@ -67,7 +67,7 @@ def test_signals_end_it_in_the_middle(stop: signal.Signals, batching: bool, tmp_
                 pass
             running.send_signal(stop)
             rest = "".join(text)
-        assert '{"error": "the server is shutting down"}' in rest
+        assert '{"error": {"message": "the server is shutting down"' in rest
         assert '"finish_reason"' not in rest
         waiting.join(WAIT_S)
         assert [answer.status_code for answer in told] == [503]
