@@ -413,7 +413,7 @@ class PredictorCheckpoint:
         return predictor if view is None else predictor.bind(view)
 
     def _readings(self, predictor: Predictor) -> dict[int, Sequence[LogOdds]]:
-        """How the predictor's logits are read as probabilities: by distance, one reading per layer pair.
+        """Calibration of the predictor's logits: by distance, one reading per layer pair.
 
         Raises:
             ExpertcastError: a distance that the predictor does not look, or too few or too many pairs.

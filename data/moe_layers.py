@@ -182,7 +182,7 @@ class Probed:
     """Whether the layer's output has the experts' output in it other than as a term of the sum."""
 
     def adds(self) -> Adds | None:
-        """How the experts' output enters the residual stream; None: not as a term of it."""
+        """Factor and terms with which the experts' output is added to the residual stream; None if it is not a term."""
         if self.layer is None or self.residual is None or self.block is None:
             return None
         added = minus(self.layer, self.residual)

@@ -127,7 +127,7 @@ class Columns:
         return Features(made)
 
     def note(self) -> Json:
-        """How to read the columns, for trace.json."""
+        """Description of the columns, for trace.json."""
         shape = self.shape
         bits = {"dtype": "bfloat16", "stored_as": "uint16 holding the bits"}
         note = {
@@ -324,7 +324,6 @@ _Count = Annotated[int, Field(ge=1, le=2**53)]
 _Layers = Annotated[int, Field(ge=1, le=10_000)]
 _Experts = Annotated[int, Field(ge=1, le=65_536)]
 _Hidden = Annotated[int, Field(ge=1, le=1_000_000)]
-_Pair = Annotated[list[_Count], Field(min_length=2, max_length=2)]
 
 
 @with_config(CLOSED)

@@ -17,7 +17,6 @@ import math
 import os
 import re
 import stat
-import warnings
 from collections.abc import Mapping
 from io import BufferedReader
 from pathlib import Path
@@ -122,11 +121,6 @@ def check_values(values: Mapping[str, object], schema: type[T], what: str, remed
 def seal(values: Mapping[str, object]) -> Json:
     """An object with the digest of its members, which must be JSON values."""
     return {**values, SEAL: _seal_of(values)}
-
-
-def warn_unsealed(path: Path) -> None:
-    """Say that a file is from before there were digests."""
-    warnings.warn(f"{path} was written by an older expertcast: it names no digests to check its files by", stacklevel=3)
 
 
 def digest(data: bytes | memoryview) -> str:

@@ -163,13 +163,6 @@ class MoEView:
             _add(digest, f"{layer.index}.given", given)
         return digest.hexdigest()
 
-    def router_fingerprint(self) -> str:
-        """The same over the routers alone: what was called the fingerprint before norms were in it."""
-        digest = hashlib.sha256()
-        for layer in self.layers:
-            _add(digest, str(layer.index), layer.router.state_dict())
-        return digest.hexdigest()
-
     def experts_fingerprint(self) -> str | None:
         """SHA-256 over a sample of the experts' weights, eight places of every tensor of every expert, in bf16.
 

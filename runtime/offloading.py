@@ -377,7 +377,7 @@ class OffloadedModel(StandIn):
             self._engine = engine = made(engine_parts)
             self.stats = engine.stats
             self.experts = SlotExperts(engine, engine_parts, store)
-            """What collecting and measuring run whole texts through."""
+            """Runs whole texts layer by layer, for collection and measurements."""
             self.stats.reports = [each.as_dict for each in (self.drift, speculator.refit) if each is not None]
             self.drafting: Drafting | None = None
             """Drafts of this model and what was learnt of them; None where the link decides on the device."""

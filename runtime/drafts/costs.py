@@ -36,7 +36,7 @@ class RunningMean:
     def __init__(self, keep: float = 0.9) -> None:
         self._keep = keep
         self.weight = 0.0
-        """How many observations of today the mean is worth."""
+        """Weight of the mean, in fresh observations."""
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
@@ -115,7 +115,7 @@ class PositionMeans:
         return found
 
     def weights(self, count: int) -> list[float]:
-        """How many observations of today each of the first `count` positions is worth, what it is drawn to included."""
+        """Weight of each of the first `count` positions in fresh observations, with the prior's weight added."""
         return [self._firmness + own for own in [*self._weights, *[0.0] * count][:count]]
 
 

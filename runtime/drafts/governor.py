@@ -182,7 +182,7 @@ class Governor:
         """Set `longest` and `limit_s` for the cycles to come."""
         self.longest, self.limit_s = longest, limit_s
         self._verify_s = self._verify.values(longest + 1)
-        """Of 0 to `longest` + 1 tokens, as they are known now."""
+        """Seconds of verifying 0 to `longest` + 1 tokens, by the present estimate."""
 
     def choose(self, candidates: Sequence[str], longest: int | None = None) -> Choice:
         """What the next cycle is to be.

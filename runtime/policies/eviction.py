@@ -132,7 +132,7 @@ class ByPriority(EvictionPolicy):
 
     @abstractmethod
     def _priority(self, key: int) -> float:
-        """How much an expert is worth keeping that is accessed now."""
+        """Priority of an expert at its access; the lowest is evicted first."""
 
     def insert(self, key: int, full: bool = True) -> None:
         self._access(key)
@@ -273,7 +273,7 @@ class Rescored(EvictionPolicy):
 
     @abstractmethod
     def _score(self, layer: int) -> Scores:
-        """How much the layer's experts are worth keeping."""
+        """Scores of the layer's experts; the lowest is evicted first."""
 
     def insert(self, key: int, full: bool = True) -> None:
         layer, expert = divmod(key, self.shape.experts)

@@ -84,7 +84,7 @@ class LayerUse:
         self._counted = 0.0
         self._last_E = np.full(experts, -_OLDEST)
         self._followed_EE = np.zeros((experts, experts), dtype=np.float32)
-        """How often the second expert was used one visit after the first."""
+        """Counts [E, E]: uses of the second expert one visit after the first."""
         self._before: Sequence[int] = ()
         self._x_FE = np.zeros((FEATURES, experts))
         self._x_FE[0] = 1.0

@@ -91,7 +91,7 @@ def _report(parts: Mapping[str, RunScores]) -> Json:
 
 @dataclass(slots=True, kw_only=True)
 class QualityRun:
-    """One way to execute the model; the arguments of :func:`expertcast.runtime.engine.speculation.speculate`."""
+    """One way to execute the model; the arguments of :func:`expertcast.runtime.engine.front.speculate`."""
 
     predictor: Predictor
     """Whose forecasts are executed."""

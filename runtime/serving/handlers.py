@@ -650,7 +650,7 @@ class _Exchange:
         await self._send(message)
 
     def end(self) -> None:
-        """Nobody listens any more."""
+        """Stop watching the connection."""
         if self._listening is not None:
             self._listening.cancel()
 

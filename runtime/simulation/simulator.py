@@ -1,6 +1,6 @@
 """A runtime in virtual time: the flow, the books and the policies of the real one over a link that counts seconds.
 
-A layer goes through the same events as in :class:`expertcast.runtime.engine.host.HostEngine`:
+A layer goes through the same events as in :class:`expertcast.runtime.engine.engine.HostEngine`:
 
     compute     | before | request | forecast | prefetch | launch | wait ... | experts |
     link                           [ miss ][ miss ][ forecast ][ forecast ] ...

@@ -144,7 +144,7 @@ class PartPlaces:
         self.kinds = [PACKED if packed else PLAIN for packed in packed_P.tolist()]
         """Of each part."""
         self.nbytes = [0, 0]
-        """Of a buffer of each kind; 0: there are no such parts."""
+        """Bytes of a buffer of each kind; 0 if there are no such parts."""
         self._starts_NP = np.zeros_like(whole_NP)
         for kind in KINDS:
             own = np.flatnonzero(packed_P == kind)

@@ -96,7 +96,7 @@ class Scaled(Codec):
                 places.append(Field(name=name, shape=shape, dtype=dtype, offset=offset))
                 offset = aligned_bytes(offset + places[-1].nbytes)
         self.packed = BlockLayout(fields=tuple(places), block_bytes=offset)
-        """How the plane lies."""
+        """Layout of the plane."""
         self.planes = (Plane(name="shipped", nbytes=offset),)
         self.shards = shards_of(self.planes)
 

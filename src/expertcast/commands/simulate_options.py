@@ -71,7 +71,7 @@ class DiskOptions:
         return (self.codec or "").partition(":")[0]
 
     def on_disk(self, layout: BlockLayout) -> Stored | None:
-        """How experts of this layout lie there; None: they do not.
+        """Sizes and rates of experts of this layout on a disk; None if they lie in memory.
 
         Raises:
             ExpertcastError: the codec cannot hold them.

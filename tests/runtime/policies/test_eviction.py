@@ -395,7 +395,7 @@ class Ranked:
         self.name = name
         self.scores: dict[int, list[float]] = {}
         self.seen = 0
-        """How much of what was learnt is in the scores."""
+        """Number of learnt entries that the scores contain."""
 
     def __call__(self, policy: EvictionPolicy, history: History, protected: Container[int]) -> int | None:
         learnt, self.seen = history.learnt[self.seen :], len(history.learnt)
