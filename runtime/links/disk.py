@@ -10,7 +10,7 @@ from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime.links.base import Copy, Link, check_rate
 from expertcast.runtime.pools.cache import Pools
-from expertcast.runtime.pools.schedule import Task, schedule, simulate
+from expertcast.runtime.pools.schedule import makespan, schedule
 from expertcast.runtime.pools.states import Costs, ExpertBytes, State
 from expertcast.runtime.storage.codecs import Codec
 from expertcast.runtime.storage.coded_reader import EVERYTHING, NOTHING, PACKED, PLAIN, CodedRead, CodedReader, Kinds
@@ -118,17 +118,16 @@ class KeptParts:
         if len(keys) < 2:
             return keys
         self.settle()
-        states = {key: _STATES[self.reader.held(key)] for key in keys}
+        states = {key: _STATES[self.reader.held(key)] for key in sorted(keys)}
         if len(set(states.values())) < 2:
             return keys
-        tasks = [Task(expert=key, state=state) for key, state in states.items()]
-        order = schedule(tasks, self._costs())
-        return [tasks[task].expert for task in order.decodes]
+        ordered = list(states)
+        return [ordered[place] for block in schedule(list(states.values()), self._costs()) for place in block]
 
     def seconds(self, key: int) -> float:
         """Until an expert would be ready if nothing else were read or decoded."""
-        tasks, costs = [Task(expert=key, state=_STATES[self.reader.held(key)])], self._costs()
-        return simulate(tasks, schedule(tasks, costs), costs).makespan
+        states, costs = [_STATES[self.reader.held(key)]], self._costs()
+        return makespan(states, schedule(states, costs), costs)
 
     def _costs(self) -> Costs:
         rates, codec = self.reader.rates(), self._codec

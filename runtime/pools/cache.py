@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.pools.states import POOLS, ExpertBytes, State
 
 FADE = 0.97
@@ -21,15 +19,11 @@ _LARGEST = 1e100
 class Ranking:
     """Counts of one layer's experts, which fade, and their order.
 
-    A count is O(log E) comparisons; of equals the expert with the smaller number ranks first.
-
-    Raises:
-        ExpertcastError: a fade of 0 or less, or of more than 1.
+    A count is O(log E) comparisons; of equals the expert with the smaller number ranks first. `fade` is above 0, and 1
+    for plain counts.
     """
 
     def __init__(self, experts: int, fade: float = FADE) -> None:
-        if not 0 < fade <= 1:
-            raise ExpertcastError(f"fade={fade}: give a number above 0 and up to 1")
         self._fade, self._gain = fade, 1.0
         self._entries = [(0.0, expert) for expert in range(experts)]
         """By expert; the number is below zero, so that the order is the natural one."""
@@ -64,16 +58,6 @@ MARGIN = 1
 _F, _C, _S, _E = range(len(POOLS))
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """What one step of a layer did to its pools."""
-
-    found: dict[int, State]
-    """State of each expert that the step used, before it."""
-    changed: dict[int, State]
-    """New state of every expert whose state is another now, used or not."""
-
-
 class PoolCache:
     """The pools of one layer. An access costs a few searches in sorted lists.
 
@@ -91,23 +75,11 @@ class PoolCache:
         memory: bytes of each pool; one that is left out has none.
         margin: experts by which a rank may be off (the paper's delta, which is the step of its planner's grid as well).
         fade: of :class:`Ranking`.
-
-    Raises:
-        ExpertcastError: negative memory or margin, or memory for M.
     """
 
     def __init__(
-        self,
-        experts: int,
-        *,
-        size: ExpertBytes,
-        memory: Mapping[State, int],
-        margin: int = MARGIN,
-        fade: float = FADE,
+        self, experts: int, *, size: ExpertBytes, memory: Mapping[State, int], margin: int = MARGIN, fade: float = FADE
     ) -> None:
-        wrong = [state.name for state, given in memory.items() if given < 0 or state is State.M]
-        if wrong or margin < 0:
-            raise ExpertcastError(f"memory of {wrong}, margin={margin}: give pools F, C, S, E and a margin 0 or more")
         self._bytes = {state: size.held(state) for state in State}
         self._memory = [memory.get(state, 0) for state in POOLS]
         fitting = [given // self._bytes[state] for given, state in zip(self._memory, POOLS, strict=True)]
@@ -131,22 +103,25 @@ class PoolCache:
         """Bytes in each pool."""
         return dict(zip(POOLS, self._held, strict=True))
 
-    def use(self, experts: Sequence[int]) -> Access:
+    def use(self, experts: Sequence[int]) -> dict[int, State]:
         """One step of the layer with distinct experts: count them, and keep what is worth it.
 
         All parts of an expert that was not found full are at hand behind the step, but for what was not read.
+
+        Returns:
+            The new state of every expert whose state is another now, used or not.
         """
         found = {expert: self._state[expert] for expert in experts}
-        step = _Step(found, dict(found))
+        before = dict(found)
         for expert in experts:
             self._take_out(expert)
         self._ranking.use(experts)
         for expert in sorted(experts, key=self._ranking.entry):
             pool = self._dispatch(expert, found[expert])
             if pool is not None:
-                self._put(expert, pool, POOLS[pool], step)
-        changed = {expert: self._state[expert] for expert, old in step.before.items() if self._state[expert] is not old}
-        return Access(found, changed)
+                self._put(expert, pool, POOLS[pool])
+                self._drive_out(pool, found, before)
+        return {expert: self._state[expert] for expert, old in before.items() if self._state[expert] is not old}
 
     def lose(self, expert: int) -> None:
         """Nothing is held of an expert any more, for other reasons than use."""
@@ -162,24 +137,33 @@ class PoolCache:
         pool = next((pool for pool, limit in self._limits if rank < limit), None)
         return _F if found is State.F and pool in (_C, _E) else pool
 
-    def _put(self, expert: int, pool: int, state: State, step: _Step) -> None:
-        """Into a pool; what that drives out goes on to the next one."""
+    def _put(self, expert: int, pool: int, state: State) -> None:
         self._state[expert], self._pool[expert] = state, pool
         self._held[pool] += self._bytes[state]
         insort(self._members[pool], expert, key=self._ranking.entry)
+
+    def _drive_out(self, pool: int, found: Mapping[int, State], before: dict[int, State]) -> None:
+        """Make a pool fit; what it gives up goes on to the next one.
+
+        Args:
+            pool: that something was put into.
+            found: states of the step's experts before it.
+            before: the same of all experts that the step has touched; the victims are added.
+        """
         following = next((other for other in self._used if other > pool), None)
         while self._held[pool] > self._memory[pool]:
             victim = self._members[pool][-1]
             has = self._state[victim]
-            step.before.setdefault(victim, has)
+            before.setdefault(victim, has)
             self._take_out(victim)
             if following is None:
                 continue
-            if step.found.get(victim, State.F) is not State.F:
+            if found.get(victim, State.F) is not State.F:
                 has = State.C  # just read and decoded: all of its parts are there
             lower = _lowered(has, following)
             if lower is not State.M:
-                self._put(victim, following, lower, step)
+                self._put(victim, following, lower)
+                self._drive_out(following, found, before)
 
     def _take_out(self, expert: int) -> None:
         pool = self._pool[expert]
@@ -187,13 +171,6 @@ class PoolCache:
             self._members[pool].remove(expert)
             self._held[pool] -= self._bytes[self._state[expert]]
             self._state[expert], self._pool[expert] = State.M, None
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    found: dict[int, State]
-    before: dict[int, State]
-    """State of every expert that the step has touched, before it."""
 
 
 def _lowered(state: State, pool: int) -> State:
@@ -213,22 +190,9 @@ class Pools:
         experts: E.
         size: bytes of an expert's parts.
         room: experts for which each state has room, of all layers together; layers share it as evenly as can be.
-
-    Raises:
-        ExpertcastError: room for less than none.
     """
 
-    def __init__(
-        self,
-        *,
-        layers: int,
-        experts: int,
-        size: ExpertBytes,
-        room: Mapping[State, int],
-    ) -> None:
-        wrong = {state.name: count for state, count in room.items() if count < 0 or state not in POOLS}
-        if wrong:
-            raise ExpertcastError(f"room for {wrong} experts: give pools F, C, S and E, 0 or more")
+    def __init__(self, *, layers: int, experts: int, size: ExpertBytes, room: Mapping[State, int]) -> None:
         self.experts = experts
         self.room = {state: room.get(state, 0) for state in POOLS}
         """Experts for which each state has room, of all layers together."""
@@ -250,8 +214,8 @@ class Pools:
         """A layer runs with these experts (distinct): those that are to be held in another state now, with it."""
         first = layer * self.experts
         self.running = frozenset(keys)
-        access = self._layers[layer].use([key - first for key in keys])
-        changed = [(first + expert, state) for expert, state in access.changed.items()]
+        found = self._layers[layer].use([key - first for key in keys])
+        changed = [(first + expert, state) for expert, state in found.items()]
         self._changed += changed
         return changed
 

@@ -12,7 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.pools.ranks import Counts, Floats, RankModel, hit_patterns, interval_hits, pattern_chances
+from expertcast.runtime.pools.ranks import (
+    Counts,
+    Floats,
+    RankModel,
+    fit_selection,
+    hit_patterns,
+    interval_hits,
+    pattern_chances,
+)
 from expertcast.runtime.pools.states import POOLS, Costs, ExpertBytes, State
 
 
@@ -28,9 +36,9 @@ def estimate_makespan(found_4: npt.NDArray[np.generic], size: int, costs: Costs)
         costs: of the operations.
     """
     full, both, mantissas, exponents = np.moveaxis(found_4, -1, 0)
-    planes = costs.tensors * (size - full - both - mantissas)
-    shards = costs.tensors * costs.shards * (size - full - both - exponents)
-    decoded = costs.tensors * costs.shards * (size - full)
+    planes = size - full - both - mantissas
+    shards = costs.shards * (size - full - both - exponents)
+    decoded = costs.shards * (size - full)
     reading = planes * costs.read_s + shards * costs.shard_s
     decoding = (shards * costs.shard_s + decoded * costs.decode_s) / costs.threads
     result: Floats = np.maximum(reading, decoding)
@@ -64,7 +72,7 @@ def plans(
     """Every allocation of a grid with what it is expected to take, the best first.
 
     Args:
-        model: of the routing; its mean layer is planned for.
+        model: of the routing.
         costs: of the operations.
         size: bytes of an expert's parts.
         memory: bytes for the pools of one layer.
@@ -95,8 +103,8 @@ def expected_makespans(model: RankModel, costs: Costs, counts_N4: Counts) -> Flo
     Pools take ranks one after another. Not all of a pool's ranks are found in its own state, as the paper has it: what
     an expert is found in is averaged over the ranks that it had when it was last used (:func:`found_states`).
     """
-    model = model.pooled()
-    selection_R, sizes_M = model.selection()[0], model.sizes_LM[0]
+    sizes_M = model.sizes_M
+    selection_R = fit_selection(model.inclusion_R, sizes_M)
     most = len(sizes_M) - 1
     ends_N4 = np.minimum(np.cumsum(counts_N4, axis=1), len(selection_R))
     patterns_G4 = hit_patterns(most)
@@ -105,7 +113,7 @@ def expected_makespans(model: RankModel, costs: Costs, counts_N4: Counts) -> Flo
     rows = max(1, _CELLS // patterns_G4.size)
     for first in range(0, len(counts_N4), rows):
         ends_n4 = ends_N4[first : first + rows]
-        found_nG4 = patterns_G4 @ found_states(model.moved_LRR[0], ends_n4)
+        found_nG4 = patterns_G4 @ found_states(model.moved_RR, ends_n4)
         for size in np.flatnonzero(sizes_M).tolist():
             chances_nG = pattern_chances(intervals, ends_n4, patterns_G4, size)
             mean_n = (chances_nG * estimate_makespan(found_nG4, size, costs)).sum(axis=1)

@@ -1,8 +1,7 @@
 """How often experts of each rank are used, and the distribution of a step's experts that follows.
 
-L MoE layers, R ranks (as many as experts), M most experts that one step of a layer uses,
-G hit patterns, four pools in the order F, C, S, E. A layer's experts are ranked
-by how often they were used before the step (ZipMoE, section 3.4).
+L MoE layers, R ranks (as many as experts), M most experts that one step of a layer uses, G hit patterns, four pools in
+the order F, C, S, E. A layer's experts are ranked by how often they were used before the step (ZipMoE, section 3.4).
 """
 
 from __future__ import annotations
@@ -22,21 +21,9 @@ Counts = npt.NDArray[np.int64]
 _MOST_PATTERNS = 2**20
 
 
-def poisson_binomials(chances_LR: Floats, most: int) -> Floats:
-    """Probability of 0, 1, ... `most` hits among the first 0, 1, ... R ranks [L, R + 1, most + 1], each rank hit by
-    itself (ZipMoE, Algorithm 2)."""
-    layers, ranks = chances_LR.shape
-    found = np.zeros((layers, ranks + 1, most + 1))
-    found[:, 0, 0] = 1.0
-    for rank in range(ranks):
-        chance = chances_LR[:, rank, None]
-        found[:, rank + 1] = found[:, rank] * (1 - chance)
-        found[:, rank + 1, 1:] += found[:, rank, :-1] * chance
-    return found
-
-
 def interval_hits(chances_R: Floats, most: int) -> Floats:
-    """The same for ranks from a up to b, b left out: [a, b, hits], zero where b < a."""
+    """Probability of 0, 1, ... `most` hits among the ranks from a up to b, b left out, each rank hit by itself
+    [a, b, hits]; zero where b < a (ZipMoE, Algorithm 2)."""
     ranks = len(chances_R)
     found = np.zeros((ranks + 1, ranks + 1, most + 1))
     for end in range(ranks + 1):
@@ -98,25 +85,18 @@ _ITERATIONS, _CLOSE = 500, 1e-9
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """What a planner knows of the routing."""
+    """What a planner knows of the routing: the mean over layers."""
 
-    inclusion_LR: Floats
-    """f: probability that a step uses the expert at a rank."""
-    sizes_LM: Floats
+    sizes_M: Floats
     """Probability that a step uses 0, 1, ... M experts: one number for single tokens, many for batches."""
-    moved_LRR: Floats
-    """The same as `inclusion_LR` by the rank that the expert had behind its last use [R + 1, the last row for none] and
-    the one that it has now."""
+    moved_RR: Floats
+    """Probability that a step uses the expert at a rank, by the rank that it had behind its last use [R + 1, the last
+    row for none] and the one that it has now."""
 
-    def pooled(self) -> RankModel:
-        """The mean layer, as the only one."""
-        return RankModel(
-            *(part.mean(axis=0, keepdims=True) for part in (self.inclusion_LR, self.sizes_LM, self.moved_LRR))
-        )
-
-    def selection(self) -> Floats:
-        """q [L, R] of :func:`fit_selection`."""
-        return fit_selection(self.inclusion_LR, self.sizes_LM)
+    @property
+    def inclusion_R(self) -> Floats:
+        """f: probability that a step uses the expert at a rank."""
+        return self.moved_RR.sum(axis=0)
 
 
 def rank_model(routing: Routing) -> RankModel:
@@ -130,8 +110,7 @@ def rank_model(routing: Routing) -> RankModel:
     """
     layers, experts = routing.layers, routing.experts
     rankings = [Ranking(experts) for _ in range(layers)]
-    sizes_LM = np.zeros((layers, experts + 1))
-    moved_LRR = np.zeros((layers, experts + 1, experts))
+    sizes_M, moved_RR = np.zeros(experts + 1), np.zeros((experts + 1, experts))
     last_LE = np.full((layers, experts), experts)
     decoded = 0
     for step in routing.steps():
@@ -140,59 +119,51 @@ def rank_model(routing: Routing) -> RankModel:
             keys = sorted({expert for row in rows for expert in row})
             ranking = rankings[layer]
             if not step.fresh:
-                moved_LRR[layer, last_LE[layer, keys], [ranking.rank(expert) for expert in keys]] += 1
-                sizes_LM[layer, len(keys)] += 1
+                moved_RR[last_LE[layer, keys], [ranking.rank(expert) for expert in keys]] += 1
+                sizes_M[len(keys)] += 1
             ranking.use(keys)
             last_LE[layer, keys] = [ranking.rank(expert) for expert in keys]
     if not decoded:
         raise ExpertcastError(f"{routing.source} has no decoded tokens: give routing with some")
-    most = int(np.flatnonzero(sizes_LM.any(axis=0))[-1])
-    moved_LRR /= decoded
-    return RankModel(moved_LRR.sum(axis=1), sizes_LM[:, : most + 1] / decoded, moved_LRR)
+    most = int(np.flatnonzero(sizes_M)[-1])
+    return RankModel(sizes_M[: most + 1] / (decoded * layers), moved_RR / (decoded * layers))
 
 
-def fit_selection(inclusion_LR: Floats, sizes_LM: Floats) -> Floats:
-    """Selection probabilities q [L, R] of independent draws that, given how many are drawn, include each rank as often
-    as observed: the distribution of largest entropy (ZipMoE, Theorem 3.2 and equations 23 and 24).
+def fit_selection(inclusion_R: Floats, sizes_M: Floats) -> Floats:
+    """Selection probabilities q [R] of independent draws that, given how many are drawn, include each rank as often as
+    observed: the distribution of largest entropy (ZipMoE, Theorem 3.2 and equations 23 and 24).
 
     w <- w f / f(w) by iterative proportional fitting, q = w / (1 + w). The paper prints w <- w f / R(k, N), which
     diverges. Where steps use different numbers of experts, f(w) is the mean over the observed numbers; one w serves
     them all, since a factor common to all of w changes nothing once the number is given. f is kept from 0 and 1, and
     scaled to the mean number of experts where that leaves it below 1.
     """
-    numbers = np.arange(sizes_LM.shape[1])
-    mean_L = sizes_LM @ numbers
-    target_LR = _targets(inclusion_LR, mean_L)
-    selection_LR = target_LR.copy()
+    target_R = np.clip(inclusion_R, _LEAST, 1 - _LEAST)
+    scaled_R = target_R * (sizes_M @ np.arange(len(sizes_M))) / target_R.sum()
+    if scaled_R.max() <= 1 - _LEAST:
+        target_R = scaled_R
+    selection_R = target_R.copy()
     for _ in range(_ITERATIONS):
-        found_LR = inclusion(selection_LR, sizes_LM)
-        if np.abs(found_LR - target_LR).max() < _CLOSE:
+        found_R = inclusion(selection_R, sizes_M)
+        if np.abs(found_R - target_R).max() < _CLOSE:
             break
-        weights_LR = selection_LR / (1 - selection_LR) * target_LR / found_LR
-        selection_LR = weights_LR / (1 + weights_LR)
-    return selection_LR
+        weights_R = selection_R / (1 - selection_R) * target_R / found_R
+        selection_R = weights_R / (1 + weights_R)
+    return selection_R
 
 
-def inclusion(selection_LR: Floats, sizes_LM: Floats) -> Floats:
-    """f(w) [L, R]: how often each rank is drawn, given how many are (equation 24), mean over the sizes.
+def inclusion(selection_R: Floats, sizes_M: Floats) -> Floats:
+    """f(w) [R]: how often each rank is drawn, given how many are (equation 24), mean over the sizes.
 
     Ranks before and behind each one are convolved: exact, and stable where dividing one factor out of the whole
     polynomial is not.
     """
-    most = sizes_LM.shape[1] - 1
-    before_LRM = poisson_binomials(selection_LR, most)
-    behind_LRM = poisson_binomials(selection_LR[:, ::-1], most)[:, ::-1]
-    total_LM = before_LRM[:, -1]
-    share_LM = np.divide(sizes_LM, total_LM, out=np.zeros_like(sizes_LM), where=sizes_LM > 0)
-    found_LR = np.zeros_like(selection_LR)
+    most = len(sizes_M) - 1
+    intervals = interval_hits(selection_R, most)
+    before_RM, behind_RM, total_M = intervals[0, :-1], intervals[1:, -1], intervals[0, -1]
+    found_R = np.zeros_like(selection_R)
     for size in range(1, most + 1):
-        others_LR = (before_LRM[:, :-1, :size] * behind_LRM[:, 1:, size - 1 :: -1]).sum(axis=2)
-        found_LR += share_LM[:, size, None] * selection_LR * others_LR
-    return found_LR
-
-
-def _targets(inclusion_LR: Floats, mean_L: Floats) -> Floats:
-    clipped_LR = np.clip(inclusion_LR, _LEAST, 1 - _LEAST)
-    scaled_LR = clipped_LR * (mean_L / clipped_LR.sum(axis=1))[:, None]
-    feasible_L = scaled_LR.max(axis=1) <= 1 - _LEAST
-    return np.where(feasible_L[:, None], scaled_LR, clipped_LR)
+        if sizes_M[size] > 0:
+            others_R = (before_RM[:, :size] * behind_RM[:, size - 1 :: -1]).sum(axis=1)
+            found_R += sizes_M[size] / total_M[size] * selection_R * others_R
+    return found_R

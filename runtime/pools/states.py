@@ -6,43 +6,25 @@ each, compressed in K shards (ZipMoE, section 3.2 and Figure 6; rows E4, E6 and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from expertcast.predictors.messages import ExpertcastError
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds of one disk and of the threads that decode, in the symbols of ZipMoE (section 3.3).
-
-    Raises:
-        ExpertcastError: a negative or endless time or ratio, or no shard, thread or tensor.
-    """
+    """Seconds of one disk and of the threads that decode, in the symbols of ZipMoE (section 3.3)."""
 
     read_s: float
-    """u: to read one tensor's sign-mantissa plane."""
+    """u: to read one expert's sign-mantissa plane."""
     ratio: float
     """rho: bytes of the compressed exponents as a share of their plane's."""
     decode_s: float
-    """c: to decode one shard of a tensor's exponents, and to put its share of the tensor back together."""
+    """c: to decode one shard of an expert's exponents, and to put its share of the expert back together."""
     shards: int = 1
-    """K, of each tensor."""
+    """K, of each expert."""
     threads: int = 1
     """L, that decode."""
-    tensors: int = 1
-    """n, of each expert."""
-
-    def __post_init__(self) -> None:
-        for name in ("read_s", "ratio", "decode_s"):
-            value = getattr(self, name)
-            if not (value >= 0 and math.isfinite(value)):
-                raise ExpertcastError(f"{name}={value}: give a finite number of 0 or more")
-        for name in ("shards", "threads", "tensors"):
-            if getattr(self, name) < 1:
-                raise ExpertcastError(f"{name}={getattr(self, name)}: give 1 or more")
 
     @property
     def shard_s(self) -> float:
@@ -88,17 +70,8 @@ class ExpertBytes:
 
     def held(self, state: State) -> int:
         """Bytes that an expert takes in a state (row E12)."""
-        match state:
-            case State.F:
-                return 2 * self.plane
-            case State.C:
-                return self.plane + self.exponents
-            case State.S:
-                return self.plane
-            case State.E:
-                return self.exponents
-            case State.M:
-                return 0
+        planes = {State.F: 2, State.C: 1, State.S: 1}.get(state, 0)
+        return planes * self.plane + self.exponents * (state in (State.C, State.E))
 
 
 POOLS = (State.F, State.C, State.S, State.E)

@@ -1,7 +1,7 @@
 """The experts of a model in a file, for models larger than memory: as they are, or coded in fewer bytes.
 
 Nothing of them is held in memory. As they are (codec `raw`), they are mapped: the system's file cache is the memory,
-what is copied often stays in it, and what is forecast is read ahead by a thread. Coded ones are read and decoded when
+what is copied often stays in it, and what is forecast is read ahead by the system. Coded ones are read and decoded when
 they are asked for. The disk's own link reads either past the cache.
 
 L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
@@ -9,14 +9,8 @@ L MoE layers, E routed experts per layer. An expert's key is layer * E + expert.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import sys
 import tempfile
-import threading
 import warnings
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,11 +44,6 @@ if TYPE_CHECKING:
     from expertcast.runtime.storage.checkpoint_experts import Shipped
 
 
-_MADV_WILLNEED = 3
-_MADV_POPULATE_READ = 22
-"""Linux 5.14 and later: read and map the pages, and return when they are there."""
-
-
 class DiskStore(ExpertStore):
     """Experts in one file (:mod:`expertcast.runtime.storage.expert_file`), each as a codec makes it.
 
@@ -62,13 +51,13 @@ class DiskStore(ExpertStore):
         view: the model's MoE layers, or the form of its experts.
         folder: where the file lies; made if need be, one folder per model. None: it has no name, and is
             gone after `close` or when the process ends, however that does.
-        codec: as :func:`expertcast.runtime.storage.codecs.make_codec` takes it; one that loses nothing.
+        codec: as :func:`expertcast.runtime.storage.codecs.make_codec` takes it.
         fingerprint: of what the experts are made from. A file in `folder` with the same is used as it is, another is
             made again. None: it is made again in any case.
         device: where the model computes. None: where the experts lie.
 
     Raises:
-        ExpertcastError: a codec that is unknown, lossy or cannot hold these experts, or a folder that holds a file of
+        ExpertcastError: a codec that is unknown or cannot hold these experts, or a folder that holds a file of
             that name that is not ours.
     """
 
@@ -80,11 +69,6 @@ class DiskStore(ExpertStore):
     ) -> None:  # fmt: skip
         super().__init__(view, device=device)
         self.codec = make_codec(codec, self.layout)
-        if not self.codec.lossless:
-            raise ExpertcastError(
-                f"codec {codec!r} loses bits, and a store keeps the model's own: choose a lossless one, and a "
-                "miss policy such as fetch_lowest for copies in lower precision"
-            )
         self.shipped: Callable[[int, int], Shipped] | None = None
         """What a checkpoint ships of an expert of a layer, for a codec that moves it so; layers are then filled from
         it."""
@@ -100,7 +84,6 @@ class DiskStore(ExpertStore):
         self._writer: ExpertWriter | None = None
         self._file: ExpertFile | None = None
         self._mapped: MappedBlocks | None = None
-        self._ahead: ReadAhead | None = None
         if self._target is not None and self._target.exists():
             try:
                 self._find(self._target, used=fingerprint is not None)
@@ -122,8 +105,7 @@ class DiskStore(ExpertStore):
     def _use(self, file: ExpertFile) -> None:
         self._file, self.path = file, file.path
         if self.addressable:
-            self._mapped, self._ahead = MappedBlocks(file), ReadAhead()
-            weakref.finalize(self, self._ahead.close)
+            self._mapped = MappedBlocks(file)
             for layer, blocks in enumerate(self._mapped.layers):
                 self._hold(layer, blocks)
 
@@ -156,7 +138,8 @@ class DiskStore(ExpertStore):
     def fill(self, layer: int, write: Write) -> None:
         if self._writer is None:
             self._drop()
-            self._writer = ExpertWriter(self._target, self._header)
+            plain = sum(plane.nbytes for plane in self.codec.planes if not plane.compressed)
+            self._writer = ExpertWriter(self._target, self._header, least=self._header.count * plain)
         with ThreadPoolExecutor(usable_processors()) as threads:
             for parts in self._encoded(layer, write, threads):
                 self._writer.add(parts)
@@ -238,11 +221,9 @@ class DiskStore(ExpertStore):
         return Read(block, arrival, urgent, offset=int(self.file.offsets[key, 0]))
 
     def read_ahead(self, keys: Iterable[int]) -> None:
-        """Read these experts' pages in a thread, in the order in which they are asked for; nothing to do for coded
-        ones."""
-        if self._ahead is not None:
-            size = self.layout.block_bytes
-            self._ahead.ask((block.data_ptr(), size) for key in keys if (block := self._blocks[key]) is not None)
+        """Have the system read these experts' pages; nothing to do for coded ones."""
+        if self._mapped is not None:
+            self._mapped.read_ahead(keys)
 
     def close(self) -> None:
         self._drop()
@@ -250,56 +231,6 @@ class DiskStore(ExpertStore):
 
     def _drop(self) -> None:
         """Let go of the file, and remove one that was not completed."""
-        if self._ahead is not None:
-            self._ahead.close()
         if self._writer is not None:
             self._writer.drop()
-        self._ahead = self._mapped = self._file = self._writer = None
-
-
-class ReadAhead:
-    """A thread that brings ranges of mapped files into memory."""
-
-    def __init__(self, limit: int = 256) -> None:
-        self._queue: deque[tuple[int, int]] = deque(maxlen=limit)
-        """(pointer, bytes); a full queue forgets what was asked for first."""
-        self._changed = threading.Event()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="expertcast-read-ahead", daemon=True)
-        self._thread.start()
-        self.ranges_read = 0
-
-    def ask(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Read these ranges (pointer, bytes) next, after those that were asked for before."""
-        self._queue.extend(ranges)
-        self._changed.set()
-
-    def close(self) -> None:
-        """Return when nothing is being read: the mapping may go then."""
-        self._closed = True
-        self._queue.clear()
-        self._changed.set()
-        if threading.current_thread() is not self._thread:  # where garbage may be collected too
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._closed:
-            self._changed.wait()
-            self._changed.clear()
-            while self._queue and not self._closed:
-                try:
-                    pointer, size = self._queue.popleft()
-                except IndexError:  # cleared meanwhile
-                    break
-                populate(pointer, size)
-                self.ranges_read += 1
-
-
-def populate(pointer: int, size: int) -> None:
-    """Bring the pages that hold these bytes into memory; on older systems, ask for them and return."""
-    start = pointer - pointer % mmap.PAGESIZE
-    length = pointer + size - start
-    advise = ctypes.CDLL(None).madvise  # with the interpreter's lock released, as mmap.madvise is not
-    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    if sys.platform != "linux" or advise(start, length, _MADV_POPULATE_READ) != 0:
-        advise(start, length, _MADV_WILLNEED)
+        self._mapped = self._file = self._writer = None

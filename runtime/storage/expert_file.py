@@ -18,10 +18,11 @@ import itertools
 import json
 import mmap
 import os
+import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, BinaryIO
@@ -176,12 +177,13 @@ class ExpertWriter:
         path: that the file gets when it is complete. None: it has no name, lies in the system's folder for temporary
             files, and is gone when no process has it open or mapped any more, however that ends.
         header: what it will say, but for its sizes.
+        least: bytes that the parts of all experts take at least.
 
     Raises:
-        ExpertcastError: the folder cannot be written.
+        ExpertcastError: the folder cannot be written, or has less room.
     """
 
-    def __init__(self, path: Path | None, header: Header) -> None:
+    def __init__(self, path: Path | None, header: Header, least: int = 0) -> None:
         self._target, self._header = path, header
         self._folder = Path(tempfile.gettempdir()) if path is None else path.parent
         self._index: list[tuple[list[int], list[int], list[int]]] = []
@@ -190,6 +192,7 @@ class ExpertWriter:
         try:
             with self._failing():
                 self._create()
+                self._check_room(least)
                 weakref.finalize(self, self._open.close)
                 self._open.write(bytes(header.room))
         except BaseException:  # an interrupt too: nobody removes an empty file later
@@ -207,6 +210,14 @@ class ExpertWriter:
         self._path = self._target.with_name(f"{self._target.name}.{os.getpid()}-{next(_NUMBER)}{PARTIAL}")
         self._file = self._path.open("w+b")
         _lock(self._file.fileno())  # as long as anything has it open
+
+    def _check_room(self, least: int) -> None:
+        free = shutil.disk_usage(self._folder).free
+        if free < least:
+            raise ExpertcastError(
+                f"{str(self._folder)!r} has {free} bytes free and the experts take at least {least}: make room, or "
+                "give another store_folder or codec"
+            )
 
     def add(self, parts: Sequence[Part]) -> None:
         """The next expert.
@@ -366,11 +377,20 @@ class MappedBlocks:
     """The blocks of a file of codec `raw`, mapped: what is written to them does not reach the file."""
 
     def __init__(self, file: ExpertFile) -> None:
-        self._handle, header = file.handle, file.header
+        self._handle, self._header = file.handle, file.header
+        header = file.header
         self._mapping = mmap.mmap(file.handle, header.file_nbytes, access=mmap.ACCESS_COPY)
         blocks = torch.frombuffer(self._mapping, dtype=torch.uint8, count=header.nbytes, offset=header.room)
         self.layers: tuple[Tensor, ...] = blocks.view(header.layers, -1).unbind(0)
         """uint8 [E * block_bytes] of each layer; every tensor that views one keeps the mapping alive."""
+
+    def read_ahead(self, keys: Iterable[int]) -> None:
+        """Have the system read some experts' pages, in this order, and do not wait for them."""
+        if hasattr(mmap, "MADV_WILLNEED"):
+            for key in keys:
+                start = self._header.room + key * self._header.block_bytes
+                page = start - start % mmap.PAGESIZE
+                self._mapping.madvise(mmap.MADV_WILLNEED, page, start + self._header.block_bytes - page)
 
     def forget(self) -> None:
         """Give the pages back to the system, as far as no other process has mapped them."""

@@ -3,18 +3,14 @@
 from expertcast.predictors.base import Registry
 from expertcast.predictors.options import parse_options
 from expertcast.runtime.storage.codecs.base import Codec, CodecConfig, Part, Plane, Shard
-from expertcast.runtime.storage.codecs.lossless import (
-    BitSplit,
-    BitSplitConfig,
-    ExponentHistogram,
-    Raw,
-    exponent_histogram,
-)
-from expertcast.runtime.storage.codecs.quantised import Fp8, Fp8Config, Int2, Int4, Int8, Mxfp4
+from expertcast.runtime.storage.codecs.lossless import BitSplit, Raw
+from expertcast.runtime.storage.codecs.quantised import Fp8, Mxfp4
 from expertcast.runtime.storage.layout import BlockLayout
 
+__all__ = ["CODECS", "Codec", "CodecConfig", "Part", "Plane", "Shard", "check_codec", "make_codec"]
+
 CODECS: Registry[Codec] = Registry("codec")
-for _codec in (Raw, BitSplit, Mxfp4, Fp8, Int8, Int4, Int2):
+for _codec in (Raw, BitSplit, Mxfp4, Fp8):
     CODECS.register(_codec)
 
 
@@ -24,9 +20,8 @@ def make_codec(text: str, layout: BlockLayout) -> Codec:
     Raises:
         ExpertcastError: unknown name or option, a value that does not fit, or experts that the codec cannot hold.
     """
-    name, _, options = text.partition(":")
-    cls = CODECS.get(name)
-    return cls(parse_options(options, cls.config_class, f"codec {name!r}"), layout)
+    cls, config = _parsed(text)
+    return cls(config, layout)
 
 
 def check_codec(text: str) -> None:
@@ -35,28 +30,10 @@ def check_codec(text: str) -> None:
     Raises:
         ExpertcastError: unknown name or option, or a value that does not fit.
     """
+    _parsed(text)
+
+
+def _parsed(text: str) -> tuple[type[Codec], CodecConfig]:
     name, _, options = text.partition(":")
-    parse_options(options, CODECS.get(name).config_class, f"codec {name!r}")
-
-
-__all__ = [
-    "CODECS",
-    "BitSplit",
-    "BitSplitConfig",
-    "Codec",
-    "CodecConfig",
-    "ExponentHistogram",
-    "Fp8",
-    "Fp8Config",
-    "Int2",
-    "Int4",
-    "Int8",
-    "Mxfp4",
-    "Part",
-    "Plane",
-    "Raw",
-    "Shard",
-    "check_codec",
-    "exponent_histogram",
-    "make_codec",
-]
+    cls = CODECS.get(name)
+    return cls, parse_options(options, cls.config_class, f"codec {name!r}")

@@ -123,8 +123,9 @@ class CodecConfig:
 
 
 class Codec(ABC):
-    """Experts of one layout in one form. A codec keeps nothing of the experts that pass through it, and several threads
-    may use one at a time.
+    """Experts of one layout in one form: every block comes back bit for bit, or is refused.
+
+    A codec keeps nothing of the experts that pass through it, and several threads may use one at a time.
 
     Subclasses say `planes` and `shards` in their constructor, and how a block is split into planes and recovered.
 
@@ -134,8 +135,6 @@ class Codec(ABC):
 
     name: ClassVar[str]
     config_class: ClassVar[type[CodecConfig]] = CodecConfig
-    lossless: ClassVar[bool] = True
-    """Whether every block comes back bit for bit (or is refused)."""
     planes: tuple[Plane, ...]
     shards: tuple[Shard, ...]
     """In the order of planes and bytes: the order in which they are best stored."""
@@ -159,7 +158,7 @@ class Codec(ABC):
 
     @abstractmethod
     def recover(self, planes: Sequence[Tensor], block: Tensor, shard: Shard | None = None) -> None:
-        """Write the block, uint8 [block_bytes], that the planes stand for, on the device where all of them lie.
+        """Write the block, uint8 [block_bytes] in host memory, that the planes stand for.
 
         Args:
             planes: each uint8 [nbytes]; of a compressed one perhaps the shard alone (:meth:`Shard.of` takes both).

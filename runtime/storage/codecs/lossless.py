@@ -155,13 +155,10 @@ class BitSplit(Codec):
 
 
 def merge(low: Tensor, high: Tensor, words: Tensor) -> None:
-    """Write `words`, int16 [N], from `low` and `high`, uint8 [N], all on one device.
+    """Write `words`, int16 [N], from `low` and `high`, uint8 [N].
 
-    On the CPU numpy writes them without the interpreter's lock; copies of every other byte would take twice as long.
+    numpy writes them without the interpreter's lock; copies of every other byte would take twice as long.
     """
-    if words.device.type != "cpu":
-        torch.bitwise_or(high.to(torch.int16) << 8, low, out=words)
-        return
     lows, highs, out = low.numpy(), high.numpy(), words.numpy().view(np.uint16)
     for start in range(0, len(out), _WORDS):
         chunk = slice(start, start + _WORDS)

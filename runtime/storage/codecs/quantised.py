@@ -19,49 +19,6 @@ from torch import Tensor
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.codecs.base import Codec, CodecConfig, Part, Plane, Shard, shards_of
 from expertcast.runtime.storage.layout import BlockLayout, Field, aligned_bytes
-from expertcast.runtime.storage.packed import PackedLayout
-
-# Row-wise quantised copies (:mod:`expertcast.runtime.storage.packed`) as codecs.
-
-
-class RowWise(Codec):
-    """A packed block as one part; subclasses name the precision."""
-
-    lossless = False
-
-    def __init__(self, config: CodecConfig, layout: BlockLayout) -> None:
-        super().__init__(config, layout)
-        self.packed = PackedLayout.of(layout, self.name)
-        self.planes = (Plane(name="packed", nbytes=self.packed.block_bytes),)
-        self.shards = shards_of(self.planes)
-
-    def split(self, block: Tensor) -> tuple[Tensor, ...]:
-        packed = torch.zeros(1, self.packed.block_bytes, dtype=torch.uint8)
-        self.packed.pack(self.layout.views(block), packed)
-        return (packed[0],)
-
-    def recover(self, planes: Sequence[Tensor], block: Tensor, shard: Shard | None = None) -> None:
-        """The plane may be the first bytes of the block."""
-        self.packed.expand(planes[0], block)
-
-
-class Int8(RowWise):
-    """9 bits a weight."""
-
-    name = "int8"
-
-
-class Int4(RowWise):
-    """4.5 bits a weight."""
-
-    name = "int4"
-
-
-class Int2(RowWise):
-    """2.5 bits a weight."""
-
-    name = "int2"
-
 
 # Base of the codecs of quantised checkpoints: matrices as codes and scales, other parameters as they are.
 #
@@ -156,7 +113,7 @@ class Scaled(Codec):
 
 _CODE = torch.float8_e4m3fn
 _CHUNK = 1 << 16
-"""Weights expanded at once on the host: temporaries that stay in a core's cache."""
+"""Weights (FP8) or bytes of two codes (MXFP4) expanded at once: temporaries that stay in a core's cache."""
 _SHIFT = 8
 """A code's bits, taken for those of fp16, stand for 2**-8 of its value: exponents there count from 15, not from 7."""
 _MOST_SCALE = 2.0**119
@@ -216,7 +173,7 @@ class Fp8(Scaled):
 
     def _multiply(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         (rows, columns), grid = out.shape, scales.shape
-        step = max(1, _CHUNK // columns) if out.device.type == "cpu" else rows
+        step = max(1, _CHUNK // columns)
         scale_of_row = scales.mul(2.0**_SHIFT).repeat_interleave(rows // grid[0], 0)[:, :, None]
         for row in range(0, rows, step):
             part = slice(row, row + step)
@@ -244,8 +201,6 @@ _MAGNITUDES = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 """Of the codes 0 to 7: two bits of exponent, one of mantissa."""
 _TOP_EXPONENT = 2
 """Of the largest magnitude, 6 = 1.5 * 2**2."""
-_MXFP4_CHUNK = 1 << 16
-"""Codes expanded at once on the host: temporaries that stay in a core's cache."""
 
 
 class Mxfp4(Scaled):
@@ -275,7 +230,7 @@ class Mxfp4(Scaled):
 
     def _multiply(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         groups, columns = scales.shape
-        step = max(1, _MXFP4_CHUNK * 2 // (_GROUP * columns)) if out.device.type == "cpu" else groups
+        step = max(1, _CHUNK * 2 // (_GROUP * columns))
         codes, pairs = codes.view(groups, -1, columns), out.view(groups, -1, 2, columns)
         scale = _factors(scales)[:, None]
         for group in range(0, groups, step):
@@ -302,7 +257,7 @@ class Mxfp4(Scaled):
 
 def _factors(scales: Tensor) -> Tensor:
     """float32: what the floats that codes are taken for are multiplied by."""
-    return _MXFP4_SCALES.to(scales.device)[scales.to(torch.int32)]
+    return _MXFP4_SCALES[scales.to(torch.int32)]
 
 
 def _coded(weights_DN: Tensor) -> tuple[Tensor, Tensor]:

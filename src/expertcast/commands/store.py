@@ -16,7 +16,8 @@ from expertcast.commands.output import Outcome, new_file
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.loading import load_offloaded
-from expertcast.runtime.storage.codecs import CODECS, ExponentHistogram, exponent_histogram
+from expertcast.runtime.storage.codecs import CODECS
+from expertcast.runtime.storage.codecs.lossless import ExponentHistogram, exponent_histogram
 from expertcast.runtime.storage.codecs.quantised import Scaled
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.store import ExpertStore
@@ -52,10 +53,9 @@ def draw_exponents(histogram: ExponentHistogram, path: Path, *, codec: str, rati
     figure.savefig(path, dpi=130)
 
 
-_LOSSLESS = ", ".join(name for name in CODECS.names() if CODECS.get(name).lossless)
 _HELP = (
-    f"{_LOSSLESS}; the latter two move checkpoints that are in such a form as they are; generate and the others take "
-    "what the folder was packed with"
+    f"{', '.join(CODECS.names())}; the latter two move checkpoints that are in such a form as they are; generate and "
+    "the others take what the folder was packed with"
 )
 
 

@@ -1,13 +1,18 @@
-"""Routing made by hand, and what is recorded of a real model."""
+"""Routing made by hand, what is recorded of real models, and recorded routing through pools."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from expertcast.data.routing_file import Routing, read_routing
+from expertcast.runtime.pools.cache import PoolCache
+from expertcast.runtime.pools.schedule import makespan, schedule
+from expertcast.runtime.pools.states import Costs, ExpertBytes, State
 
 RECORDED = Path(__file__).resolve().parents[3] / "benchmarks" / "routing"
 
@@ -36,3 +41,34 @@ def skewed(choose: random.Random, *, tokens: int, layers: int, experts: int, top
             token.append(sorted(chosen))
         ids.append(token)
     return routing(ids, experts=experts)
+
+
+Found = tuple[int, ...]
+"""How many experts of a step were found in each state, in the order of :class:`State`."""
+
+
+def replay_pools(routing: Routing, *, size: ExpertBytes, memory: Mapping[State, int]) -> Counter[Found]:
+    """How often a layer of a decoded token found its experts in which states. Prompts go through the pools uncounted.
+
+    Args:
+        memory: bytes of each pool of one layer.
+    """
+    caches = [PoolCache(routing.experts, size=size, memory=memory) for _ in range(routing.layers)]
+    found: Counter[Found] = Counter()
+    for step in routing.steps():
+        for cache, rows in zip(caches, step.rows, strict=True):
+            used = sorted({expert for row in rows for expert in row})
+            if not step.fresh:
+                states = Counter(map(cache.state, used))
+                found[tuple(states[state] for state in State)] += 1
+            cache.use(used)
+    return found
+
+
+def mean_makespan(found: Mapping[Found, int], costs: Costs) -> float:
+    """Mean seconds until a layer's experts are ready, scheduled as :func:`schedule` does."""
+    total = 0.0
+    for counts, times in found.items():
+        states = [state for state, count in zip(State, counts, strict=True) for _ in range(count)]
+        total += times * makespan(states, schedule(states, costs), costs)
+    return total / sum(found.values())

@@ -5,16 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from expertcast.runtime.storage.layout import BlockLayout, Field, aligned_bytes
+from expertcast.runtime.storage.layout import BlockLayout
 
 
 def layout_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> BlockLayout:
     """Parameters w0, w1, ... of these shapes, one after another."""
-    fields, offset = [], 0
-    for number, shape in enumerate(shapes):
-        fields.append(Field(name=f"w{number}", shape=shape, dtype=dtype, offset=offset))
-        offset = aligned_bytes(offset + fields[-1].nbytes)
-    return BlockLayout(fields=tuple(fields), block_bytes=offset)
+    return BlockLayout.of_tensors({f"w{i}": torch.empty(shape, dtype=dtype) for i, shape in enumerate(shapes)})
 
 
 def every_pattern(layout: BlockLayout) -> Tensor:

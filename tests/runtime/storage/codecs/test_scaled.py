@@ -11,9 +11,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.storage.codecs import Codec, Fp8, Mxfp4, Part, make_codec
-from expertcast.runtime.storage.layout import PRECISIONS, BlockLayout
-from expertcast.runtime.storage.packed import PackedExperts, PackedLayout
+from expertcast.runtime.storage.codecs import Codec, Part, make_codec
+from expertcast.runtime.storage.codecs.quantised import Fp8, Mxfp4
+from expertcast.runtime.storage.layout import BlockLayout
 from tests.runtime.storage.codecs.layouts import layout_of, normal_block, same_bits
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -124,16 +124,19 @@ def test_what_mxfp4_refuses() -> None:
     blocks, scales = shipped["w0"]
     broken = scales.clone()
     broken[3, 1] = 241
-    with pytest.raises(ExpertcastError, match="'w0' has a scale of 241, above 240"):
-        codec.encode_shipped({"w0": (blocks, broken)}, kept)
-    with pytest.raises(ExpertcastError, match="blocks and scales of 'w0'"):
-        codec.encode_shipped({"w0": (blocks, scales[1:])}, kept)
-    with pytest.raises(ExpertcastError, match="'w1' is not given"):
-        codec.encode_shipped(shipped, {})
-    with pytest.raises(ExpertcastError, match="none of their parameters is a matrix"):
-        _mxfp4(layout_of((64,)))
-    with pytest.raises(ExpertcastError, match="'w0' is no matrix of floats"):
-        _mxfp4(layout_of((64, 32), dtype=torch.int16))
+    for given, rest, message in (
+        ({"w0": (blocks, broken)}, kept, "'w0' has a scale of 241, above 240"),
+        ({"w0": (blocks, scales[1:])}, kept, "blocks and scales of 'w0'"),
+        (shipped, {}, "'w1' is not given"),
+    ):
+        with pytest.raises(ExpertcastError, match=message):
+            codec.encode_shipped(given, rest)
+    for wrong, message in (
+        (layout_of((64,)), "none of their parameters is a matrix"),
+        (layout_of((64, 32), dtype=torch.int16), "'w0' is no matrix of floats"),
+    ):
+        with pytest.raises(ExpertcastError, match=message):
+            _mxfp4(wrong)
 
 
 def _dequantised(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -203,46 +206,23 @@ def test_what_fp8_refuses() -> None:
     layout = layout_of((256, 256))
     codec = _fp8("fp8", layout)
     codes, scales = torch.zeros(256, 256).to(torch.float8_e4m3fn), torch.ones(2, 2)
-    for bad in (float("nan"), float("inf"), 2.0**119):
-        with pytest.raises(ExpertcastError, match=r"no number, or scales of 2\*\*119"):
-            codec.encode_shipped({"w0": (codes, torch.tensor([[1, 1], [1, bad]]))}, {})
-    with pytest.raises(ExpertcastError, match=r"'w0' has \[4, 4\] scales, not \[2, 2\]; say rows= and columns="):
-        codec.encode_shipped({"w0": (codes, torch.ones(4, 4))}, {})
-    with pytest.raises(ExpertcastError, match=r"'w0' is float8_e5m2 \[256, 256\], not float8_e4m3fn"):
-        codec.encode_shipped({"w0": (codes.to(torch.float8_e5m2), scales)}, {})
-    codes.view(torch.uint8)[9, 9] = 0x7F
-    with pytest.raises(ExpertcastError, match="codes that are no number"):
-        codec.encode_shipped({"w0": (codes, scales)}, {})
-    with pytest.raises(
-        ExpertcastError, match="only a checkpoint in FP8 says their scales; load one with load_offloaded"
-    ):
+    nan = codes.clone()
+    nan.view(torch.uint8)[9, 9] = 0x7F
+    refused = [
+        (codes, torch.tensor([[1, 1], [1, bad]]), r"no number, or scales of 2\*\*119")
+        for bad in (float("nan"), float("inf"), 2.0**119)
+    ]
+    refused += [
+        (codes, torch.ones(4, 4), r"'w0' has \[4, 4\] scales, not \[2, 2\]; say rows= and columns="),
+        (codes.to(torch.float8_e5m2), scales, r"'w0' is float8_e5m2 \[256, 256\], not float8_e4m3fn"),
+        (nan, scales, "codes that are no number"),
+    ]
+    for given, factors, message in refused:
+        with pytest.raises(ExpertcastError, match=message):
+            codec.encode_shipped({"w0": (given, factors)}, {})
+    with pytest.raises(ExpertcastError, match="only a checkpoint in FP8 says their scales; load one with load_off"):
         codec.encode(normal_block(layout))
     with pytest.raises(ExpertcastError, match=r"'w0' is \[200, 256\], which blocks of \[128, 128\] do not divide"):
         _fp8("fp8", layout_of((200, 256)))
     with pytest.raises(ExpertcastError, match="rows=-1, columns=128: give 0 or more"):
         _fp8("fp8:rows=-1", layout)
-
-
-# Lossy precisions as codecs: their bits are those of the packed copies beside a store
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_parts_are_packed_copies(precision: str) -> None:
-    layout = layout_of((64, 96), (96,), (96, 64))
-    blocks = [normal_block(layout, seed) for seed in range(3)]
-    packed = PackedLayout.of(layout, precision)
-    copies = PackedExperts(packed, layers=1, experts=3)
-    copies.fill(0, layout.views(torch.cat(blocks)))
-    codec = make_codec(precision, layout)
-    for expert, block in enumerate(blocks):
-        (part,) = codec.encode(block)
-        end = packed.rows_nbytes
-        assert torch.equal(part.data[:end], copies.block(expert)[:end])
-        expected, found = torch.zeros_like(block), torch.zeros_like(block)
-        packed.expand(copies.block(expert), expected)
-        codec.decode([part], found)
-        assert torch.equal(found, expected)
-        found[: len(part.data)] = part.data  # in its own slot
-        codec.recover([found[: len(part.data)]], found)
-        views = layout.views(found), layout.views(expected)
-        assert all(torch.equal(views[0][name], view) for name, view in views[1].items())
