@@ -1,15 +1,22 @@
-"""The disk store: the same blocks, read ahead, and never a stale or damaged file without a word."""
+"""Stores on disk: the blocks of one in memory, whatever codec made them, and never a stale or damaged file unsaid.
+
+A store without a folder has a file without a name, so that nothing stays of a process that is killed.
+"""
 
 from __future__ import annotations
 
 import errno
 import gc
+import mmap
+import multiprocessing
 import os
-import threading
+import shutil
+import sys
+import tempfile
 import time
-import weakref
+from collections import namedtuple
 from collections.abc import Callable
-from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -21,80 +28,102 @@ from transformers import PreTrainedModel
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.runtime import EmulatedLink, offload
-from expertcast.runtime.storage.disk_store import DiskStore, ReadAhead, populate
-from expertcast.runtime.storage.memory import HostMemory
+from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.expert_file import FILE_NAME
 from expertcast.runtime.storage.store import ExpertStore
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
+from tests.runtime.storage.damage import flip_a_byte
 
-NAME = "experts.safetensors"
+INPUTS = {"input_ids": torch.arange(1, 9)[None]}
+CODECS = ["raw", "bitsplit"]
+EITHER = pytest.mark.parametrize("codec", CODECS)
 
 
-def _packed(folder: Path | None, seed: int = 0, fingerprint: str | None = "a") -> tuple[DiskStore, MoEView]:
+def _store(folder: Path | None, codec: str = "raw", seed: int = 0) -> tuple[DiskStore, MoEView]:
     """A store as a loaded model makes it: its file stays when the store is closed."""
-    view = find_moe_layers(tiny_model("gpt_oss", seed=seed))
-    store = DiskStore(view, folder, fingerprint=fingerprint)
-    return store, view
+    view = find_moe_layers(tiny_model("gpt_oss", dtype=torch.bfloat16, seed=seed))
+    return DiskStore(view, folder, codec=codec, fingerprint="a"), view
+
+
+def _packed(folder: Path | None, codec: str = "raw", seed: int = 0) -> DiskStore:
+    store, view = _store(folder, codec, seed)
+    store.pack(view)
+    return store
 
 
 def _blocks(store: ExpertStore) -> Tensor:
     return torch.stack([store.block(key) for key in range(store.layers * store.experts)]).clone()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def expected() -> Tensor:
-    view = find_moe_layers(tiny_model("gpt_oss"))
+    view = find_moe_layers(tiny_model("gpt_oss", dtype=torch.bfloat16))
     store = ExpertStore(view)
     store.pack(view)
+    store.read_ahead(range(32))  # nothing to do
     return _blocks(store)
 
 
-def test_same_blocks_as_in_memory(expected: Tensor, tmp_path: Path) -> None:
-    store, view = _packed(tmp_path)
-    store.pack(view)
+@EITHER
+def test_same_blocks_as_in_memory(codec: str, expected: Tensor, tmp_path: Path) -> None:
+    store = _packed(tmp_path, codec)
     assert torch.equal(_blocks(store), expected)
+    layer = torch.cat([view.reshape(8, -1) for view in store.views(1).values()], dim=1)
+    views = store.layout.views(expected[8:16].flatten())
+    assert torch.equal(layer, torch.cat([view.reshape(8, -1) for view in views.values()], dim=1))
     assert all(store.block(key).data_ptr() % 256 == 0 for key in range(32))
     assert not any(store.pinned_layers)
-    with safe_open(tmp_path / NAME, framework="pt") as file:
-        assert torch.equal(file.get_tensor("parts"), expected.flatten()), "a safetensors file that others can read"
+    store.block(3).fill_(9)  # of a mapping or of memory: never of the file
     store.close()
-    assert [entry.name for entry in tmp_path.iterdir()] == [NAME]
-
-
-def test_nothing_written_to_the_blocks_reaches_the_file(expected: Tensor, tmp_path: Path) -> None:
-    store, view = _packed(tmp_path)
-    store.pack(view)
-    store.block(3).fill_(9)
-    again, _ = _packed(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == [FILE_NAME]
+    again, _ = _store(tmp_path, codec)
     assert torch.equal(_blocks(again), expected)
+    with safe_open(tmp_path / FILE_NAME, framework="pt") as file:  # a safetensors file that others can read
+        parts = file.get_tensor("parts")
+        assert torch.equal(parts, expected.flatten()) if codec == "raw" else len(parts) > again.stored_nbytes
 
 
+@EITHER
 @pytest.mark.parametrize("folder", [True, False])
+@pytest.mark.parametrize("link", ["disk", "instant", "emulated"])
 def test_offload_with_the_experts_on_disk(
-    folder: bool, reference_model: PreTrainedModel, one: dict[str, Tensor], tmp_path: Path
+    link: str, folder: bool, codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a link that copies from another thread; afterwards the model is what it was."""
-    before = greedy(reference_model, one, 5)
-    arguments = {"store_folder": tmp_path} if folder else {}
-    link = EmulatedLink(2e9)
-    with offload(reference_model, store="disk", slots=60, link=link, predictor="next_norm", **arguments) as offloaded:
+    """By every link; afterwards the model is what it was, and a file without a name is gone."""
+    if link == "emulated" and codec != "raw":
+        pytest.skip("copies from blocks that lie in memory")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    model = tiny_model("qwen3_moe")
+    before = greedy(model, INPUTS)
+    made = EmulatedLink(2e9) if link == "emulated" else link
+    given = {"store_folder": tmp_path / "own"} if folder else {}
+    with offload(model, store="disk", codec=codec, slots=6, link=made, predictor="next_norm", **given) as offloaded:
         assert isinstance(offloaded.store, DiskStore)
         path = offloaded.store.path
-        assert path.exists()
-        assert_same(greedy(offloaded, one, 5), before)
-    assert path.exists() == folder
-    assert_same(greedy(reference_model, one, 5), before)
+        assert path.stat().st_size > 0
+        assert_same(greedy(offloaded, INPUTS), before)
+        file = os.stat(path)
+    del offloaded
+    gc.collect()
+    assert not list((tmp_path / "temporary").iterdir())
+    assert (tmp_path / "own" / FILE_NAME).exists() == folder
+    assert (file.st_dev, file.st_ino) not in _open_files()
+    assert_same(greedy(model, INPUTS), before)
 
 
 def test_a_store_object(reference_model: PreTrainedModel, one: dict[str, Tensor], tmp_path: Path) -> None:
     before = greedy(reference_model, one, 3)
-    view = find_moe_layers(reference_model)
-    with offload(reference_model, store=DiskStore(view, tmp_path), slots=60) as offloaded:
+    with offload(reference_model, store=DiskStore(find_moe_layers(reference_model), tmp_path), slots=60) as offloaded:
         assert_same(greedy(offloaded, one, 3), before)
     other = ExpertStore(find_moe_layers(tiny_model("olmoe")))
     with pytest.raises(ExpertcastError, match="experts of another shape, dtype or number"):
         offload(reference_model, store=other)
     assert_same(greedy(reference_model, one, 3), before)
+
+
+# Packing that fails
 
 
 def test_a_failure_while_packing_gives_everything_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,44 +144,66 @@ def test_a_failure_while_packing_gives_everything_back(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def _flip_a_byte(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.seek(-5000, os.SEEK_END)
-        byte = file.read(1)[0]
-        file.seek(-5000, os.SEEK_END)
-        file.write(bytes([byte ^ 1]))
+@pytest.mark.parametrize(("codec", "share"), [("raw", 1), ("bitsplit", 0.5)])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_disk_without_room_is_found_before_packing(
+    named: bool, codec: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codec raw takes all bytes; of a compressed plane nothing is known before."""
+    store, view = _store(tmp_path / "store" if named else None, codec)
+    least = int(share * store.nbytes)
+    usage = namedtuple("usage", "total used free")
+    asked: list[Path] = []
+
+    def of(folder: Path) -> object:
+        asked.append(Path(folder))
+        return usage(10**12, 10**12, least - 1)
+
+    monkeypatch.setattr(shutil, "disk_usage", of)
+    with pytest.raises(ExpertcastError, match=f"has {least - 1} bytes free and .* take at least {least}: ") as caught:
+        store.pack(view)
+    assert "\n" not in str(caught.value)
+    assert asked == [tmp_path / "store" if named else Path(tempfile.gettempdir())]
+    assert not named or not list((tmp_path / "store").iterdir())
+    assert not view[0].experts.gate_up_proj.is_meta, "the weights are still there"
+    least += 1
+    store.pack(view)
+    assert store.holds(0)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ExpertcastError, match="give another store_folder") as caught:
+        _packed(tmp_path / "file" / "folder")
+    assert "\n" not in str(caught.value)
+
+
+# Files that are there
 
 
 def test_a_damaged_block_is_found_when_the_file_has_changed(expected: Tensor, tmp_path: Path) -> None:
-    store, view = _packed(tmp_path)
-    store.pack(view)
-    store.close()
-    _flip_a_byte(tmp_path / NAME)
+    _packed(tmp_path).close()
+    flip_a_byte(tmp_path / FILE_NAME)
     with pytest.warns(UserWarning, match="is made again: part 0 of expert 30 is damaged"):
-        store, view = _packed(tmp_path)
-    store.pack(view)
+        store = _packed(tmp_path)
     assert torch.equal(_blocks(store), expected)
 
 
 def test_a_copied_file_is_verified_once_and_used(expected: Tensor, tmp_path: Path) -> None:
     """A copy has another time of change: the checksums decide, and the time is set right again."""
-    store, view = _packed(tmp_path / "one")
-    store.pack(view)
+    _packed(tmp_path / "one")
     (tmp_path / "two").mkdir()
-    copy = tmp_path / "two" / NAME
-    copy.write_bytes((tmp_path / "one" / NAME).read_bytes())
-    store, _ = _packed(tmp_path / "two")
+    copy = tmp_path / "two" / FILE_NAME
+    copy.write_bytes((tmp_path / "one" / FILE_NAME).read_bytes())
+    store, _ = _store(tmp_path / "two")
     assert torch.equal(_blocks(store), expected)
-    assert copy.stat().st_mtime == (tmp_path / "one" / NAME).stat().st_mtime
+    assert copy.stat().st_mtime == (tmp_path / "one" / FILE_NAME).stat().st_mtime
 
 
-@pytest.mark.parametrize("codec", ["raw", "bitsplit"])
+@EITHER
 def test_a_name_that_another_file_takes_at_once(codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same shape and without a fingerprint: what was packed is used, not what has the name."""
-    own, other = (find_moe_layers(tiny_model("gpt_oss", seed=seed).bfloat16()) for seed in (0, 1))
-    made = partial(DiskStore, codec=codec)
-    taken, store = made(other, tmp_path / "other"), made(own, tmp_path / "own")
-    taken.pack(other)
+    """Of the same shape: what was packed is used, not what has the name."""
+    taken, (store, view) = _packed(tmp_path / "other", codec, seed=1), _store(tmp_path / "own", codec)
     replace = os.replace
 
     def replaced(source: Path, target: Path) -> None:
@@ -160,111 +211,117 @@ def test_a_name_that_another_file_takes_at_once(codec: str, tmp_path: Path, monk
         replace(taken.path, target)
 
     monkeypatch.setattr(os, "replace", replaced)
-    expected = torch.cat([p.detach().clone().reshape(-1) for p in own[1].experts.parameters()])
-    store.pack(own)
-    assert torch.equal(
-        torch.cat([store.views(1)[name].reshape(-1) for name, _ in own[1].experts.named_parameters()]), expected
-    )
+    weights = {name: parameter.detach().clone() for name, parameter in view[1].experts.named_parameters()}
+    store.pack(view)
+    assert all(torch.equal(store.views(1)[name], weight) for name, weight in weights.items())
 
 
 def test_a_store_whose_time_cannot_be_set(tmp_path: Path, expected: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user's, or on a read-only file system: its checksums decide, each time."""
-    store, view = _packed(tmp_path)
-    store.pack(view)
-    store.close()
-    os.utime(tmp_path / NAME, (1, 1))
+    _packed(tmp_path).close()
+    os.utime(tmp_path / FILE_NAME, (1, 1))
 
     def refuse(*_args: object, **_kwargs: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "utime", refuse)
     for _ in range(2):
-        again, _ = _packed(tmp_path)
-        assert torch.equal(_blocks(again), expected)
-    _flip_a_byte(tmp_path / NAME)
+        assert torch.equal(_blocks(_store(tmp_path)[0]), expected)
+    flip_a_byte(tmp_path / FILE_NAME)
     with pytest.warns(UserWarning, match="is made again: part 0 of expert 30 is damaged"):
-        _packed(tmp_path)
+        _store(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a store", b"\x02\0\0\0\0\0\0\0{}", b"\xff" * 64])
 def test_a_file_that_is_not_ours_is_left_alone(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / NAME).write_bytes(content)
+    (tmp_path / FILE_NAME).write_bytes(content)
     with pytest.raises(ExpertcastError, match="was not written by expertcast or is damaged: remove it") as caught:
-        _packed(tmp_path)
+        _store(tmp_path)
     assert "\n" not in str(caught.value)
-    assert (tmp_path / NAME).read_bytes() == content
+    assert (tmp_path / FILE_NAME).read_bytes() == content
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    store, view = _packed(tmp_path / "file" / "folder")
-    with pytest.raises(ExpertcastError, match="give another store_folder") as caught:
-        store.pack(view)
-    assert "\n" not in str(caught.value)
+# Pages of a mapped file
 
 
-def test_read_ahead_brings_pages_in(tmp_path: Path) -> None:
-    """What is read ahead is in the page table afterwards; nothing else is."""
-    store, view = _packed(tmp_path)
-    store.pack(view)
-    assert store._ahead is not None
-    store.read_ahead([3, 17])
-    _until(lambda: store._ahead is not None and store._ahead.ranges_read == 2)
-    assert store._ahead.ranges_read == 2
-    thread = store._ahead._thread
+@pytest.mark.skipif(not hasattr(mmap, "MADV_WILLNEED"), reason="this system has no such advice")
+def test_read_ahead_asks_for_the_experts_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole pages around each block, in order; nothing once the store is closed, and nothing of coded ones."""
+    asked: list[tuple[int, ...]] = []
+
+    class Mapping(mmap.mmap):
+        def madvise(self, *advice: int) -> None:
+            if advice[0] == mmap.MADV_WILLNEED:
+                asked.append(advice[1:])
+            super().madvise(*advice)
+
+    monkeypatch.setattr(mmap, "mmap", Mapping)
+    store = _packed(tmp_path)
+    store.read_ahead([17, 3])
+    size, starts = store.layout.block_bytes, [int(store.file.offsets[key, 0]) for key in (17, 3)]
+    for (page, length), start in zip(asked, starts, strict=True):
+        assert page % mmap.PAGESIZE == 0
+        assert start - mmap.PAGESIZE < page <= start
+        assert page + length == start + size
     store.close()
-    assert not thread.is_alive()
-    store.read_ahead([1])  # nothing to read any more
+    store.read_ahead([1])
+    _packed(tmp_path / "coded", "bitsplit").read_ahead([1])
+    assert len(asked) == 2
 
 
-def test_populate_maps_every_page(tmp_path: Path) -> None:
-    """Counted by the system: resident pages of this process's mapping."""
-    path = tmp_path / "file"
-    path.write_bytes(bytes(1 << 24))
-    tensor = torch.from_file(str(path), shared=False, size=1 << 24, dtype=torch.uint8)
-    before = _resident_file_bytes()
-    populate(tensor.data_ptr() + 100, 1 << 23)
-    grown = _resident_file_bytes() - before
-    if not _populates():
-        pytest.skip("this system only starts reading")
-    assert 1 << 23 <= grown < 1 << 24
+# Stores without a folder
 
 
-def test_read_ahead_forgets_the_oldest_and_ends_with_its_store(tmp_path: Path) -> None:
-    reader = ReadAhead(limit=2)
-    reader.close()
-    reader.ask([(0, 1), (8, 1), (16, 1)])
-    assert list(reader._queue) == [(8, 1), (16, 1)]
-    store, view = _packed(tmp_path)
+@EITHER
+@pytest.mark.parametrize("when", ["packing", "running"])
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_killed_process_leaves_nothing(when: str, codec: str, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=_wait_to_be_killed, args=(when, codec, tmp_path, there))
+    process.start()
+    assert here.poll(60)
+    held = [os.readlink(handle) for handle in Path(f"/proc/{process.pid}/fd").iterdir()]
+    assert [place for place in held if place.startswith(str(tmp_path))], "the experts are there"
+    process.kill()
+    process.join()
+    assert list(tmp_path.iterdir()) == []
+
+
+def _wait_to_be_killed(when: str, codec: str, folder: Path, there: Connection) -> None:
+    torch.set_num_threads(1)  # OpenMP's threads stay behind in the parent
+    tempfile.tempdir = str(folder)
+
+    def stop(*_: object) -> None:
+        there.send("now")
+        time.sleep(600)
+
+    if when == "packing":
+        DiskStore.finish = stop  # type: ignore[method-assign]
+    with offload(tiny_model("qwen3_moe"), store="disk", codec=codec, slots=6) as offloaded:
+        greedy(offloaded, INPUTS)
+        stop()
+
+
+def test_it_is_filled_again_beside_what_is_in_use() -> None:
+    store, view = _store(None)
     store.pack(view)
-    gone = weakref.ref(store)
-    del store
-    gc.collect()
-    assert gone() is None
-    assert "expertcast-read-ahead" not in [thread.name for thread in threading.enumerate()]
+    first = store.block(0)
+    before = first.clone()
+    store.pack(_store(None, seed=1)[1])
+    assert torch.equal(first, before)
+    assert not torch.equal(store.block(0), before)
+    store.close()
 
 
-def test_memory_store_reads_nothing_ahead() -> None:
-    model = tiny_model("gpt_oss")
-    view = find_moe_layers(model)
-    store = ExpertStore(view)
-    store.pack(view)
-    store.read_ahead(range(32))
-    assert isinstance(HostMemory(1).bytes, Tensor)
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        time.sleep(0.01)
-
-
-def _resident_file_bytes() -> int:
-    rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    return int(rows["RssFile"].split()[0]) * 1024
-
-
-def _populates() -> bool:
-    release = os.uname().release.split(".")
-    return (int(release[0]), int(release[1].split("-")[0])) >= (5, 14)
+def _open_files() -> set[tuple[int, int]]:
+    """Device and number of each file that this process has open."""
+    found = set()
+    for handle in Path("/proc/self/fd").iterdir():
+        try:
+            status = handle.stat()
+        except OSError:  # the listing's own
+            continue
+        found.add((status.st_dev, status.st_ino))
+    return found

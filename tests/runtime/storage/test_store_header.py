@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Callable
@@ -24,15 +23,26 @@ from expertcast.runtime.storage.expert_file import (
     verify_store,
 )
 from tests.families.models import tiny_model
+from tests.runtime.storage.damage import flip_a_byte, rewrite_header, say
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("packed")
+    view = find_moe_layers(tiny_model("gpt_oss"))
+    store = DiskStore(view, folder, fingerprint="a")
+    store.pack(view)
+    store.close()
+    return (folder / FILE_NAME).read_bytes()
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    view = find_moe_layers(tiny_model("gpt_oss"))
-    store = DiskStore(view, tmp_path, fingerprint="a")
-    store.pack(view)
-    store.close()
-    return tmp_path / FILE_NAME
+def path(packed: bytes, tmp_path: Path) -> Path:
+    """Of a store's file, which has just been opened for the first time."""
+    path = tmp_path / FILE_NAME
+    path.write_bytes(packed)
+    ExpertFile(path)
+    return path
 
 
 def _refused(path: Path) -> bool:
@@ -41,23 +51,6 @@ def _refused(path: Path) -> bool:
     except (StaleFileError, ExpertcastError) as error:
         return "\n" not in str(error)
     return False
-
-
-def _rewritten(path: Path, change: Callable[[Any], None]) -> None:
-    """The header's JSON changed, its length kept to whole pages."""
-    content = path.read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    entries = json.loads(content[8 : 8 + size])
-    change(entries)
-    text = json.dumps(entries).encode()
-    assert len(text) <= size
-    path.write_bytes(content[:8] + text.ljust(size) + content[8 + size :])
-
-
-def _say(entries: Any, **changes: object) -> None:
-    """Other values, under the old digest."""
-    metadata = entries["__metadata__"]
-    metadata["header"] = json.dumps(json.loads(metadata["header"]) | changes)
 
 
 def test_every_byte_of_the_header_counts(path: Path) -> None:
@@ -88,19 +81,19 @@ def test_every_byte_of_the_header_counts(path: Path) -> None:
         lambda entries: entries["__metadata__"].update(more="1"),
         lambda entries: entries["__metadata__"].update(header="[" * 500),
         lambda entries: entries["__metadata__"].pop("header"),
-        lambda entries: _say(entries, layers=5),
-        lambda entries: _say(entries, layers=-1),
-        lambda entries: _say(entries, block_bytes=1 << 62),
-        lambda entries: _say(entries, nbytes="1"),
-        lambda entries: _say(entries, index="xxh3:0"),
-        lambda entries: _say(entries, changed=10**12 - 1),
-        lambda entries: _say(entries, model_id="other"),
-        lambda entries: _say(entries, layout=[[]]),
-        lambda entries: _say(entries, codec=None),
+        lambda entries: say(entries, layers=5),
+        lambda entries: say(entries, layers=-1),
+        lambda entries: say(entries, block_bytes=1 << 62),
+        lambda entries: say(entries, nbytes="1"),
+        lambda entries: say(entries, index="xxh3:0"),
+        lambda entries: say(entries, changed=10**12 - 1),
+        lambda entries: say(entries, model_id="other"),
+        lambda entries: say(entries, layout=[[]]),
+        lambda entries: say(entries, codec=None),
     ],
 )
 def test_a_changed_header_is_refused(change: Callable[[Any], None], path: Path) -> None:
-    _rewritten(path, change)
+    rewrite_header(path, change)
     assert _refused(path)
     with pytest.raises(ExpertcastError, match=r"is damaged: .*; remove it, and the next load packs") as caught:
         verify_store(path.parent)
@@ -119,11 +112,7 @@ def test_all_of_it_is_verified(path: Path) -> None:
     verify_store(path)
     verify_store(path.parent)
     time = path.stat().st_mtime
-    with path.open("r+b") as file:
-        file.seek(-5000, os.SEEK_END)
-        byte = file.read(1)[0]
-        file.seek(-5000, os.SEEK_END)
-        file.write(bytes([byte ^ 1]))
+    flip_a_byte(path)
     os.utime(path, (time, time))
     assert not _refused(path)
     with pytest.raises(ExpertcastError, match="part 0 of expert 30 is damaged; remove it"):
