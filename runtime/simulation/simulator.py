@@ -10,13 +10,12 @@ T tokens, L MoE layers, E routed experts per layer, K experts per token. An expe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.engine import LayerFlow
-from expertcast.runtime.engine.tokens_ahead import TokenForecasts
 from expertcast.runtime.links.virtual import VirtualDisk
 from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.policies.belady import Belady, bypass_misses
@@ -24,7 +23,7 @@ from expertcast.runtime.policies.eviction import PROMPT_ROWS, Eviction, Pooled, 
 from expertcast.runtime.recording.recorder import LayerTimes
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.simulation.machine import Case, Machine, Simulation, check_slots
-from expertcast.runtime.simulation.trace import ForecastSource, Forward, Trace, asked_for
+from expertcast.runtime.simulation.trace import ForecastSource, Forward, ReplayedTokens, Trace, asked_for
 from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool
 
@@ -89,18 +88,21 @@ expert; and after the last layer."""
 
 
 class VirtualRuntime:
-    """Slots, link, flow and clock of one run; an eviction policy looks ahead with `tokens_ahead`.
+    """Slots, link, flow and clock of one run.
 
     Raises:
         ExpertcastError: policies that read more than the trace holds.
     """
 
-    def __init__(self, trace: Trace, case: Case, tokens_ahead: TokenForecasts | None = None) -> None:
+    def __init__(self, trace: Trace, case: Case) -> None:
         shape, machine, self.trace = trace.shape, case.machine, trace
         slots = min(case.slots, shape.layers * shape.experts)
         self.policies = policies = case.policies.make(
             CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=slots)
         )
+        tokens_ahead = None
+        if trace.tokens_ahead is not None and policies.eviction.reads_tokens:
+            tokens_ahead = ReplayedTokens(trace.tokens_ahead)
         self.link = machine.link()
         pool = SlotPool(_layout(machine.block_bytes[FULL]), slots, torch.device("meta"))  # books without memory
         if isinstance(self.link, VirtualDisk):
@@ -204,9 +206,7 @@ class VirtualRuntime:
             forecasts.ask(layer, forward, self.flow)
 
 
-def simulate(
-    trace: Trace, case: Case, *, tokens_ahead: Callable[[], TokenForecasts] | None = None, waits: bool = False
-) -> Simulation:
+def simulate(trace: Trace, case: Case, *, waits: bool = False) -> Simulation:
     """Run a whole trace.
 
     Lossy policies change what is loaded and computed, not the recorded routing of later layers and tokens: what they
@@ -215,7 +215,6 @@ def simulate(
     Args:
         trace: what the routers say, and forecasts of it.
         case: how it is run.
-        tokens_ahead: makes what an eviction policy looks ahead with.
         waits: keep how long each layer of each decode step waited.
 
     Raises:
@@ -225,8 +224,7 @@ def simulate(
     check_slots(case.slots, trace.shape.top_k)
     if case.bypass:
         return simulate_bypass(trace, case.slots, case.machine, case.policies.scope)
-    follower = tokens_ahead() if tokens_ahead is not None and case.policies.eviction.cls.reads_tokens else None
-    runtime = VirtualRuntime(trace, case, follower)
+    runtime = VirtualRuntime(trace, case)
     foretell(trace, runtime.policies.eviction)
     layers = trace.shape.layers
     done = Simulation(decode=RunStatistics(layers), prefill=RunStatistics(layers))

@@ -10,7 +10,6 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
 from functools import cache, partial
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -20,13 +19,12 @@ import torch
 from expertcast.data.machine import usable_processors
 from expertcast.predictors.messages import ExpertcastError, Json, Progress
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.engine.tokens_ahead import TokenForecasts
 from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.policies.eviction import Pooled
 from expertcast.runtime.policies.settings import Policies
 from expertcast.runtime.simulation.machine import Case, Machine, check_slots, summary
 from expertcast.runtime.simulation.simulator import simulate
-from expertcast.runtime.simulation.trace import TokenTable, Trace
+from expertcast.runtime.simulation.trace import Trace
 from expertcast.runtime.storage.layout import FULL
 
 CAPACITIES = (0.01, 0.05, 0.10, 0.25, 0.45)
@@ -37,26 +35,6 @@ _LEAST = 4
 """Cases that are worth the start of a process."""
 Quality = Callable[[Mapping[str, Case]], Mapping[str, Json]]
 """`perplexity`, `agreement` and `kl` of lossy cases by name, and of the exact model as `exact`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What all simulations of a sweep have in common."""
-
-    trace: Trace
-    tokens_ahead: Callable[[], TokenForecasts] | None = None
-    """Makes what an eviction policy looks ahead with."""
-
-    @classmethod
-    def of(cls, trace: Trace, follower: TokenForecasts | None) -> Workload:
-        """With the forecasts of what follows the trace, if anything does, made once: the residuals that they are made
-        from are then left out."""
-        if follower is None:
-            return cls(trace=trace)
-        table = TokenTable.of(trace, follower, progress=True)
-        routes = trace.known_routes()
-        without = [residual_TD[:, :0] for residual_TD in routes.residual]
-        return cls(trace=replace(trace, routes=replace(routes, residual=without)), tokens_ahead=table.replay)
 
 
 def slots_of(capacity: float, shape: ModelShape) -> int:
@@ -86,13 +64,13 @@ def with_bounds(cases: Sequence[Case]) -> list[Case]:
 
 
 def sweep(
-    work: Workload, cases: Sequence[Case], *, processes: int | None = None, quality: Quality | None = None,
+    trace: Trace, cases: Sequence[Case], *, processes: int | None = None, quality: Quality | None = None,
     progress: bool = False,
 ) -> Json:  # fmt: skip
     """Run all cases.
 
     Args:
-        work: the trace that all run, and what follows it.
+        trace: that all run.
         cases: what is run.
         processes: None: one per core, but none for a few cases; 1: this one.
         quality: asked once, in this process, for all lossy cases that differ in more than the machine, with experts in
@@ -106,7 +84,7 @@ def sweep(
     Raises:
         ExpertcastError: what a simulation refuses.
     """
-    shape, runnable, skipped = work.trace.shape, [], []
+    shape, runnable, skipped = trace.shape, [], []
     for case in cases:
         reason = refusal(case, shape)
         if reason is None:
@@ -115,7 +93,7 @@ def sweep(
             skipped.append({**_heading(case, shape), "reason": reason})
     count = processes or min(usable_processors(), -(-len(runnable) // _LEAST))
     rows = list(
-        Progress("simulating", total=len(runnable), unit="run", steps=_rows(work, runnable, count), shown=progress)
+        Progress("simulating", total=len(runnable), unit="run", steps=_rows(trace, runnable, count), shown=progress)
     )
     names = [f"{each.policies.as_dict()} {each.predictor} {each.slots}" for each in runnable]
     own = [(name, each) for name, each in zip(names, runnable, strict=True) if each.machine.base == FULL]
@@ -130,14 +108,14 @@ def sweep(
     return {"results": results, "skipped": skipped}
 
 
-def _rows(work: Workload, cases: Sequence[Case], processes: int) -> Iterator[Json]:
+def _rows(trace: Trace, cases: Sequence[Case], processes: int) -> Iterator[Json]:
     """The row of each case, in their order; after an error nothing further is begun."""
     if processes <= 1:
-        yield from (_run(work, case) for case in cases)
+        yield from (summary(simulate(trace, case)) for case in cases)
         return
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "workload"
-        torch.save(work, path)
+        path = Path(folder) / "trace"
+        torch.save(trace, path)
         ignoring = signal.SIGINT, signal.SIG_IGN  # a terminal sends it to all processes: this one ends the others
         with ProcessPoolExecutor(processes, _context(), signal.signal, ignoring) as pool:
             yield from pool.map(partial(_run_saved, path), cases)
@@ -154,19 +132,15 @@ def _context() -> BaseContext:
 
 
 def _run_saved(path: Path, case: Case) -> Json:
-    return _run(_saved(path), case)
+    return summary(simulate(_saved(path), case))
 
 
 @cache
-def _saved(path: Path) -> Workload:
+def _saved(path: Path) -> Trace:
     """Read once per process; all processes share the tensors' memory."""
     torch.set_num_threads(1)
-    work: Workload = torch.load(path, mmap=True, weights_only=False)
-    return work
-
-
-def _run(work: Workload, case: Case) -> Json:
-    return summary(simulate(work.trace, case, tokens_ahead=work.tokens_ahead))
+    trace: Trace = torch.load(path, mmap=True, weights_only=False)
+    return trace
 
 
 def refusal(case: Case, shape: ModelShape) -> str | None:

@@ -7,7 +7,7 @@ An expert's key is layer * E + expert.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -113,6 +113,9 @@ class Trace:
     """None: a decoding seen from outside, for policies that look at keys alone."""
     hints: Mapping[str, ForecastSource] = field(default_factory=dict)
     """By predictor."""
+    tokens_ahead: Sequence[Tensor | None] | None = None
+    """Of each forward, the forecast [H, L, E] of the tokens that follow, where one is due; in half precision, for they
+    are compared with each other, and there are many. None: eviction policies get none."""
 
     @property
     def decode(self) -> list[Forward]:
@@ -130,6 +133,25 @@ class Trace:
             return None
         token_T = self.routes.token_T[forward.rows]
         return None if len(token_T) % forward.sequences else token_T.view(forward.sequences, -1)
+
+    def looking_ahead(self, follower: TokenForecasts, *, progress: bool = False) -> Trace:
+        """The same with forecasts of the next tokens, made once for all simulations; the residuals, which they are made
+        from, are left out."""
+        routes, due, made = self.known_routes(), list[int | None](), list[Tensor]()
+        for forward in Progress("forecasts", unit="forward", steps=self.forwards, shown=progress):
+            probability_HLE = follower.start(forward.fresh, self.token_ids(forward))
+            due.append(None if probability_HLE is None else len(made))
+            if probability_HLE is not None:
+                made.append(probability_HLE.half())
+            for layer in range(self.shape.layers):
+                residual_TD, logits_TE = routes.residual[layer][forward.rows], routes.logits[layer][forward.rows]
+                follower.see(layer, residual_TD, logits_TE, forward.sequences)
+        table_NHLE = torch.stack(made) if made else ()  # one storage, which processes share
+        return replace(
+            self,
+            routes=replace(routes, residual=[residual_TD[:, :0] for residual_TD in routes.residual]),
+            tokens_ahead=[None if row is None else table_NHLE[row] for row in due],
+        )
 
     def known_routes(self) -> Routes:
         """What policies read that look further than keys.
@@ -207,56 +229,19 @@ def _groups(document_T: Tensor, batch: int) -> Iterator[list[range]]:
         yield documents[first : first + batch]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenTable:
-    """Forecasts of the next tokens' routing for a whole trace, made once and given in every simulation of it.
-
-    H rows of a forecast, N forecasts.
-    """
-
-    probability_NHLE: Tensor
-    """In half precision: they are compared with each other, and there are many."""
-    due: list[int | None]
-    """Per forward, the number of the forecast that is made when it starts."""
-
-    @classmethod
-    def of(cls, trace: Trace, follower: TokenForecasts, *, progress: bool = False) -> TokenTable:
-        """Follow the whole trace, which must hold its residuals."""
-        made: list[Tensor] = []
-        due: list[int | None] = []
-        routes = trace.known_routes()
-        for forward in Progress("forecasts", unit="forward", steps=trace.forwards, shown=progress):
-            probability_HLE = follower.start(forward.fresh, trace.token_ids(forward))
-            due.append(None if probability_HLE is None else len(made))
-            if probability_HLE is not None:
-                made.append(probability_HLE.half())
-            for layer in range(trace.shape.layers):
-                residual_TD, logits_TE = routes.residual[layer][forward.rows], routes.logits[layer][forward.rows]
-                follower.see(layer, residual_TD, logits_TE, forward.sequences)
-        shape = trace.shape
-        table = torch.stack(made) if made else torch.zeros(0, 1, shape.layers, shape.experts, dtype=torch.half)
-        return cls(probability_NHLE=table, due=due)
-
-    def replay(self) -> ReplayedTokens:
-        """For one simulation of the trace, from its beginning."""
-        return ReplayedTokens(self)
-
-
 class ReplayedTokens:
-    """Gives the forecasts of a table, forward by forward."""
+    """Gives the forecasts of a trace's next tokens, forward by forward, from its beginning."""
 
-    def __init__(self, table: TokenTable) -> None:
-        self._table = table
-        self._forward = -1
+    def __init__(self, forecasts: Sequence[Tensor | None]) -> None:
+        self._forecasts = iter(forecasts)
 
     def start(self, fresh: bool, token_BS: Tensor | None = None) -> Tensor | None:
         """A forward starts: its forecast, whatever `fresh` and `token_BS` are; or None."""
-        self._forward += 1
-        row = self._table.due[self._forward]
-        return None if row is None else self._table.probability_NHLE[row].float()
+        forecast_HLE = next(self._forecasts)
+        return None if forecast_HLE is None else forecast_HLE.float()
 
     def see(self, layer: int, residual_TD: Tensor, logits_TE: Tensor, sequences: int) -> None:
-        """All that follows from `layer`, `residual_TD`, `logits_TE` and `sequences` stands in the table."""
+        """All that follows from `layer`, `residual_TD`, `logits_TE` and `sequences` is in the forecasts."""
 
 
 _CHUNK = 2048

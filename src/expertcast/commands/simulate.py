@@ -35,7 +35,7 @@ from expertcast.runtime.config import OffloadConfig, size_bytes
 from expertcast.runtime.policies.eviction import SCOPES
 from expertcast.runtime.simulation.figures import write_figures
 from expertcast.runtime.simulation.machine import Case, table
-from expertcast.runtime.simulation.sweep import BELADY, CAPACITIES, Workload, refusal, sweep, with_bounds
+from expertcast.runtime.simulation.sweep import BELADY, CAPACITIES, refusal, sweep, with_bounds
 from expertcast.runtime.simulation.trace import Texts, load_trace
 from expertcast.runtime.storage.layout import FULL, BlockLayout
 from expertcast.training.scoring import Fitted
@@ -137,7 +137,7 @@ def run(options: Options) -> Outcome:
         return policy_quality(options, str(model), runs, prefill=texts.prefill, batch=texts.batch, fitted=fitted)
 
     found = sweep(
-        Workload.of(trace, follower),
+        trace if follower is None else trace.looking_ahead(follower, progress=True),
         with_bounds(cases) if options.sweep else cases,
         processes=options.processes,
         quality=None if model is None else measured,

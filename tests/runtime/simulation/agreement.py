@@ -102,10 +102,10 @@ def compare(measured: Measured, times: LayerTimes | None = None) -> Json:
         `measured` and `simulated`, each with counts and `tpot_s`; `same_counts`, and `tpot_error` = simulated /
         measured - 1.
     """
-    case, next_token = measured.case, measured.next_token
-    case = case if times is None else case.timed(times)
-    follower = None if next_token is None else lambda: NextTokenTracker(next_token)
-    done = simulate(measured.trace, case, tokens_ahead=follower)
+    case, trace = measured.case, measured.trace
+    if measured.next_token is not None:
+        trace = trace.looking_ahead(NextTokenTracker(measured.next_token))
+    done = simulate(trace, case if times is None else case.timed(times))
     counts = _counts(done.decode)
     return {
         **case.policies.as_dict(),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.engine.tokens_ahead import TokenForecasts
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.simulation.machine import Case, Machine, Simulation, constant_times
 from expertcast.runtime.simulation.simulator import simulate as simulate_case
@@ -71,14 +70,7 @@ def machine(layers: int, *, layer_s: float = 2.0, copy_s: int = 3) -> Machine:
 
 
 def simulate(
-    trace: Trace,
-    policies: Policies,
-    slots: int,
-    machine: Machine,
-    *,
-    predictor: str | None = None,
-    tokens_ahead: Callable[[], TokenForecasts] | None = None,
+    trace: Trace, policies: Policies, slots: int, machine: Machine, *, predictor: str | None = None
 ) -> Simulation:
     """Simulate a case that is put together from its parts."""
-    case = Case(policies=policies, slots=slots, machine=machine, predictor=predictor)
-    return simulate_case(trace, case, tokens_ahead=tokens_ahead)
+    return simulate_case(trace, Case(policies=policies, slots=slots, machine=machine, predictor=predictor))

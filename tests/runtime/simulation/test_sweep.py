@@ -23,8 +23,7 @@ from expertcast.runtime.simulation.figures import (
     write_figures,
 )
 from expertcast.runtime.simulation.machine import Case, summary, table
-from expertcast.runtime.simulation.sweep import EXACT, Workload, slots_of, sweep, with_bounds
-from expertcast.runtime.simulation.trace import TokenTable
+from expertcast.runtime.simulation.sweep import EXACT, slots_of, sweep, with_bounds
 from tests.runtime.simulation import made
 from tests.runtime.simulation.made import simulate
 
@@ -45,7 +44,7 @@ def cases(*slots: int, **policies: str) -> list[Case]:
 
 
 def test_result_does_not_depend_on_processes() -> None:
-    work, wanted = Workload(trace=made.random_trace(3, tokens=30)), with_bounds(cases(4, 9))
+    work, wanted = made.random_trace(3, tokens=30), with_bounds(cases(4, 9))
     one = sweep(work, wanted, processes=1)
     assert sweep(work, wanted, processes=2) == one
     assert len(one["results"]) == 8 + 8
@@ -74,30 +73,26 @@ class EveryOther:
 
 
 def test_next_tokens_are_forecast_once() -> None:
-    trace = made.random_trace(4, tokens=30)
-    live, recorded = EveryOther(), EveryOther()
-    table = TokenTable.of(trace, recorded)
-    assert recorded.calls == [(forward.fresh, layer) for forward in trace.forwards for layer in range(-1, 3)]
+    trace, follower = made.random_trace(4, tokens=30), EveryOther()
+    ahead = trace.looking_ahead(follower)
+    assert follower.calls == [(forward.fresh, layer) for forward in trace.forwards for layer in range(-1, 3)]
     policies, machine = Policies(eviction="forecast"), made.machine(3)
-    direct = summary(simulate(trace, policies, 6, machine, tokens_ahead=lambda: live))
-    assert live.calls == recorded.calls
-    case = Case(policies=policies, slots=6, machine=machine)
-    (row,) = sweep(Workload(trace=trace, tokens_ahead=table.replay), [case], processes=1)["results"]
+    direct = summary(simulate(ahead, policies, 6, machine))
+    (row,) = sweep(ahead, [Case(policies=policies, slots=6, machine=machine)], processes=1)["results"]
     assert {key: row[key] for key in direct} == direct
     assert direct["misses"] != summary(simulate(trace, policies, 6, machine))["misses"]
-    lru = simulate(trace, Policies(), 6, machine, tokens_ahead=lambda: pytest.fail("lru looks at no forecast"))
-    assert lru.steps_s
+    assert simulate(ahead, Policies(), 6, machine).steps_s == simulate(trace, Policies(), 6, machine).steps_s
 
 
 def test_belady_is_on_top() -> None:
-    found = sweep(Workload(trace=made.random_trace(5)), with_bounds(cases(4, 9)), processes=1)["results"]
+    found = sweep(made.random_trace(5), with_bounds(cases(4, 9)), processes=1)["results"]
     for slots in (4, 9):
         misses = {row["eviction"]: row["misses"] + row["prefill"]["misses"] for row in found if row["slots"] == slots}
         assert misses["belady_bypass"] <= misses["belady"] <= min(misses["lru"], misses["lfu"])
 
 
 def test_too_small_is_left_out() -> None:
-    found = sweep(Workload(trace=made.random_trace(0)), [*cases(1), *cases(5), *cases(5, scope="layer")], processes=1)
+    found = sweep(made.random_trace(0), [*cases(1), *cases(5), *cases(5, scope="layer")], processes=1)
     assert [row["slots"] for row in found["results"]] == [5] * 4
     reasons = [row["reason"] for row in found["skipped"]]
     assert reasons[0] == "slots=1 is fewer than the 2 experts one token needs: give slots=2 or more"
@@ -107,7 +102,7 @@ def test_too_small_is_left_out() -> None:
 
 def test_belady_and_lossy_policies_do_not_go_together() -> None:
     bad = Case(policies=Policies(eviction="belady", miss="drop"), slots=5, machine=made.machine(3))
-    found = sweep(Workload(trace=made.random_trace(0)), [bad], processes=1)
+    found = sweep(made.random_trace(0), [bad], processes=1)
     assert found["results"] == []
     assert "lossy policies execute other experts" in found["skipped"][0]["reason"]
 
@@ -129,7 +124,7 @@ def lossy_results(folder: Path) -> dict[str, Any]:
         known = {name: {"perplexity": 11.0, "agreement": 0.9, "kl": 0.1} for name in wanted}
         return {**known, EXACT: {"perplexity": 10.0, "agreement": 1.0, "kl": 0.0}}
 
-    work, wanted = Workload(trace=made.random_trace(2)), [*cases(5), *cases(5, miss="drop")]
+    work, wanted = made.random_trace(2), [*cases(5), *cases(5, miss="drop")]
     found = sweep(work, wanted, processes=1, quality=quality)
     assert [len(names) for names in asked] == [2]  # once, and not once more for the second machine
     write_figures(found["results"], folder)
@@ -146,7 +141,7 @@ def test_quality_is_that_of_the_models_own_precision() -> None:
         assert list(wanted.values()) == [lossy]
         return {EXACT: {"perplexity": 5.0}, **{key: {"perplexity": 6.0} for key in wanted}}
 
-    work = Workload(trace=made.random_trace(3))
+    work = made.random_trace(3)
     found = sweep(work, [lossy, exact, *packed], processes=1, quality=quality)["results"]
     assert [row["perplexity"] for row in found] == [6.0, 5.0, None, None]
 
@@ -155,12 +150,12 @@ def test_quality_is_asked_for_lossy_policies(tmp_path: Path) -> None:
     rows = lossy_results(tmp_path)["results"]
     assert [(row["perplexity"], row["agreement"]) for row in rows] == [(10.0, 1.0)] * 4 + [(11.0, 0.9)] * 4
     assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
-    plain = sweep(Workload(trace=made.random_trace(2)), cases(5, miss="drop"), processes=1)["results"]
+    plain = sweep(made.random_trace(2), cases(5, miss="drop"), processes=1)["results"]
     assert {row["perplexity"] for row in plain} == {None}
 
 
 def test_figures_are_written(tmp_path: Path) -> None:
-    found = sweep(Workload(trace=made.random_trace(2)), with_bounds(cases(3, 6, 12)), processes=1)["results"]
+    found = sweep(made.random_trace(2), with_bounds(cases(3, 6, 12)), processes=1)["results"]
     paths = write_figures(found, tmp_path)
     assert [path.name for path in paths] == ["hit_rate.png", "tpot.png", "collisions.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
@@ -169,7 +164,7 @@ def test_figures_are_written(tmp_path: Path) -> None:
 
 
 def test_labels_say_what_differs() -> None:
-    work = Workload(trace=made.random_trace(2))
+    work = made.random_trace(2)
     found = sweep(work, [*cases(6), *cases(6, scope="layer")], processes=1)["results"]
     assert list(dict.fromkeys(row["label"] for row in labelled(found))) == [
         "lru, global", "lfu, global", "lru, layer", "lfu, layer",
@@ -238,9 +233,9 @@ def test_frontier() -> None:
 
 
 def test_table_leaves_out_what_nobody_chose() -> None:
-    found = sweep(Workload(trace=made.random_trace(2)), cases(6), processes=1)["results"]
+    found = sweep(made.random_trace(2), cases(6), processes=1)["results"]
     heading, *rows = table(found)
     assert heading[:3] == ("eviction", "slots", "capacity")
     assert len(rows) == 4
-    heading = table(sweep(Workload(trace=made.random_trace(2)), cases(6, miss="drop"), processes=1)["results"])[0]
+    heading = table(sweep(made.random_trace(2), cases(6, miss="drop"), processes=1)["results"])[0]
     assert heading[:3] == ("eviction", "miss", "slots")
