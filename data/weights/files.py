@@ -94,15 +94,26 @@ class _Rows:
     def __getitem__(self, part: Part) -> Tensor:
         if part is ... or self._dtype is None:
             return self._whole[part]
-        count, *row = self.get_shape()
-        start, stop, _ = part.indices(count)
-        stop = max(start, stop)
-        size = math.prod(row) * self._dtype.itemsize
-        read = read_range(self._file.fileno(), self._start + start * size, (stop - start) * size)
-        if len(read) != (stop - start) * size:
-            raise OSError(f"{self._file.name} is cut off")
+        read, shape = read_rows(self._file, self._start, self.get_shape(), self._dtype.itemsize, part)
         found = torch.frombuffer(read, dtype=self._dtype) if read else torch.empty(0, dtype=self._dtype)
-        return found.view(stop - start, *row)
+        return found.view(shape)
+
+
+def read_rows(
+    file: BinaryIO, start: int, shape: Sequence[int], itemsize: int, part: Part
+) -> tuple[bytearray, list[int]]:
+    """Some rows of a tensor that begins at a byte of a file: their bytes and shape.
+
+    Raises:
+        OSError: the file ends before them.
+    """
+    count, *row = shape
+    first, last, _ = (0, count, 1) if part is ... else part.indices(count)
+    rows, size = max(0, last - first), math.prod(row) * itemsize
+    read = read_range(file.fileno(), start + first * size, rows * size)
+    if len(read) != rows * size:
+        raise OSError(f"{file.name} is cut off")
+    return read, [rows, *row]
 
 
 class WeightFiles(ExitStack):

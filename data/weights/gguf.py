@@ -8,7 +8,6 @@ an architecture that it converts by weight converters (`integrations/gguf`, torc
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from transformers.utils import is_gguf_available
 
 from expertcast.data.source import GGUF, Quantised
-from expertcast.data.trace_format import read_range
-from expertcast.data.weights.files import ComputedTensor, Part, TensorFile, WeightFiles
+from expertcast.data.weights.files import ComputedTensor, Part, TensorFile, WeightFiles, read_rows
 from expertcast.predictors.messages import ExpertcastError
 
 _UNMAPPED = {
@@ -53,13 +51,8 @@ class _Stored:
     def __getitem__(self, part: Part) -> Any:
         import numpy as np
 
-        count, *row = self.shape
-        first, last, _ = (0, count, 1) if part is ... else part.indices(count)
-        size = math.prod(row) * self.item.itemsize
-        read = read_range(self.file.fileno(), self.start + first * size, (last - first) * size)
-        if len(read) != (last - first) * size:
-            raise OSError(f"{self.file.name} is cut off")
-        return np.frombuffer(read, dtype=self.item).reshape(last - first, *row)
+        read, shape = read_rows(self.file, self.start, self.shape, self.item.itemsize, part)
+        return np.frombuffer(read, dtype=self.item).reshape(shape)
 
 
 class GgufFile(WeightFiles):

@@ -16,7 +16,6 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ class Fp8Tensor:
         self.grid = (*found[: self._outer], *inner)
         """Of the scales: [gR, gC] or [E, gR, gC]; one number for each row are gR = R and gC = 1."""
         wanted = block or (None, None)
-        self.block = tuple(map(_shared, (rows, columns), self.grid[-2:], wanted))
+        self.block = _shared(rows, self.grid[-2], wanted[0]), _shared(columns, self.grid[-1], wanted[1])
         """Rows and columns that share a scale."""
         if self.grid[:-2] != self.shape[:-2] or 0 in self.block:
             raise ExpertcastError(
@@ -321,41 +320,28 @@ _OF_127 = 7.874015718698502e-3
 """1 / 127, as bitsandbytes writes it."""
 
 
-class FourBits:
-    """A weight in 4 bits, computed when it is read.
+def _four_bits(parts: Mapping[str, TensorFile]) -> ComputedTensor:
+    """A weight in 4 bits.
 
     Args:
         parts: the tensors by what follows the weight's name: ``, `absmax`, `quant_map`, `state`, ...
     """
+    state: dict[str, Any] = json.loads(bytes(parts["state"][...].tolist()))
+    shape, each = list(state["shape"]), int(state["blocksize"])
+    count, dtype = math.prod(shape), getattr(torch, state["dtype"])
 
-    def __init__(self, parts: Mapping[str, TensorFile]) -> None:
-        self._parts = parts
-
-    @cached_property
-    def _state(self) -> dict[str, Any]:
-        read: dict[str, Any] = json.loads(bytes(self._parts["state"][...].tolist()))
-        return read
-
-    def get_shape(self) -> list[int]:
-        """Of the weight."""
-        return list(self._state["shape"])
-
-    def get_dtype(self) -> str:
-        """As safetensors names it."""
-        return {"bfloat16": "BF16", "float16": "F16"}.get(self._state["dtype"], "F32")
-
-    def __getitem__(self, part: Part) -> Tensor:
-        shape, each = self.get_shape(), int(self._state["blocksize"])
-        count = math.prod(shape)
-        octets = self._parts[""][...].reshape(-1).view(torch.uint8)
+    def make(part: Part) -> Tensor:
+        octets = parts[""][...].reshape(-1).view(torch.uint8)
         codes = torch.stack((octets >> 4, octets & 15), -1).flatten()[:count]
-        largest = self._parts["absmax"][...].reshape(-1)
-        if "nested_absmax" in self._parts:
-            outer = self._parts["nested_absmax"][...].repeat_interleave(int(self._state["nested_blocksize"]))
-            factors = self._parts["nested_quant_map"][...][largest.long()] * outer[: len(largest)]
-            largest = factors + float(self._state["nested_offset"])
-        made = self._parts["quant_map"][...][codes.int()].mul_(largest.float().repeat_interleave(each)[:count])
-        return made.view(shape).to(getattr(torch, self._state["dtype"]))[part]
+        largest = parts["absmax"][...].reshape(-1)
+        if "nested_absmax" in parts:
+            outer = parts["nested_absmax"][...].repeat_interleave(int(state["nested_blocksize"]))
+            factors = parts["nested_quant_map"][...][largest.long()] * outer[: len(largest)]
+            largest = factors + float(state["nested_offset"])
+        made = parts["quant_map"][...][codes.int()].mul_(largest.float().repeat_interleave(each)[:count])
+        return made.view(shape).to(dtype)[part]
+
+    return ComputedTensor(shape, {"bfloat16": "BF16", "float16": "F16"}.get(state["dtype"], "F32"), make)
 
 
 def join_bnb(tensors: Mapping[str, TensorFile]) -> dict[str, TensorFile]:
@@ -373,7 +359,7 @@ def join_bnb(tensors: Mapping[str, TensorFile]) -> dict[str, TensorFile]:
             if missing := [each for each in needed.values() if each not in tensors]:
                 raise ExpertcastError(f"the checkpoint has no {missing[0]}: it is incomplete")
             found = {**needed, **{key: each for key, each in nested.items() if each in tensors}}
-            joined[weight] = FourBits({key: tensors[each] for key, each in found.items()})
+            joined[weight] = _four_bits({key: tensors[each] for key, each in found.items()})
             used |= set(found.values()) - {weight}
         elif name.endswith(".weight") and tensor.get_dtype() == "I8":
             stem = name.removesuffix(".weight")

@@ -263,16 +263,6 @@ class Texts:
     """Documents decoded together, until the shortest of them ends."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Part:
-    """Some rows of a trace."""
-
-    routes: Routes
-    document_T: Tensor
-    forecasts: dict[str, dict[int, Forecast]]
-    """By predictor and target layer."""
-
-
 def load_trace(
     traces: TraceDataset, texts: Texts | None = None, *, predictors: Mapping[str, Predictor] | None = None,
     ahead: int = 1, residuals: bool = False,
@@ -302,23 +292,26 @@ def load_trace(
     ]
     if not parts:
         raise ExpertcastError(f"split {texts.split!r} holds no tokens: collect more text or choose another split")
-    ids = [part.routes.token_T for part in parts if part.routes.token_T is not None]
+    ids = [routes.token_T for routes, _, _ in parts if routes.token_T is not None]
     routes = Routes(
         view=view,
-        **{name: _joined([getattr(part.routes, name) for part in parts]) for name in _COLUMNS},
+        **{name: _joined([getattr(routes, name) for routes, _, _ in parts]) for name in _COLUMNS},
         token_T=torch.cat(ids) if len(ids) == len(parts) else None,
     )
-    document_T = torch.cat([part.document_T for part in parts])
+    document_T = torch.cat([document_T for _, document_T, _ in parts])
     hints = {}
     for name in predictors:
         layers = range(ahead, len(view))
-        joined = {layer: Forecast.join([part.forecasts[name][layer] for part in parts]) for layer in layers}
+        joined = {layer: Forecast.join([forecasts[name][layer] for _, _, forecasts in parts]) for layer in layers}
         hints[name] = Hints(ahead=ahead, forecasts=joined)
     return trace_of(view.shape, routes, document_T, prefill=texts.prefill, batch=texts.batch, hints=hints)
 
 
 @torch.no_grad()
-def _part(rows: TraceBatch, view: MoEView, predictors: Mapping[str, Predictor], ahead: int, residuals: bool) -> _Part:
+def _part(
+    rows: TraceBatch, view: MoEView, predictors: Mapping[str, Predictor], ahead: int, residuals: bool
+) -> tuple[Routes, Tensor, dict[str, dict[int, Forecast]]]:
+    """Of some rows of a trace, their routes, documents, and forecasts by predictor and target layer."""
     ids, weights = route_all(view, rows.logits_TLE)
     states = [rows.state(view, layer) for layer in range(len(view) - ahead)] if predictors else []
     forecasts = {
@@ -330,7 +323,7 @@ def _part(rows: TraceBatch, view: MoEView, predictors: Mapping[str, Predictor], 
         logits=list(rows.logits_TLE.unbind(1)), ids=ids, weights=weights, residual=list(kept.unbind(1)),
         token_T=rows.token_T,
     )  # fmt: skip
-    return _Part(routes=routes, document_T=rows.document_T, forecasts=forecasts)
+    return routes, rows.document_T, forecasts
 
 
 def _joined(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -256,8 +257,8 @@ class ShippedExperts:
                 blocks, scales = (file[expert : expert + 1][0] for file in self._sources.files_of(group))
                 shipped[local[group.target]] = blocks, scales
             elif form == FP8:
-                made = self._sources.made(group, expert, _codes)
-                grids = self._sources.made(group, expert, _scales)
+                made = self._sources.made(group, expert, cast(Read, Fp8Tensor.codes))
+                grids = self._sources.made(group, expert, cast(Read, Fp8Tensor.scales))
                 shipped |= {local[full]: (made[full][0], grids[full][0]) for full in made}
             else:
                 kept |= {local[full]: value[0] for full, value in self._sources.made(group, expert).items()}
@@ -278,9 +279,7 @@ class ShippedExperts:
         files = [file for file in self._sources.files_of(group) if isinstance(file, Fp8Tensor)]
         if len({file.block for file in files}) > 1 or not all(file.whole for file in files):
             raise self._refused(group.target, f"have scales for blocks of {sorted({file.block for file in files})}")
-        for full, grid in self._sources.made(group, 0, _grid).items():
-            rows, columns = parameters[full].shape[-2:]
-            self._blocks.add((rows // grid.shape[-2], columns // grid.shape[-1]))
+        self._blocks.add(files[0].block)
 
     def _refused(self, full: str, why: str) -> ExpertcastError:
         return ExpertcastError(
@@ -293,19 +292,3 @@ def _form(group: Group, sources: ExpertSources) -> str | None:
     if group.mxfp4:
         return MXFP4
     return FP8 if all(isinstance(file, Fp8Tensor) for file in sources.files_of(group)) else None
-
-
-def _codes(file: TensorFile, part: Part) -> Tensor:
-    assert isinstance(file, Fp8Tensor)
-    return file.codes(part)
-
-
-def _scales(file: TensorFile, part: Part) -> Tensor:
-    assert isinstance(file, Fp8Tensor)
-    return file.scales(part)
-
-
-def _grid(file: TensorFile, part: Part) -> Tensor:
-    """One expert's scales, without reading them."""
-    assert isinstance(file, Fp8Tensor)
-    return torch.empty(file.grid if part == ... else (1, *file.grid[1:]), device="meta")
