@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import PRECISIONS, BlockLayout, Field
-from expertcast.runtime.storage.memory import PageLock
 from expertcast.runtime.storage.packed import PackedLayout, dequantise, dequantise_plain
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
@@ -25,11 +23,19 @@ from tests.families.models import CONFIGS, tiny_model
 BITS = {"int8": 8, "int4": 4, "int2": 2}
 
 
-def _store(family: str = "gpt_oss", dtype: torch.dtype = torch.bfloat16, **options: Any) -> ExpertStore:
+def _store(family: str = "gpt_oss", dtype: torch.dtype = torch.bfloat16) -> ExpertStore:
     view = find_moe_layers(tiny_model(family, dtype))
-    store = ExpertStore(view, **options)
+    store = ExpertStore(view)
     store.pack(view)
     return store
+
+
+def _packed(layout: BlockLayout, precision: str, **weights: Tensor) -> tuple[PackedLayout, Tensor]:
+    """Packed blocks [N, block_bytes] of parameters [N, ...]."""
+    packed = PackedLayout.of(layout, precision)
+    blocks = torch.zeros(len(next(iter(weights.values()))), packed.block_bytes, dtype=torch.uint8)
+    packed.pack(weights, blocks)
+    return packed, blocks
 
 
 def _error(found: Tensor, weights: Tensor) -> float:
@@ -64,12 +70,10 @@ def _layout(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Blo
 def test_groups() -> None:
     """64 weights in a row where that divides all, else 32; what neither divides stays."""
     assert PackedLayout.of(_layout((4, 16), (2, 64)), "int4").group == 64
-    narrow = PackedLayout.of(_layout((4, 16), (3, 32), (5, 7)), "int4")
+    views = {"w0": torch.randn(3, 4, 16), "w1": torch.randn(3, 3, 32), "w2": torch.randn(3, 5, 7)}
+    narrow, blocks = _packed(_layout((4, 16), (3, 32), (5, 7)), "int4", **views)
     assert (narrow.group, narrow.rows) == (32, 5)
     assert [field.name for field, _ in narrow.kept] == ["w2"]
-    views = {"w0": torch.randn(3, 4, 16), "w1": torch.randn(3, 3, 32), "w2": torch.randn(3, 5, 7)}
-    blocks = torch.zeros(3, narrow.block_bytes, dtype=torch.uint8)
-    narrow.pack(views, blocks)
     full = torch.zeros(3 * 65536, dtype=torch.uint8)
     narrow.expand(blocks[2], full)
     found = narrow.full.views(full)
@@ -83,9 +87,8 @@ def test_plain_operations_give_what_torchs_own_operator_gives(precision: str, sc
     """Bit for bit, for every code that can occur."""
     bits = BITS[precision]
     layout = _layout((500, 64))
-    packed = PackedLayout.of(layout, precision)
-    blocks = torch.zeros(1, packed.block_bytes, dtype=torch.uint8)
-    packed.pack({"w0": torch.randn(1, 500, 64, generator=torch.Generator().manual_seed(bits)) * scale}, blocks)
+    weights = torch.randn(1, 500, 64, generator=torch.Generator().manual_seed(bits)) * scale
+    packed, blocks = _packed(layout, precision, w0=weights)
     rows = blocks[0, : packed.rows_nbytes].view(500, -1)
     operator = getattr(torch.ops.quantized, f"embedding_bag_{'byte' if bits == 8 else f'{bits}bit'}_unpack")
     assert torch.equal(dequantise_plain(rows, bits), operator(rows))
@@ -96,9 +99,7 @@ def test_plain_operations_give_what_torchs_own_operator_gives(precision: str, sc
 def test_errors_on_normal_weights(precision: str, most: float) -> None:
     """Rows of 64 normal weights. Spanning each row's whole range leaves 0.090 with int4 and 0.45 with int2."""
     weights = torch.randn(64, 64, 64, generator=torch.Generator().manual_seed(1))
-    packed = PackedLayout.of(_layout((64, 64)), precision)
-    blocks = torch.zeros(64, packed.block_bytes, dtype=torch.uint8)
-    packed.pack({"w0": weights}, blocks)
+    packed, blocks = _packed(_layout((64, 64)), precision, w0=weights)
     found = [dequantise(block[: packed.rows_nbytes].view(64, -1), packed.bits) for block in blocks]
     assert _error(torch.stack(found), weights) < most
 
@@ -109,15 +110,14 @@ def test_rows_without_spread() -> None:
     weights[0, 1] = 0.5
     weights[0, 2, 17] = 1000.0
     weights[0, 3, ::2] = -2.0
-    packed = PackedLayout.of(_layout((4, 64)), "int2")
-    blocks = torch.zeros(1, packed.block_bytes, dtype=torch.uint8)
-    packed.pack({"w0": weights}, blocks)
+    packed, blocks = _packed(_layout((4, 64)), "int2", w0=weights)
     found = dequantise(blocks[0, : packed.rows_nbytes].view(4, -1), 2)
     assert found == pytest.approx(weights[0], rel=1e-3, abs=1e-3)
 
 
-@pytest.mark.parametrize("family", sorted(CONFIGS))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((family, torch.bfloat16) for family in sorted(CONFIGS)), ("gpt_oss", torch.float32)]
+)
 def test_expanded_in_its_own_slot(family: str, dtype: torch.dtype) -> None:
     """A packed block in a slot's first bytes becomes the full block: near the weights, biases exact, no neighbour
     touched; each parameter is torch's own unpacking, cast."""
@@ -160,10 +160,8 @@ def test_error_of_the_reference_models_experts() -> None:
     experts = view[0].experts
     parameters = {field.name: getattr(experts, field.name).detach() for field in layout.fields}
     for precision, bits, most in (("int8", 9, 0.006), ("int4", 4.5, 0.085), ("int2", 2.5, 0.33)):
-        packed = PackedLayout.of(layout, precision)
+        packed, blocks = _packed(layout, precision, **parameters)
         assert packed.rows_nbytes * 8 == weights * bits
-        blocks = torch.zeros(store.experts, packed.block_bytes, dtype=torch.uint8)
-        packed.pack(parameters, blocks)
         full = torch.zeros(store.experts * layout.block_bytes, dtype=torch.uint8)
         for expert in range(store.experts):
             packed.expand(blocks[expert], full.view(store.experts, -1)[expert])
@@ -200,32 +198,6 @@ def test_copies_are_made_once_and_freed() -> None:
     assert gone() is None
     assert made.nbytes == 0
     assert block.any()
-
-
-class _Driver:
-    """Locks what it is asked to."""
-
-    def __init__(self) -> None:
-        self.locked: dict[int, int] = {}
-
-    def register(self, pointer: int, nbytes: int) -> str | None:
-        self.locked[pointer] = nbytes
-        return None
-
-    def unregister(self, pointer: int) -> None:
-        del self.locked[pointer]
-
-
-def test_copies_are_page_locked_as_the_store_is() -> None:
-    driver = _Driver()
-    store = _store(lock=PageLock(driver=driver))
-    before = len(driver.locked)
-    store.add_copies(("int4",))
-    copies = store.copies("int4")
-    assert copies.pinned
-    assert driver.locked[copies.block(0).data_ptr()] >= copies.nbytes
-    store.unpack()
-    assert len(driver.locked) == 0 < before
 
 
 def test_what_is_refused() -> None:
