@@ -72,31 +72,21 @@ class ComputedTensor:
         return self.make(part)
 
 
-class _Rows:
-    """A tensor of which rows are read alone.
+def _by_rows(whole: TensorFile, file: BinaryIO, start: int) -> ComputedTensor:
+    """A tensor, at this byte of its file, of which rows are read alone.
 
     The library's own slices, with `pread`, read the whole tensor: where a layer's experts are one tensor, each of them
     would cost as much as all.
     """
+    shape, dtype = whole.get_shape(), _DTYPES.get(whole.get_dtype())
 
-    def __init__(self, whole: TensorFile, file: BinaryIO, start: int) -> None:
-        self._whole, self._file, self._start = whole, file, start
-        self._dtype = _DTYPES.get(whole.get_dtype())
+    def make(part: Part) -> Tensor:
+        if part is ... or dtype is None:
+            return whole[part]
+        read, rows = read_rows(file, start, shape, dtype.itemsize, part)
+        return (torch.frombuffer(read, dtype=dtype) if read else torch.empty(0, dtype=dtype)).view(rows)
 
-    def get_shape(self) -> list[int]:
-        """Its sizes."""
-        return self._whole.get_shape()
-
-    def get_dtype(self) -> str:
-        """As safetensors names it."""
-        return self._whole.get_dtype()
-
-    def __getitem__(self, part: Part) -> Tensor:
-        if part is ... or self._dtype is None:
-            return self._whole[part]
-        read, shape = read_rows(self._file, self._start, self.get_shape(), self._dtype.itemsize, part)
-        found = torch.frombuffer(read, dtype=self._dtype) if read else torch.empty(0, dtype=self._dtype)
-        return found.view(shape)
+    return ComputedTensor(shape, whole.get_dtype(), make)
 
 
 def read_rows(
@@ -160,18 +150,19 @@ class SafetensorsFiles(WeightFiles):
             for file in self.paths:
                 opened = self.enter_context(safe_open(file, framework="pt", device="cpu", backend="pread"))
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-                tensors.update(self._by_rows(file, slices) if hasattr(os, "preadv") else slices)
+                tensors.update(self._rows_of(file, slices) if hasattr(os, "preadv") else slices)
         except (OSError, SafetensorError) as error:
             self.close()
             raise ExpertcastError(f"cannot read the weights of {source.name!r}: {error}") from error
         self.tensors = {name: tensors[name] for name in sorted(tensors, key=dot_natural_key)}
 
-    def _by_rows(self, path: str, slices: dict[str, TensorFile]) -> dict[str, TensorFile]:
+    def _rows_of(self, path: str, slices: dict[str, TensorFile]) -> dict[str, TensorFile]:
         file = self.enter_context(Path(path).open("rb"))  # noqa: SIM115
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         return {
-            name: _Rows(tensor, file, 8 + length + header[name]["data_offsets"][0]) for name, tensor in slices.items()
+            name: _by_rows(tensor, file, 8 + length + header[name]["data_offsets"][0])
+            for name, tensor in slices.items()
         }
 
 

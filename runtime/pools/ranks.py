@@ -96,7 +96,8 @@ class RankModel:
     @property
     def inclusion_R(self) -> Floats:
         """f: probability that a step uses the expert at a rank."""
-        return self.moved_RR.sum(axis=0)
+        inclusion_R: Floats = self.moved_RR.sum(axis=0)
+        return inclusion_R
 
 
 def rank_model(routing: Routing) -> RankModel:

@@ -166,12 +166,10 @@ class Span:
     """Seconds on one clock for all spans of a recorder."""
     step: int
     """Forward since the recording began; -1 for copies."""
-    key: int = -1
-    """Expert that a copy moved, layer * E + expert."""
     urgent: bool = False
     """A copy that a layer was waiting for, no forecast's."""
     expert: int = -1
-    """The same as a number within its layer."""
+    """That a copy moved, as a number within its layer."""
 
     @property
     def seconds(self) -> float:
@@ -217,7 +215,7 @@ class Recorder(Observer):
         self._mark(state, layer)
 
     def copied(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
-        self._copies.append(Span("copy", layer, start, end, -1, key, urgent, key % self._experts))
+        self._copies.append(Span("copy", layer, start, end, -1, urgent, key % self._experts))
 
     def device_time(self, event: torch.cuda.Event) -> float:
         return float(self._base().elapsed_time(event)) / 1e3

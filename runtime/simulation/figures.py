@@ -135,11 +135,6 @@ def write_figures(results: Rows, folder: Path) -> list[Path]:
     drawn = {"hit_rate": hit_rates(results), "tpot": token_times(results), "collisions": collisions(results)}
     if any(row.get("perplexity") is not None for row in results):
         drawn["pareto"] = pareto(results)
-    return save(drawn, folder)
-
-
-def save(drawn: Mapping[str, Figure], folder: Path) -> list[Path]:
-    """Write figures as files of their names; returns their paths."""
     for name, figure in drawn.items():
         figure.savefig(folder / f"{name}.png", dpi=130)
     return [folder / f"{name}.png" for name in drawn]

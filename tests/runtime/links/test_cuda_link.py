@@ -110,6 +110,7 @@ def test_copies_are_on_the_recorders_clock() -> None:
     link, recorder = CudaLink(), Recorder("cuda")
     link.observer = recorder
     attached(link)
+    recorder.attached(8)
     recorder.step_start()
     for key in range(6):
         link.wait(link.submit(key, key, urgent=True))
@@ -118,7 +119,7 @@ def test_copies_are_on_the_recorders_clock() -> None:
     link.synchronize()
     (step,) = recorder.spans()
     spans = recorder.copies()
-    assert [span.key for span in spans] == list(range(6))
+    assert [span.expert for span in spans] == list(range(6))
     assert all(step.start <= span.start < span.end <= step.end for span in spans)
     assert sum(span.seconds for span in spans) == pytest.approx(link.busy_s, abs=1e-4)
     link.close()

@@ -52,7 +52,7 @@ def _complete(trace: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:
 
 def test_hand_made_events() -> None:
     spans = spans_of(STATES, step=3, start=7.0)
-    copies = [Span("copy", 0, 7.03, 7.04, -1, 5, False, 5), Span("copy", 1, 7.02, 7.03, -1, 13, True, 5)]
+    copies = [Span("copy", 0, 7.03, 7.04, -1, False, 5), Span("copy", 1, 7.02, 7.03, -1, True, 5)]
     trace = chrome_trace({"run": MadeRecorder(spans, copies)})
     compute = _complete(trace, tid=1)
     assert [event["name"] for event in compute] == [
