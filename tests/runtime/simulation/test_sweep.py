@@ -116,7 +116,8 @@ def test_capacity_is_a_share_of_bytes() -> None:
             slots_of(share, shape)
 
 
-def lossy_results(folder: Path) -> dict[str, Any]:
+def test_quality_is_asked_for_lossy_policies(tmp_path: Path) -> None:
+    """Once, and not once more for the second machine."""
     asked: list[Mapping[str, Case]] = []
 
     def quality(wanted: Mapping[str, Case]) -> dict[str, dict[str, float]]:
@@ -124,11 +125,14 @@ def lossy_results(folder: Path) -> dict[str, Any]:
         known = {name: {"perplexity": 11.0, "agreement": 0.9, "kl": 0.1} for name in wanted}
         return {**known, EXACT: {"perplexity": 10.0, "agreement": 1.0, "kl": 0.0}}
 
-    work, wanted = made.random_trace(2), [*cases(5), *cases(5, miss="drop")]
-    found = sweep(work, wanted, processes=1, quality=quality)
-    assert [len(names) for names in asked] == [2]  # once, and not once more for the second machine
-    write_figures(found["results"], folder)
-    return found
+    trace, wanted = made.random_trace(2), [*cases(5), *cases(5, miss="drop")]
+    rows = sweep(trace, wanted, processes=1, quality=quality)["results"]
+    assert [len(names) for names in asked] == [2]
+    assert [(row["perplexity"], row["agreement"]) for row in rows] == [(10.0, 1.0)] * 4 + [(11.0, 0.9)] * 4
+    write_figures(rows, tmp_path)
+    assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
+    plain = sweep(trace, cases(5, miss="drop"), processes=1)["results"]
+    assert {row["perplexity"] for row in plain} == {None}
 
 
 def test_quality_is_that_of_the_models_own_precision() -> None:
@@ -144,14 +148,6 @@ def test_quality_is_that_of_the_models_own_precision() -> None:
     work = made.random_trace(3)
     found = sweep(work, [lossy, exact, *packed], processes=1, quality=quality)["results"]
     assert [row["perplexity"] for row in found] == [6.0, 5.0, None, None]
-
-
-def test_quality_is_asked_for_lossy_policies(tmp_path: Path) -> None:
-    rows = lossy_results(tmp_path)["results"]
-    assert [(row["perplexity"], row["agreement"]) for row in rows] == [(10.0, 1.0)] * 4 + [(11.0, 0.9)] * 4
-    assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")
-    plain = sweep(made.random_trace(2), cases(5, miss="drop"), processes=1)["results"]
-    assert {row["perplexity"] for row in plain} == {None}
 
 
 def test_figures_are_written(tmp_path: Path) -> None:
