@@ -133,7 +133,7 @@ class ByteCache:
     """What is held, in bytes, by one budget or by one for each layer."""
 
     def __init__(self, eviction: Eviction, bytes_LE: Ids, share: int) -> None:
-        self.eviction, self._share, self._experts = eviction, share, bytes_LE.shape[1]
+        self.eviction, self._share = eviction, share
         self._bytes: list[int] = np.ravel(bytes_LE).tolist()
         self._held: set[int] = set()
         self._used = [0] * len(eviction.policies)
