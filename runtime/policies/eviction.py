@@ -754,10 +754,7 @@ class Gap(PreEviction):
     config: GapConfig
 
     def release_target(self, probability_E: Sequence[float], predicted: Collection[int], resident: int) -> int:
-        return len(predicted) - resident + self._redundancy(probability_E, len(predicted))
-
-    def _redundancy(self, probability_E: Sequence[float], k: int) -> int:
-        config = self.config
+        config, k = self.config, len(predicted)
         boundary = sorted(probability_E, reverse=True)[k - 1 : k + config.r_max] if k else []
         ties = 0
         for higher, lower in pairwise(boundary):
@@ -765,7 +762,7 @@ class Gap(PreEviction):
                 ties += 1
             elif not config.literal:
                 break
-        return ties
+        return k - resident + ties
 
 
 PRE_EVICTION: PolicyRegistry[PreEviction] = PolicyRegistry("pre-eviction policy", NoPreEviction, Gap)
@@ -782,32 +779,26 @@ class Eviction:
     """
 
     def __init__(self, choice: Choice[EvictionPolicy], shape: CacheShape, scope: str = "global") -> None:
-        self.shares: list[int] | None = None
+        self.shares = None if scope == "global" else layer_shares(shape)
         """Slots of each layer; None: all slots are everybody's."""
-        if scope == "global":
-            self.policies = [choice.make(shape)]
-            self.by_layer = self.policies * shape.layers
+        if self.shares is None:
+            self._take([choice.make(shape)] * shape.layers)
         else:
-            self.shares = layer_shares(shape)
-            self.policies = self.by_layer = [
-                choice.make(replace(shape, slots=share, sharing=1)) for share in self.shares
-            ]
-        self._hears(choice.cls)
+            self._take([choice.make(replace(shape, slots=share, sharing=1)) for share in self.shares])
 
     @classmethod
     def over_all(cls, policy: EvictionPolicy, layers: int) -> Self:
         """One that was made already, over all slots."""
         made = cls.__new__(cls)
-        made.shares, made.policies = None, [policy]
-        made.by_layer = made.policies * layers
-        made._hears(type(policy))
+        made.shares = None
+        made._take([policy] * layers)
         return made
 
-    def _hears(self, policy: type[EvictionPolicy]) -> None:
-        self.reads_scores = policy.reads_scores
-        self.reads_routing = policy.reads_routing
-        self.reads_forecasts = policy.reads_forecasts
-        self.reads_tokens = policy.reads_tokens
+    def _take(self, by_layer: list[EvictionPolicy]) -> None:
+        first = by_layer[0]
+        self.by_layer, self.policies = by_layer, [first] if self.shares is None else by_layer
+        self.reads_scores, self.reads_routing = first.reads_scores, first.reads_routing
+        self.reads_forecasts, self.reads_tokens = first.reads_forecasts, first.reads_tokens
 
     def start_pass(self, fresh: bool) -> None:
         """A forward starts."""

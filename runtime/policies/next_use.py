@@ -85,8 +85,6 @@ class LayerUse:
         self._followed_EE = np.zeros((experts, experts), dtype=np.float32)
         """Counts [E, E]: uses of the second expert one visit after the first."""
         self._before: Sequence[int] = ()
-        self._x_FE = np.zeros((FEATURES, experts))
-        self._x_FE[0] = 1.0
 
     def visit(self, experts: Sequence[int]) -> None:
         """A token used these experts (distinct)."""
@@ -109,7 +107,8 @@ class LayerUse:
     def features(self) -> Numbers:
         """[F, E] of what was used so far: a constant, logs of the averages and of the share of all visits relative to
         chance, of the age, whether it was used last or never, and how much the experts used last are followed by it."""
-        share, x_FE, heads = self._share, np.empty_like(self._x_FE), len(HALF_LIVES)
+        share, heads = self._share, len(HALF_LIVES)
+        x_FE = np.empty((FEATURES, len(self._uses_E)))
         x_FE[0] = 1.0
         np.log((self._average_HE / share + 1) / (self._weight_H + 1)[:, None], out=x_FE[1 : heads + 1])
         rate_E = (self._uses_E + share) / (self._counted + 1)

@@ -39,93 +39,93 @@ SCORES = {"a": (0.5, 0.3125, 0.1875), "b": (0.625, 0.3125, 0.0625), "c": (0.25, 
 LOW_NAMES = ("a0", "b1", "c2")
 """Held in int4 in the trial of lhu."""
 
+# Each forward needs six other experts between two uses of the same one: nothing survives.
 LRU = """
-    Each forward needs six other experts between two uses of the same one: nothing survives.
     a0 a1       | b0 b1         | c0 c2 > a0 a1
     a0 a1 > b0 b1 | b0* b2 > c0 c2  | c0* c2* > a0 a1
     a1 a2 > b0 b2 | b0* b2* > c0 c2 | c0* c1 > a1 a2
     a0 a2 > b0 b2 | b0* b2* > c0 c1 | c1* c2 > a0 a2
 """
+# Drawn with seed 0, where there is a choice: when all are marked, a phase ends, and two of the four go. That is at c
+# in 1, at b in 2, at a and c in 3 and at b in 4. Otherwise the unmarked ones go: what is left of the phase before, of
+# which b0 goes at a in 2, a0 at c in 2, a1 and b2 at a in 4, a0 at c in 4.
 MARKING = """
-    Drawn with seed 0, where there is a choice: when all are marked, a phase ends, and two of the four go. That is at c
-    in 1, at b in 2, at a and c in 3 and at b in 4. Otherwise the unmarked ones go: what is left of the phase before, of
-    which b0 goes at a in 2, a0 at c in 2, a1 and b2 at a in 4, a0 at c in 4.
     a0 a1       | b0 b1         | c0 c2 > a1 b1
     a1 > b0     | b0* b2 > a1 c2 | c2* > a0
     a1 a2 > c0 c2 |               | c0* c1 > a2 b0
     a0 a2 > a1 b2 | b0 b2* > a2 c0 | c2 > a0
 """
+# 2: b0 is the oldest of those used once. At c: b2 once, then of a0 a1 b0, used twice, a0 is the oldest.
+# 3: a1 hits; b0 is the oldest of those used twice. At b: a2 once, then c0 before c2. At c: c2, used twice in forward
+#    2, before b2, used the second time in this one.
+# 4: c1 once; of a1 b0 c0, used three times, a1. b0 hits; a2 twice. At c: of a0 b2 c0, three times, c0 and a0.
 LFU = """
-    2: b0 is the oldest of those used once. At c: b2 once, then of a0 a1 b0, used twice, a0 is the oldest.
-    3: a1 hits; b0 is the oldest of those used twice. At b: a2 once, then c0 before c2. At c: c2, used twice in forward
-       2, before b2, used the second time in this one.
-    4: c1 once; of a1 b0 c0, used three times, a1. b0 hits; a2 twice. At c: of a0 b2 c0, three times, c0 and a0.
     a0 a1       | b0 b1         | c0 c2 > a0 a1
     a0 a1 > b0 b1 | b0* b2 > c0 c2 | c0* c2* > b2 a0
     a2 > b0     | b0* b2 > a2 c0 | c0* c1 > c2 b2
     a0 a2 > c1 a1 | b2 > a2       | c1* c2 > c0 a0
 """
+# a0, b1 and c2 are in int4: they are worth nothing, however often they are used. c2 is the first to go from forward 2
+# on, unless an equal that was used longer ago is there: a0 at b in forward 2, then b2, loaded but not used so far.
+# 3: a2 once, b2 twice against a1 and b0 three times. 4: c1 once, a1 three times and the oldest; a0 never.
+# At c in 4: a2 twice; c0 three times, used before b2, also three times.
 LHU = """
-    a0, b1 and c2 are in int4: they are worth nothing, however often they are used. c2 is the first to go from forward 2
-    on, unless an equal that was used longer ago is there: a0 at b in forward 2, then b2, loaded but not used so far.
-    3: a2 once, b2 twice against a1 and b0 three times. 4: c1 once, a1 three times and the oldest; a0 never.
-    At c in 4: a2 twice; c0 three times, used before b2, also three times.
     a0 a1       | b0 b1         | c0 c2 > a0 b1
     a0 > c2     | b2 > a0       | c2* > b2
     a2 > c2     | b2 > a2       | c1 > b2
     a0 a2 > c1 a1 | b2 > a0       | c1* c2 > a2 c0
 """
+# Farthest is the running layer itself, then the one before it: at a the order is a c b, at b it is b a c, at c it is
+# c b a. So b goes at c, a at b and c at a, but for a1 and c0 in forward 4, which their own layer does not need.
 FLD = """
-    Farthest is the running layer itself, then the one before it: at a the order is a c b, at b it is b a c, at c it is
-    c b a. So b goes at c, a at b and c at a, but for a1 and c0 in forward 4, which their own layer does not need.
     a0 a1       | b0 b1         | c0 c2 > b0 b1
                 | b0 b2 > a0 a1 |
     a1 a2 > c0 c2 |               | c0* c1 > b0 b2
     a0 > a1     | b0 b2 > a0 a2 | c2 > c0
 """
+# At a: c b. At b: a and c are equally far. At c: a b. So c goes at a, just before a's at c: both come back too soon.
+# 2: at b of a0 a1, a0; at c a1 and then, of b0 b1 b2, b1, not used in this forward.
 ABSOLUTE = """
-    At a: c b. At b: a and c are equally far. At c: a b. So c goes at a, just before a's at c: both come back too soon.
-    2: at b of a0 a1, a0; at c a1 and then, of b0 b1 b2, b1, not used in this forward.
     a0 a1       | b0 b1         | c0 c2 > a0 a1
     a0 a1 > c0 c2 | b2 > a0       | c0* c2* > a1 b1
     a1 a2 > c0 c2 |               | c0* c1 > a1 a2
     a0 a2 > c0 c1 |               | c1* c2 > a0 a2
 """
+# Means as shares of the highest: a 1 5/8 3/8, b 1 1/2 1/10, c 1/2 1/2 1. Equals: the first layer.
+# 1: at c b1 1/2, a1 5/8. 2: at a c0 1/2; at b a1 5/8; at c b2 1/10. 3: at a c0, then a0 of a0 b0 c2, all 1;
+# at b a2 3/8; at c b2, a1. 4: at a c0 and c1, 1/2 both, c0 loaded first; at b a2; at c b2.
 SCORE = """
-    Means as shares of the highest: a 1 5/8 3/8, b 1 1/2 1/10, c 1/2 1/2 1. Equals: the first layer.
-    1: at c b1 1/2, a1 5/8. 2: at a c0 1/2; at b a1 5/8; at c b2 1/10. 3: at a c0, then a0 of a0 b0 c2, all 1;
-    at b a2 3/8; at c b2, a1. 4: at a c0 and c1, 1/2 both, c0 loaded first; at b a2; at c b2.
     a0 a1       | b0 b1         | c0 c2 > b1 a1
     a1 > c0     | b2 > a1       | c0* > b2
     a1 a2 > c0 a0 | b2 > a2       | c0* c1 > b2 a1
     a0 a2 > c0 c1 | b2 > a2       | c1* > b2
 """
+# Stale ones first: 1: none is stale at c, b is farther than a. 2: a0 a1 hit and are current; at b c0 c2 are the stale
+# ones; at c all are current, b is farthest. 3: a0 is stale, as are c0 c2, a is farthest: a0. Then as before. 4: a1 is
+# stale, as are c0 c1: a1. Without prefetches this keeps the wrong half.
 LEAST_STALE = """
-    Stale ones first: 1: none is stale at c, b is farther than a. 2: a0 a1 hit and are current; at b c0 c2 are the stale
-    ones; at c all are current, b is farthest. 3: a0 is stale, as are c0 c2, a is farthest: a0. Then as before. 4: a1 is
-    stale, as are c0 c1: a1. Without prefetches this keeps the wrong half.
     a0 a1       | b0 b1         | c0 c2 > b0 b1
                 | b0 b2 > c0 c2 | c0* c2* > b0 b2
     a2 > a0     | b0 b2 > c0 c2 | c0* c1 > b0 b2
     a0 > a1     | b0 b2 > c0 c1 | c1* c2 > b0 b2
 """
+# gamma = 1/2, alpha = 1/2, so that with n residents s = u / 2U + 1 / 2n without forecasts.
+# A use is worth 1, 2, 4, 8 in the four forwards.
+# 1, 2: of n = 2 in a layer both have 1/2; equals: the first layer. At b in 2: a before c.
+# 3: at a: b0 3, b2 2: 0.55 and 0.45; c0 c2 1/2: b2, then c0. At b: a1 7, a2 4: 0.57 and 0.43; c2 1/2, as ranked with
+#    c0: a2. At c: b0 7, b2 6: 0.52 and 0.48; a1 0.57, c2 still 1/2: b2 c2.
+# 4: at a: c0 7, c1 4: 0.57 and 0.43; a1 0.57, b0 0.52: c1 b0. At b: a0 11, a1 7, a2 12 of three: 0.35, 0.28, 0.37;
+#    c0 0.57: a1 a0. At c: a2 0.37; b0 15, b2 14: 0.51 and 0.49; c0 0.57: a2 b2.
 IMPORTANCE = """
-    gamma = 1/2, alpha = 1/2, so that with n residents s = u / 2U + 1 / 2n without forecasts.
-    A use is worth 1, 2, 4, 8 in the four forwards.
-    1, 2: of n = 2 in a layer both have 1/2; equals: the first layer. At b in 2: a before c.
-    3: at a: b0 3, b2 2: 0.55 and 0.45; c0 c2 1/2: b2, then c0. At b: a1 7, a2 4: 0.57 and 0.43; c2 1/2, as ranked with
-       c0: a2. At c: b0 7, b2 6: 0.52 and 0.48; a1 0.57, c2 still 1/2: b2 c2.
-    4: at a: c0 7, c1 4: 0.57 and 0.43; a1 0.57, b0 0.52: c1 b0. At b: a0 11, a1 7, a2 12 of three: 0.35, 0.28, 0.37;
-       c0 0.57: a1 a0. At c: a2 0.37; b0 15, b2 14: 0.51 and 0.49; c0 0.57: a2 b2.
     a0 a1       | b0 b1         | c0 c2 > a0 a1
     a0 a1 > b0 b1 | b0* b2 > a0 a1 |
     a1 a2 > b2 c0 | b2* > a2      | c0* c1 > b2 c2
     a0 a2 > c1 b0 | b0* b2 > a1 a0 | c1* c2 > a2 b2
 """
+# 1: at c b1 is never used again, a0 a1 and b0 are next at a and b: b1 b0. 2: at b a1 comes back at a, a0 later, c0 c2
+# before both: a0 a1. 3: at a c2 comes last, then c0 after b0 b2: c2 c0. At c a1 never, then of a2 b0 b2 the later
+# ones, b0 used before b2. 4: at a c0 never; at b a0 never; at c a2 never.
 BELADY = """
-    1: at c b1 is never used again, a0 a1 and b0 are next at a and b: b1 b0. 2: at b a1 comes back at a, a0 later, c0 c2
-    before both: a0 a1. 3: at a c2 comes last, then c0 after b0 b2: c2 c0. At c a1 never, then of a2 b0 b2 the later
-    ones, b0 used before b2. 4: at a c0 never; at b a0 never; at c a2 never.
     a0 a1       | b0 b1         | c0 c2 > b1 b0
                 | b0 b2 > a0 a1 |
     a1 a2 > c2 c0 |               | c0* c1 > a1 b0
