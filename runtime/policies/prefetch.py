@@ -31,6 +31,11 @@ class Wanted:
         """The forecast's own experts, T rows of K, on the host."""
         self.weights = weights
 
+    @property
+    def layer(self) -> int:
+        """Target layer."""
+        return self.forecast.layer
+
     @cached_property
     def probability_TE(self) -> Tensor:
         """Softmax of the forecast's logits, float32 on the host."""
@@ -350,8 +355,7 @@ class Calibrated(PrefetchPolicy):
 
     def probability(self, wanted: Wanted) -> Array:
         """[E] probability that the step uses an expert."""
-        forecast = wanted.forecast
-        return self._calibration.probability(forecast.layer, forecast.logits_TE, forecast.log_odds)
+        return self._calibration.probability(wanted.layer, wanted.forecast.logits_TE, wanted.forecast.log_odds)
 
     def see_routing(self, layer: int, ids: Sequence[int]) -> None:
         self._calibration.learn(layer, ids)
