@@ -27,7 +27,7 @@ from expertcast.runtime import load_offloaded
 from expertcast.runtime.benchmarking.bench import step_times
 from expertcast.runtime.benchmarking.runs import decode_greedily
 from expertcast.runtime.drafts.costs import Cycle
-from expertcast.runtime.drafts.drafting import Drafting, DraftOptions
+from expertcast.runtime.drafts.drafting import Drafting
 from expertcast.runtime.drafts.governor import Governor
 from expertcast.runtime.drafts.kinds import Draft
 from expertcast.runtime.drafts.prefetch import Schedule
@@ -387,8 +387,7 @@ class Runner:
         if side.draft == NONE:
             ids_1S = self.offloaded.generate(prompt_1T, **kwargs, draft=NONE)
         else:
-            options = DraftOptions(draft=side.draft, length=side.length)
-            ids_1S = self._drafting.generate(options, (prompt_1T,), kwargs)
+            ids_1S = self._drafting.generate(side.draft, (prompt_1T,), kwargs, length=side.length)
         new: list[int] = ids_1S[0, prompt_1T.shape[1] :].tolist()
         return new
 

@@ -28,7 +28,7 @@ from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor
 from expertcast.predictors.next_token import NextTokenTracker
 from expertcast.predictors.view import ModelShape, overfetched
 from expertcast.runtime.config import OffloadConfig, named_checkpoint, pool_bytes, remarks, size_bytes
-from expertcast.runtime.drafts.drafting import Drafting, DraftOptions
+from expertcast.runtime.drafts.drafting import Drafting
 from expertcast.runtime.drafts.names import NONE, QUANTISED
 from expertcast.runtime.drafts.quantised import expected_bytes
 from expertcast.runtime.engine.cache import ExpertCache
@@ -458,8 +458,9 @@ class OffloadedModel(StandIn):
                 "a draft is verified by the exact model, and this one is offloaded with executed forecasts or lossy "
                 "policies: offload it in mode 'exact', and give these as the draft"
             )
-        options = DraftOptions(draft=chosen, length=draft_length, assistant_tokenizer=assistant_tokenizer)
-        return self.drafting.generate(options, args, kwargs)
+        return self.drafting.generate(
+            chosen, args, kwargs, length=draft_length, assistant_tokenizer=assistant_tokenizer
+        )
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         self._check_open()

@@ -31,7 +31,7 @@ os.getloadavg = lambda: (0.0, 0.0, 0.0)  # commands warn of a busy machine, and 
 REFERENCE_TOKENS = 12_000
 LONGEST = (
     "scripts/test_kill_commands.py", "benchmarks/test_disk.py", "package/test_readme.py", "training/test_resume.py",
-    "scripts/test_mutate", "families/", "policies/test_runtime.py", "package/", "training/",
+    "scripts/test_mutate", "families/", "package/", "training/",
 )  # fmt: skip
 """Files that take a minute or more: begun first, or one worker is at them long after the others are done."""
 

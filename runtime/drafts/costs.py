@@ -12,149 +12,11 @@ from itertools import accumulate
 from operator import add, mul
 
 from expertcast.predictors.messages import Json
+from expertcast.runtime.drafts.learning import OUTLIER, Option, PositionMeans, RunningLine, RunningMean
 from expertcast.runtime.drafts.names import NONE
 
-# Estimates in which old observations fade
 
-OUTLIER = 3.0
-"""Longer times count as so many times the expected one: a disturbance says nothing of the next cycle, and a lasting
-change is learned all the same."""
-
-
-class RunningMean:
-    """A mean of numbers above 0, in which each observation counts `keep` times as much as the one after it.
-
-    The very first counts little as soon as there is a second: what runs for the first time is not what it will be. From
-    the third on none counts as more than `OUTLIER` times the mean.
-
-    Args:
-        keep: above 0, below 1.
-    """
-
-    _FIRST = 0.2
-
-    def __init__(self, keep: float = 0.9) -> None:
-        self._keep = keep
-        self.weight = 0.0
-        """Weight of the mean, in fresh observations."""
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """One more."""
-        if not self.weight:
-            self.weight, self._sum = self._FIRST, self._FIRST * value
-            return
-        if self.weight > 2 * self._FIRST:
-            value = min(value, OUTLIER * self._sum / self.weight)
-        self.fade(self._keep)
-        self.weight += 1.0
-        self._sum += value
-
-    def fade(self, share: float) -> None:
-        """Multiply the weight of all observations so far."""
-        self.weight *= share
-        self._sum *= share
-
-    def limit(self, weight: float) -> None:
-        """Limit the weight of all observations so far."""
-        if self.weight > weight:
-            self.fade(weight / self.weight)
-
-    @property
-    def value(self) -> float | None:
-        """None before there was an observation."""
-        return self._sum / self.weight if self.weight else None
-
-
-class PositionMeans:
-    """Means by position, each drawn towards that of the position before it, the first towards a prior.
-
-    Old observations fade with every cycle, at all positions: one that is not reached any more falls back to what the
-    one before it does.
-
-    Args:
-        prior: of position 0.
-        keep: what a cycle leaves of the observations before it.
-        firmness: observations that the value of the position before counts for.
-    """
-
-    def __init__(self, prior: float, *, keep: float, firmness: float) -> None:
-        self._prior, self._keep, self._firmness = prior, keep, firmness
-        self._sums: list[float] = []
-        self._weights: list[float] = []
-
-    def start_cycle(self) -> None:
-        """Let the observations of earlier cycles fade."""
-        self._fade(self._keep)
-
-    def limit(self, weight: float) -> None:
-        """Limit the weight of all observations so far, at each position."""
-        if max(self._weights, default=0.0) > weight:
-            self._fade(weight / max(self._weights))
-
-    def _fade(self, share: float) -> None:
-        self._sums = [total * share for total in self._sums]
-        self._weights = [own * share for own in self._weights]
-
-    def observe(self, position: int, value: float) -> None:
-        """One observation at a position."""
-        missing = position + 1 - len(self._sums)
-        self._sums.extend([0.0] * missing)
-        self._weights.extend([0.0] * missing)
-        self._sums[position] += value
-        self._weights[position] += 1.0
-
-    def values(self, count: int) -> list[float]:
-        """Of the first `count` positions."""
-        known, value, firmness = len(self._sums), self._prior, self._firmness
-        found = []
-        for position in range(count):
-            if position < known:
-                value = (self._sums[position] + firmness * value) / (self._weights[position] + firmness)
-            found.append(value)
-        return found
-
-    def weights(self, count: int) -> list[float]:
-        """Weight of each of the first `count` positions in fresh observations, with the prior's weight added."""
-        return [self._firmness + own for own in [*self._weights, *[0.0] * count][:count]]
-
-
-class RunningLine:
-    """A least-squares line through points of which the older ones fade; flat where they do not say otherwise.
-
-    Args:
-        keep: what a point leaves of the weight of those before it.
-        ridge: how much evidence a slope needs, in squared steps of x.
-    """
-
-    def __init__(self, keep: float, ridge: float) -> None:
-        self._keep, self._ridge = keep, ridge
-        self._sums = [0.0] * 5
-        """Of the weights, x, y, xx and xy."""
-
-    def observe(self, x: float, y: float) -> None:
-        """One more point."""
-        new = (1.0, x, y, x * x, x * y)
-        self._sums = [self._keep * old + add for old, add in zip(self._sums, new, strict=True)]
-
-    def limit(self, weight: float) -> None:
-        """Limit the weight of all points so far."""
-        if self._sums[0] > weight:
-            self._sums = [total * weight / self._sums[0] for total in self._sums]
-
-    def at(self, xs: Sequence[float]) -> list[float]:
-        """y at each x; 0 before there was a point."""
-        weight, x, y, xx, xy = self._sums
-        if not weight:
-            return [0.0] * len(xs)
-        slope = (xy - x * y / weight) / (xx - x * x / weight + self._ridge)
-        return [y / weight + slope * (own - x / weight) for own in xs]
-
-
-# Cycles
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Cycle:
     """One cycle as it was run: n drafted positions, verified in one exact pass; a plain step where nothing drafts.
 
@@ -196,8 +58,8 @@ class Cycle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """A cycle of one draft at one length, and what it is expected to give. The default is a plain exact step."""
+class Choice(Option):
+    """A cycle of one draft at one length; tokens are E[N] of a sequence. The default is a plain exact step."""
 
     draft: str | None = None
     """None: a plain exact step."""
@@ -205,12 +67,6 @@ class Choice:
     """n, the number of positions expected to be best; 0 without a draft."""
     longest: int = 0
     """The draft may go on up to here."""
-    tokens: float = 1.0
-    """E[N]"""
-    doubt: float = 0.0
-    """How far E[N] falls with acceptance one standard error lower: large where few cycles were measured."""
-    seconds: float = 0.0
-    """Of the whole cycle; 0: not known yet."""
     reason: str = ""
     """One line with the numbers that decided."""
     trial: bool = False
@@ -220,15 +76,6 @@ class Choice:
     def name(self) -> str:
         """The draft's, or `none`."""
         return self.draft or NONE
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second and sequence; 0 before anything is known."""
-        return self.rate_within(0.0)
-
-    def rate_within(self, errors: float) -> float:
-        """Tokens per second with `errors` standard errors added to E[N]."""
-        return (self.tokens + errors * self.doubt) / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
         ahead = f", {self.length} ahead" if self.draft else ""
@@ -276,7 +123,7 @@ class VerificationTimes:
         for other, mean in list(self._means.items()):
             if other != tokens:
                 mean.fade(1 - (1 - KEEP_SECONDS) / 5)
-                if mean.weight < _STALE * RunningMean._FIRST and len(self._means) > 2:
+                if mean.weight < _STALE * RunningMean.FIRST and len(self._means) > 2:
                     del self._means[other]
         self._means.setdefault(tokens, RunningMean(KEEP_SECONDS)).observe(seconds)
 
@@ -343,18 +190,6 @@ class DraftModel:
         for learnt in (self._acceptance, self._growth, self._rest_s, self._first_s, self._later_s):
             learnt.limit(weight)
 
-    def acceptance(self, most: int, doubt: float = 0.0) -> list[float]:
-        """p_j of the first `most` positions: the share accepted where all before were, less `doubt` standard errors."""
-        shares = self._acceptance.values(most)
-        if not doubt:
-            return shares
-        weights = self._acceptance.weights(most)
-        return [max(0.0, p - doubt * (p * (1 - p) / own) ** 0.5) for p, own in zip(shares, weights, strict=True)]
-
-    def growth(self, most: int) -> list[float]:
-        """New experts that each of the first `most` positions is expected to bring."""
-        return self._growth.values(most)
-
     def draft_seconds(self, most: int) -> list[float]:
         """Of 0 to `most` drafted tokens: a n + b, and nothing for none (row C5)."""
         first = self._first_s.value or 0.0
@@ -363,7 +198,7 @@ class DraftModel:
 
     def tokens(self, most: int, doubt: float = 0.0) -> list[float]:
         """E[N] of 0 to `most` drafted tokens, with acceptance less `doubt` standard errors."""
-        return expected_tokens(self.acceptance(most, doubt))
+        return expected_tokens(self._acceptance.values(most, doubt))
 
     def seconds(self, most: int, verify_s: Sequence[float], copy_s: float, known: Sequence[int] = ()) -> list[float]:
         """Of a cycle of 0 to `most` drafted tokens.
@@ -386,8 +221,8 @@ class DraftModel:
         of drafting, and `rest_s`, what a cycle takes beyond drafting, verifying and foreseen copies."""
         return {
             "cycles": self.cycles,
-            "acceptance": self.acceptance(most),
-            "growth": self.growth(most),
+            "acceptance": self._acceptance.values(most),
+            "growth": self._growth.values(most),
             "draft_s": self.draft_seconds(most)[1:],
             "rest_s": self._rest_s.at(range(1, most + 1)),
         }
@@ -399,7 +234,7 @@ class DraftModel:
         when verification begins hides behind its earlier layers.
         """
         draft = self.draft_seconds(most)
-        new = [*known[:most], *self.growth(most)[len(known) :]]
+        new = [*known[:most], *self._growth.values(most)[len(known) :]]
         backlog, found = 0.0, [verify_s[1]]
         for n in range(1, most + 1):
             backlog = max(0.0, backlog + new[n - 1] * copy_s - (draft[n] - draft[n - 1]))

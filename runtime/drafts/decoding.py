@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -118,17 +117,6 @@ def _steps(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
     )
 
 
-@dataclass(slots=True)
-class _Drafted:
-    """What a draft wrote in one cycle."""
-
-    count: int = 0
-    logits: list[Tensor] = field(default_factory=list)
-    """Processed, [B, V] of each token; none where tokens are certain guesses."""
-    passes_s: list[float] = field(default_factory=list)
-    ended: bool = False
-
-
 class DraftedDecoding:
     """Generates one batch.
 
@@ -181,7 +169,7 @@ class DraftedDecoding:
         try:
             with model._optimize_model_for_decode():
                 self._refuse_unfit()
-                self._settle(output.logits[:, -1:].float(), _Drafted())
+                self._settle(output.logits[:, -1:].float(), 0)
                 if needy:
                     self._show(input_ids.shape[1] - output.hidden_states[-1].shape[1], output.hidden_states[-1])
                 del output
@@ -217,76 +205,76 @@ class DraftedDecoding:
         if self._length is None:
             return self._governor.choose(list(self._drafts), most)
         (name,) = self._drafts
-        return self._governor.fixed(name, min(self._length, most))
+        length = min(self._length, most)
+        return Choice(draft=name if length else None, length=length, longest=length, trial=True)
 
     def _cycle(self) -> None:
         texts, cache, schedule = self._texts, self._cache, self._schedule
         start = perf_counter()
         settled = texts.common
         choice = self._choose(max(0, texts.most - settled - 1))
-        begin, drafted = cache.length, _Drafted()
+        begin, cycle, logits = cache.length, Cycle(draft=choice.draft), None
         cache.mark()
         schedule.begin()
-        draft = None if choice.draft is None or not choice.longest else self._drafts[choice.draft]
+        draft = None if choice.draft is None else self._drafts[choice.draft]
         if isinstance(draft, PassDraft):
-            self._write(draft, choice, drafted)
+            logits = self._write(draft, choice, cycle)
             begin = cache.roll_back(begin)
             cache.mark()
         elif isinstance(draft, ProposalDraft):
-            self._propose(draft, choice, drafted)
-        growth = tuple(schedule.buffer.growth[: drafted.count])
+            logits = self._propose(draft, choice, cycle)
+        cycle.growth = tuple(schedule.buffer.growth[: cycle.drafted])
         verified = perf_counter()
         waited_s = self._residency.stats.waited_s
-        if drafted.count:
+        if cycle.drafted:
             schedule.verify()
-        logits_BNV = self._feed.run(begin, settled + drafted.count, drafted.count + 1)
-        known = tuple(min(drafted.count, first) for first in texts.start_B(settled))
+        logits_BNV = self._feed.run(begin, settled + cycle.drafted, cycle.drafted + 1)
+        cycle.known = tuple(min(cycle.drafted, first) for first in texts.start_B(settled))
         before = list(texts.known)
-        kept = self._settle(logits_BNV, drafted)
+        cycle.accepted = tuple(self._settle(logits_BNV, cycle.drafted, logits))
         self._show(begin, self._feed.hidden_BTD)
         schedule.end()
         cache.roll_back(min(cache.length, self._columns()))
         end = perf_counter()
+        cycle.verify_s, cycle.seconds = end - verified, end - start
+        cycle.waited_s = self._residency.stats.waited_s - waited_s
         rows = [row for row, length in enumerate(before) if length < texts.most]
-        cycle = Cycle(
-            draft=None if draft is None else choice.draft, drafted=drafted.count, accepted=tuple(kept), known=known,
-            ended=drafted.ended, passes_s=tuple(drafted.passes_s), verify_s=end - verified,
-            waited_s=self._residency.stats.waited_s - waited_s, growth=growth,
-            emitted=sum(texts.known[row] - before[row] for row in rows) / max(1, len(rows)), seconds=end - start,
-        )  # fmt: skip
+        cycle.emitted = sum(texts.known[row] - before[row] for row in rows) / max(1, len(rows))
         self._governor.observe(cycle)
         self._tally.observe(cycle)
 
-    def _write(self, draft: PassDraft, choice: Choice, drafted: _Drafted) -> None:
-        """Passes of the model, one after another, each over the token that the one before drafted."""
-        texts, schedule = self._texts, self._schedule
+    def _write(self, draft: PassDraft, choice: Choice, cycle: Cycle) -> Tensor | None:
+        """Passes of the model, one after another, each over the token that the one before drafted; their processed
+        logits [B, n, V], where tokens are drawn."""
+        texts, schedule, logits = self._texts, self._schedule, []
         settled, fed = texts.common, self._cache.length
         with draft.passes():
-            while drafted.count < choice.longest:
-                start, column = perf_counter(), settled + drafted.count
-                schedule.draft(drafted.count)
+            while cycle.drafted < choice.longest:
+                start, column = perf_counter(), settled + cycle.drafted
+                schedule.draft(cycle.drafted)
                 logits_BV = self._feed.run(fed, column, 1)[:, 0]
                 fed = column
                 scores_BV = self._process(texts.ids_BS[:, :column], logits_BV)
                 token_B = pick(scores_BV, sample=self._config.do_sample)
                 texts.draft(column, token_B)
                 schedule.drafted()
-                drafted.logits.append(scores_BV)
-                drafted.count += 1
-                drafted.passes_s.append(perf_counter() - start)
-                if self._all_end(column) or not self._governor.goes_on(schedule.buffer):
+                logits.append(scores_BV)
+                cycle.drafted += 1
+                cycle.passes_s += (perf_counter() - start,)
+                if self._all_end(column) or not self._governor.goes_on(choice, schedule.buffer):
                     break
             self._residency.keep_full_only()  # inside: what is interrupted here is cleared like a draft cut short
+        return torch.stack(logits, dim=1) if self._config.do_sample else None
 
-    def _propose(self, draft: ProposalDraft, choice: Choice, drafted: _Drafted) -> None:
-        """All tokens at once, each row's own; rows that have fewer go on with what they have."""
+    def _propose(self, draft: ProposalDraft, choice: Choice, cycle: Cycle) -> Tensor | None:
+        """All tokens at once, each row's own; rows that have fewer go on with what they have. The processed logits
+        [B, n, V] that they were drawn from, if they were."""
         start = perf_counter()
         rows = self._proposers.get(draft.name) or self._make(draft)
-        drafted.count, logits_BmV = rows.propose(choice.longest)
-        drafted.ended = drafted.count < choice.longest
-        if logits_BmV is not None:
-            drafted.logits = list(logits_BmV.unbind(1))
-        drafted.passes_s = [perf_counter() - start]
+        cycle.drafted, logits_BnV = rows.propose(choice.longest)
+        cycle.ended = cycle.drafted < choice.longest
+        cycle.passes_s = (perf_counter() - start,)
+        return logits_BnV
 
     def _make(self, draft: ProposalDraft) -> RowProposers:
         # processors may know each row's padding; what they forbid is not accepted in any case
@@ -301,8 +289,8 @@ class DraftedDecoding:
             for rows in self._proposers.values():
                 rows.saw(begin, hidden_BTD)
 
-    def _settle(self, logits_BNV: Tensor, drafted: _Drafted) -> list[int]:
-        """Take what the exact model's logits say of the drafted columns, and one token more.
+    def _settle(self, logits_BNV: Tensor, count: int, draft_logits_BnV: Tensor | None = None) -> list[int]:
+        """Take what the exact model's logits say of `count` drafted columns, and one token more.
 
         Returns:
             Drafted tokens that stay, by row; what was settled before counts.
@@ -314,23 +302,21 @@ class DraftedDecoding:
             for place in range(logits_BNV.shape[1]):
                 ids_BS = texts.ids_BS[:, : settled + place]
                 scores_BNV[:, place] = self._process(ids_BS, logits_BNV[:, place])
-        drafted_BN = texts.ids_BS[:, settled : settled + drafted.count]
+        drafted_BN = texts.ids_BS[:, settled : settled + count]
         starts = texts.start_B(settled)
-        start_B = torch.tensor(starts, device=drafted_BN.device).clamp(max=drafted.count)
+        start_B = torch.tensor(starts, device=drafted_BN.device).clamp(max=count)
         if self._config.do_sample:
-            draft_BNV = torch.stack(drafted.logits, dim=1) if drafted.logits else None
-            token_BN, accepted_B = accept_sampled(scores_BNV, drafted_BN, draft_BNV, start_B)
+            token_BN, accepted_B = accept_sampled(scores_BNV, drafted_BN, draft_logits_BnV, start_B)
         else:
             token_BN, accepted_B = accept_greedy(scores_BNV, drafted_BN, start_B)
         accepted, before = accepted_B.tolist(), list(texts.known)
         rows, counts = torch.zeros_like(token_BN), []
         for row, (first, kept) in enumerate(zip(starts, accepted, strict=True)):
-            count = max(0, kept + 1 - first)
-            rows[row, :count] = token_BN[row, first : first + count]
-            counts.append(count)
-        got = texts.take(rows, counts, self._stops)
-        for row, count in enumerate(got):
-            for column in range(before[row], before[row] + count):
+            new = max(0, kept + 1 - first)
+            rows[row, :new] = token_BN[row, first : first + new]
+            counts.append(new)
+        for row, new in enumerate(texts.take(rows, counts, self._stops)):
+            for column in range(before[row], before[row] + new):
                 self._outputs.keep(row, logits_BNV[row, column - settled], scores_BNV[row, column - settled])
                 if self._streamer is not None:
                     self._streamer.put(texts.ids_BS[row, column : column + 1].cpu())

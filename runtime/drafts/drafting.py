@@ -5,9 +5,8 @@ B sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeGuard
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.drafts import names
 from expertcast.runtime.drafts.decoding import DraftedDecoding, own_stop_strings
 from expertcast.runtime.drafts.governor import Governor, Tally
-from expertcast.runtime.drafts.kinds import Draft, EarlyExit, ForecastDraft, PassDraft, ProposalDraft, StageDraft
+from expertcast.runtime.drafts.kinds import Draft, PassDraft, ProposalDraft, early_exit, forecast_draft
 from expertcast.runtime.drafts.prefetch import Schedule
 from expertcast.runtime.drafts.proposals import Assistant, Heads, HeadsDraft, PromptLookup
 from expertcast.runtime.drafts.quantised import CALIBRATED, Calibration, PolicyStage, QuantisedExperts, QuantisedStage
@@ -35,20 +34,6 @@ from expertcast.runtime.storage.store import ExpertStore
 
 _WINDOWS, _WINDOW = 16, 512
 """Tokens of text for calibration, and how many are read at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftOptions:
-    """How a generation drafts."""
-
-    draft: str | Policies | PreTrainedModel | None
-    """A name, lossy policies, or an assistant model."""
-    length: int | None = None
-    """Tokens drafted in every cycle; None: the governor decides, 0 included."""
-    assistant_tokenizer: PreTrainedTokenizerBase | None = None
-    """Of an assistant with other tokens than the model, given beside `tokenizer`."""
-    prefetch: bool = True
-    """Load ahead what drafts were routed to."""
 
 
 class Drafting:
@@ -79,25 +64,51 @@ class Drafting:
         return {name: draft.nbytes for name, draft in list(self.drafts.items())}
 
     def generate(
-        self, options: DraftOptions, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        draft: str | Policies | PreTrainedModel,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        length: int | None = None,
+        assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """transformers' `generate` with drafts, its arguments as they are.
+        """transformers' `generate` with drafts.
+
+        Args:
+            draft: a name, lossy policies, or an assistant model.
+            args, kwargs: of `generate`.
+            length: tokens drafted in every cycle; None: the governor decides, 0 included.
+            assistant_tokenizer: of an assistant with other tokens than the model, given beside `tokenizer`.
 
         Raises:
             ExpertcastError: no such draft, or something that a draft does not go with.
         """
         kwargs = dict(kwargs)
-        candidates = self._candidates(options, kwargs)
+        is_auto = isinstance(draft, str) and draft.partition(":")[0] == names.AUTO
+        limits = names.auto_options(str(draft)) if is_auto else names.AutoOptions()
+        if is_auto and length is not None:
+            raise ExpertcastError("draft='auto' chooses the length too: leave the length out, or name a draft")
+        if isinstance(draft, PreTrainedModel):
+            candidates = [self._assistant(draft, assistant_tokenizer, kwargs)]
+        elif isinstance(draft, Policies):
+            candidates = [self._lossy(draft)]
+        else:
+            tokenizer = kwargs.get("tokenizer")
+            candidates = [self._named(name, tokenizer) for name in (self._auto() if is_auto else [draft])]
+        self.drafts |= {each.name: each for each in candidates}
         own_stop_strings(kwargs)
-        streamer = kwargs.get("streamer")
 
         def decode(model: PreTrainedModel, input_ids: Tensor, **rest: Any) -> Tensor | GenerateDecoderOnlyOutput:
-            self.schedule.prefetch = options.prefetch
-            drafts = {name: self.drafts[name] for name in candidates}
             decoding = DraftedDecoding(
-                self._engine, self.schedule, drafts, self._governor(options, len(input_ids)), self.tally,
-                length=options.length, optional=_is_auto(options.draft), streamer=streamer,
-            )  # fmt: skip
+                self._engine,
+                self.schedule,
+                {each.name: each for each in candidates},
+                self._governor(limits, len(input_ids)),
+                self.tally,
+                length=length,
+                optional=is_auto,
+                streamer=kwargs.get("streamer"),
+            )
             decoding.fit = self._fit
             self._engine.ahead = self.schedule
             try:
@@ -123,55 +134,33 @@ class Drafting:
         """Free what drafts hold."""
         self.drafts.clear()
 
-    def _governor(self, options: DraftOptions, batch: int) -> Governor:
+    def _governor(self, limits: names.AutoOptions, batch: int) -> Governor:
         """What was learnt for so many sequences, with the limits of this generation."""
-        link, draft = self._residency.link, options.draft
-        governor = self.governors.get(batch)
-        if governor is None:
-            governor = self.governors[batch] = Governor(len(self._parts.speculator.view), link.copy_s)
-        governor.copy_s = link.copy_s
-        limits = names.auto_options(draft) if _is_auto(draft) else names.AutoOptions()
+        copy_s = self._residency.link.copy_s
+        governor = self.governors.setdefault(batch, Governor(len(self._parts.speculator.view), copy_s))
+        governor.copy_s = copy_s
         governor.limit(limits.longest, limits.limit_s)
         return governor
 
-    def _candidates(self, options: DraftOptions, kwargs: dict[str, Any]) -> list[str]:
-        """Names of the drafts that may be used, all of them made."""
-        given = options.draft
-        if isinstance(given, PreTrainedModel):
-            return [self._add("assistant", lambda: self._assistant(given, options, kwargs), anew=True)]
-        if isinstance(given, Policies):
-            if not given.lossy:
-                raise ExpertcastError(
-                    "these policies lose nothing, so that nothing is gained: give lossy ones as draft"
-                )
-            text = "policies " + ", ".join(f"{kind}={policy}" for kind, policy in given.as_dict().items())
-            return [self._add(text, lambda: self._by_policies(text, given))]
-        assert given is not None
-        names.check_draft(given)
-        if not _is_auto(given):
-            return [self._add(given, lambda: self._named(given, kwargs.get("tokenizer")))]
-        if options.length is not None:
-            raise ExpertcastError("draft='auto' chooses the length too: leave the length out, or name a draft")
-        made = [name for name, draft in self.drafts.items() if isinstance(draft, StageDraft) and draft.nbytes]
+    def _auto(self) -> list[str]:
+        """Names of the drafts that the governor chooses from: what takes memory only where it was made already."""
+        made = [name for name, draft in self.drafts.items() if isinstance(draft, PassDraft) and draft.nbytes]
         speculates = [names.SPECULATE] if self._parts.speculator.predictor is not None else []
-        found = [*made, "resident", *speculates, names.PROMPT_LOOKUP]
-        return [self._add(name, lambda name=name: self._named(name)) for name in found]  # type: ignore[misc]
+        return [*made, "resident", *speculates, names.PROMPT_LOOKUP]
 
-    def _add(self, name: str, make: Callable[[], Draft], *, anew: bool = False) -> str:
-        if anew or name not in self.drafts:
-            self.drafts[name] = make()
-        return name
-
-    def _named(self, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> Draft:
-        """The draft of this name.
+    def _named(self, name: str, tokenizer: PreTrainedTokenizerBase | None) -> Draft:
+        """The draft of this name, made when it is first asked for.
 
         Args:
             name: of it.
             tokenizer: makes the text of a calibration into tokens; None: the one beside the model.
 
         Raises:
-            ExpertcastError: this model or offload cannot have it.
+            ExpertcastError: unknown name, or this model or offload cannot have it.
         """
+        if name in self.drafts:
+            return self.drafts[name]
+        names.check_draft(name)
         base = name.partition(":")[0]
         speculator = self._parts.speculator
         if name in names.QUANTISED:
@@ -180,14 +169,14 @@ class Drafting:
                 speculator.view, self._store.views, name, calibration=calibration, device=self._store.device
             )
             stage = QuantisedStage(experts, self.schedule, self._residency.link)
-            return StageDraft(name, self._engine, stage, experts.nbytes)
+            return PassDraft(name, self._engine, stage, nbytes=experts.nbytes)
         if base == names.SPECULATE:
             if speculator.predictor is None:
                 raise ExpertcastError("draft='speculate' executes forecasts: offload the model with a predictor")
-            return ForecastDraft(name, self._engine, speculator)
+            return forecast_draft(name, self._engine, speculator)
         if base == names.EARLY_EXIT:
             count = names.early_exit_options(name).layers
-            return EarlyExit(name, self._engine, self._model, speculator.view[0].experts, count)
+            return early_exit(name, self._engine, self._model, speculator.view[0].experts, count)
         if base == names.PROMPT_LOOKUP:
             return ProposalDraft(name, self._lookup)
         if base == names.MTP:
@@ -208,13 +197,24 @@ class Drafting:
         parts = self._parts
         stage = PolicyStage(parts, policies, self._residency, self.schedule)
         self._store.add_copies(stage.precisions)
-        return StageDraft(name, self._engine, stage)
+        return PassDraft(name, self._engine, stage)
 
-    def _assistant(self, assistant: PreTrainedModel, options: DraftOptions, kwargs: Mapping[str, Any]) -> Draft:
+    def _lossy(self, policies: Policies) -> Draft:
+        if not policies.lossy:
+            raise ExpertcastError("these policies lose nothing, so that nothing is gained: give lossy ones as draft")
+        name = "policies " + ", ".join(f"{kind}={policy}" for kind, policy in policies.as_dict().items())
+        return self.drafts.get(name) or self._by_policies(name, policies)
+
+    def _assistant(
+        self,
+        assistant: PreTrainedModel,
+        assistant_tokenizer: PreTrainedTokenizerBase | None,
+        kwargs: Mapping[str, Any],
+    ) -> Draft:
         tokenizer, own = kwargs.get("tokenizer"), kwargs.get("logits_processor")
 
         def make(config: GenerationConfig, _processors: LogitsProcessorList) -> Assistant:  # it makes others of config
-            return Assistant(self._model, assistant, config, own, tokenizer, options.assistant_tokenizer)
+            return Assistant(self._model, assistant, config, own, tokenizer, assistant_tokenizer)
 
         return ProposalDraft("assistant", make)
 
@@ -229,7 +229,3 @@ class Drafting:
     def _lookup(self, config: GenerationConfig, processors: LogitsProcessorList) -> PromptLookup:
         vocabulary = self._model.config.get_text_config().vocab_size
         return PromptLookup(config.max_matching_ngram_size or 2, config._eos_token_tensor, processors, vocabulary)
-
-
-def _is_auto(draft: object) -> TypeGuard[str]:
-    return isinstance(draft, str) and draft.partition(":")[0] == names.AUTO

@@ -4,98 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from expertcast.predictors.messages import ExpertcastError, Json
-from expertcast.runtime.drafts.costs import (
-    KEEP_SECONDS,
-    OUTLIER,
-    Choice,
-    Cycle,
-    DraftModel,
-    RunningMean,
-    VerificationTimes,
-)
+from expertcast.predictors.messages import Json
+from expertcast.runtime.drafts.costs import KEEP_SECONDS, Choice, Cycle, DraftModel, VerificationTimes
+from expertcast.runtime.drafts.learning import HOPE, OUTLIER, RunningMean, Trials
 from expertcast.runtime.drafts.names import NONE
 from expertcast.runtime.drafts.prefetch import LookaheadBuffer
 
 _LEAST_S = 1e-9
-
-# Trials
-
-LOSS = 0.0075
-"""Share of all seconds that trying again may lose; the first cycles, when nothing is known, are not counted."""
-FIRST_PAUSE = 8
-"""Cycles from one trial to the next; twice as many after every trial that found nothing better than was known."""
-BETTER = 1.1
-"""A trial that finds so much more than was known is followed by another soon."""
-NEAR = 0.1
-"""Another draft that may be better than the best, and loses this share of its seconds at most, costs nothing."""
-HOPE = 0.5
-"""Standard errors by which another cycle may be better than measured: if it then is the best, it waits for no pause."""
-
-
-class Trials:
-    """Decides which cycle that is not the best is tried again, and keeps the account of what trials cost."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        """Of all cycles so far."""
-        self.lost_s = 0.0
-        """What trials took beyond what the best would have taken for the same tokens."""
-        self._cycle = 0
-        self._pauses: dict[str, int] = {}
-        self._due: dict[str, int] = {}
-
-    def spent(self, seconds: float) -> None:
-        """A cycle was run, of whatever kind."""
-        self.seconds += seconds
-        self._cycle += 1
-
-    def lost(self, seconds: float) -> None:
-        """A trial took so much more than the best would have; less, if it was better."""
-        self.lost_s = max(0.0, self.lost_s + seconds)
-
-    def next(self, best: Choice, others: Mapping[str, Choice]) -> str | None:
-        """The name of the cycle to try now; None: no trial is due.
-
-        A trial that is expected to gain is free. So is another draft that may be as good as the best within the error
-        of what was measured: bad luck in its first cycles must not keep the better draft out.
-
-        Args:
-            best: the best cycle.
-            others: all other cycles, by name.
-        """
-        losses = {name: own.seconds - own.tokens / best.rate for name, own in others.items()}
-        for name in sorted(others, key=losses.__getitem__):
-            own, loss_s = others[name], losses[name]
-            if name not in self._due:
-                self._due[name] = self._cycle + self._pauses.setdefault(name, FIRST_PAUSE)
-            hopeful = own.rate_within(HOPE) > best.rate
-            free = loss_s < 0 or (hopeful and own.draft != best.draft and loss_s <= NEAR * own.seconds)
-            due = hopeful or self._cycle >= self._due[name]
-            if due and (free or self.lost_s + loss_s <= LOSS * (self.seconds + own.seconds)):
-                return name
-        return None
-
-    def tried(self, name: str, gain: float) -> None:
-        """A trial is over.
-
-        Args:
-            name: who was tried.
-            gain: tokens per second that it is believed to give now, over what it was believed to give before.
-        """
-        pause = FIRST_PAUSE if gain >= BETTER else 2 * self._pauses.get(name, FIRST_PAUSE)
-        self._pauses[name], self._due[name] = pause, self._cycle + pause
-
-    def won(self, name: str) -> None:
-        """It is the best: when it no longer is, its pause begins anew."""
-        self._pauses.pop(name, None)
-        self._due.pop(name, None)
-
-
-# Counts of drafted tokens
 
 
 @dataclass(slots=True)
@@ -150,14 +68,9 @@ class Governor:
         longest: no draft is longer.
         limit_s: a cycle's drafting and verifying should take no longer, a draft of one token excepted (tokens come in
             bursts, and a reader waits for the first); None: no limit.
-
-    Raises:
-        ExpertcastError: a longest draft below 0, or no layer.
     """
 
     def __init__(self, layers: int, copy_s: float, *, longest: int = 16, limit_s: float | None = 0.5) -> None:
-        if longest < 0 or layers < 1:
-            raise ExpertcastError(f"longest={longest}, layers={layers}: give 0 or more, and 1 layer or more")
         self.copy_s = copy_s
         self._layers = layers
         self._verify = VerificationTimes()
@@ -168,8 +81,8 @@ class Governor:
         self._trials = Trials()
         self._now: Choice | None = None
         self._best: Choice | None = None
-        self._trying: tuple[str, float] | None = None
-        """While one is tried: how trials know it, and the tokens per second that it was believed to give."""
+        self._trying: tuple[str, Choice] | None = None
+        """While one is tried: how trials know it, and what its draft was believed to give."""
         self._ratios: deque[float] = deque(maxlen=_SHOWN)
         self._lengths: Counter[tuple[str, int]] = Counter()
         self._changes: deque[Json] = deque(maxlen=_CHANGES)
@@ -199,13 +112,7 @@ class Governor:
         self._now = choice
         return choice
 
-    def fixed(self, draft: str, length: int) -> Choice:
-        """The next cycle drafts exactly `length` tokens, whatever was learnt; a plain step for 0."""
-        self._trying = None
-        self._now = now = Choice(draft=draft if length else None, length=length, longest=length, trial=True)
-        return now
-
-    def goes_on(self, buffer: LookaheadBuffer) -> bool:
+    def goes_on(self, now: Choice, buffer: LookaheadBuffer) -> bool:
         """Whether another token should be drafted, by the experts that the buffer has so far. Asked after each.
 
         It should where a longer draft is worth more than verifying now: E[N] less what the run gives in T at its best
@@ -213,15 +120,11 @@ class Governor:
         argmax would draft on to make up for a bad cycle, and lose: what the time is worth elsewhere counts.
 
         Args:
+            now: what was chosen.
             buffer: of this cycle; its positions are the tokens drafted so far.
-
-        Raises:
-            ExpertcastError: no draft was chosen.
         """
-        now, drafted = self._now, buffer.positions
-        if now is None or now.draft is None:
-            raise ExpertcastError("no draft was chosen: call choose() before a cycle, and draft only what it names")
-        if now.trial or drafted >= now.longest:
+        drafted = buffer.positions
+        if now.draft is None or now.trial or drafted >= now.longest:
             return drafted < now.length
         model = self._models[now.draft]
         tokens = model.tokens(now.longest)
@@ -247,8 +150,14 @@ class Governor:
         self._cycle += 1
         self._lengths[cycle.draft or NONE, cycle.drafted] += 1
         self._trials.spent(seconds)
-        if self._trying is not None:
-            self._judge(*self._trying, cycle, seconds if predicted_s is None else min(seconds, OUTLIER * predicted_s))
+        if self._trying is None or self._best is None:
+            return
+        key, before = self._trying
+        self._trying = None
+        if before.draft == cycle.draft:
+            took_s = seconds if predicted_s is None else min(seconds, OUTLIER * predicted_s)
+            gain = self._plan(cycle.draft, self.longest).rate / before.rate
+            self._trials.tried(key, gain, took_s - cycle.emitted / self._best.rate)
 
     def report(self) -> Json:
         """What was learnt and chosen, as plain values: `drafts` by name as :meth:`DraftModel.report` has them;
@@ -272,13 +181,6 @@ class Governor:
             "lost_s": self._trials.lost_s,
             "reasons": list(self._changes),
         }
-
-    def _judge(self, name: str, believed: float, cycle: Cycle, seconds: float) -> None:
-        """A trial is over: what it lost, and whether it found more tokens per second than were believed in."""
-        self._trying = None
-        if self._best is not None and self._now is not None and self._now.draft == cycle.draft:
-            self._trials.lost(seconds - cycle.emitted / self._best.rate)
-            self._trials.tried(name, self._plan(cycle.draft, self.longest).rate / believed)
 
     def _first_choice(self, candidates: Sequence[str], longest: int) -> Choice | None:
         """Who was not run often enough to be judged."""
@@ -306,7 +208,7 @@ class Governor:
             reason = "; ".join([str(best), *(f"{plan.name}: {plan.rate:.3g}/s" for plan in others)])
             return replace(best, reason=reason)
         plan = trials[tried]
-        self._trying = tried, self._plan(plan.draft, longest).rate
+        self._trying = tried, self._plan(plan.draft, longest)
         if plan.rate_within(HOPE) <= best.rate and plan.draft != best.draft:  # what is known of it is of long ago
             known = self._plain_s if plan.draft is None else self._models[plan.draft]
             known.limit(_OLD)

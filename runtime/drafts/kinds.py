@@ -12,9 +12,9 @@ B sequences, V vocabulary.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList
@@ -25,56 +25,44 @@ from expertcast.runtime.engine.engine import HostEngine, Stage
 from expertcast.runtime.engine.speculation import Speculator
 
 
-class Draft(ABC):
+@dataclass
+class Draft:
     """What writes tokens ahead."""
 
     name: str
     """As it was asked for."""
-    nbytes: int = 0
+    nbytes: int = field(default=0, kw_only=True)
     """Bytes of the device's memory that it takes beside the slots."""
 
 
+@dataclass
 class PassDraft(Draft):
     """Passes of the model itself, in a cheaper way, over the same cache (row C11)."""
 
-    def __init__(self, name: str, engine: HostEngine) -> None:
-        self.name, self._engine = name, engine
-
-    @abstractmethod
-    def passes(self) -> AbstractContextManager[None]:
-        """Inside, the model's forwards draft."""
-
-
-class StageDraft(PassDraft):
-    """In a stage of its own."""
-
-    def __init__(self, name: str, engine: HostEngine, stage: Stage, nbytes: int = 0) -> None:
-        super().__init__(name, engine)
-        self._stage, self.nbytes = stage, nbytes
-
-    def passes(self) -> AbstractContextManager[None]:
-        return self._engine.drafting(self._stage)
-
-
-class ForecastDraft(PassDraft):
-    """The engine itself, executing its forecasts at all layers that have one."""
-
-    def __init__(self, name: str, engine: HostEngine, speculator: Speculator) -> None:
-        super().__init__(name, engine)
-        self._speculator = speculator
+    engine: HostEngine
+    stage: Stage | None = None
+    """Runs the MoE layers of these passes; None: the engine."""
+    swap: tuple[object, str, object] | None = None
+    """An object's attribute, and its value in these passes."""
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        speculator = self._speculator
-        before, speculator.layers = speculator.layers, frozenset(range(len(speculator.view)))
-        try:
-            with self._engine.drafting(None):
+        """Inside, the model's forwards draft."""
+        with ExitStack() as undo:
+            if self.swap is not None:
+                owner, name, value = self.swap
+                undo.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
+            with self.engine.drafting(self.stage):
                 yield
-        finally:
-            speculator.layers = before
 
 
-class EarlyExit(PassDraft):
+def forecast_draft(name: str, engine: HostEngine, speculator: Speculator) -> PassDraft:
+    """The engine itself, executing its forecasts at all layers that have one."""
+    return PassDraft(name, engine, swap=(speculator, "layers", frozenset(range(len(speculator.view)))))
+
+
+def early_exit(name: str, engine: HostEngine, model: nn.Module, inside: nn.Module, count: int) -> PassDraft:
     """The model's first blocks, then its head; the cache of these blocks is the verification's own.
 
     Args:
@@ -87,47 +75,27 @@ class EarlyExit(PassDraft):
     Raises:
         ExpertcastError: as many blocks cannot be left out.
     """
-
-    def __init__(self, name: str, engine: HostEngine, model: nn.Module, inside: nn.Module, count: int) -> None:
-        super().__init__(name, engine)
-        lists = (
-            (owner, attribute, blocks)
-            for owner in model.modules()
-            for attribute, blocks in owner.named_children()
-            if isinstance(blocks, nn.ModuleList) and any(part is inside for part in blocks.modules())
-        )
-        found = next(lists, None)
-        if found is None:
-            raise ExpertcastError(f"draft {name!r}: this model keeps no list of its blocks: choose another draft")
-        self._owner, self._attribute, self._blocks = found
-        count = count or len(self._blocks) // 2
-        if not 0 < count < len(self._blocks):
-            raise ExpertcastError(f"draft {name!r}: give layers from 1 to {len(self._blocks) - 1}")
-        self._first = nn.ModuleList(list(self._blocks)[:count])
-
-    @contextmanager
-    def passes(self) -> Iterator[None]:
-        modules = self._owner._modules
-        modules[self._attribute] = self._first
-        try:
-            with self._engine.drafting(None):
-                yield
-        finally:
-            modules[self._attribute] = self._blocks
+    lists = (
+        (owner, attribute, blocks)
+        for owner in model.modules()
+        for attribute, blocks in owner.named_children()
+        if isinstance(blocks, nn.ModuleList) and any(part is inside for part in blocks.modules())
+    )
+    found = next(lists, None)
+    if found is None:
+        raise ExpertcastError(f"draft {name!r}: this model keeps no list of its blocks: choose another draft")
+    owner, attribute, blocks = found
+    count = count or len(blocks) // 2
+    if not 0 < count < len(blocks):
+        raise ExpertcastError(f"draft {name!r}: give layers from 1 to {len(blocks) - 1}")
+    return PassDraft(name, engine, swap=(owner, attribute, nn.ModuleList(list(blocks)[:count])))
 
 
+@dataclass
 class ProposalDraft(Draft):
-    """Tokens from somewhere else, all at once.
+    """Tokens from somewhere else, all at once."""
 
-    Args:
-        name: as it was asked for.
-        make: a proposer for one row of a generation, from its configuration and logits processors.
-        needs_hidden: it is shown the model's last hidden states.
-        nbytes: of the device's memory that it takes.
-    """
-
-    def __init__(
-        self, name: str, make: Callable[[GenerationConfig, LogitsProcessorList], Proposer], *,
-        needs_hidden: bool = False, nbytes: int = 0,
-    ) -> None:  # fmt: skip
-        self.name, self.make, self.needs_hidden, self.nbytes = name, make, needs_hidden, nbytes
+    make: Callable[[GenerationConfig, LogitsProcessorList], Proposer]
+    """A proposer for one row of a generation, from its configuration and logits processors."""
+    needs_hidden: bool = False
+    """It is shown the model's last hidden states."""

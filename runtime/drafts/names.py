@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.predictors.options import check_finite, parse_options
-from expertcast.runtime.policies import Policies
+from expertcast.predictors.options import parse_options
+from expertcast.runtime.policies import Policies, PolicyConfig
+from expertcast.runtime.policies.base import number
 from expertcast.runtime.policies.miss import MISS
 from expertcast.runtime.policies.routing import ROUTING
 
@@ -26,20 +27,13 @@ class EarlyExitOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoOptions:
+class AutoOptions(PolicyConfig):
     """Options of `auto`."""
 
-    longest: int = 16
+    longest: int = number(16, "[1, inf)")
     """Tokens drafted in a cycle at most."""
-    limit_s: float | None = 0.5
+    limit_s: float | None = number(0.5, "(0, inf)")
     """Seconds of a cycle's drafting and verifying at most, a draft of one token excepted; none: no limit."""
-
-    def __post_init__(self) -> None:
-        check_finite(self)
-        if self.longest < 1 or (self.limit_s is not None and self.limit_s <= 0):
-            raise ExpertcastError(
-                f"longest={self.longest}, limit_s={self.limit_s}: give 1 or more, and seconds above 0 or none"
-            )
 
 
 def lossy_names() -> dict[str, str]:

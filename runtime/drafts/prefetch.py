@@ -102,8 +102,6 @@ class Schedule:
         self._link = residency.link
         self._readback = Readback(self._link.driver, self._link.progress)
         self._layers, self._experts = shape.layers, shape.experts
-        self.prefetch = True
-        """False only fills the buffer: nothing is loaded ahead."""
         self.buffer = LookaheadBuffer(residency.pool.count)
         """What the drafts of this cycle were routed to."""
         self._confident: list[list[int]] = [[] for _ in range(shape.layers)]
@@ -171,7 +169,7 @@ class Schedule:
             self._residency.take_back(self._window.pop(layer).difference(keys))
 
     def load(self) -> None:
-        if not (self.prefetch and self._link.overlaps) or self._nearest >= self._layers:
+        if not self._link.overlaps or self._nearest >= self._layers:
             return
         residency = self._residency
         for pending in (self._confident, self._rest):

@@ -380,55 +380,19 @@ class Heads:
             )
         device = model.get_input_embeddings().weight.device
         try:
-            self._model = MtpModel.from_pretrained(model, device_map={"": device}).eval()
+            self.model = MtpModel.from_pretrained(model, device_map={"": device}).eval()
         except (OSError, RuntimeError, ValueError) as error:
             first = str(error).strip().splitlines()[0]
             raise ExpertcastError(f"the heads for later tokens cannot be read: {first}; choose another draft") from None
-        self._model.config._experts_implementation = "grouped_mm"  # the model's own may know offloaded experts alone
-        self.length: int = self._model.num_mtp_layers
+        self.model.config._experts_implementation = "grouped_mm"  # the model's own may know offloaded experts alone
+        self.length: int = self.model.num_mtp_layers
         self.device: torch.device = device
         self._shared = {each.data_ptr() for each in model.parameters()}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the heads' own weights; what they share with the model is not counted twice."""
-        return sum(each.nbytes for each in self._model.parameters() if each.data_ptr() not in self._shared)
-
-    def cache(self) -> MtpCache:
-        """An empty one, which can be rolled back."""
-        cache = MtpCache(config=self._model.config)
-        cache.activate_past_recording()
-        return cache
-
-    def run(
-        self,
-        text_1S: Tensor,
-        hidden_1TD: Tensor,
-        cache: MtpCache,
-        do_sample: bool,
-        processors: LogitsProcessorList | None,
-    ) -> tuple[Tensor, Tensor]:
-        """The next tokens [1, L], and their processed logits [1, L, V].
-
-        Args:
-            text_1S: all that stands.
-            hidden_1TD: of the T tokens before the last.
-            cache: holds what came before them, and takes them.
-            do_sample: draw each token; else the likeliest.
-            processors: of the logits.
-        """
-        length, new = text_1S.shape[1], hidden_1TD.shape[1]
-        ids_1L, logits_1LV, _ = self._model(
-            input_ids=text_1S[:, length - new :],
-            last_hidden_states=hidden_1TD,
-            attention_mask=None,
-            position_ids=torch.arange(length - new, length, device=self.device)[None],
-            mtp_cache=cache,
-            do_sample=do_sample,
-            logits_processor=processors,
-            full_input_ids=text_1S,
-        )
-        return ids_1L, logits_1LV
+        return sum(each.nbytes for each in self.model.parameters() if each.data_ptr() not in self._shared)
 
 
 class HeadsDraft(Proposer):
@@ -446,7 +410,8 @@ class HeadsDraft(Proposer):
         self._heads = heads
         self._do_sample = do_sample
         self._processors = processors
-        self._cache = heads.cache()
+        self._cache = MtpCache(config=heads.model.config)
+        self._cache.activate_past_recording()
         self._held = 0
         self._hidden_1TD: Tensor | None = None
 
@@ -459,8 +424,16 @@ class HeadsDraft(Proposer):
         new = 0 if self._hidden_1TD is None else self._hidden_1TD.shape[1]
         if self._hidden_1TD is None or self._held + new != text_1S.shape[1] - 1:
             raise RuntimeError(f"hidden states of {self._held + new} tokens for a text of {text_1S.shape[1]}")
-        ids_1L, logits_1LV = self._heads.run(
-            text_1S.to(self._heads.device), self._hidden_1TD, self._cache, self._do_sample, self._processors
+        length, device = text_1S.shape[1], self._heads.device
+        ids_1L, logits_1LV, _ = self._heads.model(
+            input_ids=text_1S[:, length - new :].to(device),
+            last_hidden_states=self._hidden_1TD,
+            attention_mask=None,
+            position_ids=torch.arange(length - new, length, device=device)[None],
+            mtp_cache=self._cache,
+            do_sample=self._do_sample,
+            logits_processor=self._processors,
+            full_input_ids=text_1S.to(device),
         )
         again = min(self._heads.length - 1, self._held + new)
         self._cache.crop(-again)

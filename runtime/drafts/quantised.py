@@ -431,8 +431,7 @@ class QuantisedExperts:
         layers = []
         for layer in Progress(f"quantising experts to {precision}", unit="layer", steps=view):
             there = device or next(layer.router.parameters()).device
-            maker = _Maker(layer, views(layer.index), BITS[precision], chosen, there)
-            layers.append((maker.up(), maker.down()))
+            layers.append(_made(layer, views(layer.index), BITS[precision], chosen, there))
         return cls(precision, layers)
 
     @property
@@ -448,7 +447,7 @@ class QuantisedExperts:
             hidden_TD, ids_TK, weights_TK: what transformers gives an experts function.
         """
         tokens, top_k = ids_TK.shape
-        if tokens == 1:
+        if tokens == 1:  # sorting costs more than it is worth
             groups = [(expert, 1) for expert in ids_TK[0].tolist()]
             output_PD = self._outputs(layer, hidden_TD.expand(top_k, -1), groups, ids_TK[0])
             return combine(output_PD, weights_TK, hidden_TD.dtype)
@@ -468,8 +467,10 @@ class QuantisedExperts:
         return output_PD
 
 
-class _Maker:
-    """One layer's projections from its weights.
+def _made(
+    layer: MoELayer, views: Mapping[str, Tensor], bits: int, calibration: Calibration | None, device: torch.device
+) -> tuple[_Projection, _Projection]:
+    """One layer's projections, to the inner width and back, from its weights.
 
     Args:
         layer: whose module says how they lie.
@@ -478,52 +479,42 @@ class _Maker:
         calibration: None: to nearest.
         device: where they go.
     """
+    up_name = "gate_up_proj" if layer.experts.has_gate else "up_proj"
 
-    def __init__(
-        self, layer: MoELayer, views: Mapping[str, Tensor], bits: int, calibration: Calibration | None,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        self._layer, self._views, self._bits, self._calibration = layer, views, bits, calibration
-        self._device = device
-        self._up = "gate_up_proj" if layer.experts.has_gate else "up_proj"
+    def matrices(name: str) -> Tensor:
+        """[E, N, I]"""
+        return views[name].mT if layer.experts.is_transposed else views[name]
 
-    def up(self) -> _Projection:
-        return self._projection(self._up, self._inputs)
+    def inputs(expert: int) -> Tensor:
+        assert calibration is not None
+        return calibration.inputs(layer.index, expert).to(device)
 
-    def down(self) -> _Projection:
-        return self._projection("down_proj", self._activations)
+    def inner(expert: int) -> Tensor:
+        """What the down projection is given of these inputs, with full weights."""
+        rows_RN = inputs(expert) @ matrices(up_name)[expert].T.to(device)
+        if layer.experts.has_bias:
+            rows_RN += views[f"{up_name}_bias"][expert].to(device)
+        return _activated(layer.experts, rows_RN)
 
-    def _projection(self, name: str, inputs: Callable[[int], Tensor]) -> _Projection:
-        experts, outputs, width = self._matrices(name).shape
-        group = group_of(width, self._bits)
-        bias_EN = self._views[f"{name}_bias"].to(self._device, copy=True) if self._layer.experts.has_bias else None
+    def projection(name: str, given: Callable[[int], Tensor]) -> _Projection:
+        weights_ENI = matrices(name)
+        experts, outputs, width = weights_ENI.shape
+        group = group_of(width, bits)
+        bias_EN = views[f"{name}_bias"].to(device, copy=True) if layer.experts.has_bias else None
         if group is None:
-            return _Projection(WholeMatrices(self._matrices(name).to(self._device, copy=True)), bias_EN)
+            return _Projection(WholeMatrices(weights_ENI.to(device, copy=True)), bias_EN)
 
         def weights(expert: int) -> Tensor:
-            return self._matrices(name)[expert].to(self._device).contiguous()
+            return weights_ENI[expert].to(device).contiguous()
 
         coded: Iterable[Coded]
-        if self._calibration is None:
-            coded = (rounded(weights(expert), self._bits, group) for expert in range(experts))
+        if calibration is None:
+            coded = (rounded(weights(expert), bits, group) for expert in range(experts))
         else:
-            coded = calibrated(weights, inputs, experts, self._bits, group)
-        return _Projection(coded_matrices(coded, self._bits, outputs, width, self._device), bias_EN)
+            coded = calibrated(weights, given, experts, bits, group)
+        return _Projection(coded_matrices(coded, bits, outputs, width, device), bias_EN)
 
-    def _matrices(self, name: str) -> Tensor:
-        """[E, N, I]"""
-        return self._views[name].mT if self._layer.experts.is_transposed else self._views[name]
-
-    def _inputs(self, expert: int) -> Tensor:
-        assert self._calibration is not None
-        return self._calibration.inputs(self._layer.index, expert).to(self._device)
-
-    def _activations(self, expert: int) -> Tensor:
-        """What the down projection is given of these inputs, with full weights."""
-        rows_RN = self._inputs(expert) @ self._matrices(self._up)[expert].T.to(self._device)
-        if self._layer.experts.has_bias:
-            rows_RN += self._views[f"{self._up}_bias"][expert].to(self._device)
-        return _activated(self._layer.experts, rows_RN)
+    return projection(up_name, inputs), projection("down_proj", inner)
 
 
 def _activated(experts: Any, rows_PN: Tensor) -> Tensor:
@@ -539,16 +530,11 @@ def expected_bytes(view: MoEView, precision: str) -> int:
         view: the model's MoE layers, on whatever device.
         precision: a name of `BITS`.
     """
-    bits = BITS[precision]
-    total = 0
+    bits, total = BITS[precision], 0
     for layer in view:
-        parameters = expert_parameters(layer.experts, layer.num_experts)
-        for value in parameters.values():
-            if value.dim() < 3:
-                total += value.nbytes
-                continue
-            width = value.shape[1 if layer.experts.is_transposed else 2]
-            group = group_of(width, bits)
+        for value in expert_parameters(layer.experts, layer.num_experts).values():
+            width = value.shape[1 if layer.experts.is_transposed else -1]
+            group = group_of(width, bits) if value.dim() > 2 else None
             if group is None:
                 total += value.nbytes
             else:

@@ -6,8 +6,8 @@ All registrations are visible in the kinds' `__init__.py`.
 from __future__ import annotations
 
 from abc import ABC
-from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Generic, TypeVar
 
 from expertcast.predictors.base import Registry
 from expertcast.predictors.messages import ExpertcastError
@@ -30,9 +30,39 @@ class CacheShape:
     """Layers whose experts share them; None: all."""
 
 
+def number(default: float | None, interval: str) -> Any:
+    """A field whose value lies in an interval such as `[0, 1)`, or is None."""
+    return field(default=default, metadata={"interval": interval})
+
+
+def one_of(*texts: str) -> Any:
+    """A field whose value is one of these texts; the first is the default."""
+    return field(default=texts[0], metadata={"texts": texts})
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """Base of every policy's configuration; subclasses add fields with a docstring line each."""
+    """Base of every policy's configuration; subclasses add fields with a docstring line each.
+
+    Raises:
+        ExpertcastError: a value that its field does not allow (:func:`number`, :func:`one_of`).
+    """
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, texts = getattr(self, each.name), each.metadata.get("texts")
+            if texts and value not in texts:
+                raise ExpertcastError(f"unknown {each.name}={value!r}: choose from {', '.join(texts)}")
+            interval = each.metadata.get("interval")
+            if interval and value is not None and not _is_within(value, interval):
+                raise ExpertcastError(f"{each.name}={value}: give a number in {interval}")
+
+
+def _is_within(value: float, interval: str) -> bool:
+    least, most = map(float, interval[1:-1].split(","))
+    return (least <= value if interval[0] == "[" else least < value) and (
+        value <= most if interval[-1] == "]" else value < most
+    )
 
 
 class Policy(ABC):

@@ -13,7 +13,7 @@ import math
 import random
 from abc import abstractmethod
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import add
@@ -22,7 +22,7 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.policies.base import CacheShape, Choice, Policy, PolicyConfig, PolicyRegistry
+from expertcast.runtime.policies.base import CacheShape, Choice, Policy, PolicyConfig, PolicyRegistry, number, one_of
 from expertcast.runtime.pools.cache import Pools
 from expertcast.runtime.pools.states import State
 
@@ -106,6 +106,81 @@ class EvictionPolicy(Policy):
         return None
 
 
+class ByRecency(EvictionPolicy):
+    """Base of policies that give up groups of experts in an order, and of a group the one accessed longest ago.
+
+    An access, which is a copy or a use, is O(1). A decision looks at one expert per group, and at what is protected in
+    front of it. As it stands there is one group.
+    """
+
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
+        super().__init__(config, shape)
+        self._groups: defaultdict[int, OrderedDict[int, int]] = defaultdict(OrderedDict)
+        """Residents by group, least recently accessed first, with the clock of that access; no group is empty."""
+        self._clock = 0
+
+    def _group(self, key: int) -> int:
+        """The group of an expert; a resident's changes only between `remove` and `_access`."""
+        return 0
+
+    def _order(self) -> Iterable[int]:
+        """Groups, those to give up first in front; empty ones may be among them."""
+        return sorted(self._groups)
+
+    def insert(self, key: int, full: bool = True) -> None:
+        self._clock += 1
+        self._access(key)
+
+    def use(self, keys: Sequence[int]) -> None:
+        self._clock += 1
+        for key in keys:
+            self._access(key)
+
+    def remove(self, key: int) -> None:
+        group = self._group(key)
+        del self._groups[group][key]
+        if not self._groups[group]:
+            del self._groups[group]
+
+    def clear(self) -> None:
+        self._groups.clear()
+
+    def victim(self, protected: Container[int]) -> int | None:
+        oldest = (self._oldest(group, protected) for group in self._order())
+        return next((key for key in oldest if key is not None), None)
+
+    def _oldest(self, group: int, protected: Container[int]) -> int | None:
+        """The group's expert accessed longest ago that is not protected."""
+        for key in self._groups.get(group, ()):
+            if key not in protected:
+                return key
+        return None
+
+    def _access(self, key: int) -> None:
+        order = self._groups[self._group(key)]
+        order[key] = self._clock
+        order.move_to_end(key)
+
+
+class ByLayer(ByRecency):
+    """Base of policies that go by an expert's layer first: the layer that runs again last is given up first."""
+
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
+        super().__init__(config, shape)
+        self._layer = 0
+        """The running one."""
+
+    def _group(self, key: int) -> int:
+        return key // self.shape.experts
+
+    def _order(self) -> Iterable[int]:
+        """The running layer, whose needs are settled, the ones before it, then from the last down to the next one."""
+        return (*range(self._layer, -1, -1), *range(self.shape.layers - 1, self._layer, -1))
+
+    def start_layer(self, layer: int, keys: Sequence[int]) -> None:
+        self._layer = layer
+
+
 _Entry = tuple[float, int, int]
 """Priority, stamp, key."""
 
@@ -116,9 +191,8 @@ _SLACK = 64
 class ByPriority(EvictionPolicy):
     """Base of policies that give up the expert with the lowest priority, of equals the one accessed longest ago.
 
-    An access, which is a copy or a use, is O(log n). `victim` is O(log n) on average plus one membership test per
-    protected key in front of the one it finds: those are set aside until they are protected no longer, not sorted anew
-    at each call.
+    An access, which is a copy or a use, is O(log n). So is `victim` on average, per protected expert in front of the
+    one that it finds.
     """
 
     def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
@@ -126,8 +200,6 @@ class ByPriority(EvictionPolicy):
         self._heap: list[_Entry] = []
         """Entries that are not in `_valid` any more are left in until they come to the top."""
         self._valid: dict[int, _Entry] = {}
-        self._aside: list[_Entry] = []
-        """Taken from the heap because their keys were protected."""
         self._clock = 0
 
     @abstractmethod
@@ -147,22 +219,18 @@ class ByPriority(EvictionPolicy):
     def clear(self) -> None:
         self._heap.clear()
         self._valid.clear()
-        self._aside.clear()
 
     def victim(self, protected: Container[int]) -> int | None:
-        heap, valid = self._heap, self._valid
-        if self._aside:
-            self._take_back(protected)
-        while heap:
-            entry = heap[0]
-            key = entry[2]
-            if valid.get(key) is not entry:
-                heapq.heappop(heap)
-            elif key in protected:
-                self._aside.append(heapq.heappop(heap))
-            else:
-                return key
-        return None
+        seen: list[_Entry] = []
+        found = None
+        while self._heap and found is None:
+            entry = heapq.heappop(self._heap)
+            if self._valid.get(entry[2]) is entry:
+                seen.append(entry)
+                found = None if entry[2] in protected else entry[2]
+        for entry in seen:
+            heapq.heappush(self._heap, entry)
+        return found
 
     def _access(self, key: int) -> None:
         self._clock += 1
@@ -171,71 +239,6 @@ class ByPriority(EvictionPolicy):
         if len(self._heap) > 2 * len(self._valid) + _SLACK:
             self._heap = list(self._valid.values())
             heapq.heapify(self._heap)
-            self._aside.clear()
-
-    def _take_back(self, protected: Container[int]) -> None:
-        still = []
-        for entry in self._aside:
-            if self._valid.get(entry[2]) is entry:
-                if entry[2] in protected:
-                    still.append(entry)
-                else:
-                    heapq.heappush(self._heap, entry)
-        self._aside = still
-
-
-class ByLayer(EvictionPolicy):
-    """Base of policies that go by an expert's layer first and by its last access then; an access is O(1)."""
-
-    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
-        super().__init__(config, shape)
-        self._orders: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(shape.layers)]
-        """Keys of each layer, least recently accessed first, with the clock of that access."""
-        self._occupied = 0
-        """Bit l is set when layer l has keys."""
-        self._clock = 0
-        self._layer = 0
-        """The running one."""
-
-    def start_layer(self, layer: int, keys: Sequence[int]) -> None:
-        self._layer = layer
-
-    def insert(self, key: int, full: bool = True) -> None:
-        layer = key // self.shape.experts
-        self._clock += 1
-        self._orders[layer][key] = self._clock
-        self._occupied |= 1 << layer
-
-    def use(self, keys: Sequence[int]) -> None:
-        experts = self.shape.experts
-        self._clock += 1
-        for key in keys:
-            order = self._orders[key // experts]
-            order[key] = self._clock
-            order.move_to_end(key)
-
-    def remove(self, key: int) -> None:
-        layer = key // self.shape.experts
-        order = self._orders[layer]
-        del order[key]
-        if not order:
-            self._occupied ^= 1 << layer
-
-    def clear(self) -> None:
-        for order in self._orders:
-            order.clear()
-        self._occupied = 0
-
-
-def farthest_first(layers: int, current: int) -> Iterator[int]:
-    """Layers of a bit mask by falling distance ahead, when `current` runs: itself (what it needs is settled, so it
-    comes again after all others), the ones before it back to the first, then from the last down to the next one."""
-    passed = layers & ((2 << current) - 1)
-    for mask in (passed, layers ^ passed):
-        while mask:
-            layer = mask.bit_length() - 1
-            mask ^= 1 << layer
-            yield layer
 
 
 @dataclass(slots=True)
@@ -318,34 +321,46 @@ class Rescored(EvictionPolicy):
         self._lowest[layer] = self._scores[layer].of(ranking[0]) if ranking else math.inf
 
 
-class LRU(EvictionPolicy):
+class NextRun(Rescored):
+    """Base of policies by which the use of an expert is worth less the later its layer runs next.
+
+    As time passes all scores change alike, so a layer's experts are ranked anew when the layer has run.
+    """
+
+    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
+        super().__init__(config, shape)
+        self._pass = 0
+        self._next = [0] * shape.layers
+        """The pass in which each layer runs next."""
+
+    def start_pass(self, fresh: bool) -> None:
+        self._pass += 1
+        for layer, due in enumerate(self._next):
+            if due < self._pass:  # the pass before was cut short, or this policy rules over other layers
+                self._next[layer] = self._pass
+                self._changed.add(layer)
+
+    def start_layer(self, layer: int, keys: Sequence[int]) -> None:
+        self._next[layer] = self._pass + 1
+        self._changed.add(layer)
+
+    def _due(self, layer: int) -> float:
+        """When the layer runs next, in passes."""
+        return self._next[layer] + layer / self.shape.layers
+
+
+class LRU(ByRecency):
     """Gives up the expert that was not used for the longest time. Every operation is O(1)."""
 
     name = "lru"
 
-    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
-        super().__init__(config, shape)
-        self._order: OrderedDict[int, None] = OrderedDict()
-
-    def insert(self, key: int, full: bool = True) -> None:
-        self._order[key] = None
-
     def use(self, keys: Sequence[int]) -> None:
-        move = self._order.move_to_end
+        move = self._groups[0].move_to_end
         for key in keys:
             move(key)
 
-    def remove(self, key: int) -> None:
-        del self._order[key]
-
-    def clear(self) -> None:
-        self._order.clear()
-
     def victim(self, protected: Container[int]) -> int | None:
-        for key in self._order:
-            if key not in protected:
-                return key
-        return None
+        return self._oldest(0, protected)
 
 
 class FIFO(LRU):
@@ -358,8 +373,8 @@ class FIFO(LRU):
         """Use does not count."""
 
 
-class LFU(ByPriority):
-    """Gives up the expert that was used least often since the start; ties by LRU. O(log n).
+class LFU(ByRecency):
+    """Gives up the expert that was used least often since the start; ties by LRU.
 
     The count goes on where it was when an expert comes back. A use is one step of its layer, however many tokens.
     """
@@ -370,16 +385,17 @@ class LFU(ByPriority):
         super().__init__(config, shape)
         self._uses: defaultdict[int, int] = defaultdict(int)
 
+    def _group(self, key: int) -> int:
+        return self._uses[key]
+
     def use(self, keys: Sequence[int]) -> None:
         for key in keys:
+            self.remove(key)
             self._uses[key] += 1
             self._access(key)
 
-    def _priority(self, key: int) -> float:
-        return self._uses[key]
 
-
-class LFRU(EvictionPolicy):
+class LFRU(LFU):
     """Gives up the expert with the lowest f / (now - last + 1); ties by f, then by LRU.
 
     f counts its uses since the start and goes on where it was when an expert comes back; the clock counts layers that
@@ -392,40 +408,17 @@ class LFRU(EvictionPolicy):
 
     name = "lfru"
 
-    def __init__(self, config: PolicyConfig, shape: CacheShape) -> None:
-        super().__init__(config, shape)
-        self._uses: dict[int, int] = {}
-        self._clock = 0
-        self._by_uses: dict[int, OrderedDict[int, int]] = {}
-        """Residents with the clock of their last access, least recent first, by their count."""
-
     def start_layer(self, layer: int, keys: Sequence[int]) -> None:
         self._clock += 1
 
     def insert(self, key: int, full: bool = True) -> None:
-        self._by_uses.setdefault(self._uses.get(key, 0), OrderedDict())[key] = self._clock
-
-    def use(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            self.remove(key)
-            self._uses[key] = self._uses.get(key, 0) + 1
-            self.insert(key)
-
-    def remove(self, key: int) -> None:
-        uses = self._uses.get(key, 0)
-        ages = self._by_uses[uses]
-        del ages[key]
-        if not ages:
-            del self._by_uses[uses]
-
-    def clear(self) -> None:
-        self._by_uses.clear()
+        self._access(key)
 
     def victim(self, protected: Container[int]) -> int | None:
         lowest: tuple[float, int] | None = None
         found = None
-        for uses, ages in self._by_uses.items():
-            for key, last in ages.items():
+        for uses, order in self._groups.items():
+            for key, last in order.items():
                 if key not in protected:
                     score = (uses / (self._clock - last + 1), uses)
                     if lowest is None or score < lowest:
@@ -452,8 +445,9 @@ class LHU(LFU):
     def use(self, keys: Sequence[int]) -> None:
         for key in keys:
             if key in self._full:
-                self._uses[key] += 1
-            self._access(key)
+                super().use([key])
+            else:
+                self._access(key)
 
 
 class Score(Rescored):
@@ -484,12 +478,8 @@ class Score(Rescored):
 
 @dataclass(frozen=True, kw_only=True)
 class MarkingConfig(PolicyConfig):
-    seed: int = 0
+    seed: int = number(0, "[0, inf)")
     """Of the draws."""
-
-    def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ExpertcastError(f"seed={self.seed}: give 0 or more")
 
 
 class Marking(ByPriority):
@@ -532,75 +522,40 @@ class Marking(ByPriority):
         return self._drawn[key]
 
 
-DISTANCES = ("cyclic", "absolute")
-
-
 @dataclass(frozen=True, kw_only=True)
 class FLDConfig(PolicyConfig):
     """How far apart two layers are."""
 
-    distance: str = "cyclic"
+    distance: str = one_of("cyclic", "absolute")
     """`cyclic`: layers until an expert's layer runs again. `absolute`: the difference of the layers' numbers, which
     gives up the first layer's experts at the last layer, just before they are needed."""
 
-    def __post_init__(self) -> None:
-        if self.distance not in DISTANCES:
-            raise ExpertcastError(f"distance={self.distance!r}: choose from {', '.join(DISTANCES)}")
-
 
 class FLD(ByLayer):
-    """Gives up the expert whose layer is farthest from the running one; ties by LRU. O(1) per expert and O(L) bits."""
+    """Gives up the expert whose layer is farthest from the running one; ties by LRU. O(L)."""
 
     name = "fld"
     config_class = FLDConfig
-
-    def __init__(self, config: FLDConfig, shape: CacheShape) -> None:
-        super().__init__(config, shape)
-        self._absolute = config.distance == "absolute"
+    config: FLDConfig
 
     def victim(self, protected: Container[int]) -> int | None:
-        if self._absolute:
-            return self._victim_absolute(protected)
-        for layer in farthest_first(self._occupied, self._layer):
-            for key in self._orders[layer]:
-                if key not in protected:
-                    return key
-        return None
+        if self.config.distance == "cyclic":
+            return super().victim(protected)
+        oldest = (self._oldest(layer, protected) for layer in self._groups)
+        return min((key for key in oldest if key is not None), key=self._place, default=None)
 
-    def _victim_absolute(self, protected: Container[int]) -> int | None:
-        for layers in _from_the_ends(self._occupied, self._layer):
-            oldest = [next((key for key in self._orders[layer] if key not in protected), None) for layer in layers]
-            found = [key for key in oldest if key is not None]
-            if found:
-                return min(found, key=lambda key: self._orders[key // self.shape.experts][key])
-        return None
-
-
-def _from_the_ends(layers: int, current: int) -> Iterator[list[int]]:
-    """Layers of a bit mask by falling absolute distance, those at the same distance together."""
-    while layers:
-        first, last = (layers & -layers).bit_length() - 1, layers.bit_length() - 1
-        farthest = max(current - first, last - current)
-        equal = sorted({layer for layer in (first, last) if abs(layer - current) == farthest})
-        yield equal
-        for layer in equal:
-            layers ^= 1 << layer
-
-
-ORDERS = ("distance", "layer")
+    def _place(self, key: int) -> tuple[int, int]:
+        layer = self._group(key)
+        return -abs(layer - self._layer), self._groups[layer][key]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeastStaleConfig(PolicyConfig):
     """Which of several stale experts is given up."""
 
-    order: str = "distance"
+    order: str = one_of("distance", "layer")
     """Among stale experts, and then among current ones: `distance` gives up those whose layer runs again last, `layer`
     those of the first layer, as the paper has it, which is LRU while the cache holds no more than one pass."""
-
-    def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise ExpertcastError(f"order={self.order!r}: choose from {', '.join(ORDERS)}")
 
 
 class LeastStale(ByLayer):
@@ -608,55 +563,38 @@ class LeastStale(ByLayer):
 
     An access is a use, a copy or a forecast that wants the expert (trap 3 under row A27). The key, smallest first, is
     (current, -((layer - running layer - 1) mod L), last access), or (current, layer, last access) for `order=layer`
-    (trap 2). O(1) per expert and O(L) bits: a layer's stale experts are in front of its current ones, so that one
-    order per layer serves as both of the paper's heaps.
+    (trap 2). O(L): a layer's stale experts are in front of its current ones, so that one order per layer serves as both
+    of the paper's heaps.
     """
 
     name = "least_stale"
     config_class = LeastStaleConfig
+    config: LeastStaleConfig
 
     def __init__(self, config: LeastStaleConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
-        self._stale = 0
-        """Bit l is set when layer l may have stale experts."""
         self._began = 0
         """The clock when the pass began: what was accessed then or before is stale."""
-        self._by_layer = config.order == "layer"
 
     def start_pass(self, fresh: bool) -> None:
         self._began = self._clock
-        self._stale = self._occupied
 
     def touch(self, keys: Sequence[int]) -> None:
         self.use(keys)
 
     def victim(self, protected: Container[int]) -> int | None:
-        began = self._began
-        for layer in self._ordered(self._stale):
-            stale = False
-            for key, last in self._orders[layer].items():
-                if last > began:
-                    break
-                if key not in protected:
-                    return key
-                stale = True
-            if not stale:
-                self._stale ^= 1 << layer
-        for layer in self._ordered(self._occupied):
-            for key, last in self._orders[layer].items():
-                if last > began and key not in protected:
-                    return key
+        layers = tuple(self._order())
+        for stale in (True, False):
+            for layer in layers:
+                for key, last in self._groups.get(layer, {}).items():
+                    if stale and last > self._began:
+                        break
+                    if key not in protected:
+                        return key
         return None
 
-    def _ordered(self, layers: int) -> Iterator[int]:
-        return _first_to_last(layers) if self._by_layer else farthest_first(layers, self._layer)
-
-
-def _first_to_last(layers: int) -> Iterator[int]:
-    """Layers of a bit mask."""
-    while layers:
-        yield (layers & -layers).bit_length() - 1
-        layers &= layers - 1
+    def _order(self) -> Iterable[int]:
+        return range(self.shape.layers) if self.config.order == "layer" else super()._order()
 
 
 _HEAVY = 1e100
@@ -667,16 +605,10 @@ _HEAVY = 1e100
 class ImportanceConfig(PolicyConfig):
     """How past use and forecast are weighed against each other."""
 
-    alpha: float = 0.5
+    alpha: float = number(0.5, "[0, 1]")
     """Share of past use; the rest is the forecast's (1: decayed counts alone, 0: forecasts alone)."""
-    gamma: float = 0.9
+    gamma: float = number(0.9, "(0, 1]")
     """What a use is worth after one more step of its layer, over 0 up to 1."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise ExpertcastError(f"alpha={self.alpha}: give a share from 0 to 1")
-        if not 0 < self.gamma <= 1:
-            raise ExpertcastError(f"gamma={self.gamma}: give a decay over 0, up to 1 for none")
 
 
 class Importance(Rescored):
@@ -733,7 +665,7 @@ class Importance(Rescored):
         return Scores([per_use * u + per_chance * p for u, p in zip(hotness_E, forecast_E, strict=True)], 1.0, equal)
 
 
-class Pooled(EvictionPolicy):
+class Pooled(ByRecency):
     """Gives up experts that only pass through a slot first, the one used longest ago, then full ones in the same order.
 
     No name chooses it: it comes with the pools of :attr:`OffloadConfig.pools`, over all slots.
@@ -745,42 +677,29 @@ class Pooled(EvictionPolicy):
     name = "pooled"
 
     def __init__(self, pools: Pools) -> None:
+        anything = CacheShape(layers=1, experts=pools.experts, top_k=1, slots=0)  # is not read
+        super().__init__(PolicyConfig(), anything)
         self._pools = pools
-        self._passing: OrderedDict[int, None] = OrderedDict()
-        self._full: OrderedDict[int, None] = OrderedDict()
+
+    def _group(self, key: int) -> int:
+        return int(self._pools.state(key) is State.F)
 
     def start_layer(self, layer: int, keys: Sequence[int]) -> None:
         for key, state in self._pools.use(layer, keys):
-            if state is State.F and key in self._passing:
-                self._full[key] = self._passing.pop(key)
-            elif state is not State.F and key in self._full:
-                self._passing[key] = self._full.pop(key)
-
-    def insert(self, key: int, full: bool = True) -> None:
-        (self._full if self._pools.state(key) is State.F else self._passing)[key] = None
-
-    def use(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            (self._full if key in self._full else self._passing).move_to_end(key)
+            other = self._groups[int(state is not State.F)]
+            if key in other:
+                del other[key]
+                self._access(key)
 
     def remove(self, key: int) -> None:
-        if key in self._passing:
-            del self._passing[key]
-        else:
-            del self._full[key]
+        full = self._group(key)
+        super().remove(key)
+        if full:
             self._pools.lose(key)
 
     def clear(self) -> None:
-        self._passing.clear()
-        self._full.clear()
+        super().clear()
         self._pools.clear()
-
-    def victim(self, protected: Container[int]) -> int | None:
-        for order in (self._passing, self._full):
-            for key in order:
-                if key not in protected:
-                    return key
-        return None
 
 
 class PreEviction(Policy):
@@ -814,19 +733,13 @@ class NoPreEviction(PreEviction):
 class GapConfig(PolicyConfig):
     """How many more slots than the forecast asks for are freed."""
 
-    tau: float = 0.02
+    tau: float = number(0.02, "[0, 1]")
     """Neighbouring probabilities that differ by less than this are a tie: one slot more."""
-    r_max: int = 2
+    r_max: int = number(2, "[0, inf)")
     """Most slots kept free because of ties at the boundary."""
     literal: bool = False
     """Count every tie among the r_max gaps after the boundary, as the paper's equation does; false stops at the first
     gap that is none."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.tau <= 1.0:
-            raise ExpertcastError(f"tau={self.tau}: give a difference of probabilities, from 0 to 1")
-        if self.r_max < 0:
-            raise ExpertcastError(f"r_max={self.r_max}: give 0 or more slots")
 
 
 class Gap(PreEviction):
@@ -841,10 +754,7 @@ class Gap(PreEviction):
     config: GapConfig
 
     def release_target(self, probability_E: Sequence[float], predicted: Collection[int], resident: int) -> int:
-        return len(predicted) - resident + self._redundancy(probability_E, len(predicted))
-
-    def _redundancy(self, probability_E: Sequence[float], k: int) -> int:
-        config = self.config
+        config, k = self.config, len(predicted)
         boundary = sorted(probability_E, reverse=True)[k - 1 : k + config.r_max] if k else []
         ties = 0
         for higher, lower in pairwise(boundary):
@@ -852,7 +762,7 @@ class Gap(PreEviction):
                 ties += 1
             elif not config.literal:
                 break
-        return ties
+        return k - resident + ties
 
 
 PRE_EVICTION: PolicyRegistry[PreEviction] = PolicyRegistry("pre-eviction policy", NoPreEviction, Gap)
@@ -869,32 +779,26 @@ class Eviction:
     """
 
     def __init__(self, choice: Choice[EvictionPolicy], shape: CacheShape, scope: str = "global") -> None:
-        self.shares: list[int] | None = None
+        self.shares = None if scope == "global" else layer_shares(shape)
         """Slots of each layer; None: all slots are everybody's."""
-        if scope == "global":
-            self.policies = [choice.make(shape)]
-            self.by_layer = self.policies * shape.layers
+        if self.shares is None:
+            self._take([choice.make(shape)] * shape.layers)
         else:
-            self.shares = layer_shares(shape)
-            self.policies = self.by_layer = [
-                choice.make(replace(shape, slots=share, sharing=1)) for share in self.shares
-            ]
-        self._hears(choice.cls)
+            self._take([choice.make(replace(shape, slots=share, sharing=1)) for share in self.shares])
 
     @classmethod
     def over_all(cls, policy: EvictionPolicy, layers: int) -> Self:
         """One that was made already, over all slots."""
         made = cls.__new__(cls)
-        made.shares, made.policies = None, [policy]
-        made.by_layer = made.policies * layers
-        made._hears(type(policy))
+        made.shares = None
+        made._take([policy] * layers)
         return made
 
-    def _hears(self, policy: type[EvictionPolicy]) -> None:
-        self.reads_scores = policy.reads_scores
-        self.reads_routing = policy.reads_routing
-        self.reads_forecasts = policy.reads_forecasts
-        self.reads_tokens = policy.reads_tokens
+    def _take(self, by_layer: list[EvictionPolicy]) -> None:
+        first = by_layer[0]
+        self.by_layer, self.policies = by_layer, [first] if self.shares is None else by_layer
+        self.reads_scores, self.reads_routing = first.reads_scores, first.reads_routing
+        self.reads_forecasts, self.reads_tokens = first.reads_forecasts, first.reads_tokens
 
     def start_pass(self, fresh: bool) -> None:
         """A forward starts."""

@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.policies.base import CacheShape, PolicyConfig
-from expertcast.runtime.policies.eviction import Rescored, Scores
+from expertcast.runtime.policies.base import CacheShape, PolicyConfig, number
+from expertcast.runtime.policies.eviction import NextRun, Scores
 
 Numbers = npt.NDArray[np.float64]
 
@@ -31,29 +30,21 @@ LEAST = 1e-9
 class ForecastConfig(PolicyConfig):
     """What a later use is worth, and what is done with the time on an idle link."""
 
-    discount: float = 0.8
+    discount: float = number(0.8, "(0, 1)")
     """What a use one token later is worth, against one now (0..1, neither included)."""
-    memory: int = 100
+    memory: int = number(100, "[1, inf)")
     """Steps over which use is counted for where there is no forecast."""
-    idle_loads: int = 1
+    idle_loads: int = number(1, "[0, inf)")
     """Experts of coming tokens that one layer may load while the link is idle; 0: forecasts only evict. More delay
     misses, which wait for copies in flight."""
 
-    def __post_init__(self) -> None:
-        if not 0 < self.discount < 1:
-            raise ExpertcastError(f"discount={self.discount}: give a number between 0 and 1, such as 0.8")
-        if self.memory < 1:
-            raise ExpertcastError(f"memory={self.memory}: give at least 1 step")
-        if self.idle_loads < 0:
-            raise ExpertcastError(f"idle_loads={self.idle_loads}: give 0 or more experts")
 
-
-class ForecastEviction(Rescored):
+class ForecastEviction(NextRun):
     """Gives up the expert with the lowest expected value of its next use, discount ** (tokens until then).
 
     Forecasts come by `see_tokens`. Before the first, after the start of new texts, and without a predictor, each
-    expert's share of its layer's recent steps stands in for the probability of every later use. As time passes all
-    values grow alike, so a layer's experts are ranked anew when the layer has run, all of them after a new forecast.
+    expert's share of its layer's recent steps stands in for the probability of every later use. All layers are ranked
+    anew after a new forecast.
     """
 
     name = "forecast"
@@ -69,25 +60,17 @@ class ForecastEviction(Rescored):
         self._probability_HLE: Numbers | None = None
         self._log_value_HLE: Numbers | None = None
         """Log of the expected discount ** (tokens from row h's on), for an expert that is not used before that row."""
-        self._pass = -1
         self._made_in = 0
         """The pass whose token is the forecast's first row."""
-        self._next = [0] * shape.layers
-        """The pass in which each layer runs next."""
 
     def start_pass(self, fresh: bool) -> None:
-        self._pass += 1
+        super().start_pass(fresh)
         if fresh and self._log_value_HLE is not None:
             self._probability_HLE = self._log_value_HLE = None
             self._changed.update(range(self.shape.layers))
-        for layer, due in enumerate(self._next):
-            if due < self._pass:  # the pass before was cut short, or this policy rules over other layers
-                self._next[layer] = self._pass
-                self._changed.add(layer)
 
     def start_layer(self, layer: int, keys: Sequence[int]) -> None:
-        self._next[layer] = self._pass + 1
-        self._changed.add(layer)
+        super().start_layer(layer, keys)
         first, share_E = layer * self.shape.experts, self._share_LE[layer]
         self._steps[layer] += 1
         weight = 1 / min(self._steps[layer] + 1, self.config.memory)
@@ -127,8 +110,7 @@ class ForecastEviction(Rescored):
 
     def _lead(self, layer: int) -> float:
         """Log of the discount from the first pass of all to the layer's next run: comparable between layers."""
-        tokens = self._next[layer] + layer / self.shape.layers
-        return tokens * math.log(self.config.discount)
+        return self._due(layer) * math.log(self.config.discount)
 
     def _log_values(self, layer: int) -> Numbers:
         """Log of each expert's expected discounted next use [E], from the layer's next run on."""

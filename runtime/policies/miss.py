@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.policies.base import CacheShape, Policy, PolicyConfig, PolicyRegistry
+from expertcast.runtime.policies.base import CacheShape, Policy, PolicyConfig, PolicyRegistry, number
 from expertcast.runtime.storage.layout import FULL, PRECISIONS, is_better
 
 
@@ -72,7 +72,7 @@ class MissPolicy(Policy):
     @property
     def precisions(self) -> tuple[str, ...]:
         """Copies beside the full ones that the store must hold."""
-        return ()
+        return tuple(level for level in getattr(self.config, "levels", ()) if level != FULL)
 
     @abstractmethod
     def decide(self, lookup: Lookup) -> Verdict:
@@ -93,11 +93,6 @@ def check_levels(levels: Sequence[str], least: int, most: int = 1 + len(PRECISIO
         raise ExpertcastError(f"levels={text}: give {least} to {most} of {allowed}, best first")
 
 
-def copies_of(levels: Sequence[str]) -> tuple[str, ...]:
-    """The levels that are copies beside the full experts."""
-    return tuple(level for level in levels if level != FULL)
-
-
 class Fetch(MissPolicy):
     """Waits for every missing expert: the output is the resident model's."""
 
@@ -116,6 +111,7 @@ class FetchLowestConfig(PolicyConfig):
     """Precisions, best first; only the last one is loaded for a miss."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_levels(self.levels, least=1)
 
 
@@ -128,7 +124,7 @@ class FetchLowest(MissPolicy):
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        return copies_of(self.config.levels[-1:])
+        return super().precisions[-1:]
 
     def decide(self, lookup: Lookup) -> Verdict:
         return Verdict(precision=dict.fromkeys(lookup.missing(), self.config.levels[-1]))
@@ -140,13 +136,12 @@ class FetchPriorityConfig(PolicyConfig):
 
     levels: tuple[str, ...] = ("full", "int8", "int4")
     """Precisions, best first: the first for important experts, and for all of them where there is room."""
-    percentile: float = 60.0
+    percentile: float = number(60.0, "[0, 100]")
     """Experts whose gate score lies below this percentile of the run's misses are not important."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_levels(self.levels, least=2)
-        if not 0 <= self.percentile <= 100:
-            raise ExpertcastError(f"percentile={self.percentile:g}: give 0 to 100")
 
 
 class FetchPriority(MissPolicy):
@@ -167,10 +162,6 @@ class FetchPriority(MissPolicy):
     def __init__(self, config: FetchPriorityConfig, shape: CacheShape) -> None:
         super().__init__(config, shape)
         self._seen = RunningRank()
-
-    @property
-    def precisions(self) -> tuple[str, ...]:
-        return copies_of(self.config.levels)
 
     def decide(self, lookup: Lookup) -> Verdict:
         best = self.config.levels[0]
@@ -226,6 +217,7 @@ class CascadeConfig(PolicyConfig):
     """Score below which an expert comes in the last precision."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_levels(self.levels, least=2, most=3)
         if not 0 <= self.minor <= self.important:
             raise ExpertcastError(
@@ -244,10 +236,6 @@ class Cascade(MissPolicy):
     name = "cascade"
     config_class = CascadeConfig
     config: CascadeConfig
-
-    @property
-    def precisions(self) -> tuple[str, ...]:
-        return copies_of(self.config.levels)
 
     def decide(self, lookup: Lookup) -> Verdict:
         wanted = {}
@@ -268,12 +256,8 @@ class Cascade(MissPolicy):
 class DropConfig(PolicyConfig):
     """Which experts are never dropped."""
 
-    fetched: int = 2
+    fetched: int = number(2, "[1, inf)")
     """So many of a token's heaviest experts are always fetched."""
-
-    def __post_init__(self) -> None:
-        if self.fetched < 1:
-            raise ExpertcastError(f"fetched={self.fetched}: give 1 or more, a token cannot lose all of its experts")
 
 
 class Drop(MissPolicy):
@@ -303,10 +287,6 @@ def low_ranked(lookup: Lookup, fetched: int) -> set[int]:
 class DropCascadeConfig(CascadeConfig, DropConfig):
     """What is never dropped, and the precisions of what is fetched."""
 
-    def __post_init__(self) -> None:
-        CascadeConfig.__post_init__(self)
-        DropConfig.__post_init__(self)
-
 
 class DropCascade(Cascade):
     """Drops as `drop` does, and loads the others as `cascade` does."""
@@ -327,12 +307,8 @@ class DropCascade(Cascade):
 class SubstituteConfig(PolicyConfig):
     """How much worse a substitute may be."""
 
-    tolerance: float = 0.5
+    tolerance: float = number(0.5, "[0, 1]")
     """Part of the missing expert's router probability that its substitute's may lack."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.tolerance <= 1:
-            raise ExpertcastError(f"tolerance={self.tolerance:g}: give 0 (no loss of score) to 1 (any held expert)")
 
 
 class Substitute(MissPolicy):

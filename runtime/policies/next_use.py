@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.policies.base import CacheShape, PolicyConfig
-from expertcast.runtime.policies.eviction import LFRU, LFU, LRU, EvictionPolicy, Rescored, Scores
+from expertcast.runtime.policies.base import CacheShape, PolicyConfig, number
+from expertcast.runtime.policies.eviction import LFRU, LFU, LRU, EvictionPolicy, NextRun, Scores
 
 
 class Shadow:
@@ -86,8 +85,6 @@ class LayerUse:
         self._followed_EE = np.zeros((experts, experts), dtype=np.float32)
         """Counts [E, E]: uses of the second expert one visit after the first."""
         self._before: Sequence[int] = ()
-        self._x_FE = np.zeros((FEATURES, experts))
-        self._x_FE[0] = 1.0
 
     def visit(self, experts: Sequence[int]) -> None:
         """A token used these experts (distinct)."""
@@ -110,7 +107,8 @@ class LayerUse:
     def features(self) -> Numbers:
         """[F, E] of what was used so far: a constant, logs of the averages and of the share of all visits relative to
         chance, of the age, whether it was used last or never, and how much the experts used last are followed by it."""
-        share, x_FE, heads = self._share, np.empty_like(self._x_FE), len(HALF_LIVES)
+        share, heads = self._share, len(HALF_LIVES)
+        x_FE = np.empty((FEATURES, len(self._uses_E)))
         x_FE[0] = 1.0
         np.log((self._average_HE / share + 1) / (self._weight_H + 1)[:, None], out=x_FE[1 : heads + 1])
         rate_E = (self._uses_E + share) / (self._counted + 1)
@@ -191,28 +189,19 @@ _FARTHEST = 8
 class NextUseConfig(PolicyConfig):
     """How far ahead use is forecast, and how much is hedged."""
 
-    horizon: int | None = None
+    horizon: int | None = number(None, "[1, inf)")
     """Visits of its layer within which an expert's use counts (none: 1.5 times the tokens whose experts the cache
     holds, 1 to 8)."""
-    prior: float = 3.0
+    prior: float = number(3.0, "(0, inf)")
     """How firmly the forecast stays an average of recent use, in visits' worth of evidence."""
-    lead: float = 0.5
+    lead: float = number(0.5, "[0, inf)")
     """Log-odds that a use is worth less when its layer runs a whole token later."""
     hedge: bool = True
     """Follow lru, lfu or lfru while they would have missed less of late."""
-    margin: float = 0.05
+    margin: float = number(0.05, "[0, 1)")
     """Share of the misses that another policy must save before it is followed."""
-    memory: int = 64
+    memory: int = number(64, "[1, inf)")
     """Tokens over which misses are compared."""
-
-    def __post_init__(self) -> None:
-        if (self.horizon is not None and self.horizon < 1) or self.memory < 1:
-            raise ExpertcastError(f"horizon={self.horizon}, memory={self.memory}: give 1 or more of both")
-        if not (self.prior > 0 and self.lead >= 0 and 0 <= self.margin < 1):
-            raise ExpertcastError(
-                f"prior={self.prior}, lead={self.lead}, margin={self.margin}: give a prior above 0, a lead of 0 or "
-                "more and a margin from 0, below 1"
-            )
 
 
 class NextUse(EvictionPolicy):
@@ -233,7 +222,6 @@ class NextUse(EvictionPolicy):
         held = shape.slots / ((shape.sharing or shape.layers) * shape.top_k)
         horizon = config.horizon or min(_FARTHEST, max(1, round(1.5 * held)))
         self._model = UsageModel(experts=shape.experts, top_k=shape.top_k, horizon=horizon, prior=config.prior)
-        self._pass = 0
         self._shown = -1
         """The layer whose prompt was shown token by token."""
         learned = [_Learned(self), *([_Learned(self)] if config.hedge else [])]
@@ -244,13 +232,7 @@ class NextUse(EvictionPolicy):
         self._misses = [0.0] * len(self._shadows)
         self._leader = 0
 
-    @property
-    def passes(self) -> int:
-        """Forwards so far."""
-        return self._pass
-
     def start_pass(self, fresh: bool) -> None:
-        self._pass += 1
         decay = 1 - 1 / self.config.memory
         self._misses = [misses * decay for misses in self._misses]
         for policy in self._held:
@@ -306,7 +288,7 @@ class NextUse(EvictionPolicy):
         return odds
 
 
-class _Learned(Rescored):
+class _Learned(NextRun):
     """What the forecast alone would do. Lowest first: log-odds, less for layers that run later."""
 
     name = "learned"
@@ -314,21 +296,6 @@ class _Learned(Rescored):
     def __init__(self, owner: NextUse) -> None:
         super().__init__(owner.config, owner.shape)
         self._owner = owner
-        self._next = [0] * owner.shape.layers
-        """The forward in which each layer runs next."""
-
-    def start_pass(self, fresh: bool) -> None:
-        now = self._owner.passes
-        for layer, due in enumerate(self._next):
-            if due < now:  # the forward before was cut short, or another policy rules over the layer
-                self._next[layer] = now
-                self._changed.add(layer)
-
-    def start_layer(self, layer: int, keys: Sequence[int]) -> None:
-        self._next[layer] = self._owner.passes + 1
-        self._changed.add(layer)
 
     def _score(self, layer: int) -> Scores:
-        due = self._next[layer] + layer / self.shape.layers
-        lead = self._owner.config.lead * due
-        return Scores(self._owner.log_odds(layer), offset=-lead)
+        return Scores(self._owner.log_odds(layer), offset=-self._owner.config.lead * self._due(layer))

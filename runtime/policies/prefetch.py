@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from expertcast.predictors.base import FARTHEST, Forecast, LogOdds
-from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import overfetched
-from expertcast.runtime.policies.base import CacheShape, Policy, PolicyConfig, PolicyRegistry
+from expertcast.runtime.policies.base import CacheShape, Policy, PolicyConfig, PolicyRegistry, number, one_of
 
 
 class Wanted:
@@ -109,14 +108,8 @@ MOST_OVERFETCH = 65_536
 class TopKConfig(PolicyConfig):
     """How many experts are asked for."""
 
-    overfetch: float = 1.0
+    overfetch: float = number(1.0, f"[1, {MOST_OVERFETCH}]")
     """Experts asked for per token, as a multiple of K, rounded up (1.0: the forecast's own only)."""
-
-    def __post_init__(self) -> None:
-        if not 1.0 <= self.overfetch <= MOST_OVERFETCH:
-            raise ExpertcastError(
-                f"overfetch={self.overfetch}: give 1.0 to {MOST_OVERFETCH}, such as 1.5 for half as many again"
-            )
 
 
 class TopK(PrefetchPolicy):
@@ -157,8 +150,6 @@ def by_weight(ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) 
     return sorted(weight, key=weight.__getitem__, reverse=True)
 
 
-OVER = ("history", "token", "mass")
-
 _BINS_PER_OCTAVE = 32
 _LOWEST, _HIGHEST = -22, 10
 """Octaves between which relative scores are told apart."""
@@ -169,17 +160,11 @@ _TINY = 1e-30
 class PercentileConfig(PolicyConfig):
     """The percentile, and the scores that it is taken over."""
 
-    percentile: float = 80.0
+    percentile: float = number(80.0, "(0, 100)")
     """Scores above this percentile are loaded."""
-    over: str = "history"
+    over: str = one_of("history", "token", "mass")
     """Scores it is taken over: those of all layers and tokens so far (history), or one token's E scores in one layer,
     which always gives the same count (token). With `mass` it is the share of a token's probability to cover, in %."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.percentile < 100.0:
-            raise ExpertcastError(f"percentile={self.percentile}: give a number between 0 and 100, such as 80")
-        if self.over not in OVER:
-            raise ExpertcastError(f"unknown over={self.over!r}: choose from {', '.join(OVER)}")
 
 
 class Percentile(PrefetchPolicy):
@@ -348,24 +333,15 @@ def _any(p_TE: Array) -> Array:
     return p_E.clip(_LEAST, 1.0)
 
 
-OF = ("use", "softmax")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ThresholdConfig(PolicyConfig):
     """The threshold, and the probability that is compared with it."""
 
-    above: float = 0.4
+    above: float = number(0.4, "[0, 1)")
     """Experts with a higher probability than this are loaded (for softmax, .04 was best on the reference model)."""
-    of: str = "use"
+    of: str = one_of("use", "softmax")
     """Probability that the step uses the expert, calibrated while the model runs (use), or the forecast's softmax with
     any token, which depends on E and K (softmax)."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.above < 1.0:
-            raise ExpertcastError(f"above={self.above}: give a probability, 0 or more and under 1")
-        if self.of not in OF:
-            raise ExpertcastError(f"unknown of={self.of!r}: choose from {', '.join(OF)}")
 
 
 class Calibrated(PrefetchPolicy):
@@ -405,24 +381,15 @@ class Threshold(Calibrated):
         return likeliest_first(probability_TE > self.config.above, probability_TE)
 
 
-EVICTION = ("wrong", "always")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ValueConfig(PolicyConfig):
     """What is never worth a copy, and what an eviction costs."""
 
-    least: float = 0.02
+    least: float = number(0.02, "(0, 1)")
     """Experts that are less likely to be used than this are never loaded, whatever room there is."""
-    eviction: str = "wrong"
+    eviction: str = one_of("wrong", "always")
     """When the evicted expert is charged for: for a wrong one only, as a miss would have evicted as well (wrong), or
     for every copy (always)."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.least < 1.0:
-            raise ExpertcastError(f"least={self.least}: give a probability between 0 and 1")
-        if self.eviction not in EVICTION:
-            raise ExpertcastError(f"unknown eviction={self.eviction!r}: choose from {', '.join(EVICTION)}")
 
 
 class Value(Calibrated):

@@ -16,7 +16,7 @@ from torch import Tensor
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.routing_rule import renormalises, weights_over
 from expertcast.predictors.view import MoELayer
-from expertcast.runtime.policies.base import CacheShape, Policy, PolicyConfig, PolicyRegistry
+from expertcast.runtime.policies.base import CacheShape, Policy, PolicyConfig, PolicyRegistry, number
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,16 +59,10 @@ class Standard(RoutingPolicy):
 class CacheAwareConfig(PolicyConfig):
     """How strongly experts on the device are preferred."""
 
-    strength: float = 0.2
+    strength: float = number(0.2, "[0, inf)")
     """Lambda: the bonus of an expert on the device, as a share of the logits' usual range; 0 leaves the routing."""
-    keep: int = 1
+    keep: int = number(1, "[0, inf)")
     """Each token's first so many experts by weight are executed wherever they are."""
-
-    def __post_init__(self) -> None:
-        if self.strength < 0:
-            raise ExpertcastError(f"strength={self.strength}: give 0 or more; .1 to .5 worked best in the literature")
-        if self.keep < 0:
-            raise ExpertcastError(f"keep={self.keep}: give 0 or more experts, up to the model's K")
 
 
 class CacheAware(RoutingPolicy):
@@ -135,12 +129,8 @@ def _with_guard(chosen_TK: Tensor, guard_TJ: Tensor, biased_TE: Tensor) -> Tenso
 class BudgetConfig(PolicyConfig):
     """How many experts a token executes."""
 
-    k_max: int | None = None
+    k_max: int | None = number(None, "[1, inf)")
     """Most experts that a token executes (none: the model's K)."""
-
-    def __post_init__(self) -> None:
-        if self.k_max is not None and self.k_max < 1:
-            raise ExpertcastError(f"k_max={self.k_max}: give 1 or more experts, or none for the model's K")
 
 
 class Budget(RoutingPolicy):

@@ -64,8 +64,22 @@ def sequences(
     return out_BN, accepted_B
 
 
-def p_value(ids_BN: Tensor, p_VV: Tensor, known: tuple[int, ...] = ()) -> float:
-    """That rows so far from the chain's distribution come from it. Cells of fewer than 5 expected are one cell."""
+def p_value(counts: Tensor, expected: Tensor) -> float:
+    """That counts of these expectations come from their distribution. Cells of fewer than 5 expected are one cell."""
+    expected = expected.double()
+    if bool(counts[expected == 0].any()):
+        return 0.0
+    small = expected < 5
+    cells = torch.cat([expected[~small], expected[small].sum()[None]])
+    found = torch.cat([counts[~small], counts[small].sum()[None]])[cells > 0]
+    cells = cells[cells > 0]
+    assert len(cells) > 3
+    statistic = ((found - cells) ** 2 / cells).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2, dtype=torch.float64), statistic / 2))
+
+
+def follows(ids_BN: Tensor, p_VV: Tensor, known: tuple[int, ...] = ()) -> float:
+    """The p-value of rows that are to follow the chain."""
     vocabulary, length = p_VV.shape[0], ids_BN.shape[1]
     p = p_VV.double().softmax(dim=-1)
     expected = torch.zeros((vocabulary,) * length, dtype=torch.float64)
@@ -77,15 +91,7 @@ def p_value(ids_BN: Tensor, p_VV: Tensor, known: tuple[int, ...] = ()) -> float:
             expected[cell] = chance * len(ids_BN)
     places = torch.tensor([vocabulary**power for power in range(length - 1, -1, -1)])
     observed = torch.bincount((ids_BN * places).sum(dim=1), minlength=expected.numel()).double()
-    expected = expected.flatten()
-    if bool(observed[expected == 0].any()):
-        return 0.0
-    small = expected < 5
-    cells = torch.cat([expected[~small], expected[small].sum()[None]])
-    counts = torch.cat([observed[~small], observed[small].sum()[None]])
-    cells, counts = cells[cells > 0], counts[cells > 0]
-    statistic = ((counts - cells) ** 2 / cells).sum()
-    return float(torch.special.gammaincc(torch.tensor((len(cells) - 1) / 2, dtype=torch.float64), statistic / 2))
+    return p_value(observed, expected.flatten())
 
 
 def redrawn_from_p(
@@ -107,7 +113,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("drafted", [1, 2, 3, 4])
+@pytest.mark.parametrize("drafted", [1, 3])
 @pytest.mark.parametrize(("vocabulary", "kept", "draft"), CASES)
 def test_sampled_follows_the_model(vocabulary: int, kept: int | None, draft: str, drafted: int) -> None:
     vocabulary = min(vocabulary, {3: 6, 4: 5}.get(drafted, vocabulary))
@@ -115,9 +121,9 @@ def test_sampled_follows_the_model(vocabulary: int, kept: int | None, draft: str
     q_VV = None if draft == "likeliest" else chain(vocabulary, 2, 2 if draft == "top-k" else None)
     ids_BN, accepted_B = sequences(accept_sampled, p_VV, q_VV, drafted)
     assert 0 < float(accepted_B.float().mean()) < drafted
-    assert p_value(ids_BN, p_VV) > LEAST_P
+    assert follows(ids_BN, p_VV) > LEAST_P
     wrong_BN, _ = sequences(redrawn_from_p, p_VV, q_VV, drafted)
-    assert p_value(wrong_BN, p_VV) < LEAST_P
+    assert follows(wrong_BN, p_VV) < LEAST_P
 
 
 @pytest.mark.parametrize("draft", ["sampled", "likeliest"])
@@ -139,14 +145,14 @@ def test_known_text_stands_though_the_model_never_says_it(known: tuple[int, ...]
     q_VV = chain(6, 2) if draft == "sampled" else None
     ids_BN, accepted_B = sequences(accept_sampled, p_VV, q_VV, 3, known)
     assert int(accepted_B.min()) >= len(known)
-    assert p_value(ids_BN, p_VV, known) > LEAST_P
+    assert follows(ids_BN, p_VV, known) > LEAST_P
 
 
 def test_a_draft_of_the_model_itself_always_stands() -> None:
     p_VV = chain(8, 1, kept=5)
     ids_BN, accepted_B = sequences(accept_sampled, p_VV, p_VV, 3)
     assert bool((accepted_B == 3).all())
-    assert p_value(ids_BN[:, :3], p_VV) > LEAST_P
+    assert follows(ids_BN[:, :3], p_VV) > LEAST_P
 
 
 def test_nothing_drafted_is_ordinary_sampling() -> None:
@@ -154,7 +160,7 @@ def test_nothing_drafted_is_ordinary_sampling() -> None:
     for q_VV in (None, p_VV):
         ids_BN, accepted_B = sequences(accept_sampled, p_VV, q_VV, 0)
         assert not accepted_B.any()
-        assert p_value(ids_BN, p_VV) > LEAST_P
+        assert follows(ids_BN, p_VV) > LEAST_P
 
 
 def test_the_same_generator_draws_the_same() -> None:
@@ -183,8 +189,7 @@ def test_greedy_by_hand() -> None:
 VOCABULARY, NEW = 4, 4
 PROMPT = torch.tensor([[1, 3, 1, 3, 2, 1]])
 """Prompt lookup finds the 1 again; with rows of different acceptance some are ahead of others."""
-_LEAST = 5.0
-"""Texts expected in a class of the test at least: rarer ones are one class."""
+FAR = 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -214,29 +219,17 @@ def probabilities(offloaded: OffloadedModel, given: dict[str, Any]) -> Tensor:
     return chance_B
 
 
-def chi_square(counts: Tensor, expected: Tensor) -> tuple[float, int]:
-    """Statistic and degrees of freedom; the rarest texts are one class."""
-    rare = expected < _LEAST
-    kept = [(float(one), float(mean)) for one, mean in zip(counts[~rare], expected[~rare], strict=True)]
-    if float(expected[rare].sum()) >= _LEAST:
-        kept.append((float(counts[rare].sum()), float(expected[rare].sum())))
-    return sum((one - mean) ** 2 / mean for one, mean in kept), len(kept) - 1
+PLAIN: dict[str, Any] = {"top_k": 0}
+WARM: dict[str, Any] = {"top_k": 3, "temperature": 1.6}
 
 
-def far(freedom: int) -> float:
-    """Where one in a million of chi-square's values lies beyond, by Wilson and Hilferty."""
-    return float(freedom * (1 - 2 / (9 * freedom) + 4.75 * (2 / (9 * freedom)) ** 0.5) ** 3)
-
-
-@pytest.mark.parametrize("given", [{"top_k": 0}, {"top_k": 3, "temperature": 1.6}])
 @pytest.mark.parametrize(
-    ("draft", "length", "rows", "batches"),
-    [("int4", 2, 1000, 8), ("early_exit", 2, 1000, 8), ("resident", 2, 4, 250), ("prompt_lookup", 2, 1000, 4),
-     ("script", 2, 1000, 4)],
+    ("draft", "rows", "batches", "given"),
+    [("int4", 1000, 3, WARM), ("early_exit", 1000, 3, PLAIN), ("resident", 4, 80, PLAIN),
+     ("prompt_lookup", 1000, 3, WARM), ("script", 1000, 3, PLAIN)],
 )  # fmt: skip
 def test_texts_follow_the_exact_model(
     draft: str,
-    length: int,
     rows: int,
     batches: int,
     given: dict[str, Any],
@@ -255,7 +248,7 @@ def test_texts_follow_the_exact_model(
     with cycles_of(monkeypatch) as cycles:
         for _ in range(batches):
             ids_BS = offloaded.generate(
-                PROMPT, do_sample=True, max_new_tokens=NEW, num_return_sequences=rows, draft=draft, draft_length=length,
+                PROMPT, do_sample=True, max_new_tokens=NEW, num_return_sequences=rows, draft=draft, draft_length=2,
                 **given,
             )[:, PROMPT.shape[1] :]  # fmt: skip
             place_B = (ids_BS * torch.tensor([64, 16, 4, 1])).sum(dim=1)
@@ -264,14 +257,11 @@ def test_texts_follow_the_exact_model(
     offloaded.drafting.drafts.pop("prompt_lookup", None)
     judged = [kept - known for cycle in cycles for kept, known in zip(cycle.accepted, cycle.known, strict=True)]
     offered = sum(cycle.drafted - min(known, cycle.drafted) for cycle in cycles for known in cycle.known)
-    assert 0.05 * offered < sum(judged) < 0.95 * offered
+    assert 0.02 * offered < sum(judged) < 0.98 * offered
     assert any(max(cycle.known) > min(cycle.known) for cycle in cycles), "rows are never apart"
     chance = probabilities(offloaded, given)
     torch.testing.assert_close(float(chance.sum()), 1.0)
-    assert counts[chance == 0].sum() == 0
-    found, freedom = chi_square(counts, chance * rows * batches)
-    assert freedom > 10
-    assert found < far(freedom), (found, freedom)
+    assert p_value(counts, chance * rows * batches) > FAR
 
 
 def test_another_distribution_is_found_out(offloaded: OffloadedModel) -> None:
@@ -279,5 +269,4 @@ def test_another_distribution_is_found_out(offloaded: OffloadedModel) -> None:
     chance, other = (probabilities(offloaded, {"top_k": 0, "temperature": own}) for own in (1.0, 1.25))
     draw = torch.Generator().manual_seed(1)
     counts = torch.bincount(torch.multinomial(other, 4000, True, generator=draw), minlength=len(other))
-    found, freedom = chi_square(counts.float(), chance * 4000)
-    assert found > far(freedom)
+    assert p_value(counts, chance * 4000) < FAR

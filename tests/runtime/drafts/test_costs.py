@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from expertcast.runtime.drafts.costs import (
-    Cycle,
-    DraftModel,
-    PositionMeans,
-    RunningLine,
-    RunningMean,
-    VerificationTimes,
-    expected_tokens,
-    exposed_seconds,
-)
-
-
-def test_expected_tokens_by_hand() -> None:
-    # 1; 1 + .9; 1 + .9 + .9 * .8; 1 + .9 + .72 + .72 * .5
-    assert expected_tokens([0.9, 0.8, 0.5]) == pytest.approx([1.0, 1.9, 2.62, 2.98])
+from expertcast.runtime.drafts.costs import Cycle, DraftModel, VerificationTimes, expected_tokens, exposed_seconds
+from expertcast.runtime.drafts.learning import Option, PositionMeans, RunningLine, RunningMean, Trials
 
 
 @pytest.mark.parametrize("length", range(5))
@@ -93,7 +81,7 @@ def test_a_cycle_by_hand() -> None:
         [0.014, 0.0195, 0.0225, 0.008 + 0.014 + 0.0225]
     )
     # unforeseen positions bring what the last one did: 0 of them are drafted, the first brings 6, the others 2
-    assert model.growth(3) == pytest.approx([6 / 1.2, (2 + 0.2 * 5) / 1.2, 2.5])
+    assert model.report(3)["growth"] == pytest.approx([6 / 1.2, (2 + 0.2 * 5) / 1.2, 2.5])
 
 
 def test_acceptance_by_hand() -> None:
@@ -103,7 +91,7 @@ def test_acceptance_by_hand() -> None:
     first = (2 + 2 * 0.8) / 4
     second = (1 + 2 * first) / 4
     third = (1 + 2 * second) / 3
-    assert model.acceptance(4) == pytest.approx([first, second, third, third])
+    assert model.report(4)["acceptance"] == pytest.approx([first, second, third, third])
 
 
 def test_what_was_certain_before_is_not_judged_and_a_draft_that_ended_counts_as_refused() -> None:
@@ -112,10 +100,10 @@ def test_what_was_certain_before_is_not_judged_and_a_draft_that_ended_counts_as_
     # the first two positions of the second sequence were text already: its judged ones are 2 (kept) and 3 (refused)
     one.observe(Cycle(draft="a", drafted=4, accepted=(0, 3), known=(0, 2)), verify, 0.0)
     first = (0 + 2 * 0.8) / 3
-    assert one.acceptance(4) == pytest.approx([first, first, (1 + 2 * first) / 3, 2 * (1 + 2 * first) / 9])
+    assert one.report(4)["acceptance"] == pytest.approx([first, first, (1 + 2 * first) / 3, 2 * (1 + 2 * first) / 9])
     other.observe(Cycle(draft="a", drafted=1, accepted=(1,), ended=True), verify, 0.0)
     first = (1 + 2 * 0.8) / 3
-    assert other.acceptance(2) == pytest.approx([first, 2 * first / 3])
+    assert other.report(2)["acceptance"] == pytest.approx([first, 2 * first / 3])
 
 
 def test_positions_that_are_not_reached_fall_back_to_the_one_before() -> None:
@@ -172,3 +160,101 @@ def test_a_running_line_is_flat_where_x_never_changed() -> None:
     for y in (1.0, 1.0, 1.0):
         line.observe(2.0, y)
     assert line.at([0.0, 9.0]) == pytest.approx([1.0, 1.0])
+
+
+# What is tried again, and when
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named(Option):
+    """An option of this name."""
+
+    of: str
+
+    @property
+    def name(self) -> str:
+        return self.of
+
+
+BEST = Named(of="best", tokens=1.0, seconds=0.010)
+
+
+def candidate(seconds: float, loss_s: float, *, hopeful: bool, of: str = "a") -> Named:
+    """A cycle that loses so much against the best; if hopeful, it may be better within what was measured."""
+    return Named(of=of, tokens=(seconds - loss_s) * BEST.rate, seconds=seconds, doubt=1.0 if hopeful else 0.0)
+
+
+def test_a_dear_trial_waits_until_the_run_can_afford_it() -> None:
+    # cycles of 10 ms; a trial takes 20 ms, of which 8.9 are lost: 8.9 <= .0075 * (10 c + 20) from c = 117 on
+    trials, tried = Trials(), []
+    for cycle in range(260):
+        if trials.next(BEST, {"a": candidate(0.020, 0.0089, hopeful=False)}) is not None:
+            tried.append(cycle)
+            trials.spent(0.020)
+            trials.tried("a", 1.0, 0.0089)
+        else:
+            trials.spent(0.010)
+    # then 17.8 are lost: at cycle c all have taken 10 c + 10, so 17.8 <= .0075 * (10 c + 30) from c = 235 on
+    assert tried == [117, 235]
+    assert trials.lost_s <= 0.0075 * trials.seconds
+
+
+def test_a_cheap_trial_pauses_longer_each_time_it_finds_nothing() -> None:
+    trials, tried = Trials(), []
+    for cycle in range(100):
+        if trials.next(BEST, {"a": candidate(0.010, 0.0, hopeful=False)}) is not None:
+            tried.append(cycle)
+            trials.spent(0.010)
+            trials.tried("a", 2.0 if cycle > 60 else 1.0, 0.0)
+        else:
+            trials.spent(0.010)
+    # 8; the pause of 16 begins when that trial is over, at 9; then 32, from 26: 58; then 64, beyond the end
+    assert tried == [8, 25, 58]
+
+
+def test_what_may_be_better_than_the_best_is_tried_at_once_but_within_the_same_means() -> None:
+    trials = Trials()
+    for _ in range(5):
+        trials.spent(0.010)
+    assert (
+        trials.next(BEST, {"a": candidate(0.0015, 0.0001, hopeful=False), "b": candidate(0.0015, 0.0002, hopeful=True)})
+        == "b"
+    ), "a has its pause before it"
+    trials.lost_s += 0.0004
+    assert trials.next(BEST, {"b": candidate(0.0015, 0.0002, hopeful=True)}) is None, (
+        ".6 ms are more than .0075 of 51.5"
+    )
+    assert trials.next(BEST, {"b": candidate(0.003, -0.0002, hopeful=True)}) == "b", (
+        "one that is expected to gain costs nothing"
+    )
+    trials.spent(1.0)
+    assert trials.next(BEST, {"b": candidate(0.0015, 0.0002, hopeful=True)}) == "b"
+
+
+def test_what_is_as_good_as_the_best_for_all_that_is_known_needs_no_means() -> None:
+    trials = Trials()
+    for _ in range(20):
+        trials.spent(0.010)
+    trials.lost_s += 1.0  # more than it will ever have
+    assert trials.next(BEST, {"b": candidate(0.010, 0.0010, hopeful=True)}) == "b", "a tenth of its own seconds"
+    assert trials.next(BEST, {"b": candidate(0.010, 0.0011, hopeful=True)}) is None
+    assert trials.next(BEST, {"b": candidate(0.010, 0.0001, hopeful=False)}) is None, (
+        "it is known well, and a little worse"
+    )
+    assert trials.next(BEST, {"b": candidate(0.010, 0.0001, hopeful=True, of=BEST.name)}) is None, (
+        "the best itself, only longer"
+    )
+
+
+def test_the_best_begins_its_pauses_anew() -> None:
+    trials = Trials()
+    for name in ("a", "a", "a"):
+        trials.tried(name, 1.0, 0.0)  # its pause is 64 by now
+    trials.won("a")
+    tried = []
+    for cycle in range(20):
+        if trials.next(BEST, {"a": candidate(0.01, 0.0, hopeful=False)}):
+            tried.append(cycle)
+            trials.tried("a", 1.0, 0.0)
+        trials.spent(0.01)
+    assert tried == [8]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,9 +19,9 @@ from expertcast.runtime.drafts.cache import SharedCache
 from expertcast.runtime.drafts.proposals import Heads, HeadsDraft
 from tests.families.models import tiny_model
 from tests.families.table import tiny_config
+from tests.runtime.drafts.loops import recorded
 
 CASES = [("glm4_moe", 1), ("deepseek_v3", 1), ("deepseek_v3", 3)]
-NEW = 30
 PROMPT = torch.randint(10, 4096, (1, 9), generator=torch.Generator().manual_seed(3))
 
 
@@ -112,25 +111,14 @@ def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_drafts_are_transformers_own(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
-    expected: list[tuple[list[int], list[int]]] = []
-    own = MTPCandidateGenerator.get_candidates
-
-    def get_candidates(self: Any, input_ids: Tensor, **given: Any) -> tuple[Tensor, Tensor | None]:
-        ids, logits = own(self, input_ids, **given)
-        if logits is not None:
-            expected.append((input_ids[0].tolist(), ids[0, input_ids.shape[1] :].tolist()))
-        return ids, logits
-
-    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", get_candidates)
-    output = model.generate(
-        PROMPT, max_new_tokens=NEW, do_sample=False, use_mtp=True, eos_token_id=None, pad_token_id=0
-    )
+    cycles, output = recorded(monkeypatch, MTPCandidateGenerator, model, PROMPT, use_mtp=True)
+    expected = [cycle for cycle in cycles if cycle[1]]  # the first pass has nothing to draft from
     heads = Heads(model)
     cycles, text = decoded(model, HeadsDraft(heads), [heads.length] * len(expected))
     assert cycles == expected
     grown = {len(after) - len(before) for (before, _), (after, _) in pairwise(cycles)}
     assert len(grown) > 1, "drafts are sometimes right"
-    assert text[0, : output.shape[1]].tolist() == output[0].tolist()
+    assert text[0, : len(output)].tolist() == output
 
 
 def test_a_draft_is_that_of_a_text_read_at_once(deep: PreTrainedModel) -> None:

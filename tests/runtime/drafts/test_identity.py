@@ -26,6 +26,8 @@ FAMILIES = (
     "qwen3_next",
 )  # fmt: skip
 DRAFTS = [name for name in draft_names() if name not in (NONE, AUTO, MTP)]
+EACH = ("int4", "resident", "speculate", "early_exit", "prompt_lookup", AUTO)
+"""One of each kind: the others differ in nothing that a family sees."""
 NEW = 10
 
 
@@ -50,8 +52,9 @@ def test_every_draft_gives_the_same_tokens(family: str, monkeypatch: pytest.Monk
     drafted, accepted = 0, 0
     with offload(unlimited(family), slots=SLOTS, predictor="next_norm") as offloaded:
         expected = plain(offloaded, ids_BS)
-        for draft in [*DRAFTS, AUTO]:
-            for length in LENGTHS if draft != AUTO else (None,):
+        for draft in [*DRAFTS, AUTO] if family == "qwen3_moe" else EACH:
+            lengths = (1, *LENGTHS) if family == "qwen3_moe" else LENGTHS[:1]
+            for length in lengths if draft != AUTO else (None,):
                 with cycles_of(monkeypatch) as cycles:
                     got = offloaded.generate(
                         ids_BS, max_new_tokens=NEW, do_sample=False, draft=draft, draft_length=length
@@ -130,14 +133,14 @@ def test_whether_a_model_fits_is_asked_once() -> None:
         handle.remove()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral", "lfm2_moe"])
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral"])
 def test_bf16_differs_at_ties_alone(family: str) -> None:
     """Where a token differs first, the two that the exact model's own step has there lie within rounding.
 
     bf16 has 8 bits: the logits of a pass over several tokens may differ from a step's by a unit of the largest one's
-    last place, 2**-8 of it. Of these 60 texts of 16 tokens 3 differ, all of mixtral's, each where two logits are equal.
+    last place, 2**-8 of it.
     """
-    differing, texts = 0, 6
+    differing, texts = 0, 3
     with offload(tiny(family, torch.bfloat16), slots=SLOTS) as offloaded:
         for seed in range(texts):
             ids_BS = prompt(seed=seed)

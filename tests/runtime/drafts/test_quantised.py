@@ -33,7 +33,6 @@ from expertcast.runtime.drafts.quantised import (
     compensated,
     expanded,
     group_of,
-    inverse_factor,
     rounded,
     squared_error,
 )
@@ -45,7 +44,6 @@ from tests.runtime.drafts.by_hand import (
     distance,
     resident_views,
     rounded_experts,
-    rounded_group,
     rounded_weights,
     step,
 )
@@ -240,30 +238,6 @@ def test_every_group_is_rounded_as_by_hand(bits: int, dtype: torch.dtype) -> Non
     assert torch.equal(expanded(codes, scales), rounded_weights(weights, bits))
 
 
-@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
-def test_sizes(size: float) -> None:
-    """By hand in double precision: codes do not depend on the size of the weights."""
-    row = [weight * size for weight in (0.7, -0.9, 0.05, 0.33)]
-    codes, scales = rounded(torch.tensor([row], dtype=torch.float32), bits=4, group=4)
-    assert expanded(codes, scales)[0].tolist() == pytest.approx(rounded_group(row, 4), rel=1e-5)
-
-
-def test_groups() -> None:
-    assert [group_of(inputs, 4) for inputs in (2048, 384, 192, 96, 24)] == [128, 128, 64, 32, None]
-    assert [group_of(inputs, 8) for inputs in (2048, 24)] == [2048, 24]
-
-
-@pytest.mark.parametrize(("bits", "most"), [(4, 0.106), (8, 0.0066)])
-def test_error_on_normal_weights(bits: int, most: float) -> None:
-    """A step is a group's extreme over 8 (or 128), and an error in it is uniform: a variance of step^2 / 12. What lies
-    beyond 7.5 (or 127.5) steps on the side of the fewer codes adds a little. An extreme of 128 normal weights is 2.8:
-    2.8 / 8 / sqrt(12) = 0.101."""
-    weights = torch.randn(512, 128, generator=torch.Generator().manual_seed(1))
-    least = float(weights.abs().amax(dim=1).square().mean().sqrt()) / 2 ** (bits - 1) / 12**0.5
-    found = float((expanded(*rounded(weights, bits, 128)) - weights).norm() / weights.norm())
-    assert least * 0.99 < found < most
-
-
 CPU = torch.device("cpu")
 GROUPS = [(3, 2), (0, 1), (4, 4)]
 """Rows of the experts 3, 0 and 4."""
@@ -416,12 +390,3 @@ def test_inputs_that_tell_nothing_round_to_nearest() -> None:
     hessians = torch.stack((torch.eye(32) * 3, torch.zeros(32, 32)))
     for found, expected in zip(compensated(weights, hessians, 4, 32), rounded(weights, 4, 32), strict=True):
         assert torch.equal(found, expected)
-
-
-def test_factor() -> None:
-    rows = _inputs(30, 16)
-    hessian = rows.T @ rows
-    factor = inverse_factor(hessian[None])[0].double()
-    assert torch.equal(factor, factor.triu())
-    damped = hessian.double() + DAMPING * hessian.double().diagonal().mean() * torch.eye(16)
-    assert torch.allclose(factor.T @ factor @ damped, torch.eye(16, dtype=torch.float64), atol=1e-3)

@@ -63,7 +63,7 @@ def built(family: str, **own: Any) -> PreTrainedModel:
 class Fed:
     """A model with its shared cache, and what it says of a text token by token."""
 
-    def __init__(self, model: PreTrainedModel, length: int = 48) -> None:
+    def __init__(self, model: PreTrainedModel, length: int = 40) -> None:
         self.model = model
         self.text = torch.randint(10, 4096, (1, length), generator=torch.Generator().manual_seed(3))
         output = model(input_ids=self.text[:, :PROMPT], use_cache=True)
@@ -106,10 +106,9 @@ class Fed:
 def test_goes_back_to_every_number_of_accepted_tokens(family: str) -> None:
     fed = Fed(built(family))
     fed.cache.refuse_unfit(fed.model, lambda: fed.feed(fed.text[:, :2]))
-    for each in (False, True):
-        for accepted in (0, 1, 2, 3, 4):
-            fed.go_on(accepted, each)
-    assert fed.cache.length == PROMPT + 2 * (0 + 1 + 2 + 3 + 4 + 5 * 2)
+    for each, accepted in ((False, 0), (True, 1), (False, 2), (True, 3), (False, 4), (True, 0), (False, 1)):
+        fed.go_on(accepted, each)
+    assert fed.cache.length == PROMPT + 11 + 7 * 2
 
 
 def test_sparse_blocks_go_back() -> None:
@@ -206,7 +205,7 @@ NEW = 13
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2_moe", "minimax"])
-@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize("length", [1, 3])
 def test_goes_on_behind_what_was_accepted(family: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt gives 1 token, every cycle j + 1: 12 / (j + 1) cycles, rounded up; at the end a draft is shorter."""
     with offload(tiny(family), slots=SLOTS) as offloaded:

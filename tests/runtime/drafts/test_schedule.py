@@ -14,7 +14,6 @@ from expertcast.data.batch import RouterCall
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.view import ModelShape
 from expertcast.runtime import EmulatedLink, offload
-from expertcast.runtime.drafts.drafting import DraftOptions
 from expertcast.runtime.drafts.prefetch import LookaheadBuffer, Schedule
 from expertcast.runtime.engine.cache import ExpertCache, Window
 from expertcast.runtime.recording.statistics import RunStatistics
@@ -163,16 +162,6 @@ def test_the_end_of_a_cycle_takes_back_the_rest() -> None:
     assert not residency.window.keys
 
 
-def test_nothing_is_loaded_where_it_is_switched_off() -> None:
-    schedule, _, link = made(8)
-    schedule.prefetch = False
-    guided(schedule)
-    route(schedule, 0, [1, 2], [0.5, 0.5])
-    schedule.verify()
-    assert not link.submitted
-    assert schedule.buffer.growth == [0, 2]
-
-
 def test_window_by_hand() -> None:
     """Kept: 1.1, 2.3 and 2.4. Beyond layer 0 the farthest held one is 2.3 (2.4 has no slot); beyond 2 there is none."""
     window = Window(3, 8)
@@ -189,20 +178,6 @@ def test_window_by_hand() -> None:
     assert window.farthest(0, {9}, ()) is None
 
 
-def test_new_experts_by_hand() -> None:
-    """An expert counts where it is put first, and not where it is held by then."""
-    buffer = LookaheadBuffer(24)
-    buffer.put(0, [1, 2, 2, 3], {1, 8})
-    buffer.put(0, [8, 9], {1, 8})
-    assert (buffer.positions, buffer.growth) == (1, [3])  # 2, 3 and 9
-    buffer.put(1, [0, 1], {1, 8})
-    buffer.put(1, [9, 10], {1, 8, 2, 3, 9, 0})  # those asked for since are copies of this cycle all the same
-    buffer.put(0, [11], ())  # of another layer, later
-    assert (buffer.positions, buffer.growth) == (2, [4, 2])
-    buffer.clear()
-    assert (buffer.positions, buffer.growth) == (0, [])
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_new_experts_as_sets_have_them(seed: int) -> None:
     choose = random.Random(seed)
@@ -214,6 +189,9 @@ def test_new_experts_as_sets_have_them(seed: int) -> None:
             buffer.put(position, keys, held)
             seen.update(keys)
         assert buffer.growth[position] == len(seen - held) - before
+    assert buffer.positions == 6
+    buffer.clear()
+    assert (buffer.positions, buffer.growth) == (0, [])
 
 
 def test_what_the_slots_cannot_keep_comes_again() -> None:
@@ -237,8 +215,9 @@ def test_what_is_loaded_ahead_does_not_miss(draft: str) -> None:
     for prefetch in (True, False):
         with offload(tiny("qwen3_moe"), slots=8, link=EmulatedLink(1e9, 2e-5)) as opened:
             assert opened.drafting is not None
-            options = DraftOptions(draft=draft, length=3, prefetch=prefetch)
-            text = opened.drafting.generate(options, (prompt(),), {"max_new_tokens": 24, "do_sample": False})
+            if not prefetch:
+                opened.drafting.schedule.load = lambda: None  # type: ignore[method-assign]
+            text = opened.generate(prompt(), max_new_tokens=24, do_sample=False, draft=draft, draft_length=3)
             layers = opened.stats.layers
             found[prefetch] = text, sum(each.misses for each in layers), sum(each.prefetched for each in layers)
     assert torch.equal(found[True][0], found[False][0])

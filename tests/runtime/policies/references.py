@@ -1,12 +1,23 @@
-"""Every policy in its slowest form: all residents sorted by the documented key at each decision.
+"""What eviction policies are tested with: each in its slowest form, and recorded routing through the runtime's books.
 
-L layers, E experts per layer. A key is layer * E + expert.
+In the slowest form all residents are sorted by the documented key at each decision. L layers, E experts per layer. A
+key is layer * E + expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+
+import torch
+
+from expertcast.runtime.engine.cache import ExpertCache
+from expertcast.runtime.links.virtual import VirtualLink
+from expertcast.runtime.policies.belady import Belady
+from expertcast.runtime.recording.statistics import LayerStatistics, RunStatistics
+from expertcast.runtime.storage.layout import ALIGNMENT, BlockLayout, Field
+from expertcast.runtime.storage.slots import SlotPool
+from tests.runtime.engine.evictions import eviction
 
 Order = Callable[["History", int], tuple[float, ...]]
 """A resident's place in the order in which experts are given up, the smallest first."""
@@ -31,6 +42,8 @@ class History:
     """Time of the last insertion."""
     accessed: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Time and forward of the last insertion or use."""
+    event_of: dict[int, int] = field(default_factory=dict)
+    """Events started by the last insertion or use."""
     wanted: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Time and forward of the last forecast for a resident."""
     uses: list[tuple[int, int, bool]] = field(default_factory=list)
@@ -47,12 +60,14 @@ class History:
         self.residents[key] = full
         self.inserted[key] = self.time
         self.accessed[key] = (self.time, self.forward)
+        self.event_of[key] = self.event
         self.wanted.pop(key, None)
 
     def use(self, keys: Sequence[int]) -> None:
         for key in keys:
             self.time += 1
             self.accessed[key] = (self.time, self.forward)
+            self.event_of[key] = self.event
             self.uses.append((key, self.steps[key // self.experts], self.residents[key]))
             self.learnt.append(key // self.experts)
 
@@ -93,6 +108,11 @@ def fifo(history: History, key: int) -> tuple[float, ...]:
 
 def lfu(history: History, key: int) -> tuple[float, ...]:
     return (sum(used == key for used, _, _ in history.uses), history.accessed[key][0])
+
+
+def lfru(history: History, key: int) -> tuple[float, ...]:
+    uses, last = lfu(history, key)
+    return (uses / (history.event - history.event_of[key] + 1), uses, last)
 
 
 def lhu(history: History, key: int) -> tuple[float, ...]:
@@ -160,6 +180,7 @@ ORDERS: dict[str, Order] = {
     "lru": lru,
     "fifo": fifo,
     "lfu": lfu,
+    "lfru": lfru,
     "lhu": lhu,
     "fld": fld,
     "fld:distance=absolute": fld_absolute,
@@ -167,3 +188,75 @@ ORDERS: dict[str, Order] = {
     "least_stale:order=layer": least_stale_layer,
     "belady": belady,
 }
+
+
+# Recorded routing through the books, one layer after another
+
+BLOCK = ALIGNMENT
+"""Bytes of one expert."""
+LOW = BLOCK // 4
+"""Bytes of one expert in int4."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """One layer of one forward."""
+
+    needs: Sequence[int]
+    """Keys."""
+    wants: Sequence[int] = ()
+    """Keys of the next layer that are prefetched; all of them have arrived when it runs."""
+    scores: Sequence[float] = ()
+    """The router's probabilities [E]."""
+    forecast: Sequence[float] = ()
+    """Probabilities [E] forecast for the next layer."""
+
+
+def cache(policy: str, *, layers: int, experts: int, slots: int, top_k: int = 2, scope: str = "global") -> ExpertCache:
+    """An empty cache in virtual time."""
+    layout = BlockLayout(
+        fields=(Field(name="block", shape=(BLOCK,), dtype=torch.uint8, offset=0),), block_bytes=BLOCK
+    )  # fmt: skip
+    policies = eviction(policy, layers=layers, experts=experts, slots=slots, top_k=top_k, scope=scope)
+    pool = SlotPool(layout, slots, torch.device("cpu"))
+    link = VirtualLink(1.0, lower={"int4": (LOW, 0.25)})
+    return ExpertCache(pool, link, policies, RunStatistics(layers), experts=experts)
+
+
+def run(residency: ExpertCache, forwards: Sequence[Sequence[Visit]], low: Sequence[int] = ()) -> LayerStatistics:
+    """Returns the totals.
+
+    Args:
+        low: keys that are held in int4 only.
+    """
+    tell(residency, forwards)
+    for forward in forwards:
+        residency.start_pass(fresh=False)
+        for layer, visit in enumerate(forward):
+            step(residency, layer, visit, low)
+    return residency.stats.total
+
+
+def tell(residency: ExpertCache, forwards: Sequence[Sequence[Visit]]) -> None:
+    """The future, to policies that need it."""
+    eviction = residency.eviction
+    events = [visit.needs for forward in forwards for visit in forward]
+    for layer, policy in enumerate(eviction.policies):
+        if isinstance(policy, Belady):
+            policy.foresee(events if eviction.shares is None else events[layer :: len(forwards[0])])
+
+
+def step(residency: ExpertCache, layer: int, visit: Visit, low: Sequence[int] = ()) -> None:
+    """One layer of one forward."""
+    eviction, keys = residency.eviction, list(visit.needs)
+    if eviction.reads_scores and visit.scores:
+        eviction.see_scores(layer, visit.scores)
+    residency.settle(layer, keys)
+    residency.request(keys, {key: "int4" for key in keys if key in low})
+    if eviction.reads_forecasts and visit.forecast:
+        eviction.see_forecast(layer + 1, visit.forecast)
+    residency.prefetch(visit.wants)
+    residency.wait(keys)
+    residency.release(keys)
+    assert isinstance(residency.link, VirtualLink)
+    residency.link.spend(1e9)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from expertcast.data.routing_file import Routing, read_routing
-from expertcast.predictors import ExpertcastError
 from expertcast.runtime.policies import EVICTION, CacheShape
 from expertcast.runtime.policies.next_use import LayerUse, NextUse, UsageModel
 from expertcast.runtime.simulation.byte_cache import forwards_of, replay
@@ -138,9 +137,3 @@ def test_weights_are_those_of_the_newton_steps() -> None:
         use.visit(experts)
         model.visit(0, experts)
     assert model.log_odds(0) == pytest.approx(weights @ use.features())
-
-
-@pytest.mark.parametrize("options", ["horizon=0", "memory=0", "prior=0.0", "lead=-1.0", "margin=1.0"])
-def test_bad_options(options: str) -> None:
-    with pytest.raises(ExpertcastError, match=f"{options.partition('=')[0]}="):
-        EVICTION.choose(f"next_use:{options}")

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from expertcast.data.traces import TraceDataset
-from expertcast.predictors import ExpertcastError, PredictorConfig
 from expertcast.predictors.base import Forecast, LogOdds
-from expertcast.predictors.baselines import QuasiHidden
 from expertcast.predictors.view import ModelShape, overfetched
 from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.policies.prefetch import (
@@ -32,7 +30,7 @@ from expertcast.runtime.policies.prefetch import (
     Wanted,
     saved_s,
 )
-from expertcast.training.metrics import BUDGETS, budget
+from expertcast.training.metrics import budget
 
 # Forecasts and links made by hand
 
@@ -94,12 +92,6 @@ def test_runtime_and_evaluation_round_up(factor: str, top_k: int) -> None:
     assert overfetched(float(factor), top_k, EXPERTS) == expected
 
 
-@pytest.mark.parametrize("factor", BUDGETS.values())
-def test_never_more_than_there_are(factor: float) -> None:
-    shape = ModelShape(layers=2, experts=8, top_k=6, hidden=4)
-    assert budget(factor, shape) == min(8, ceil(factor * 6))
-
-
 # Percentile selections against numpy's quantile over lists that are kept whole
 
 
@@ -150,19 +142,6 @@ def test_mass_by_hand() -> None:
     assert policy.experts(of_probabilities(rows[1:], 2), None) == [3, 2]
     # both: sums over tokens .55 .30 .45 .70
     assert policy.experts(of_probabilities(rows, 2), None) == [3, 0, 2, 1]
-
-
-def test_history_by_hand() -> None:
-    """K = 2 of 4, median. Scores relative to the second highest probability:
-
-    layer 1: .64/.16 = 4, 1, .12/.16 = .75, .08/.16 = .5    seen .5 .75 1 4: the quantile lies between .75 and 1
-    layer 2: .4/.4 = 1, 1, .1/.4 = .25, .25                 seen .25 .25 .5 .75 1 1 1 4: still between .75 and 1
-    layer 1: .26/.25 = 1.04, 1, .25/.25 = 1, .24/.25 = .96  seen ... : of 12 the 6th and 7th are .96 and 1
-    """
-    policy = _made("percentile:percentile=50", 4, 2)
-    assert policy.experts(of_probabilities([[0.64, 0.16, 0.12, 0.08]], 2, layer=1), None) == [0, 1]
-    assert policy.experts(of_probabilities([[0.4, 0.1, 0.4, 0.1]], 2, layer=2), None) == [0, 2]
-    assert policy.experts(of_probabilities([[0.24, 0.26, 0.25, 0.25]], 2, layer=1), None) == [1, 2, 3]
 
 
 @settings(max_examples=60, deadline=None)
@@ -220,21 +199,6 @@ def test_a_router_that_is_sure_of_one() -> None:
     logits_1E = torch.zeros(1, 8)
     logits_1E[0, 5] = 500.0
     assert _made("percentile:percentile=95", 8, 2).experts(wanted(logits_1E, 2), None) == [5]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("percentile:percentile=100", "percentile=100.0: give a number between 0 and 100, such as 80"),
-        ("percentile:percentile=0", "percentile=0.0: give a number between 0 and 100, such as 80"),
-        ("percentile:over=layer", "unknown over='layer': choose from history, token, mass"),
-        ("percentile:share=2", "its options are percentile, over"),
-    ],
-)
-def test_bad_values(text: str, message: str) -> None:
-    with pytest.raises(ExpertcastError) as caught:
-        PREFETCH.choose(text)
-    assert message in str(caught.value)
 
 
 # Probabilities of use: by hand, against a batch fit, and on the reference model
@@ -312,40 +276,6 @@ def test_every_expert_is_needed_where_all_are_chosen() -> None:
     assert (Calibration(4).probability(0, torch.randn(1, 4)) > 0.999).all()
 
 
-def _error(p: np.ndarray, needed: np.ndarray) -> float:
-    """Expected calibration error over ten bins."""
-    index = np.minimum((p * 10).astype(int), 9)
-    inside = [index == number for number in range(10)]
-    return sum(abs(p[rows].mean() - needed[rows].mean()) * rows.mean() for rows in inside if rows.any())
-
-
-def test_on_the_reference_model(reference_traces: TraceDataset) -> None:
-    """Quasi-hidden forecasts, token after token: the stated probabilities come true after a few tokens."""
-    view = reference_traces.view
-    predictor = QuasiHidden(PredictorConfig(), view.shape)
-    predictor.set_defaults(reference_traces.defaults)
-    predictor.bind(view)
-    (batch,) = reference_traces.batches("test", 400, max_tokens=400)
-    forecasts, needed = [], []
-    for layer in range(len(view) - 1):
-        forecasts.append(predictor.forecast(batch.state(view, layer)).logits_TE)
-        needed.append(batch.state(view, layer + 1).topk_ids_TK.tolist())
-    learning, untaught = Calibration(view.shape.top_k), Calibration(view.shape.top_k)
-    stated, start, came = [], [], []
-    for token in range(400):
-        for layer, logits_TE in enumerate(forecasts):
-            row_1E = logits_TE[token : token + 1]
-            stated.append(learning.probability(layer + 1, row_1E))
-            start.append(untaught.probability(layer + 1, row_1E))
-            came.append(np.isin(np.arange(view.shape.experts), needed[layer][token]))
-            learning.learn(layer + 1, needed[layer][token])
-    after = 64 * (len(view) - 1)
-    hits = np.concatenate(came[after:])
-    error, error_at_start = (_error(np.concatenate(rows[after:]), hits) for rows in (stated, start))
-    assert error < 0.015
-    assert error < error_at_start / 4
-
-
 def test_a_calibrated_forecast_is_where_it_starts() -> None:
     """Its own reading comes first, and what is learnt online is how the text differs from the validation's."""
     logits_TE = torch.tensor([[3.0, 1.0, 0.0, -2.0]])
@@ -409,20 +339,6 @@ def test_learns() -> None:
     assert chosen == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("threshold:above=1", "above=1.0: give a probability, 0 or more and under 1"),
-        ("threshold:above=-0.1", "above=-0.1: give a probability, 0 or more and under 1"),
-        ("threshold:of=logits", "unknown of='logits': choose from use, softmax"),
-    ],
-)
-def test_bad_thresholds(text: str, message: str) -> None:
-    with pytest.raises(ExpertcastError) as caught:
-        PREFETCH.choose(text)
-    assert message in str(caught.value)
-
-
 # What a copy is worth: by hand, and outcome by outcome
 
 
@@ -442,56 +358,42 @@ def _chosen(given: Transfer, text: str = "value") -> list[int]:
     return _value(text).experts(wanted(LOGITS, 2), given)
 
 
-def test_free_slots_and_time_take_all() -> None:
-    assert _chosen(transfer(free=4)) == [0, 1, 2, 3]
-    assert _chosen(transfer(free=4), "value:least=0.2") == [0, 1, 2]
+ALWAYS = "value:eviction=always"
 
 
-def test_a_victim_that_a_miss_would_evict_too() -> None:
-    """Charged for a wrong copy: .082 * .95 = .078 < .918; .348 * .95 = .331 < .652; .652 * .95 = .619 > .348. The first
-    `free` cost nothing."""
-    assert _chosen(transfer(worth=0.95)) == [0, 1]
-    assert _chosen(transfer(worth=0.95, free=3)) == [0, 1, 2]
-    assert _chosen(transfer(worth=0.5)) == [0, 1, 2]
-
-
-def test_nothing_that_is_worth_less_than_its_victim() -> None:
-    """Charged for every copy: .918, .652, .348, .122 against the victim's probability."""
-    always = "value:eviction=always"
-    assert _chosen(transfer(worth=0.7), always) == [0]
-    assert _chosen(transfer(worth=0.4), always) == [0, 1]
-    assert _chosen(transfer(worth=0.95), always) == []
-    assert _chosen(transfer(worth=0.95, free=1), always) == [0]
-    assert _chosen(transfer(worth=0.4, free=3), always) == [0, 1, 2]
-
-
-def test_only_what_arrives_in_time() -> None:
-    """Copies of 1 s. 2 s are left: two arrive, the third could not even begin. With a backlog of 1 s: one."""
-    assert _chosen(transfer(free=4, left_s=2.0)) == [0, 1]
-    assert _chosen(transfer(free=4, left_s=2.0, backlog_s=1.0)) == [0]
-    assert _chosen(transfer(free=4, left_s=2.0, backlog_s=2.0)) == []
-
-
-def test_a_copy_that_is_late() -> None:
-    """.4 s of the first copy's 1 s come too late: .918 * .6 = .551 saved, .082 * .4 = .033 lost: .518 for a victim.
-
-    For .05 s of the copy's time: .918 * .05 = .0459 saved, .082 * .95 = .0779 lost.
-    """
-    assert _chosen(transfer(left_s=0.6, worth=0.51), "value:eviction=always") == [0]
-    assert _chosen(transfer(left_s=0.6, worth=0.53), "value:eviction=always") == []
-    assert _chosen(transfer(left_s=0.05, free=4)) == []
-
-
-@pytest.mark.parametrize("worth", [0.0, 0.1])
-def test_a_slow_link_turns_it_off(worth: float) -> None:
-    """Copies that take a hundred times what is left."""
-    assert _chosen(transfer(copy_s=100.0, left_s=1.0, free=4, worth=worth)) == []
-
-
-def test_its_own_that_are_resident_are_named() -> None:
-    """0 and 1 are the forecast's own. 1 is protected whatever the link does; 2, which is resident too, is not."""
-    assert _chosen(transfer(left_s=0.0, resident=(1, 2))) == [1]
-    assert _chosen(transfer(free=4, resident=(1, 2))) == [0, 1, 3]
+@pytest.mark.parametrize(
+    ("text", "expected", "given"),
+    [
+        # free slots and time take all
+        ("value", [0, 1, 2, 3], {"free": 4}),
+        ("value:least=0.2", [0, 1, 2], {"free": 4}),
+        # a wrong copy pays for its victim: .082 * .95 < .918; .348 * .95 < .652; .652 * .95 = .619 > .348
+        ("value", [0, 1], {"worth": 0.95}),
+        ("value", [0, 1, 2], {"worth": 0.95, "free": 3}),
+        ("value", [0, 1, 2], {"worth": 0.5}),
+        # every copy does: .918, .652, .348, .122 against the victim's probability
+        (ALWAYS, [0], {"worth": 0.7}),
+        (ALWAYS, [0, 1], {"worth": 0.4}),
+        (ALWAYS, [], {"worth": 0.95}),
+        (ALWAYS, [0], {"worth": 0.95, "free": 1}),
+        (ALWAYS, [0, 1, 2], {"worth": 0.4, "free": 3}),
+        # copies of 1 s: two arrive, the third could not even begin; a backlog of 1 s leaves one
+        ("value", [0, 1], {"free": 4, "left_s": 2.0}),
+        ("value", [0], {"free": 4, "left_s": 2.0, "backlog_s": 1.0}),
+        ("value", [], {"free": 4, "left_s": 2.0, "backlog_s": 2.0}),
+        # .4 s of 1 s come too late: .918 * .6 saved, .082 * .4 lost: .518; with .05 s left: .0459 saved, .0779 lost
+        (ALWAYS, [0], {"left_s": 0.6, "worth": 0.51}),
+        (ALWAYS, [], {"left_s": 0.6, "worth": 0.53}),
+        ("value", [], {"left_s": 0.05, "free": 4}),
+        # copies that take a hundred times what is left
+        ("value", [], {"copy_s": 100.0, "left_s": 1.0, "free": 4}),
+        # its own are 0 and 1: 1 is protected whatever the link does; 2, which is resident too, is not
+        ("value", [1], {"left_s": 0.0, "resident": (1, 2)}),
+        ("value", [0, 1, 3], {"free": 4, "resident": (1, 2)}),
+    ],
+)
+def test_what_is_worth_its_copy(text: str, expected: list[int], given: dict[str, Any]) -> None:
+    assert _chosen(transfer(**given), text) == expected
 
 
 def test_parts_in_memory() -> None:
@@ -543,12 +445,3 @@ def test_stopping_early_leaves_nothing_out(seed: int, left: float, backlog: floa
     p = [value for value in margin_E.double().sigmoid().tolist() if value >= 0.02][len(chosen) :]
     for value in p:
         assert saved_s(value, backlog + len(chosen), given.copy_s, left) <= worth * (len(chosen) >= free) + 1e-6
-
-
-def test_bad_values_of_value() -> None:
-    with pytest.raises(ExpertcastError, match=r"unknown eviction='never': choose from wrong, always"):
-        PREFETCH.choose("value:eviction=never")
-    with pytest.raises(ExpertcastError, match=r"least=0.0: give a probability between 0 and 1"):
-        PREFETCH.choose("value:least=0")
-    with pytest.raises(ExpertcastError, match=r"choose from none, top_k, percentile, threshold, value"):
-        PREFETCH.choose("values")

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.predictors import ExpertcastError
 from expertcast.predictors.routing_rule import renormalises, weights_over
 from expertcast.predictors.view import MoELayer
 from expertcast.runtime.policies.base import CacheShape
@@ -52,6 +51,13 @@ def policy_of(text: str, layer: MoELayer) -> RoutingPolicy:
     return ROUTING.choose(text).make(shape)
 
 
+def rerouted(text: str, given: Routed) -> tuple[Tensor, Tensor]:
+    """What the policy makes of a routing that it changes, or leaves as new tensors."""
+    changed = policy_of(text, given.layer).route(given)
+    assert changed is not None
+    return changed
+
+
 # Cache-aware routing: by hand, and over the routers of every family
 
 
@@ -77,9 +83,7 @@ def _sets(ids_TK: Tensor) -> list[set[int]]:
 def test_by_hand(strength: float, cached: set[int], chosen: set[int]) -> None:
     layer = router_of("mixtral")
     given = routed(layer, ROW, cached)
-    changed = policy_of(f"cache_aware:strength={strength}", layer).route(given)
-    assert changed is not None
-    ids_TK, weights_TK = changed
+    ids_TK, weights_TK = rerouted(f"cache_aware:strength={strength}", given)
     assert _sets(ids_TK) == [chosen]
     scores_K = ROW[0, ids_TK[0]].exp()
     torch.testing.assert_close(weights_TK[0], scores_K / scores_K.sum())
@@ -89,8 +93,7 @@ def test_how_many_are_kept() -> None:
     """A bonus above everything, all but 0 and 1 on the device."""
     layer = router_of("mixtral")
     for keep, chosen in ((0, {2, 3}), (1, {0, 2}), (2, {0, 1})):
-        changed = policy_of(f"cache_aware:strength=9,keep={keep}", layer).route(routed(layer, ROW, range(2, 8)))
-        assert changed is not None
+        changed = rerouted(f"cache_aware:strength=9,keep={keep}", routed(layer, ROW, range(2, 8)))
         assert _sets(changed[0]) == [chosen]
 
 
@@ -118,8 +121,7 @@ def test_the_range_is_a_running_mean_of_its_layer() -> None:
 def test_no_strength_changes_nothing(family: str, dtype: torch.dtype) -> None:
     layer = router_of(family, dtype)
     given = routed(layer, logits(layer, 40), {0, 3, 5})
-    changed = policy_of("cache_aware:strength=0", layer).route(given)
-    assert changed is not None
+    changed = rerouted("cache_aware:strength=0", given)
     assert torch.equal(changed[0], given.ids_TK)
     assert torch.equal(changed[1], given.weights_TK)
     assert changed[1].dtype == given.weights_TK.dtype
@@ -148,9 +150,7 @@ def test_a_huge_strength_chooses_what_is_cached(family: str, strength: float) ->
         layer.router.e_score_correction_bias.zero_()
     cached = {1, 4, 6}
     given = routed(layer, logits(layer, 60), cached)
-    changed = policy_of(f"cache_aware:strength={strength}", layer).route(given)
-    assert changed is not None
-    ids_TK, weights_TK = changed
+    ids_TK, weights_TK = rerouted(f"cache_aware:strength={strength}", given)
     expected_TK = weights_over(layer, given.logits_TE, ids_TK)
     differs = 0
     for token, (ids, own) in enumerate(zip(ids_TK.tolist(), given.ids_TK.tolist(), strict=True)):
@@ -173,8 +173,7 @@ def test_the_guard_holds_against_a_correction_bias() -> None:
     layer.router.e_score_correction_bias.zero_()
     given = routed(layer, logits(layer, 40), {2})
     layer.router.e_score_correction_bias[5:] = 5.0
-    changed = policy_of("cache_aware:strength=0.3", layer).route(given)
-    assert changed is not None
+    changed = rerouted("cache_aware:strength=0.3", given)
     for ids, own, weights in zip(changed[0].tolist(), given.ids_TK.tolist(), given.weights_TK.tolist(), strict=True):
         assert own[weights.index(max(weights))] in ids
         assert len(set(ids)) == 2
@@ -184,8 +183,7 @@ def test_among_cached_experts_the_logits_decide() -> None:
     """However large the bonus: it must not swallow the logits' differences."""
     layer = router_of("qwen3_moe")
     given = routed(layer, 0.01 * logits(layer, 50), {0, 2, 3, 5, 7})
-    changed = policy_of("cache_aware:strength=1e9,keep=0", layer).route(given)
-    assert changed is not None
+    changed = rerouted("cache_aware:strength=1e9,keep=0", given)
     cached_TE = given.logits_TE.masked_fill(~given.cached_E, float("-inf"))
     assert _sets(changed[0]) == _sets(cached_TE.topk(2).indices)
 
@@ -193,26 +191,9 @@ def test_among_cached_experts_the_logits_decide() -> None:
 def test_too_few_cached_leaves_the_best_of_the_others() -> None:
     layer = router_of("olmoe")
     given = routed(layer, 6 * logits(layer, 50), {3})
-    changed = policy_of("cache_aware:strength=1e9,keep=0", layer).route(given)
-    assert changed is not None
+    changed = rerouted("cache_aware:strength=1e9,keep=0", given)
     others_TE = given.logits_TE.masked_fill(given.cached_E, float("-inf"))
     assert _sets(changed[0]) == [{3, best} for best in others_TE.argmax(dim=-1).tolist()]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("cache_aware:strength=-1", "strength=-1.0: give 0 or more"),
-        ("cache_aware:keep=-1", "keep=-1: give 0 or more experts, up to the model's K"),
-        ("cache_aware:keep=3", "keep=3: a token has 2 experts, give 0 to 2"),
-        ("cacheaware", "choose from standard, cache_aware, budget"),
-    ],
-)
-def test_bad_values(text: str, message: str) -> None:
-    with pytest.raises(ExpertcastError) as caught:
-        policy_of(text, router_of("mixtral"))
-    assert message in str(caught.value)
-    assert "cache_aware" in ROUTING.names()
 
 
 # Routing within a budget: by hand, against the equation word by word, and over the routers of every family
@@ -312,21 +293,6 @@ def test_k_max() -> None:
     """Two experts by weight .7 and .3, one allowed."""
     layer = router_of("qwen2_moe")
     given = routed(layer, torch.tensor([[0.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]]), range(8), available=8)
-    changed = policy_of("budget:k_max=1", layer).route(given)
-    assert changed is not None
+    changed = rerouted("budget:k_max=1", given)
     assert given.ids_TK[0, changed[1][0] > 0].tolist() == [1]
     assert policy_of("budget:k_max=none", layer).route(given) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("budget:k_max=0", "k_max=0: give 1 or more experts, or none for the model's K"),
-        ("budget:k_max=3", "k_max=3: a token has 2 experts, give 1 to 2"),
-        ("budget:slots=3", "its options are k_max"),
-    ],
-)
-def test_bad_budgets(text: str, message: str) -> None:
-    with pytest.raises(ExpertcastError) as caught:
-        policy_of(text, router_of("mixtral"))
-    assert message in str(caught.value)

@@ -1,0 +1,237 @@
+"""Costs and values learned while they change, and how much of the time may go into trying what is not the best.
+
+Nothing here knows of drafts: a chooser of anything that is done again and again can be built on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+OUTLIER = 3.0
+"""Longer times count as so many times the expected one: a disturbance says nothing of the next cycle, and a lasting
+change is learned all the same."""
+
+
+class Fading:
+    """Sums of observations, each of which counts `keep` times as much as the one after it.
+
+    Args:
+        sums: how many; the first is that of the weights.
+        keep: above 0, below 1.
+    """
+
+    def __init__(self, sums: int, keep: float) -> None:
+        self._keep = keep
+        self._sums = [0.0] * sums
+
+    @property
+    def weight(self) -> float:
+        """Weight of all observations, in fresh ones."""
+        return self._sums[0]
+
+    def fade(self, share: float) -> None:
+        """Multiply the weight of all observations so far."""
+        self._sums = [total * share for total in self._sums]
+
+    def limit(self, weight: float) -> None:
+        """Limit the weight of all observations so far."""
+        if self.weight > weight:
+            self.fade(weight / self.weight)
+
+    def _add(self, *new: float) -> None:
+        self._sums = [own + one for own, one in zip(self._sums, new, strict=True)]
+
+
+class RunningMean(Fading):
+    """A mean of numbers above 0.
+
+    The very first counts little as soon as there is a second: what runs for the first time is not what it will be. From
+    the third on none counts as more than `OUTLIER` times the mean.
+    """
+
+    FIRST = 0.2
+    """Weight of the first."""
+
+    def __init__(self, keep: float = 0.9) -> None:
+        super().__init__(2, keep)
+
+    def observe(self, value: float) -> None:
+        """One more."""
+        if self.value is None:
+            self._add(self.FIRST, self.FIRST * value)
+            return
+        if self.weight > 2 * self.FIRST:
+            value = min(value, OUTLIER * self.value)
+        self.fade(self._keep)
+        self._add(1.0, value)
+
+    @property
+    def value(self) -> float | None:
+        """None before there was an observation."""
+        weight, total = self._sums
+        return total / weight if weight else None
+
+
+class RunningLine(Fading):
+    """A least-squares line through points; flat where they do not say otherwise.
+
+    Args:
+        keep: as of :class:`Fading`.
+        ridge: how much evidence a slope needs, in squared steps of x.
+    """
+
+    def __init__(self, keep: float, ridge: float) -> None:
+        super().__init__(5, keep)
+        self._ridge = ridge
+
+    def observe(self, x: float, y: float) -> None:
+        """One more point."""
+        self.fade(self._keep)
+        self._add(1.0, x, y, x * x, x * y)
+
+    def at(self, xs: Sequence[float]) -> list[float]:
+        """y at each x; 0 before there was a point."""
+        weight, x, y, xx, xy = self._sums
+        if not weight:
+            return [0.0] * len(xs)
+        slope = (xy - x * y / weight) / (xx - x * x / weight + self._ridge)
+        return [y / weight + slope * (own - x / weight) for own in xs]
+
+
+class PositionMeans:
+    """Means by position, each drawn towards that of the position before it, the first towards a prior.
+
+    Old observations fade with every cycle, at all positions: one that is not reached any more falls back to what the
+    one before it does.
+
+    Args:
+        prior: of position 0.
+        keep: what a cycle leaves of the observations before it.
+        firmness: observations that the value of the position before counts for.
+    """
+
+    def __init__(self, prior: float, *, keep: float, firmness: float) -> None:
+        self._prior, self._keep, self._firmness = prior, keep, firmness
+        self._means: list[Fading] = []
+
+    def start_cycle(self) -> None:
+        """Let the observations of earlier cycles fade."""
+        for mean in self._means:
+            mean.fade(self._keep)
+
+    def limit(self, weight: float) -> None:
+        """Limit the weight of all observations so far, at each position."""
+        heaviest = max((mean.weight for mean in self._means), default=0.0)
+        for mean in self._means:
+            mean.fade(min(1.0, weight / heaviest))
+
+    def observe(self, position: int, value: float) -> None:
+        """One observation at a position."""
+        while len(self._means) <= position:
+            self._means.append(Fading(2, self._keep))
+        self._means[position]._add(1.0, value)
+
+    def values(self, count: int, doubt: float = 0.0) -> list[float]:
+        """Of the first `count` positions; shares, less `doubt` standard errors each."""
+        value, found = self._prior, []
+        for position in range(count):
+            weight, total = self._means[position]._sums if position < len(self._means) else (0.0, 0.0)
+            value = (total + self._firmness * value) / (weight + self._firmness)
+            error = (value * (1 - value) / (weight + self._firmness)) ** 0.5 if doubt else 0.0
+            found.append(max(0.0, value - doubt * error))
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What could be done next, and what it is expected to give."""
+
+    tokens: float = 1.0
+    doubt: float = 0.0
+    """How far `tokens` falls one standard error lower: large where little was measured."""
+    seconds: float = 0.0
+    """0: not known yet."""
+
+    @property
+    def name(self) -> str:
+        """What is varied has the same name in all variations."""
+        raise NotImplementedError
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second; 0 before anything is known."""
+        return self.rate_within(0.0)
+
+    def rate_within(self, errors: float) -> float:
+        """Tokens per second with `errors` standard errors added to the tokens."""
+        return (self.tokens + errors * self.doubt) / self.seconds if self.seconds else 0.0
+
+
+LOSS = 0.0075
+"""Share of all seconds that trying again may lose; the first cycles, when nothing is known, are not counted."""
+FIRST_PAUSE = 8
+"""Cycles from one trial to the next; twice as many after every trial that found nothing better than was known."""
+BETTER = 1.1
+"""A trial that finds so much more than was known is followed by another soon."""
+NEAR = 0.1
+"""Another option that may be better than the best, and loses this share of its seconds at most, costs nothing."""
+HOPE = 0.5
+"""Standard errors by which an option may be better than measured: if it then is the best, it waits for no pause."""
+
+
+class Trials:
+    """Decides which option that is not the best is tried again, and keeps the account of what trials cost."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """Of all cycles so far."""
+        self.lost_s = 0.0
+        """What trials took beyond what the best would have taken for the same tokens."""
+        self._cycle = 0
+        self._pauses: dict[str, int] = {}
+        self._due: dict[str, int] = {}
+
+    def spent(self, seconds: float) -> None:
+        """A cycle was run, of whatever kind."""
+        self.seconds += seconds
+        self._cycle += 1
+
+    def next(self, best: Option, others: Mapping[str, Option]) -> str | None:
+        """The key of the option to try now; None: no trial is due.
+
+        A trial that is expected to gain is free. So is another option that may be as good as the best within the error
+        of what was measured: bad luck in its first cycles must not keep the better one out.
+
+        Args:
+            best: the best option.
+            others: all others, and variations of the best.
+        """
+        losses = {key: own.seconds - own.tokens / best.rate for key, own in others.items()}
+        for key in sorted(others, key=losses.__getitem__):
+            own, loss_s = others[key], losses[key]
+            if key not in self._due:
+                self._due[key] = self._cycle + self._pauses.setdefault(key, FIRST_PAUSE)
+            hopeful = own.rate_within(HOPE) > best.rate
+            free = loss_s < 0 or (hopeful and own.name != best.name and loss_s <= NEAR * own.seconds)
+            due = hopeful or self._cycle >= self._due[key]
+            if due and (free or self.lost_s + loss_s <= LOSS * (self.seconds + own.seconds)):
+                return key
+        return None
+
+    def tried(self, key: str, gain: float, lost_s: float) -> None:
+        """A trial is over.
+
+        Args:
+            key: what was tried.
+            gain: tokens per second that it is believed to give now, over what it was believed to give before.
+            lost_s: seconds that it took more than the best would have; below 0 if it was better.
+        """
+        pause = FIRST_PAUSE if gain >= BETTER else 2 * self._pauses.get(key, FIRST_PAUSE)
+        self._pauses[key], self._due[key] = pause, self._cycle + pause
+        self.lost_s = max(0.0, self.lost_s + lost_s)
+
+    def won(self, key: str) -> None:
+        """It is the best: when it no longer is, its pause begins anew."""
+        self._pauses.pop(key, None)
+        self._due.pop(key, None)
