@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from expertcast.checkpoints.bundled import resolve_model
 from expertcast.cli import main
-from expertcast.commands.deployment import WarmOptions
+from expertcast.commands.serve import WarmOptions
 from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import size_text

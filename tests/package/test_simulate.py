@@ -9,7 +9,7 @@ import pytest
 
 from expertcast.cli import main
 from expertcast.commands.numbers import BANDWIDTHS
-from expertcast.commands.simulate_options import MachineOptions, PolicyOptions, cases_of
+from expertcast.commands.simulate import MachineOptions, PolicyOptions, cases_of
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime.simulation.machine import Case

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,15 +27,13 @@ from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, names
 from expertcast.predictors.messages import Json, aligned
-from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE, BenchSettings, benchmark, usual_runs
-from expertcast.runtime.benchmarking.runs import Decoding, balanced_bandwidth, decode_greedily
-from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
-from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.training.evaluation import Evaluation, evaluate, recall_table
 from expertcast.training.fit import fit_many
 from expertcast.training.report import PAGE, example_text, report_sources, write_report
 from expertcast.training.scoring import Fitted, scored_batches
+
+if TYPE_CHECKING:
+    from expertcast.runtime.benchmarking.runs import Decoding
 
 # Number of threads, and share of the work that fits the minutes, on a slow or busy machine.
 
@@ -138,6 +136,11 @@ def deploy(
     `tokenizer` is the model's own; at `layers` hybrid mode executes forecasts. Fewer tokens where the `allowance` for
     `deploy` is short.
     """
+    from expertcast.runtime.benchmarking.bench import BenchSettings, benchmark, usual_runs
+    from expertcast.runtime.benchmarking.runs import decode_greedily
+    from expertcast.runtime.config import OffloadConfig
+    from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
+
     share = allowance.share("deploy")
     windows_NW = text_windows(tokenizer, texts, length=WINDOW, count=part(QUALITY_TOKENS // WINDOW, share))
     executed = {"speculate": QualityRun(predictor=predictor), "hybrid": QualityRun(predictor=predictor, layers=layers)}
@@ -180,6 +183,10 @@ def link_bandwidth(model: PreTrainedModel, resident: Decoding, steps: int, secon
     Computing is taken to be as fast as in the quickest tenth of the `resident` model's steps: what else the machine
     does would make a slow link of it.
     """
+    from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE
+    from expertcast.runtime.benchmarking.runs import balanced_bandwidth
+    from expertcast.runtime.storage.layout import BlockLayout
+
     quick = sorted(resident.steps_s)[: max(1, len(resident.steps_s) // 10)]
     view = find_moe_layers(model)
     least = steps * len(view) * view.shape.top_k * BlockLayout.of(view).block_bytes / seconds

@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from expertcast.checkpoints.provenance import provenance
 from expertcast.data.routing_file import Routing, read_routing
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json, aligned
-from expertcast.runtime.config import size_bytes
-from expertcast.runtime.policies import EVICTION, Policies
-from expertcast.runtime.simulation.byte_cache import Replayed, forwards_of, replay
-from expertcast.runtime.simulation.sweep import BELADY
 
+if TYPE_CHECKING:
+    from expertcast.runtime.simulation.byte_cache import Replayed
+
+CAPACITY = 0.25
+"""Share of all experts that fits, where nothing says another one."""
 _MIB = 2**20
 COLUMNS = (
     ("policy", "policy", "{}", 1),
@@ -30,6 +32,8 @@ COLUMNS = (
 
 def routing_policies() -> list[str]:
     """The eviction policies that need nothing but routing, those that need the future left out."""
+    from expertcast.runtime.policies import EVICTION
+
     found = [EVICTION.choose(name) for name in EVICTION.names()]
     return [
         each.name for each in found if not (each.cls.offline or each.cls.reads_scores or each.cls.reads_tokens)
@@ -47,6 +51,8 @@ def open_routing(path: Path | str, experts: int | None, expert_bytes: str | int 
     Raises:
         ExpertcastError: a damaged file, or nothing says how large an expert is.
     """
+    from expertcast.runtime.config import size_bytes
+
     routing = read_routing(path, experts=experts)
     if expert_bytes is not None and routing.bytes_LE is not None:
         raise ExpertcastError(f"{path} has a column expert_bytes: leave --expert-bytes out")
@@ -71,6 +77,8 @@ def memories(
     Raises:
         ExpertcastError: a size that is none, or a share over 1.
     """
+    from expertcast.runtime.config import size_bytes
+
     for share in capacity:
         if not 0 < share <= 1:
             raise ExpertcastError(f"capacity={share:g}: give the share of all experts' bytes that fits, such as 0.25")
@@ -103,6 +111,9 @@ def replayed_rows(
     Raises:
         ExpertcastError: what :func:`expertcast.runtime.simulation.byte_cache.replay` refuses.
     """
+    from expertcast.runtime.policies import Policies
+    from expertcast.runtime.simulation.byte_cache import forwards_of, replay
+
     forwards = forwards_of(routing)
     bytes_LE = routing.sized(total // (routing.layers * routing.experts))
     rows = []
@@ -157,6 +168,8 @@ def heading(routing: Routing, total: int) -> Json:
 
 def described(result: Json) -> str:
     """A line about the file, and a table of the rows."""
+    from expertcast.runtime.simulation.sweep import BELADY
+
     shape, tokens = result["shape"], result["tokens"]
     cells = [tuple(title for _, title, _, _ in COLUMNS)]
     for row in result["results"]:
