@@ -5,15 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from expertcast.checkpoints.provenance import provenance
 from expertcast.data.routing_file import Routing, read_routing
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json, aligned
-
-if TYPE_CHECKING:
-    from expertcast.runtime.simulation.byte_cache import Replayed
 
 CAPACITY = 0.25
 """Share of all experts that fits, where nothing says another one."""
@@ -120,37 +116,23 @@ def replayed_rows(
     for memory, (policy, scope) in itertools.product(sizes, cases):
         choice = Policies(eviction=policy, scope=scope).eviction
         done = replay(forwards, choice, bytes_LE=bytes_LE, top_k=routing.top_k, memory=memory, scope=scope)
-        rows.append(_row(str(choice), scope, memory, total, done, bandwidth=bandwidth, latency=latency))
+        prompt, moved = done.prompt, done.decode.bytes_moved / done.decode.steps
+        rows.append(
+            {
+                "policy": str(choice),
+                "scope": scope,
+                "memory_bytes": memory,
+                "capacity": memory / total,
+                **{name: getattr(done.decode, name) for name in ("hits", "requests", "misses", "bytes_moved", "steps")},
+                "bytes_per_step": moved,
+                "copy_s": moved / bandwidth + latency * done.decode.misses / done.decode.steps,
+                "bandwidth": bandwidth,
+                "latency": latency,
+                "per_layer": {"requests": done.decode.requests_L, "misses": done.decode.misses_L},
+                "prompt": {name: getattr(prompt, name) for name in ("steps", "requests", "misses", "bytes_moved")},
+            }
+        )
     return rows
-
-
-def _row(
-    policy: str, scope: str, memory: int, total: int, done: Replayed, *, bandwidth: float, latency: float
-) -> Json:  # fmt: skip
-    decode, prompt = done.decode, done.prompt
-    moved = decode.bytes_moved / decode.steps
-    return {
-        "policy": policy,
-        "scope": scope,
-        "memory_bytes": memory,
-        "capacity": memory / total,
-        "hits": decode.hits,
-        "requests": decode.requests,
-        "misses": decode.misses,
-        "bytes_moved": decode.bytes_moved,
-        "steps": decode.steps,
-        "bytes_per_step": moved,
-        "copy_s": moved / bandwidth + latency * decode.misses / decode.steps,
-        "bandwidth": bandwidth,
-        "latency": latency,
-        "per_layer": {"requests": decode.requests_L, "misses": decode.misses_L},
-        "prompt": {
-            "steps": prompt.steps,
-            "requests": prompt.requests,
-            "misses": prompt.misses,
-            "bytes_moved": prompt.bytes_moved,
-        },
-    }
 
 
 def heading(routing: Routing, total: int) -> Json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -69,6 +69,11 @@ COMPLETED: tuple[Asked, ...] = (_completed, _completed_in_parts)
 ANSWERED: tuple[Asked, ...] = (_answered, _answered_in_parts)
 RESPONDED: tuple[Asked, ...] = (_responded, _responded_in_parts)
 PROMPTED = {each: PROMPT if each in COMPLETED else CHAT for each in (*COMPLETED, *ANSWERED, *RESPONDED)}
+
+
+def paired(asks: Iterable[Asked], values: Sequence[Any]) -> list[tuple[Asked, Any]]:
+    """Every way to ask and every value once or more; not every pair."""
+    return [(ask, values[place % len(values)]) for place, ask in enumerate(asks)]
 
 
 class Resident:
@@ -141,10 +146,10 @@ def test_biases_of_tokens(ask: Asked, running: Running, resident: Resident) -> N
     _assert_says(ask, ask(running.client(), logit_bias={}, temperature=0), resident.text(plain))
 
 
-@pytest.mark.parametrize("ask", [*COMPLETED, *ANSWERED])
-@pytest.mark.parametrize(("presence", "frequency"), [(1.5, 0.0), (0.0, 2.0), (-2.0, -1.0)])
-def test_penalties(ask: Asked, presence: float, frequency: float, running: Running, resident: Resident) -> None:
+@pytest.mark.parametrize(("ask", "penalties"), paired([*COMPLETED, *ANSWERED], [(1.5, 0.0), (0.0, 2.0), (-2.0, -1.0)]))
+def test_penalties(ask: Asked, penalties: tuple[float, float], running: Running, resident: Resident) -> None:
     """Off the logits of tokens that were generated, and of no others: by plain forwards."""
+    presence, frequency = penalties
     ids = resident.inputs(PROMPTED[ask])["input_ids"]
     new = list[int]()
     with torch.inference_mode():
@@ -169,8 +174,9 @@ def test_stops_end_the_text_and_do_not_show(ask: Asked, running: Running, reside
         _assert_says(ask, ask(client, stop=stop, temperature=0), text[:first])
 
 
-@pytest.mark.parametrize("ask", PROMPTED)
-@pytest.mark.parametrize("asked", [{"temperature": 1.5}, {"temperature": 0.8, "top_p": 0.7}, {"top_p": 0.9}])
+@pytest.mark.parametrize(
+    ("ask", "asked"), paired(PROMPTED, [{"temperature": 1.5}, {"temperature": 0.8, "top_p": 0.7}, {"top_p": 0.9}])
+)
 def test_sampled_as_the_resident_model_by_the_same_seed(
     ask: Asked, asked: dict[str, float], running: Running, resident: Resident
 ) -> None:
@@ -181,8 +187,10 @@ def test_sampled_as_the_resident_model_by_the_same_seed(
     _assert_says(ask, ask(running.client(), extra_body={"seed": 11}, **asked), resident.text(sampled))
 
 
-@pytest.mark.parametrize("ask", PROMPTED)
-@pytest.mark.parametrize("asked", [{}, {"temperature": 0, "top_p": 0.5}, {"temperature": 1e-30}, {"top_p": 0}])
+@pytest.mark.parametrize(
+    ("ask", "asked"),
+    paired(PROMPTED, [{}, {"temperature": 0, "top_p": 0.5}, {"temperature": 1e-30}, {"top_p": 0}]),
+)
 def test_greedy_where_nothing_or_nought_is_asked(
     ask: Asked, asked: dict[str, float], running: Running, resident: Resident
 ) -> None:
@@ -231,16 +239,16 @@ def test_every_request_of_a_batch_is_written_as_it_asked(ask: Asked, batches: Ru
     assert len(set(texts)) == 4
 
 
-@pytest.mark.parametrize("ask", [*COMPLETED, *ANSWERED])
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"presence_penalty": 1, "frequency_penalty": 1}, "knows no presence_penalty, frequency_penalty: leave it out"),
-        ({"stop": "a"}, "knows no stop"),
-        ({"extra_body": {"generation_config": '{"repetition_penalty": 2.0}'}}, "knows no repetition_penalty"),
-    ],
-)  # fmt: skip
-def test_what_batches_do_not_know(ask: Asked, asked: dict[str, Any], said: str, batches: Running) -> None:
+UNKNOWN: list[tuple[dict[str, Any], str]] = [
+    ({"presence_penalty": 1, "frequency_penalty": 1}, "knows no presence_penalty, frequency_penalty: leave it out"),
+    ({"stop": "a"}, "knows no stop"),
+    ({"extra_body": {"generation_config": '{"repetition_penalty": 2.0}'}}, "knows no repetition_penalty"),
+]
+
+
+@pytest.mark.parametrize(("ask", "unknown"), paired([*COMPLETED, *ANSWERED], UNKNOWN))
+def test_what_batches_do_not_know(ask: Asked, unknown: tuple[dict[str, Any], str], batches: Running) -> None:
+    asked, said = unknown
     with pytest.raises(BadRequestError, match=said):
         ask(batches.client(), **asked)
     assert ask(batches.client(), temperature=0, frequency_penalty=0, stop=[])

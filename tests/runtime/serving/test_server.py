@@ -188,50 +188,11 @@ def test_prompts_in_every_form(running: Running, tokenizer: Any) -> None:
         assert added == (answer.usage.prompt_tokens, answer.usage.completion_tokens)
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens=0: give a whole number of 1 or more"),
-        ({"prompt": "a", "max_tokens": "5"}, "max_tokens='5'"),
-        ({"prompt": "a", "temperature": -1}, "temperature=-1: give a number from 0 to 2"),
-        ({"prompt": "a", "top_p": 2}, "top_p=2"),
-        ({"prompt": "a", "n": 3}, "n=3: give 1"),
-        ({"prompt": "a", "stop": 5}, "stop=5"),
-        ({"prompt": 5}, "prompt=5: give a text, a list of tokens, or a list of such"),
-        ({"prompt": []}, "prompt=[]: give a text"),
-        ({"prompt": ["a", 5]}, "prompt=['a', 5]: give a text"),
-        ({"prompt": [5, True]}, "prompt=[5, True]: give a text"),
-        ({"prompt": [5, -1]}, "the prompt has token -1: give tokens from 0 to 4095"),
-        ({"prompt": [[5], [4096]]}, "the prompt has token 4096: give tokens from 0 to 4095"),
-        ({"prompt": ["a", "b"], "stream": True}, "2 prompts are not streamed: leave stream out, or send one prompt"),
-        ({"prompt": ""}, "the prompt holds no token"),
-        ({"prompt": [[]]}, "the prompt holds no token"),
-        ({"max_tokens": 3}, "'prompt' is missing"),
-        ({"prompt": "river " * 5000}, "the model reads"),
-        ({"prompt": "a", "model": "other"}, "pinned to 'reference'"),
-        ({"prompt": "a", "generation_config": "{"}, "give a text that holds a JSON object"),
-    ],
-)
-def test_bad_requests_are_told_in_a_line(running: Running, body: dict[str, Any], said: str) -> None:
-    answer = running.post("/v1/completions", body)
-    error = answer.json()["error"]
-    assert answer.status_code == 400
-    assert error["type"] == "invalid_request_error"
-    assert said in error["message"]
-    assert "\n" not in error["message"]
-
-
 def test_a_body_that_is_no_json(running: Running) -> None:
     answer = httpx2.post(
         f"{running.address}/v1/completions", content=b"x", headers={"content-type": "application/json"}
     )
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, 400)
-
-
-def test_chats_without_messages(running: Running) -> None:
-    answer = running.post("/v1/chat/completions", {"max_tokens": 3})
-    assert answer.status_code == 400
-    assert "'messages' is missing" in answer.json()["error"]["message"]
 
 
 def test_names_and_texts_keep_prometheus_rules() -> None:
