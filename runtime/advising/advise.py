@@ -148,11 +148,11 @@ def advice_errors(
     errors = {}
     for name, config in runs.items():
         case = replace(found.case, cache=config.cache, slots=config.slots or found.case.slots)
-        label, layers, times = None, (), case.machine.times
+        label, times, layers = None, case.machine.times, list[int]()
         if config.predictor is not None:
             label = label_of(config.predictor)
             known = found.known(label, config.ahead)
-            layers, times = executed_layers(config, found.trace.shape.layers, known.recall), known.times
+            times, layers = known.times, executed_layers(config, found.trace.shape.layers, known.recall)
         expected = found.predict(label, config.ahead, executed_layers=layers, case=case).tpot_s
         errors[name] = {
             "expected_tpot_s": expected,
