@@ -21,7 +21,7 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.taps import RouterTaps
 from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import ExpertcastError
+from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.drafts.quantised import QuantisedExperts
 from expertcast.runtime.engine.front import speculate
@@ -69,6 +69,11 @@ def traces(made: Made, tmp_path_factory: pytest.TempPathFactory) -> TraceDataset
         made.model, load_tokenizer("reference"), load_documents(["reference"]), folder / "traces",
         tokens=200, window=20, batch_size=4,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def predictor(traces: TraceDataset) -> Predictor:
+    return fit("quasi_hidden", traces).predictor
 
 
 def test_every_family_of_the_installed_transformers_is_listed() -> None:
@@ -136,6 +141,7 @@ def test_meta_model_says_the_same(made: Made) -> None:
 def test_traces_route_as_the_model_does(made: Made, traces: TraceDataset) -> None:
     """From the skeleton on disk, which holds norms and routers alone."""
     batch = next(traces.batches("all", 64))
+    assert traces.view.fingerprint() == made.view.fingerprint()
     for layer in traces.view:
         logits_TE = batch.logits_TLE[:, layer.index].to(made.model.dtype)
         for kept, own in zip(layer.route(logits_TE), made.view[layer.index].route(logits_TE), strict=True):
@@ -150,8 +156,7 @@ def test_traces_route_as_the_model_does(made: Made, traces: TraceDataset) -> Non
         assert bool(defaults.expert_LED[layer.index].any()) == (layer.adds is not None)
 
 
-def test_offloaded_with_forecasts_is_bit_identical(made: Made, traces: TraceDataset) -> None:
-    predictor = fit("quasi_hidden", traces).predictor
+def test_offloaded_with_forecasts_is_bit_identical(made: Made, predictor: Predictor) -> None:
     for given in (None, predictor):
         with expertcast.offload(made.model, predictor=given, slots=SLOTS) as offloaded:
             tokens, logits = greedy(made.model, made.prompt)
@@ -160,8 +165,7 @@ def test_offloaded_with_forecasts_is_bit_identical(made: Made, traces: TraceData
         assert torch.equal(logits, made.logits)
 
 
-def test_forecasts_are_executed(made: Made, traces: TraceDataset) -> None:
-    predictor = fit("quasi_hidden", traces).predictor
+def test_forecasts_are_executed(made: Made, predictor: Predictor) -> None:
     with expertcast.offload(made.model, predictor=predictor, mode="speculate", slots=SLOTS):
         _, logits = greedy(made.model, made.prompt)
     assert torch.isfinite(logits).all()

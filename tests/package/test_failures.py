@@ -145,12 +145,12 @@ def stop_here():
 
 class Finder:
     def find_spec(name, *_):
-        if name == "torch" and Finder in sys.meta_path:
+        if name == "expertcast.commands.frozen" and Finder in sys.meta_path:
             sys.meta_path.remove(Finder)
             stop_here()
 
 sys.meta_path.insert(0, Finder)
-sys.exit(main(["inspect", "reference"]))
+sys.exit(main(["inspect", "--help"]))
 """
 
 

@@ -75,7 +75,7 @@ def test_wheel_holds_every_module_and_the_reference_model(tmp_path: Path) -> Non
     } <= packed
 
 
-CODE = "import expertcast; print(expertcast.offload.__module__)"
+CODE = "import expertcast.runtime; print(expertcast.runtime.__name__)"
 
 
 @pytest.fixture(scope="module")
@@ -114,17 +114,17 @@ def imported(where: Path, installed: Path, code: str = CODE) -> subprocess.Compl
 def test_the_installed_package_is_found_before_the_clone(clone: Path) -> None:
     """As from a wheel: a regular package on any later path wins over a folder without __init__.py."""
     found = imported(clone.parent, ROOT / "src")
-    assert (found.stderr, found.stdout) == ("", "expertcast.runtime.offloading\n")
+    assert (found.stderr, found.stdout) == ("", "expertcast.runtime\n")
 
 
 def test_an_editable_install_is_found_from_anywhere_else(clone: Path, editable: Path, tmp_path: Path) -> None:
     for where in (tmp_path, clone):
         found = imported(where, editable)
-        assert (found.stderr, found.stdout) == ("", "expertcast.runtime.offloading\n")
+        assert (found.stderr, found.stdout) == ("", "expertcast.runtime\n")
 
 
 def test_the_readme_says_what_an_editable_install_finds_beside_the_clone(clone: Path, editable: Path) -> None:
     """Its finder comes behind the one that takes the folder. Once this passes no more, the README's sentence can go."""
-    said = imported(clone.parent, editable).stderr.splitlines()[-1]
+    said = imported(clone.parent, editable, "import expertcast; expertcast.offload").stderr.splitlines()[-1]
     assert said == "AttributeError: module 'expertcast' has no attribute 'offload'"
     assert said.partition(": ")[2] in " ".join((ROOT / "README.md").read_text().split())

@@ -149,7 +149,7 @@ def run(options: Options) -> Outcome:
         predictors = [target.forecaster(process)]
         found = survey(target.model, prompt_ids, config, predictors=predictors, new_tokens=options.new_tokens)
     advice = advice_from(found)
-    result = {**target.heading(process), **link.as_dict(), **advice.as_dict()}
+    result = {**target.heading(process), **link, **advice.as_dict()}
     text = f"{options.target}, routing: {result['routing']}\n{advice.text()}"
     if options.draft:
         result["drafts"], drafts = _advise_drafts(options, found)

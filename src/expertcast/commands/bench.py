@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 from torch import Tensor
 
-from expertcast.commands.bench_target import LinkSetting, Target, TargetOptions, say_if_busy
+from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
 from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import COUNT, POLICIES_HELP, Count, Fields, Option, policies_of
 from expertcast.commands.output import Outcome, new_file, say
@@ -194,7 +194,7 @@ class Prompt:
     ids: Tensor
     bench: Bench
     process: RoutingProcess | None
-    link: LinkSetting
+    link: Json
     advice: Json | None = None
     """What the event model expected, and how far it was off."""
     peer: Json | None = None
@@ -213,7 +213,7 @@ class Prompt:
         }
         return {
             "prompt_tokens": self.ids.shape[1],
-            **self.link.as_dict(),
+            **self.link,
             "link_rate": self.bench.link_rate,
             "compared_with": "on_demand" if resident is None else "resident",
             "resident": whole,
@@ -252,7 +252,7 @@ def run(options: Options) -> Outcome:
     return result, describe(result)
 
 
-def bench_prompt(options: Options, target: Target, tokens: int, link: LinkSetting | None) -> Prompt:
+def bench_prompt(options: Options, target: Target, tokens: int, link: Json | None) -> Prompt:
     """All runs on one prompt.
 
     Args:
@@ -284,9 +284,7 @@ def bench_prompt(options: Options, target: Target, tokens: int, link: LinkSettin
     return prompt
 
 
-def ways(
-    options: Options, target: Target, process: RoutingProcess | None, link: LinkSetting
-) -> dict[str, OffloadConfig]:
+def ways(options: Options, target: Target, process: RoutingProcess | None, link: Json) -> dict[str, OffloadConfig]:
     """Runs by name: each mode without cache, then with one (`_cache`).
 
     Args:
@@ -351,7 +349,7 @@ def peer(options: Options, target: Target, prompt: Prompt) -> Json:
             prompt.ids,
             memory=memory,
             new_tokens=min(PEER_TOKENS, options.settings.new_tokens),
-            bandwidth=prompt.link.bandwidth,
+            bandwidth=prompt.link.get("bandwidth"),
             truth=prompt.bench.truth,
         )
     return {"memory": memory, **found}

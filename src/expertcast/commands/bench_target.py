@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -131,23 +131,6 @@ class TargetOptions(ModelOptions):
         return replace(RoutingOptions(seed=self.seed), **self.process)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinkSetting:
-    """The link of all runs. None is what a link has not, or nobody measured."""
-
-    link: str
-    latency: float | None = None
-    bandwidth: float | None = None
-    copy_over_compute: float | None = None
-    """K copies take so many layers' time: that is where the bandwidth comes from."""
-    layer_compute_s: float | None = None
-    """What a layer was measured to take."""
-
-    def as_dict(self) -> Json:
-        """What there is, for JSON."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-
 @dataclass(frozen=True, slots=True)
 class Target:
     """What is measured."""
@@ -211,33 +194,34 @@ class Target:
         """The predictor of all runs that have one."""
         return self.options.predictor or DEFAULT_PREDICTOR if process is None else process.predictor((ahead,))
 
-    def link(self, prompt_ids: Tensor, new_tokens: int) -> LinkSetting:
+    def link(self, prompt_ids: Tensor, new_tokens: int) -> Json:
         """The link that is asked for; an emulated one is as fast as is asked for, or by a layer's measured time.
 
         On CUDA `auto` is the copy engine's link here: it times every copy, which the kernel's link cannot.
+
+        Returns:
+            `link`, its name, and as far as it has them `latency`, `bandwidth`, `copy_over_compute` (K copies take so
+            many layers' time: that is where the bandwidth comes from) and `layer_compute_s` (as measured).
         """
         from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE, layer_seconds
 
         config = self.options.offload
         if not self.options.emulated:
             name = "cuda" if config.link == "auto" else str(config.link)
-            return LinkSetting(link=name, latency=config.latency or None, bandwidth=config.bandwidth)
-        if config.bandwidth is not None:
-            return LinkSetting(link="emulated", latency=config.latency, bandwidth=config.bandwidth)
-        ratio = self.options.copy_over_compute or COPY_OVER_COMPUTE
-        say("measuring a layer's computation, for the link's speed")
-        layer_s = layer_seconds(self.model, prompt_ids, new_tokens, self.store)
-        return LinkSetting(
-            link="emulated",
-            latency=config.latency,
-            bandwidth=self.view.shape.top_k * self.store.layout.block_bytes / (layer_s * ratio),
-            copy_over_compute=ratio,
-            layer_compute_s=layer_s,
-        )
+            found = {"link": name, "latency": config.latency or None, "bandwidth": config.bandwidth}
+            return {name: value for name, value in found.items() if value is not None}
+        link = {"link": "emulated", "latency": config.latency, "bandwidth": config.bandwidth}
+        if config.bandwidth is None:
+            ratio = self.options.copy_over_compute or COPY_OVER_COMPUTE
+            say("measuring a layer's computation, for the link's speed")
+            layer_s = layer_seconds(self.model, prompt_ids, new_tokens, self.store)
+            speed = self.view.shape.top_k * self.store.layout.block_bytes / (layer_s * ratio)
+            link |= {"bandwidth": speed, "copy_over_compute": ratio, "layer_compute_s": layer_s}
+        return link
 
-    def config(self, link: LinkSetting) -> OffloadConfig:
-        """What all runs have in common."""
-        return replace(self.options.offload, store=self.store, link=link.link, bandwidth=link.bandwidth)
+    def config(self, link: Json) -> OffloadConfig:
+        """What all runs over a link have in common."""
+        return replace(self.options.offload, store=self.store, link=link["link"], bandwidth=link.get("bandwidth"))
 
     def heading(self, process: RoutingProcess | None) -> Json:
         """What is run, on what, and who routes."""
