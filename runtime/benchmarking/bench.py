@@ -257,16 +257,16 @@ def _against(run: Run, on_demand: Run | None) -> dict[str, float | str | None]:
     bound_s = max(compute_s, less * copy_s)  # no schedule is faster than computing it all, or copying what it copies
     hideable_s = statistics.median(step.hideable() for step in steps)
     found |= {"hideable_s": hideable_s, "bound_s": bound_s}
+    error_s = math.hypot(run.error_s, on_demand.error_s)
     if run is not on_demand:
         forecast_s = statistics.median(step.hideable(run.config.ahead) for step in steps)
         gained_s = on_demand.tpot_s - run.tpot_s - (1 - less) * copy_s  # copying less is no overlap
-        error_s = math.hypot(run.error_s, on_demand.error_s)
         for name, of_s, most in zip(names, (hideable_s, forecast_s), (1.0, math.inf), strict=False):
             if of_s:
                 found[name] = figure(gained_s / of_s, error_s / of_s, repetitions=repetitions, most=most)
     if bound_s:
-        error = run.error_s / bound_s
-        found["tpot_over_bound"] = figure(run.tpot_s / bound_s, error, repetitions=repetitions, least=1.0)
+        ratio = run.tpot_s / bound_s
+        found["tpot_over_bound"] = figure(ratio, error_s / bound_s, repetitions=repetitions, least=1.0)
     return found
 
 

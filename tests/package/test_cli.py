@@ -166,7 +166,7 @@ def test_inspect_verify(
 
 def test_collect_train_eval_generate_inspect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     traces, checkpoint, report = (tmp_path / name for name in ("traces", "ckpt", "report"))
-    assert main(f"collect reference --data reference --tokens 6000 --out {traces}".split()) == 0
+    assert main(f"collect reference --data reference --tokens 3000 --out {traces}".split()) == 0
     assert main(f"train {traces} --predictor linear --out {checkpoint} --ahead 1 2".split()) == 0
     capsys.readouterr()
     link = "--bandwidth 4e9 --layer-time 1e-4 --expert-bytes 200000"
