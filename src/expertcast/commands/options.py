@@ -49,7 +49,7 @@ RUNTIME = {
 
 
 class _Runtime(dict[str, object]):
-    """Imports a name of `RUNTIME` when an annotation asks for it."""
+    """Imports a name of `RUNTIME` when an annotation asks for it; it goes before a module's own name."""
 
     def __missing__(self, name: str) -> object:
         return getattr(importlib.import_module(f"expertcast.runtime.{RUNTIME[name]}"), name)

@@ -351,14 +351,14 @@ def run(options: Options) -> Outcome:
     shape = traces.view.shape
     block = BlockLayout.of(traces.view).block_bytes
     fitted = _fitted(options, traces, chosen)
-    predictors = {given: made.predictor for given, made in fitted.items()}
+    predictors = {made.predictor.name: made.predictor for made in fitted.values()}
     cases = cases_of(
         chosen,
         traces.view,
         options.machine,
         slots=options.slots or [size_bytes(each) // block for each in options.memory],
         shares=options.capacity or (CAPACITIES if options.sweep else ()),
-        names={given: predictor.name for given, predictor in predictors.items()},
+        names={given: made.predictor.name for given, made in fitted.items()},
     )
     machine = cases[0].machine
     model = _measured_model(options, traces, cases)
@@ -375,7 +375,7 @@ def run(options: Options) -> Outcome:
     trace = load_trace(
         unseen,
         replace(options.texts, tokens=options.tokens),
-        predictors={predictor.name: predictor for predictor in predictors.values()},
+        predictors=predictors,
         ahead=options.ahead,
         residuals=follower is not None,
     )
@@ -465,12 +465,11 @@ def _runs(
     """Cases as the real runtime runs them."""
     from expertcast.runtime.config import OffloadConfig
 
-    by_name = {predictor.name: predictor for predictor in predictors.values()}
     return {
         name: OffloadConfig(
             policies=case.policies,
             slots=case.slots,
-            predictor=None if case.predictor is None else by_name[case.predictor],
+            predictor=None if case.predictor is None else predictors[case.predictor],
             ahead=1 if case.predictor is None else options.ahead,
             next_token=options.next_token if case.policies.eviction.cls.reads_tokens else None,
         )
