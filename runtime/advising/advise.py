@@ -130,36 +130,30 @@ def most_to_gain(on_demand: Simulation, compute_s: Sequence[float], ahead: int =
     return statistics.median(hidden_s) / on_demand.tpot_s
 
 
-def expected_tpot(found: Survey, config: OffloadConfig) -> float:
-    """Seconds per token that the event model expects of a run over the survey's link and from its store.
-
-    Predictor, mode, ahead, layers, min_recall, cache and slots of the run count; without slots, the survey's.
-
-    Raises:
-        ExpertcastError: a predictor or distance that the survey did not run.
-    """
-    case = replace(found.case, cache=config.cache, slots=config.slots or found.case.slots)
-    if config.predictor is None:
-        return found.predict(case=case).tpot_s
-    label = label_of(config.predictor)
-    layers = executed_layers(config, found.trace.shape.layers, found.known(label, config.ahead).recall)
-    return found.predict(label, config.ahead, executed_layers=layers, case=case).tpot_s
-
-
 def advice_errors(
     found: Survey, runs: Mapping[str, OffloadConfig], measured_s: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
     """How far the event model was from the TPOT that a benchmark measured over the survey's link, run by run.
 
+    Predictor, mode, ahead, layers, min_recall, cache and slots of a run count; without slots, the survey's.
+
     Returns:
         By name `expected_tpot_s`, `tpot_s`, `relative_error` = expected / measured - 1, and `model_tpot_s`: what the
         event model says before it is calibrated. With the survey's own slots and cache, expected is what the survey's
         short run took for on-demand and exact runs; for others (speculate, hybrid, other slots) it is a prediction.
+
+    Raises:
+        ExpertcastError: a predictor or distance that the survey did not run.
     """
     errors = {}
     for name, config in runs.items():
-        expected, given = expected_tpot(found, config), config.predictor
-        times = found.case.machine.times if given is None else found.known(label_of(given), config.ahead).times
+        case = replace(found.case, cache=config.cache, slots=config.slots or found.case.slots)
+        label, times, layers = None, case.machine.times, list[int]()
+        if config.predictor is not None:
+            label = label_of(config.predictor)
+            known = found.known(label, config.ahead)
+            times, layers = known.times, executed_layers(config, found.trace.shape.layers, known.recall)
+        expected = found.predict(label, config.ahead, executed_layers=layers, case=case).tpot_s
         errors[name] = {
             "expected_tpot_s": expected,
             "tpot_s": measured_s[name],

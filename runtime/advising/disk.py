@@ -31,10 +31,10 @@ from expertcast.runtime.links.base import InstantLink
 from expertcast.runtime.links.virtual import Stored
 from expertcast.runtime.offloading import OffloadedModel
 from expertcast.runtime.policies import Policies
-from expertcast.runtime.pools.planner import Plan, plans
+from expertcast.runtime.pools.planner import plans
 from expertcast.runtime.pools.ranks import rank_model
 from expertcast.runtime.pools.states import POOLS, Costs, ExpertBytes, State
-from expertcast.runtime.recording.recorder import LayerTimes, Observer, Recorder, layer_times
+from expertcast.runtime.recording.recorder import LayerTimes, Recorder, layer_times
 from expertcast.runtime.simulation.machine import Case, Machine, no_times
 from expertcast.runtime.simulation.simulator import simulate
 from expertcast.runtime.simulation.trace import Trace
@@ -253,19 +253,54 @@ class DiskFindings:
     late: str | None = None
     """The codec of the run that `times.late_s` comes from; None: of no run from a disk."""
 
+    @property
+    def raw(self) -> Stored:
+        """Experts on the disk as they are."""
+        return Stored(plain=self.block_bytes)
+
+    @property
+    def experts(self) -> int:
+        """Of all layers together."""
+        return self.trace.shape.layers * self.trace.shape.experts
+
+    def option(self, stored: Stored | None, slots: int | None = None) -> DiskOption:
+        """What the event model says of experts on the disk as `stored`, or in memory (None), on demand.
+
+        What a short run took beyond the event model counts for runs of its own kind; of a raw one, for compressed ones
+        too, which do no less.
+        """
+        times, rate, slots = replace(self.times, late_s=0.0), self.rate, slots or self.slots
+        if stored is None:
+            assert self.memory_copy_s is not None, "they fit"
+            rate = self.block_bytes / self.memory_copy_s
+        elif self.late is not None and (stored.coded or self.late == "raw"):
+            times = self.times
+        machine = Machine(
+            times=times, block_bytes={FULL: self.block_bytes}, bandwidth=rate, stored=stored, blocking=stored is None,
+            prefill=no_times(self.trace.shape.layers),
+        )  # fmt: skip
+        done = simulate(self.trace, Case(policies=Policies(prefetch="none"), slots=slots, machine=machine), waits=True)
+        return DiskOption(
+            store="memory" if stored is None else "disk",
+            codec="raw" if stored is None else stored.codec,
+            pools="" if stored is None else stored.pools_text,
+            slots=slots,
+            tpot_s=done.tpot_s,
+            wait_s=done.wait_s,
+            hit_rate=done.hit_rate,
+            read_per_token=done.bytes_read / len(done.steps_s),
+        )
+
 
 def advise_disk(found: DiskFindings) -> Advice[DiskOption]:
     """What is fastest on demand, with compression only where it is expected to pay well."""
-    raw = _option(found, Stored(plain=found.block_bytes), found.slots)
-    options = [raw]
+    options = [found.option(found.raw)]
     if found.stored is not None:
-        options.append(_option(found, found.stored, found.slots))
-        options += _pooled(found, found.stored)
+        options += [found.option(found.stored), *_pooled(found, found.stored)]
     if found.memory_copy_s is not None:
-        options.append(_option(found, None, found.slots))
-    plain = [option for option in options if option.codec == "raw"]
-    chosen = min(plain, key=lambda option: option.tpot_s)
-    best = min(options, key=lambda option: option.tpot_s)
+        options.append(found.option(None))
+    best = min(options, key=_tpot)
+    chosen = min((option for option in options if option.codec == "raw"), key=_tpot)
     if best.tpot_s < (1 - COMPRESS) * chosen.tpot_s:
         chosen = best
     facts = _facts(found)
@@ -280,8 +315,12 @@ def advise_disk(found: DiskFindings) -> Advice[DiskOption]:
     )
 
 
+def _tpot(option: DiskOption) -> float:
+    return option.tpot_s
+
+
 def _facts(found: DiskFindings) -> Json:
-    stored, shape = found.stored, found.trace.shape
+    stored = found.stored
     return {
         "disk_rate": found.rate,
         "disk_source": found.rate_source,
@@ -289,7 +328,7 @@ def _facts(found: DiskFindings) -> Json:
         "decoders": 1 if stored is None else stored.threads,
         "stored_share": None if stored is None else (stored.plain + stored.mean_coded) / found.block_bytes,
         "block_bytes": found.block_bytes,
-        "experts": shape.layers * shape.experts,
+        "experts": found.experts,
         "memory_bytes": found.slots * found.block_bytes,
         "routing": found.routing,
         "tokens": found.trace.steps,
@@ -312,12 +351,6 @@ def _notes(facts: Json) -> str:
     )
 
 
-def expected(found: DiskFindings, codec: str) -> DiskOption:
-    """What the event model says of all memory in slots, with this codec or raw."""
-    stored = found.stored if codec != "raw" and found.stored is not None else Stored(plain=found.block_bytes)
-    return _option(found, stored, found.slots)
-
-
 def routing_of(trace: Trace, source: str) -> Routing:
     """The same without a model: rows [T, L, K] of distinct experts, those of a forward one after another."""
     top_k, experts = trace.shape.top_k, trace.shape.experts
@@ -337,10 +370,8 @@ def routing_of(trace: Trace, source: str) -> Routing:
 def _pooled(found: DiskFindings, stored: Stored) -> list[DiskOption]:
     """Slots and pools that share the memory: the fastest, simulated, of the allocations that the planner puts first."""
     shape = found.trace.shape
-    if not stored.coded or not shape.top_k < found.slots < shape.layers * shape.experts:
+    if not stored.coded or not shape.top_k < found.slots < found.experts:
         return []  # nothing to keep apart, or nothing is ever read twice
-    routing = routing_of(found.trace, found.routing)
-    size = ExpertBytes(plane=stored.plain, exponents=max(stored.coded))
     costs = Costs(
         read_s=stored.plain / found.rate,
         ratio=stored.mean_coded / stored.plain,
@@ -348,92 +379,44 @@ def _pooled(found: DiskFindings, stored: Stored) -> list[DiskOption]:
         shards=stored.shards,
         threads=stored.threads,
     )
+    size = ExpertBytes(plane=stored.plain, exponents=max(stored.coded))
     memory = (found.slots - shape.top_k) * found.block_bytes // shape.layers  # a token's slots are no pool
-    planned = [
-        plan
-        for plan in plans(rank_model(routing), costs, size=size, memory=memory, step=_STEP)
+    options = list[DiskOption]()
+    for plan in plans(rank_model(routing_of(found.trace, found.routing)), costs, size=size, memory=memory, step=_STEP):
+        pools = {state: shape.layers * plan.memory[state] for state in POOLS[1:] if plan.memory[state]}
         # prompts take turns in the slots, which decode steps do not show: a full expert of each layer at the least
-        if plan.experts[State.F] and any(plan.experts[state] for state in POOLS[1:])
-    ][:_SIMULATED]
-    if not planned:
-        return []
-    return [min((_of_plan(found, stored, plan) for plan in planned), key=lambda option: option.tpot_s)]
-
-
-def _of_plan(found: DiskFindings, stored: Stored, plan: Plan) -> DiskOption:
-    shape = found.trace.shape
-    pools = {state: shape.layers * plan.memory[state] for state in POOLS[1:] if plan.memory[state]}
-    return _option(found, replace(stored, pools=pools), shape.layers * plan.experts[State.F] + shape.top_k)
-
-
-def _option(found: DiskFindings, stored: Stored | None, slots: int) -> DiskOption:
-    """Experts on the disk as `stored`, or in memory; simulated on demand."""
-    block_bytes, prefill = {FULL: found.block_bytes}, no_times(found.trace.shape.layers)
-    if stored is not None:
-        times = _times(found, coded=bool(stored.coded))
-        machine = Machine(times=times, block_bytes=block_bytes, bandwidth=found.rate, stored=stored, prefill=prefill)
-    else:
-        assert found.memory_copy_s is not None, "they fit"
-        machine = Machine(
-            times=replace(found.times, late_s=0.0), block_bytes=block_bytes,
-            bandwidth=found.block_bytes / found.memory_copy_s, blocking=True, prefill=prefill,
-        )  # fmt: skip
-    done = simulate(found.trace, Case(policies=Policies(prefetch="none"), slots=slots, machine=machine), waits=True)
-    return DiskOption(
-        store="memory" if stored is None else "disk",
-        codec="raw" if stored is None else stored.codec,
-        pools="" if stored is None else stored.pools_text,
-        slots=slots,
-        tpot_s=done.tpot_s,
-        wait_s=done.wait_s,
-        hit_rate=done.hit_rate,
-        read_per_token=done.bytes_read / len(done.steps_s),
-    )
-
-
-def _times(found: DiskFindings, *, coded: bool) -> LayerTimes:
-    """What a short run took beyond the event model counts for runs of its own kind; of a raw one, for compressed ones
-    too, which do no less."""
-    if found.late is not None and (coded or found.late == "raw"):
-        return found.times
-    return replace(found.times, late_s=0.0)
+        if len(options) < _SIMULATED and plan.experts[State.F] and any(plan.experts[state] for state in POOLS[1:]):
+            slots = shape.layers * plan.experts[State.F] + shape.top_k
+            options.append(found.option(replace(stored, pools=pools), slots))
+    return [min(options, key=_tpot)] if options else []
 
 
 def _reasons(found: DiskFindings, options: Sequence[DiskOption], chosen: DiskOption) -> list[str]:
     raw, *others = options
-    shape = found.trace.shape
-    if found.slots >= shape.layers * shape.experts:
-        return [
-            f"all {shape.layers * shape.experts} experts fit the slots: each is read once, so leave them as they are"
-        ]
+    if found.slots >= found.experts:
+        return [f"all {found.experts} experts fit the slots: each is read once, so leave them as they are"]
     reasons = [f"codec raw waits {milliseconds(raw.wait_s)} of {milliseconds(raw.tpot_s)} per token for the disk"]
     for option in others:
         change = option.tpot_s / raw.tpot_s - 1
         reasons.append(f"{option.name} would take {milliseconds(option.tpot_s)} per token: {change:+.0%}")
-    coded = [option for option in options if option.codec != "raw"]
     if found.stored is None:
         reasons.append(found.refused)
-    elif coded and chosen not in coded:
-        best = min(coded, key=lambda option: option.tpot_s)
-        reasons.append(_why_not(found, found.stored, chosen, best))
+    elif chosen.codec == "raw" and (coded := [option for option in options if option.codec != "raw"]):
+        reasons.append(
+            f"do not compress: {_why_not(found, found.stored, 1 - min(coded, key=_tpot).tpot_s / chosen.tpot_s)}"
+        )
     return reasons
 
 
-def _why_not(found: DiskFindings, stored: Stored, chosen: DiskOption, best: DiskOption) -> str:
+def _why_not(found: DiskFindings, stored: Stored, gain: float) -> str:
     read_s, coded_s = found.block_bytes / found.rate, (stored.plain + stored.mean_coded) / found.rate
     decoding_s = stored.decoding_s / stored.threads
     if decoding_s >= read_s:
-        return (
-            f"do not compress: decoding an expert takes {milliseconds(decoding_s)}, reading it uncompressed "
-            f"{milliseconds(read_s)}"
-        )
-    gain = 1 - best.tpot_s / chosen.tpot_s
+        return f"decoding an expert takes {milliseconds(decoding_s)}, reading it uncompressed {milliseconds(read_s)}"
     saved = f"an expert is read in {milliseconds(coded_s)} in place of {milliseconds(read_s)}"
     if gain <= 0:
-        return f"do not compress: {saved}, and decoding costs a token more than that saves"
-    return (
-        f"do not compress: {saved}, which saves {gain:.0%} of a token here; less than {COMPRESS:.0%} is not relied on"
-    )
+        return f"{saved}, and decoding costs a token more than that saves"
+    return f"{saved}, which saves {gain:.0%} of a token here; less than {COMPRESS:.0%} is not relied on"
 
 
 CODEC = "bitsplit"
@@ -441,72 +424,62 @@ _SAMPLED = 6
 """Experts that are decoded to measure it."""
 _COPIES = 8
 
-Run = Callable[[Sequence[Observer]], OffloadedModel]
-"""Offloads a model, with observers."""
+OWN = "the model's own, in a short run"
 
 
 def survey_disk(
-    run: Run,
+    run: Callable[..., OffloadedModel],
     prompt_ids: Tensor,
     folder: Path,
     *,
     new_tokens: int,
     bandwidth: float | None = None,
     budget: int | None = None,
-    replayed: tuple[str, Trace] | None = None,
+    routing: str = OWN,
+    replayed: Trace | None = None,
 ) -> DiskFindings:
     """Decode a few tokens on demand, read some experts, decode some.
 
     Args:
-        run: offloads the model on the CPU: from the store in `folder`, if there is one.
+        run: offloads the model on the CPU, with `observers`: from the store in `folder`, if there is one.
         prompt_ids: [1, T]
         folder: where experts are to lie.
         new_tokens: that are decoded.
         bandwidth: bytes per second of the disk; None: it is measured.
         budget: bytes that experts may take in all; None: what memory is available.
-        replayed: routing that the advice is for, and its name; None: the short run's own.
+        routing: where the routing comes from.
+        replayed: routing that the advice is for; None: the short run's own.
 
     Raises:
         ExpertcastError: as what `run` calls; a folder that cannot be written; traces of another model.
     """
-    recorder, watched, threads = Recorder(prompt_ids.device), Watcher(), usable_processors()
-    with run([recorder, watched]) as offloaded:
-        store, slots = offloaded.store, offloaded.pool.count
+    recorder, watched = Recorder(prompt_ids.device), Watcher()
+    with run(observers=[recorder, watched]) as offloaded:
+        store, slots, shape = offloaded.store, offloaded.pool.count, offloaded.view.shape
         decoding = decode_greedily(offloaded.model, prompt_ids, new_tokens, offloaded=offloaded, recorder=recorder)
         from_disk = offloaded.link.name == "disk"
         times = layer_times(recorder)
         if isinstance(offloaded.link, InstantLink):
             times = without_copies(times, recorder)
-        block_bytes, refused = store.layout.block_bytes, ""
         rate, source = _rate(store, folder, bandwidth)
-        coded: Stored | None = None
+        coded, refused = None, ""
         try:
-            coded = _coded(store, threads)
+            coded = _coded(store, usable_processors())
         except ExpertcastError as error:
             refused = str(error)
-        memory_copy_s = _memory_copy(store, slots, budget)
+        found = DiskFindings(
+            trace=watched.trace(shape), routing=routing, times=times, slots=slots,
+            block_bytes=store.layout.block_bytes, rate=rate, rate_source=source, stored=coded, refused=refused,
+            memory_copy_s=_memory_copy(store, slots, budget),
+        )  # fmt: skip
         codec = store.codec.text if isinstance(store, DiskStore) else "raw"
-    shape = offloaded.view.shape
-    own = watched.trace(shape)
-    routing, trace = replayed or ("the model's own, in a short run", own)
-    if trace.shape != shape:
-        raise ExpertcastError(f"{routing} is of a model of {trace.shape}, this one has {shape}: give its own traces")
-    found = DiskFindings(
-        trace=own,
-        routing=routing,
-        times=times,
-        slots=slots,
-        block_bytes=block_bytes,
-        rate=rate,
-        rate_source=source,
-        stored=coded,
-        refused=refused,
-        memory_copy_s=memory_copy_s,
-    )
+    if replayed is not None and replayed.shape != shape:
+        raise ExpertcastError(f"{routing} is of a model of {replayed.shape}, this one has {shape}: give its own traces")
     if from_disk:  # what the event model misses of a run like those that it speaks of
-        late_s = max(0.0, statistics.median(decoding.steps_s) - expected(found, codec).tpot_s)
+        expected = found.option(coded if coded is not None and codec != "raw" else found.raw)
+        late_s = max(0.0, statistics.median(decoding.steps_s) - expected.tpot_s)
         found = replace(found, times=replace(times, late_s=late_s), late=codec)
-    return replace(found, trace=trace)
+    return found if replayed is None else replace(found, trace=replayed)
 
 
 def _rate(store: ExpertStore, folder: Path, bandwidth: float | None) -> tuple[float, str]:

@@ -130,15 +130,6 @@ def advise_drafts(
     return _advice(draft, [_mean(n, [run.cycles(n) for run in runs]) for n in range(longest + 1)])
 
 
-@dataclass(slots=True)
-class _Sums:
-    tokens: int = 0
-    cycles: int = 0
-    seconds: float = 0.0
-    waited_s: float = 0.0
-    copies: int = 0
-
-
 class _Replay:
     """One text, with the tokens that would be accepted of it and what a draft foresees of each."""
 
@@ -160,15 +151,15 @@ class _Replay:
             for step in self._steps
         ]
 
-    def cycles(self, length: int) -> _Sums:
-        """The whole text in cycles of so many drafted tokens."""
+    def cycles(self, length: int) -> tuple[int, int, float, float, int]:
+        """The whole text in cycles of so many drafted tokens: tokens, cycles, seconds, seconds waited, copies."""
         runtime = VirtualRuntime(self._trace, self._case)
         for forward in self._trace.forwards:
             if forward.fresh:
                 runtime.run(forward)
         total = runtime.residency.stats.total
         waited_s, copies = total.waited_s, total.misses + total.prefetched
-        sums, at = _Sums(), 0
+        at, cycles, seconds = 0, 0, 0.0
         while at + length < len(self._steps):
             start = runtime.link.now
             for step in self._foreseen[at : at + length]:
@@ -177,15 +168,11 @@ class _Replay:
                 runtime.link.spend(self._pass_s)
             drafting_s = runtime.link.now - start
             verified = _union(self._steps[at : at + length + 1])
-            sums.seconds += drafting_s + runtime.run(
-                Forward(fresh=False, rows=slice(at, at + length + 1), keys=verified)
-            )
+            seconds += drafting_s + runtime.run(Forward(fresh=False, rows=slice(at, at + length + 1), keys=verified))
             kept = self._accepted[at + 1 : at + length + 1]
-            tokens = 1 + (kept.index(False) if False in kept else length)
-            at, sums.tokens, sums.cycles = at + tokens, sums.tokens + tokens, sums.cycles + 1
+            at, cycles = at + 1 + (kept.index(False) if False in kept else length), cycles + 1
         total = runtime.residency.stats.total
-        sums.waited_s, sums.copies = total.waited_s - waited_s, total.misses + total.prefetched - copies
-        return sums
+        return at, cycles, seconds, total.waited_s - waited_s, total.misses + total.prefetched - copies
 
 
 def _union(steps: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
@@ -193,10 +180,9 @@ def _union(steps: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
     return [asked_for([key for keys in column for key in keys]) for column in zip(*steps, strict=True)]
 
 
-def _mean(length: int, runs: Sequence[_Sums]) -> DraftOption:
-    tokens, cycles = sum(run.tokens for run in runs), sum(run.cycles for run in runs)
-    seconds = sum(run.seconds for run in runs)
+def _mean(length: int, runs: Sequence[tuple[int, int, float, float, int]]) -> DraftOption:
+    tokens, cycles, seconds, waited_s, copies = map(sum, zip(*runs, strict=True))
     return DraftOption(
         length=length, tokens_per_s=tokens / seconds, tokens_per_cycle=tokens / cycles, cycle_s=seconds / cycles,
-        wait_s=sum(run.waited_s for run in runs) / cycles, copies=sum(run.copies for run in runs) / tokens,
+        wait_s=waited_s / cycles, copies=copies / tokens,
     )  # fmt: skip

@@ -73,42 +73,15 @@ _MEDIAN = 1.2533
 """Standard error of a median over that of a mean, of normal numbers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """A median with what is known of its error, in seconds."""
-
-    value: float
-    error: float
-    """Standard error."""
-    repetitions: int
-
-    @classmethod
-    def of(cls, repetitions: Sequence[Sequence[float]]) -> Timing:
-        """The median over all steps of all repetitions.
-
-        Its error comes from how far the repetitions' own medians lie apart, for a machine is slow for longer than a
-        step; of one repetition, and where it is more, from how far the steps do.
-
-        Args:
-            repetitions: seconds of each decode step of each, one or more.
-        """
-        steps = [seconds for own in repetitions for seconds in own]
-        medians = [statistics.median(own) for own in repetitions]
-        within = statistics.stdev(steps) / math.sqrt(len(steps)) if len(steps) > 1 else 0.0
-        between = statistics.stdev(medians) / math.sqrt(len(medians)) if len(medians) > 1 else 0.0
-        return cls(value=statistics.median(steps), error=_MEDIAN * max(within, between), repetitions=len(repetitions))
+def _standard_error(values: Sequence[float]) -> float:
+    """Of their mean; 0 where there is only one."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A ratio, or why it is not given: within the machine's own noise a ratio is an accident."""
-
-    value: float | None = None
-    reason: str | None = None
-
-
-def figure(value: float, error: float, *, repetitions: int, least: float = -math.inf, most: float = math.inf) -> Figure:
-    """A ratio as far as it can be believed.
+def figure(
+    value: float, error: float, *, repetitions: int, least: float = -math.inf, most: float = math.inf
+) -> float | str:
+    """A ratio as far as it can be believed, or why it is not given: within the machine's noise a ratio is an accident.
 
     Args:
         value: as measured.
@@ -119,8 +92,8 @@ def figure(value: float, error: float, *, repetitions: int, least: float = -math
     """
     inside = min(max(value, least), most)
     if error > MOST_NOISE or abs(value - inside) > 2 * error:
-        return Figure(reason=f"too noisy: {repetitions} repetition{'s' * (repetitions != 1)}, spread {error:.2g}")
-    return Figure(inside)
+        return f"too noisy: {repetitions} repetition{'s' * (repetitions != 1)}, spread {error:.2g}"
+    return inside
 
 
 _RATE_ERROR = 0.025
@@ -176,14 +149,17 @@ class Run:
         return [step for measured in self.repetitions for step in measured.steps]
 
     @property
-    def timing(self) -> Timing:
-        """Time per output token with its error."""
-        return Timing.of([measured.decoding.steps_s for measured in self.repetitions])
-
-    @property
     def tpot_s(self) -> float:
         """Time per output token: the median step."""
-        return self.timing.value
+        return statistics.median(self.steps_s)
+
+    @property
+    def error_s(self) -> float:
+        """Standard error of the time per output token, from how far the repetitions' own medians lie apart, for a
+        machine is slow for longer than a step; of one repetition, and where it is more, from how far the steps do.
+        """
+        medians = [statistics.median(measured.decoding.steps_s) for measured in self.repetitions]
+        return _MEDIAN * max(_standard_error(self.steps_s), _standard_error(medians))
 
     @property
     def bytes_per_step(self) -> float:
@@ -228,9 +204,7 @@ def report(run: Run, *, on_demand: Run | None, truth: Decoding, link_rate: float
     last = run.repetitions[-1]
     decodings = [measured.decoding for measured in run.repetitions]
     busy_s = sum(measured.link_busy_s for measured in run.repetitions)
-    used, against = _utilisation(run, link_rate), _against(run, on_demand)
-    if used.reason is not None:
-        against["not_given"]["link_utilisation"] = used.reason
+    figures = {"link_utilisation": _utilisation(run, link_rate), **_against(run, on_demand)}
     return {
         "tpot_s": run.tpot_s,
         "tpot_quartiles_s": [quartiles[0], quartiles[2]],
@@ -244,8 +218,8 @@ def report(run: Run, *, on_demand: Run | None, truth: Decoding, link_rate: float
         "hit_rate": last.stats["hit_rate"],
         "waited_s_per_token": last.stats["waited_s"] / len(last.steps),
         "link_busy_s": busy_s / tokens,
-        "link_utilisation": used.value,
-        **against,
+        **{name: None if isinstance(value, str) else value for name, value in figures.items()},
+        "not_given": {name: value for name, value in figures.items() if isinstance(value, str)},
         "identical": all(
             len(decoding.logits) == len(truth.logits) and same_logits(decoding, truth) for decoding in decodings
         ),
@@ -254,50 +228,46 @@ def report(run: Run, *, on_demand: Run | None, truth: Decoding, link_rate: float
     }
 
 
-def _utilisation(run: Run, link_rate: float | None) -> Figure:
+def _utilisation(run: Run, link_rate: float | None) -> float | str | None:
     """Bytes per second while the link was busy, against one large copy's."""
     rates = [own.link_bytes / own.link_busy_s for own in run.repetitions if own.link_busy_s]
     if not rates or not link_rate:
-        return Figure()
+        return None
     busy_s = sum(own.link_busy_s for own in run.repetitions)
     bytes_moved = sum(own.link_bytes for own in run.repetitions)
-    spread = statistics.stdev(rates) / math.sqrt(len(rates)) if len(rates) > 1 else 0.0
-    error = max(spread / link_rate, _RATE_ERROR)
+    error = max(_standard_error(rates) / link_rate, _RATE_ERROR)
     return figure(bytes_moved / busy_s / link_rate, error, repetitions=len(run.repetitions), most=1.0)
 
 
-def _against(run: Run, on_demand: Run | None) -> Json:
+def _against(run: Run, on_demand: Run | None) -> dict[str, float | str | None]:
     """Overlap efficiency and the bound, from the on-demand run's own measurement; medians as TPOT is one. None where
-    there is nothing to compare with, or where a figure cannot be believed: then `not_given` says why.
+    there is nothing to compare with, a text that says why where a figure cannot be believed.
 
     The first `ahead` layers have no forecast, at most their last token's experts: the efficiency over all layers counts
     them in, the one over the layers that have a forecast leaves them out, and may be above 1 for what those gained.
     """
     names = ("overlap_efficiency", "overlap_efficiency_forecast_layers", "tpot_over_bound")
+    found: dict[str, float | str | None] = dict.fromkeys(("hideable_s", "bound_s", *names))
     if on_demand is None:
-        return {**dict.fromkeys(("hideable_s", "bound_s", *names)), "not_given": {}}
-    steps, own, other = on_demand.steps, run.timing, on_demand.timing
+        return found
+    steps, repetitions = on_demand.steps, min(len(run.repetitions), len(on_demand.repetitions))
     compute_s = statistics.median(sum(step.compute_L) for step in steps)
     copy_s = statistics.median(sum(step.copy_L) for step in steps)
     less = min(1.0, run.bytes_per_step / on_demand.bytes_per_step) if on_demand.bytes_per_step else 1.0
     bound_s = max(compute_s, less * copy_s)  # no schedule is faster than computing it all, or copying what it copies
-    repetitions = min(own.repetitions, other.repetitions)
     hideable_s = statistics.median(step.hideable() for step in steps)
-    forecast_s = statistics.median(step.hideable(run.config.ahead) for step in steps)
-    figures, error_s = dict.fromkeys(names, Figure()), math.hypot(own.error, other.error)
+    found |= {"hideable_s": hideable_s, "bound_s": bound_s}
+    error_s = math.hypot(run.error_s, on_demand.error_s)
     if run is not on_demand:
-        gained_s = other.value - own.value - (1 - less) * copy_s  # copying less is no overlap
+        forecast_s = statistics.median(step.hideable(run.config.ahead) for step in steps)
+        gained_s = on_demand.tpot_s - run.tpot_s - (1 - less) * copy_s  # copying less is no overlap
         for name, of_s, most in zip(names, (hideable_s, forecast_s), (1.0, math.inf), strict=False):
             if of_s:
-                figures[name] = figure(gained_s / of_s, error_s / of_s, repetitions=repetitions, most=most)
+                found[name] = figure(gained_s / of_s, error_s / of_s, repetitions=repetitions, most=most)
     if bound_s:
-        figures[names[2]] = figure(own.value / bound_s, error_s / bound_s, repetitions=repetitions, least=1.0)
-    return {
-        "hideable_s": hideable_s,
-        "bound_s": bound_s,
-        **{name: found.value for name, found in figures.items()},
-        "not_given": {name: found.reason for name, found in figures.items() if found.reason is not None},
-    }
+        ratio = run.tpot_s / bound_s
+        found["tpot_over_bound"] = figure(ratio, error_s / bound_s, repetitions=repetitions, least=1.0)
+    return found
 
 
 COPY_OVER_COMPUTE = 5.0

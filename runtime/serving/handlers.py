@@ -413,28 +413,18 @@ def error_body(status: int, message: str) -> Json:
 def tell_errors(app: FastAPI) -> None:
     """Answer every error of an application so."""
 
-    def answer(status: int, message: str) -> JSONResponse:
-        return JSONResponse(error_body(status, message), status_code=status)
+    def told(kind: type[Exception], read: Callable[[Any], tuple[int, str]]) -> None:
+        async def answer(_request: HttpRequest, error: Exception) -> JSONResponse:
+            status, message = read(error)
+            return JSONResponse(error_body(status, message), status_code=status)
 
-    @app.exception_handler(StarletteHTTPException)
-    async def _refused(_request: HttpRequest, error: StarletteHTTPException) -> JSONResponse:
-        return answer(error.status_code, str(error.detail))
+        app.add_exception_handler(kind, answer)
 
-    @app.exception_handler(RequestValidationError)
-    async def _unread(_request: HttpRequest, error: RequestValidationError) -> JSONResponse:
-        return answer(400, f"the body is no JSON object: {error.errors()[0]['msg']}")
-
-    @app.exception_handler(StoppedError)
-    async def _stopped(_request: HttpRequest, error: StoppedError) -> JSONResponse:
-        return answer(503, str(error))
-
-    @app.exception_handler(CBWorkerDeadError)
-    async def _dead(_request: HttpRequest, error: CBWorkerDeadError) -> JSONResponse:
-        return answer(503, first_line(error))
-
-    @app.exception_handler(FailedError)
-    async def _failed(_request: HttpRequest, error: FailedError) -> JSONResponse:
-        return answer(500, f"the generation failed: {error}")
+    told(StarletteHTTPException, lambda error: (error.status_code, str(error.detail)))
+    told(RequestValidationError, lambda error: (400, f"the body is no JSON object: {error.errors()[0]['msg']}"))
+    told(StoppedError, lambda error: (503, str(error)))
+    told(CBWorkerDeadError, lambda error: (503, first_line(error)))
+    told(FailedError, lambda error: (500, f"the generation failed: {error}"))
 
 
 NEW_TOKENS = 1024

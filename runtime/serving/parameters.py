@@ -10,7 +10,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 from weakref import WeakValueDictionary
 
 import torch
@@ -65,6 +65,10 @@ _Text = Annotated[str, "a text"]
 _Stop = Annotated[str, Field(min_length=1)]
 
 
+_A = TypeVar("_A")
+_Some = Annotated[_A, Field(min_length=1)]
+
+
 class Parameters(TypedDict, total=False):
     """Parameters of all routes with the values that this server can serve. The text says what to give instead."""
 
@@ -105,6 +109,9 @@ class Parameters(TypedDict, total=False):
     tool_choice: Annotated[Literal["auto", "none"], "auto or none: this server cannot force a call"]
     chat_template_kwargs: Annotated[dict[str, Any], "an object"]
     generation_config: Annotated[JsonText[dict[str, Any]], "a text that holds a JSON object"]
+    prompt: Annotated[
+        str | _Some[list[int]] | _Some[list[str | list[int]]], "a text, a list of tokens, or a list of such"
+    ]
     messages: Annotated[list[dict[str, Any]], Field(min_length=1), 'a list of {"role": ..., "content": ...}']
     input: Annotated[str | list[dict[str, Any]], "a text or a list of objects"]
 
@@ -138,17 +145,13 @@ def checked(body: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
     return body
 
 
-def prompts(given: object, vocabulary: int) -> list[str | list[int]]:
-    """The prompts of a completion: texts, or tokens.
+def prompts(given: str | list[Any], vocabulary: int) -> list[str | list[int]]:
+    """The prompts of a completion, texts or tokens: one, or a list of them.
 
     Raises:
-        HTTPException: 400: neither, or no token of the model.
+        HTTPException: 400: no token of the model.
     """
-    made: list[Any] = given if isinstance(given, list) and not any(map(_whole, given)) else [given]
-    if not made or not all(
-        isinstance(each, str) or (isinstance(each, list) and all(map(_whole, each))) for each in made
-    ):
-        raise HTTPException(400, f"prompt={_shown(given)}: give a text, a list of tokens, or a list of such")
+    made: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     tokens = (token for each in made if isinstance(each, list) for token in each)
     wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
     if wrong is not None:
@@ -176,10 +179,6 @@ def biases(given: object, vocabulary: int) -> dict[tuple[int, ...], float] | Non
 
 def _kind(value: object) -> object:
     return value.get("type") if isinstance(value, Mapping) else value
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _read_only_text(messages: object) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 
 import numpy as np
@@ -18,20 +17,19 @@ from expertcast.data.means import MeanOutputs
 from expertcast.data.models import load_model, meta_model
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.data.plan import Window
-from expertcast.data.skeleton import load_skeleton, save_skeleton
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import Adds
 from tests.families.models import CONFIGS, DENSE_LAYERS, SHARED, tiny_model
 from tests.families.table import tiny_family
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_route_is_the_routers_own_rule(family: str, dtype: torch.dtype) -> None:
-    view = find_moe_layers(tiny_model(family, dtype))
+def test_route_is_the_routers_own_rule(family: str) -> None:
+    """In float32; of bf16 `test_all_families` says it."""
+    view = find_moe_layers(tiny_model(family, torch.float32))
     assert len(view) == 4 - DENSE_LAYERS.get(family, 0)
     for layer in view:
-        hidden_TD = torch.randn(33, layer.hidden_size, generator=torch.Generator().manual_seed(1)).to(dtype)
+        hidden_TD = torch.randn(33, layer.hidden_size, generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             logits_TE, weights_TK, ids_TK = layer.router(hidden_TD)
         got_ids_TK, got_weights_TK = layer.route(logits_TE)
@@ -90,19 +88,6 @@ def test_report_and_meta_model(family: str, tmp_path: Path) -> None:
 )
 def test_routing_rule_in_words(family: str, words: str) -> None:
     assert describe(tiny_model(family, torch.float32), family).routing_rule.startswith(words)
-
-
-def test_skeleton_round_trip(tmp_path: Path) -> None:
-    model = tiny_model("glm4_moe_lite")
-    view = find_moe_layers(model)
-    save_skeleton(view, json.loads(model.config.to_json_string()), tmp_path)
-    loaded = load_skeleton(tmp_path, view.model_id)
-    assert loaded.fingerprint() == view.fingerprint()
-    residual_TD = torch.randn(5, 32).bfloat16()
-    for mine, theirs in zip(loaded, view, strict=True):
-        assert torch.equal(mine.router_input(residual_TD), theirs.router_input(residual_TD))
-        logits_TE = torch.randn(5, 8)
-        assert all(torch.equal(a, b) for a, b in zip(mine.route(logits_TE), theirs.route(logits_TE), strict=True))
 
 
 def test_fingerprint_tells_models_apart_and_ignores_dtype() -> None:

@@ -20,7 +20,7 @@ from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import fit
 from tests.families.models import CONFIGS, tiny_model
 
-TOKENS = 3000
+TOKENS = 1500
 CONFIGURED: dict[str, PredictorConfig | None] = {
     "router_input": None,
     "quasi_hidden": None,
@@ -53,17 +53,6 @@ def greedy(model: PreTrainedModel, input_ids: torch.Tensor, steps: int = 8) -> t
         return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
     return output.sequences, torch.stack(output.logits)
-
-
-def test_recomputed_router_inputs_give_the_stored_logits(trained: dict[str, Any]) -> None:
-    """To rounding only: fp32 routers round differently in batches of another size."""
-    traces = trained["traces"]
-    batch = next(traces.batches("all", 512))
-    for layer in traces.view:
-        state = batch.state(traces.view, layer.index)
-        torch.testing.assert_close(
-            layer.router_logits(state.router_input_TD).float(), state.logits_TE.float(), rtol=1e-2, atol=1e-2
-        )
 
 
 def test_recall_beats_chance(trained: dict[str, Any]) -> None:

@@ -1,10 +1,13 @@
-"""Full disks, cut files and models that are not those of the traces: one line each."""
+"""Full disks, cut files, models that are not those of the traces, SIGTERM and SIGINT: one line each."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from expertcast.commands import inspect
 from expertcast.data.traces import TraceDataset
 from tests.families.models import tiny_model
 from tests.package.test_cli import fails
+from tests.package.test_layout import ROOT
 from tests.sealed import edit_json
 
 
@@ -126,3 +130,49 @@ def test_what_is_no_disks_answer_comes_through(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(inspect, "run", lost)
     with pytest.raises(ConnectionError):
         main(["inspect", "traces"])
+
+
+PROGRAM = """
+import os, sys, threading
+from expertcast.cli import main
+
+def wait():
+    print("ready", flush=True)
+    threading.Event().wait(60)
+
+def stop_here():
+    {place}
+
+class Finder:
+    def find_spec(name, *_):
+        if name == "expertcast.commands.frozen" and Finder in sys.meta_path:
+            sys.meta_path.remove(Finder)
+            stop_here()
+
+sys.meta_path.insert(0, Finder)
+sys.exit(main(["inspect", "--help"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "number", "status"),
+    [
+        pytest.param("wait()", signal.SIGINT, 130, id="plain code"),
+        pytest.param("type('Dying', (), {'__del__': lambda _: wait()})()", signal.SIGTERM, 143, id="a finaliser"),
+        pytest.param(
+            "os.register_at_fork(after_in_parent=wait)\n    os.fork() or os._exit(0)", signal.SIGINT, 130, id="a fork"
+        ),
+        pytest.param("try: wait()\n    except BaseException: pass", signal.SIGTERM, 143, id="code that catches all"),
+    ],
+)
+def test_a_signal_at_start_up(place: str, number: signal.Signals, status: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(place=place)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert said == "expertcast: interrupted; run the same command again\n"
+    assert process.returncode == status

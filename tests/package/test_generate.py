@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -15,13 +14,13 @@ from transformers import PreTrainedModel
 
 from expertcast.checkpoints.bundled import resolve_model
 from expertcast.cli import main
-from expertcast.commands.deployment import WarmOptions
+from expertcast.commands.serve import WarmOptions
 from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import size_text
 from expertcast.runtime import load_offloaded
 from expertcast.runtime.storage.expert_file import FILE_NAME, read_header
-from tests.package.test_cli import fails
+from tests.package.test_cli import fails, ran
 
 PROMPT = "It is a truth"
 SHORT = ["--prompt", PROMPT, "--slots", "192", "--new-tokens", "12"]
@@ -30,10 +29,7 @@ TEMPLATE = ASKED + "{% if add_generation_prompt %}<me>{% endif %}"
 
 
 def generated(tmp_path: Path, *words: str, model: str = "reference") -> dict[str, Any]:
-    path = tmp_path / "result.json"
-    assert main(["generate", model, *SHORT, *words, "--json", str(path)]) == 0
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return ran(tmp_path, f"generate {model}", *SHORT, *words)
 
 
 class Recorder:
@@ -158,15 +154,6 @@ def test_chat(capsys: pytest.CaptureFixture[str], chatting: Path, tmp_path: Path
     )
     said = fails(capsys, "generate", str(chatting), *SHORT, "--chat", "--system", "Be brief.")
     assert said.endswith("refuses this: no system role; leave --system out")
-
-
-def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ("generate", "reference", *SHORT)
-    assert "tokenizer of 'reference' has no chat template: leave --chat out" in fails(capsys, *command, "--chat")
-    assert "give --chat too" in fails(capsys, *command, "--system", "Be brief.")
-    assert "--seed is of samples" in fails(capsys, *command, "--seed", "1")
-    assert "--top-p 1.5: give a probability" in fails(capsys, *command, "--top-p", "1.5")
-    assert "'0' is no number above 0" in fails(capsys, *command, "--temperature", "0")
 
 
 def test_a_run_leaves_its_hot_experts_however_it_ends(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from expertcast.data.text import load_documents
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.messages import Json
 from tests.families.models import tiny_model
+from tests.package.test_cli import ran
 
 TEXT = ("--data", REFERENCE)
 RUN = ("--window", "32", "--batch-size", "4")
@@ -44,13 +45,6 @@ def traces(model: str, tmp_path_factory: pytest.TempPathFactory) -> TraceDataset
     folder = tmp_path_factory.mktemp("plain") / "traces"
     assert main(["collect", model, *TEXT, "--tokens", "1500", "--out", str(folder), *RUN]) == 0
     return TraceDataset.open(folder)
-
-
-def found(tmp_path: Path, *command: str) -> Json:
-    out = tmp_path / "result.json"
-    assert main([*command, "--json", str(out)]) == 0
-    result: Json = json.loads(out.read_text())
-    return result
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -88,10 +82,10 @@ def test_train_online(model: str, store_folder: str, tmp_path: Path) -> None:
 def test_eval(model: str, store_folder: str, traces: TraceDataset, tmp_path: Path) -> None:
     command = ["eval", str(traces.folder), "--predictor", "next_norm", "early_attention", "--model", model, *TEXT]
     command += ["--quality-tokens", "600"]
-    plain = found(tmp_path, *command)
+    plain = ran(tmp_path, "", *command)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "load_model", None)
-        offloaded = found(tmp_path, *command, "--store-folder", store_folder, "--memory", "50kB")
+        offloaded = ran(tmp_path, "", *command, "--store-folder", store_folder, "--memory", "50kB")
     assert offloaded["quality"] == plain["quality"]
     assert plain["quality"]["runs"]["speculate early_attention"]["kl"] > 0
 
@@ -103,9 +97,9 @@ def test_simulate(model: str, store_folder: str, traces: TraceDataset, tmp_path:
     def quality(result: Json) -> list[Any]:
         return [row[name] for row in result["results"] for name in ("perplexity", "agreement", "kl")]
 
-    plain = quality(found(tmp_path, *command))
+    plain = quality(ran(tmp_path, "", *command))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "load_model", None)
-        offloaded = quality(found(tmp_path, *command, "--store-folder", store_folder))
+        offloaded = quality(ran(tmp_path, "", *command, "--store-folder", store_folder))
     assert offloaded == plain
     assert plain[0] > 1

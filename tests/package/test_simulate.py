@@ -1,21 +1,24 @@
-"""Policies, machines and disks of `expertcast simulate`."""
+"""`expertcast simulate`: policies, machines and disks; with a routing file, `simulate` and `advise`."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from expertcast.cli import main
 from expertcast.commands.numbers import BANDWIDTHS
-from expertcast.commands.simulate_options import MachineOptions, PolicyOptions, cases_of
+from expertcast.commands.simulate import MachineOptions, PolicyOptions, cases_of
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
+from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.simulation.machine import Case
 from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.runtime.storage.packed import PackedLayout
-from tests.package.test_cli import fails
+from tests.package.test_cli import ran
 from tests.training.synthetic import tiny_view
 
 NAMES = {"router_input": "router_input"}
@@ -66,21 +69,54 @@ def test_presets_without_published_settings_are_refused() -> None:
         list(PolicyOptions(published=True).chosen((), ["lru"]))
 
 
+def test_a_sweep(capsys: pytest.CaptureFixture[str], reference_traces: TraceDataset, tmp_path: Path) -> None:
+    out, command = tmp_path / "out", f"simulate {reference_traces.folder} --tokens 200 --processes 1"
+    got = ran(tmp_path, f"{command} --sweep --policy lru lfu --out {out}")
+    assert json.loads((out / "results.json").read_text())["results"] == got["results"]
+    evictions = ["lru", "lfu", "belady", "belady_bypass"]
+    assert [row["eviction"] for row in got["results"]] == ["lru", "lfu"] * 5 + evictions[2:] * 5
+    assert [row["slots"] for row in got["results"][:10:2]] == [7, 38, 76, 192, 345]
+    wanted = {
+        "eviction", "prefetch", "miss", "routing", "scope", "slots", "capacity", "bandwidth", "hit_rate", "misses",
+        "collisions", "bytes", "tpot_s", "perplexity", "agreement",
+    }  # fmt: skip
+    assert all(wanted <= set(row) for row in got["results"])
+    assert {path.name for path in out.iterdir()} == {
+        "results.json", "table.txt", "hit_rate.png", "tpot.png", "collisions.png",
+    }  # fmt: skip
+    assert "belady_bypass" in (out / "table.txt").read_text()
+    options = "--scope layer --capacity 0.01 0.25 --bandwidth 1e9 --miss fetch drop"
+    unknown = ran(tmp_path, f"{command} {options} --no-quality")["results"]
+    assert [(row["perplexity"], row["agreement"], row["kl"]) for row in unknown] == [(None, None, None)] * 2
+    capsys.readouterr()
+    exact, lossy = ran(tmp_path, f"{command} {options} --quality-tokens 40")["results"]
+    assert "left out 2" in capsys.readouterr().out
+    assert (exact["agreement"], exact["kl"]) == (1.0, 0.0)
+    assert lossy["perplexity"] != exact["perplexity"]
+    assert lossy["kl"] > 0
+    assert lossy["tpot_s"] < exact["tpot_s"]
+
+
+def test_forecasts(reference_traces: TraceDataset, tmp_path: Path) -> None:
+    command = f"simulate {reference_traces.folder} --tokens 200 --processes 1 --predictor next_norm --bandwidth 4e9"
+    preset, without, forecast = ran(tmp_path, f"{command} --prefetch none top_k --preset on_demand --policy lru")[
+        "results"
+    ]
+    assert preset["predictor"] is None
+    assert without["misses"] == preset["misses"] > forecast["misses"]
+    assert forecast["prefetch_precision"] > 0.5
+
+
 def test_codecs_beside_each_other(
     capsys: pytest.CaptureFixture[str], reference_traces: TraceDataset, tmp_path: Path
 ) -> None:
     """Misses do not change with the codec; a slow disk is waited for less when it reads fewer bytes, and least when
     memory holds parts of them."""
-    rows, words = [], ["simulate", str(reference_traces.folder), "--tokens", "200", "--processes", "1"]
-    disk = ["--bandwidth", "2e7", "--slots", "60", "--layer-time", "1e-4"]
-    for more in (
-        ["raw"],
-        ["bitsplit", "--decode-rate", "4e9"],
-        ["bitsplit", "--decode-rate", "4e9", "--pools", "C=9MB"],
-    ):
-        result = tmp_path / "result.json"
-        assert main([*words, *disk, "--json", str(result), "--codec", *more]) == 0
-        rows += json.loads(result.read_text())["results"]
+    disk = "--bandwidth 2e7 --slots 60 --layer-time 1e-4 --codec"
+    rows, fast = [], "bitsplit --decode-rate 4e9"
+    for codec in ("raw", fast, f"{fast} --pools C=9MB"):
+        found = ran(tmp_path, f"simulate {reference_traces.folder} --tokens 200 --processes 1 {disk} {codec}")
+        rows += found["results"]
     raw, coded, pooled = rows
     assert raw["misses"] == coded["misses"] > 0
     assert [row["eviction"] for row in rows] == ["lru", "lru", "pooled"]
@@ -95,14 +131,47 @@ def test_codecs_beside_each_other(
     assert "C=9000000" in printed
 
 
-def test_what_is_refused(capsys: pytest.CaptureFixture[str], reference_traces: TraceDataset) -> None:
-    words = ("simulate", str(reference_traces.folder))
-    assert "--pools, --decoders: of compressed" in fails(capsys, *words, "--pools", "C=1MB", "--decoders", "2")
-    assert "--stored: of compressed" in fails(capsys, *words, "--codec", "raw", "--stored", "0.7")
-    assert "give .5 to 1" in fails(capsys, *words, "--codec", "bitsplit", "--stored", "0.4")
-    assert "choose from raw, bitsplit" in fails(capsys, *words, "--codec", "int8")
-    assert "unknown codec 'zip'" in fails(capsys, *words, "--codec", "zip")
-    assert "such as 'C=2GB" in fails(capsys, *words, "--codec", "bitsplit", "--pools", "F=1MB")
-    pools = ("--codec", "bitsplit", "--pools", "C=1MB")
-    assert "pools decide what stays in a slot" in fails(capsys, *words, *pools, "--policy", "lfu")
-    assert "'much' is no size" in fails(capsys, *words, "--codec", "bitsplit", "--pools", "C=much")
+ROUTING = Path(__file__).resolve().parents[2] / "benchmarks" / "routing" / "gpt-oss-120b-k2.parquet"
+
+
+def test_a_routing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = "--memory 3000MiB 6000MiB --policy lru belady --scope global layer --bandwidth 1e9"
+    result = ran(tmp_path, f"simulate {ROUTING} {words} --out {tmp_path / 'out'}")
+    rows = result["results"]
+    assert [(row["policy"], row["scope"], row["memory_bytes"] // 2**20) for row in rows] == [
+        (policy, scope, mib) for mib in (3000, 6000) for policy in ("lru", "belady") for scope in ("global", "layer")
+    ]
+    assert rows[0]["hits"] == pytest.approx(0.448, abs=0.0005)
+    assert rows[0]["hits"] == pytest.approx(1 - rows[0]["misses"] / rows[0]["requests"])
+    assert rows[0]["bytes_moved"] == rows[0]["misses"] * 13219200
+    assert rows[0]["steps"] == 64
+    assert rows[0]["copy_s"] == pytest.approx(rows[0]["bytes_moved"] / 64 / 1e9)
+    assert sum(rows[0]["per_layer"]["misses"]) == rows[0]["misses"]
+    assert rows[0]["prompt"]["steps"] == 1
+    assert result["shape"] == {"L": 36, "E": 128, "K": 2}
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["results"] == rows
+    assert "44.8%" in capsys.readouterr().out
+    assert "44.8%" in (tmp_path / "out" / "table.txt").read_text()
+
+
+def test_routing_in_an_array(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    array = tmp_path / "a.npy"
+    np.save(array, np.array([[[0, 1]], [[1, 2]]]))
+    assert main(["simulate", str(array), "--expert-bytes", "3MiB", "--slots", "2"]) == 0
+    assert re.search(r"lru +global +6 +66.7% +25.0% +3", capsys.readouterr().out)
+
+
+def test_advise_a_routing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    saved = tmp_path / "offload.json"
+    result = ran(tmp_path, f"advise {ROUTING} --memory 12GB --bandwidth pcie4 --save {saved}")
+    rows = {(row["policy"], row["scope"]): row for row in result["results"]}
+    best = min((row for key, row in rows.items() if key[0] != "belady"), key=lambda row: row["copy_s"])
+    assert result["advised"] == {key: best[key] for key in result["advised"]}
+    assert best["hits"] > rows["lru", "global"]["hits"]
+    assert OffloadConfig.load(saved).policies.eviction.name == best["policy"]
+    assert "belady, who knows the future, hits" in capsys.readouterr().out
+
+
+def test_memory_of_a_traces_folder(reference_traces: TraceDataset, tmp_path: Path) -> None:
+    result = ran(tmp_path, f"simulate {reference_traces.folder} --tokens 200 --processes 1 --memory 5MB")
+    assert result["results"][0]["slots"] == 5 * 10**6 // result["block_bytes"]["full"]

@@ -1,9 +1,10 @@
-"""Scores by the commands: only documents that no predictor learned from, at every distance."""
+"""Scores by the commands: only documents that no predictor learned from, at every distance; a user's own text."""
 
 from __future__ import annotations
 
 import copy
 import json
+import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,18 +15,25 @@ import pyarrow.parquet as pq
 import pytest
 
 from expertcast.checkpoints import checkpoint as files
+from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
-from expertcast.cli import main
+from expertcast.cli import build_parser, main
+from expertcast.commands import advise
+from expertcast.commands.bench_target import Target
+from expertcast.commands.options import read_options
 from expertcast.commands.predictors import QualityOptions, best_on_validation, forecast_quality
-from expertcast.data.text import load_documents
+from expertcast.data.models import load_tokenizer
+from expertcast.data.text import bundled_ids, load_documents
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig
+from expertcast.predictors import ExpertcastError, MoEView, Predictor, PredictorConfig
+from expertcast.predictors.baselines import QuasiHidden
 from expertcast.predictors.hybrid import HybridConfig
+from expertcast.runtime.quality.forecasts import text_windows
 from expertcast.training.evaluation import evaluate
 from expertcast.training.fit import FITTERS
 from expertcast.training.scoring import FitOptions
 from expertcast.training.selection import select_hybrid
-from tests.package.test_cli import fails
+from tests.package.test_cli import fails, ran
 
 TOKENS = 3000
 
@@ -55,12 +63,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(traces, checkpoint, learned, json.loads((checkpoint / files.METRICS).read_text()))
 
 
-def scored(command: list[str], result: Path) -> dict[str, Any]:
-    assert main([*command, "--json", str(result)]) == 0
-    values: dict[str, Any] = json.loads(result.read_text())
-    return values
-
-
 def test_more_of_the_same_text_scores_unseen_documents_only(
     made: Made, reference_traces: TraceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,7 +74,7 @@ def test_more_of_the_same_text_scores_unseen_documents_only(
     honest = evaluate({"linear": predictor}, [batch for batch in unseen if len(batch)], traces.view).as_dict()
     leaking = evaluate({"linear": predictor}, batches, traces.view).as_dict()
     command = ["eval", str(traces.folder), "--predictor", str(made.checkpoint)]
-    found = scored(command, tmp_path / "result.json")
+    found = ran(tmp_path, "", *command)
     tokens = sum(each.tokens for each in traces.documents if each.index in seen)
     assert found["left_out"] == {"documents": len(seen), "tokens": tokens}
     assert found["tokens"] == honest["tokens"] == traces.token_count() - tokens
@@ -100,7 +102,7 @@ def test_a_folder_with_a_predictors_name_is_not_the_predictor(
     assert refused in fails(capsys, "simulate", traces, "--predictor", "next_norm")
     assert refused in fails(capsys, "bench", "reference", "--predictor", "next_norm")
     evaluate = ["eval", traces, "--ahead", "2", "--predictor", "./next_norm", "router_input"]
-    assert set(scored(evaluate, tmp_path / "result.json")["recall_at_k"]) == {"linear", "router_input"}
+    assert set(ran(tmp_path, "", *evaluate)["recall_at_k"]) == {"linear", "router_input"}
     assert main([*generate, "router_input"]) == 0
 
 
@@ -113,7 +115,7 @@ def test_every_distance_is_scored(made: Made, tmp_path: Path, capsys: pytest.Cap
         further, near = (each["recall_at_k"]["linear"]["mean"] for each in (scores["further"]["2"], scores))
         assert 0.1 < further < near
     command = ["eval", str(made.traces), "--predictor", str(made.checkpoint)]
-    found = scored([*command, "--ahead", "2", "1"], tmp_path / "result.json")
+    found = ran(tmp_path, "", *command, "--ahead", "2", "1")
     printed = capsys.readouterr().out
     assert printed.index("1 layer ahead\n") < printed.index("2 layers ahead\n")
     for distance, trained in ((found, made.metrics), (found["further"]["2"], made.metrics["further"]["2"])):
@@ -143,13 +145,13 @@ def test_text_that_was_learned_from_measures_no_quality(made: Made, tmp_path: Pa
     runs = []
     for name in ("unseen", "both"):
         text = ["--data", str(tmp_path / f"{name}.parquet"), "--quality-tokens", "512"]
-        runs.append(scored([*command, *text], tmp_path / "result.json")["quality"]["runs"])
+        runs.append(ran(tmp_path, "", *command, *text)["quality"]["runs"])
     assert runs[0] == runs[1]
     simulate = ["simulate", str(made.traces), "--predictor", str(made.checkpoint), "--split", "all", "--tokens", "300"]
     lossy = ["--miss", "drop", "--model", "reference", "--quality-tokens", "64", "--processes", "1"]
     rows = []
     for name in ("unseen", "both"):
-        found = scored([*simulate, *lossy, "--data", str(tmp_path / f"{name}.parquet")], tmp_path / "result.json")
+        found = ran(tmp_path, "", *simulate, *lossy, "--data", tmp_path / f"{name}.parquet")
         rows.append([{key: row[key] for key in ("perplexity", "agreement", "kl")} for row in found["results"]])
         assert found["left_out"]["documents"] > 0
     assert rows[0] == rows[1]
@@ -199,3 +201,70 @@ def test_several_predictors_and_nothing_to_choose_by(fitted: dict[str, Predictor
     assert best_on_validation({"one": fitted["test"]}, traces, 1) == ("one", [])
     with pytest.raises(ExpertcastError, match="no tokens in the validation split to choose by"):
         best_on_validation(fitted, traces, 1)
+
+
+def test_one_txt_file_is_several_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line of text, without a blank line: cut by size, and the command says so."""
+    text = " ".join(document.text.replace("\n", " ") for document in load_documents(REFERENCE)[:20])[:44_000]
+    path, out = tmp_path / "book.txt", tmp_path / "traces"
+    path.write_text(text)
+    collect = ["collect", REFERENCE, "--data", str(path), "--out", str(out), "--early-rank", "none"]
+    assert main([*collect, "--tokens", "600", "--window", "64"]) == 0
+    documents = json.loads((out / "trace.json").read_text())["documents"]
+    assert {document["split"] for document in documents} == {"train", "validation", "test"}
+    said = [line for line in capsys.readouterr().err.splitlines() if "book.txt" in line]
+    count = len(load_documents(path))
+    assert said == [
+        f"{path}: one text, cut into {count} documents of about 4000 characters (at blank lines where it has any)"
+    ]
+    assert count == 10
+    with pytest.raises(SystemExit):
+        main(["collect", "--help"])
+    assert "documents of about 4000 characters" in " ".join(capsys.readouterr().out.split())
+
+
+def test_online_training_runs_no_more_text_than_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", REFERENCE, "--data", REFERENCE, "--tokens", "600", "--window", "32", "--early-rank", "none"]
+    result = tmp_path / "result.json"
+    assert main([*command, "--predictor", "router_input", "--out", str(tmp_path / "made"), "--json", str(result)]) == 0
+    splits = json.loads(result.read_text())["data"]["splits"]
+    assert sum(splits.values()) == 600
+    counts = ", ".join(f"{tokens:,} {split}" for split, tokens in splits.items())
+    assert f"reference is run over 600 tokens of text in each pass ({counts})" in capsys.readouterr().err
+
+
+def test_prompts_are_not_what_the_predictor_learned_from(reference_view: MoEView, tmp_path: Path) -> None:
+    """bench and advise run the bundled text, from its first document that the checkpoints do not know."""
+    documents, tokenizer = load_documents(REFERENCE), load_tokenizer(REFERENCE)
+    for name, known in (("first", documents[:2]), ("others", documents[2:5])):
+        predictor = QuasiHidden(PredictorConfig(), reference_view.shape)
+        predictor.learned_from = frozenset(document.hash for document in known)
+        save_predictor(predictor, tmp_path / name, view=reference_view)
+    ids = tokenizer(documents[5].text, verbose=False)["input_ids"][:40]
+    words = ["advise", REFERENCE, "--predictor", str(tmp_path / "first")]
+    options = read_options(advise.Options, build_parser().parse_args(words))
+    found = Target.load(options).prompt(40, str(tmp_path / "others"))
+    assert found.tolist() == [ids]
+
+
+def test_text_that_is_cut_anyway_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """The bundled documents are longer than the tokenizer's `model_max_length`."""
+    logger = logging.getLogger("transformers")
+    texts = [document.text for document in load_documents(REFERENCE)[1:4]]
+
+    def fresh() -> Any:  # a tokenizer warns once
+        return load_tokenizer(REFERENCE)
+
+    level = logger.level
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        fresh()(texts[0])
+        assert "longer than the specified maximum" in caplog.text
+        caplog.clear()
+        bundled_ids(fresh(), 3000)
+        text_windows(fresh(), texts, length=64, count=8)
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(level)
+    assert "longer than" not in caplog.text

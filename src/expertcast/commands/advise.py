@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import Tensor
@@ -17,132 +18,26 @@ from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
 from expertcast.commands.numbers import BANDWIDTHS
 from expertcast.commands.options import Count, Option
 from expertcast.commands.output import Outcome, new_file, say
-from expertcast.commands.predictors import learned_documents
-from expertcast.commands.routing_file import described, heading, memories, open_routing, replayed_rows, routing_policies
-from expertcast.commands.simulate_options import CAPACITY
+from expertcast.commands.routing_file import (
+    CAPACITY,
+    described,
+    heading,
+    memories,
+    open_routing,
+    replayed_rows,
+    routing_policies,
+)
 from expertcast.data.models import load_tokenizer
 from expertcast.data.routing_file import is_routing_file
 from expertcast.data.text import bundled_ids
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json
-from expertcast.runtime.advising.advise import advice_from
-from expertcast.runtime.advising.disk import DiskFindings, Run, advise_disk, survey_disk
-from expertcast.runtime.advising.drafts import FEWEST, LONGEST, DraftTraits, advise_drafts
-from expertcast.runtime.advising.survey import survey
-from expertcast.runtime.benchmarking.bench import BenchSettings
-from expertcast.runtime.config import OffloadConfig, size_bytes
-from expertcast.runtime.loading import load_offloaded
-from expertcast.runtime.offloading import OffloadedModel, offload
-from expertcast.runtime.policies import Policies
-from expertcast.runtime.recording.recorder import Observer
-from expertcast.runtime.simulation.sweep import BELADY
-from expertcast.runtime.simulation.trace import Texts, Trace, load_trace
-from expertcast.runtime.storage.expert_file import packed_codec
 
-# --store-folder: codec and memory for experts on a disk.
-
-TOKENS = 1000
-"""Of traces, that are replayed."""
-
-
-def check_disk(options: TargetOptions) -> None:
-    """
-    Raises:
-        ExpertcastError: options of a link to memory or of forecasts, or a device other than the CPU.
-    """
-    config = options.offload
-    given = {
-        "link": config.link != "auto",
-        "latency": config.latency,
-        "predictor": options.predictor,
-        "copy_over_compute": options.copy_over_compute,
-    }
-    wrong = ", ".join("--" + name.replace("_", "-") for name, value in given.items() if value)
-    if wrong:
-        raise ExpertcastError(f"{wrong}: of another question, and --store-folder asks about a disk: leave one out")
-    if options.device_name != "cpu":
-        raise ExpertcastError("--store-folder asks about a model on the CPU: give --device cpu, or leave it out")
-
-
-def advise_on_disk(
-    options: TargetOptions, folder: Path, *, prompt_tokens: int, new_tokens: int, save: Path | None
-) -> Outcome:
-    """A short run from the store that lies there, or with the experts in memory, and what it leads to.
-
-    Args:
-        options: of model and memory.
-        folder: of the store.
-        prompt_tokens, new_tokens: of the short run.
-        save: write what is advised there.
-
-    Raises:
-        ExpertcastError: no such model, traces of another one, a folder that cannot be written.
-    """
-    replayed = None if options.replay is None else (str(options.replay), _replayed(options.replay))
-    codec = packed_codec(folder)
-    say("a short run on demand; reading and decoding some experts")
-    tokens = prompt_tokens, new_tokens
-    if codec is None or options.random:
-        found = _from_memory(options, folder, tokens, replayed)
-    else:
-        found = _from_store(options, folder, codec, tokens, replayed)
-    advice = advise_disk(found)
-    heading = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **provenance(), "target": options.target}
-    text = f"{options.target}, experts in {folder}\n{advice.text()}"
-    if save is not None:
-        advice.chosen.config(options.offload, folder).save(save)
-        text += f"\nwrote {save}"
-        if advice.chosen.store == "disk" and advice.chosen.codec != codec:
-            text += f"; pack with: expertcast store {options.target} --store-folder {folder} --codec "
-            text += advice.chosen.codec
-    return {**heading, "packed": codec, **advice.as_dict()}, text
-
-
-def _replayed(traces: Path) -> Trace:
-    return load_trace(TraceDataset.open(traces), Texts(tokens=TOKENS))
-
-
-def _from_store(
-    options: TargetOptions, folder: Path, codec: str, tokens: tuple[int, int], replayed: tuple[str, Trace] | None
-) -> DiskFindings:
-    """The model as it will run, its experts never whole in memory."""
-    config = replace(options.offload, store="disk", store_folder=str(folder), codec=codec)
-    name, given = options.target, options.passed_on(options.target)
-    ids = bundled_ids(load_tokenizer(name, **given), tokens[0], learned_documents([options.predictor]))
-
-    def run(observers: Sequence[Observer]) -> OffloadedModel:
-        return load_offloaded(name, config, device="cpu", dtype=options.dtype, observers=observers, **given)
-
-    return _found(options, folder, run, torch.tensor([ids]), tokens[1], replayed)
-
-
-def _from_memory(
-    options: TargetOptions, folder: Path, tokens: tuple[int, int], replayed: tuple[str, Trace] | None
-) -> DiskFindings:
-    """A model whose experts are loaded, as there is no store yet; or a shape with random weights, which has none."""
-    target = Target.load(options)
-    process = target.routing_process(*tokens) if options.replay is None else None
-    config = replace(options.offload, store=target.store, link="instant", bandwidth=None)
-
-    def run(observers: Sequence[Observer]) -> OffloadedModel:
-        return offload(target.model, config, observers=observers)
-
-    with process if process is not None else nullcontext():
-        found = _found(options, folder, run, target.prompt(tokens[0]), tokens[1], replayed)
-    return found if process is None else replace(found, routing=process.tables.source)
-
-
-def _found(
-    options: TargetOptions, folder: Path, run: Run, prompt_ids: Tensor, new_tokens: int,
-    replayed: tuple[str, Trace] | None,
-) -> DiskFindings:  # fmt: skip
-    memory = options.offload.memory
-    return survey_disk(
-        run, prompt_ids, folder, new_tokens=new_tokens, bandwidth=options.offload.bandwidth,
-        budget=None if memory is None else size_bytes(memory), replayed=replayed,
-    )  # fmt: skip
-
+if TYPE_CHECKING:
+    from expertcast.runtime.advising.survey import Survey
+    from expertcast.runtime.benchmarking.routing import RoutingProcess
+    from expertcast.runtime.offloading import OffloadedModel
 
 _DRAFT = Option(
     metavar="NAME:K=V,...",
@@ -188,17 +83,34 @@ class Options(TargetOptions):
             raise ExpertcastError("--experts and --expert-bytes are for routing files: a model says both")
         if self.capacity is not None:
             raise ExpertcastError("--capacity is for routing files: for a model give --slots or --memory")
+        from expertcast.runtime.benchmarking.bench import BenchSettings
+
         super().__post_init__()
         BenchSettings(new_tokens=self.new_tokens)
         if self.draft:
             self._check_drafts()
         if self.store_folder is not None:
-            check_disk(self)
-            return
-        if self.save is not None and self.routing is not None:
+            self._check_disk()
+        elif self.save is not None and self.routing is not None:
             raise ExpertcastError("--save needs a model that routes by itself: a process has no predictor to deploy")
 
+    def _check_disk(self) -> None:
+        config = self.offload
+        given = {
+            "link": config.link != "auto",
+            "latency": config.latency,
+            "predictor": self.predictor,
+            "copy_over_compute": self.copy_over_compute,
+        }
+        wrong = ", ".join("--" + name.replace("_", "-") for name, value in given.items() if value)
+        if wrong:
+            raise ExpertcastError(f"{wrong}: of another question, and --store-folder asks about a disk: leave one out")
+        if self.device_name != "cpu":
+            raise ExpertcastError("--store-folder asks about a model on the CPU: give --device cpu, or leave it out")
+
     def _check_drafts(self) -> None:
+        from expertcast.runtime.advising.drafts import FEWEST, DraftTraits
+
         for draft in self.draft:
             DraftTraits.parse(draft)
         if self.new_tokens < FEWEST:
@@ -212,7 +124,7 @@ class Options(TargetOptions):
         defaults = {field.name: field.default for field in fields(self)}
         given = [name for name in _OF_A_MODEL if getattr(self, name) != defaults[name]]
         given += list(self.process)
-        if given or self.offload.link != OffloadConfig().link:
+        if given or self.offload.link != "auto":
             flags = ", ".join("--" + name.replace("_", "-") for name in given or ["link"])
             raise ExpertcastError(f"{flags}: of a model, and {self.target} is a routing file: leave it out")
 
@@ -223,10 +135,10 @@ def run(options: Options) -> Outcome:
         return _advise_routing(options)
     say_if_busy()
     if options.store_folder is not None:
-        return advise_on_disk(
-            options, Path(options.store_folder), prompt_tokens=options.prompt_tokens, new_tokens=options.new_tokens,
-            save=options.save,
-        )  # fmt: skip
+        return _advise_disk(options, Path(options.store_folder))
+    from expertcast.runtime.advising.advise import advice_from
+    from expertcast.runtime.advising.survey import survey
+
     target = Target.load(options)
     prompt_ids = target.prompt(options.prompt_tokens)
     process = target.routing_process(options.prompt_tokens, options.new_tokens)
@@ -237,21 +149,89 @@ def run(options: Options) -> Outcome:
         predictors = [target.forecaster(process)]
         found = survey(target.model, prompt_ids, config, predictors=predictors, new_tokens=options.new_tokens)
     advice = advice_from(found)
-    result = {**target.heading(process), **link.as_dict(), **advice.as_dict()}
+    result = {**target.heading(process), **link, **advice.as_dict()}
     text = f"{options.target}, routing: {result['routing']}\n{advice.text()}"
     if options.draft:
-        longest = min(LONGEST, found.trace.steps - 2)
-        drafts = [
-            advise_drafts(found.trace, found.case, draft, longest=longest)
-            for draft in map(DraftTraits.parse, options.draft)
-        ]
-        result["drafts"] = [draft.as_dict() for draft in drafts]
-        text += "\n\ndrafts, as replayed from this routing\n" + "\n".join(f"- {draft.text()}" for draft in drafts)
+        result["drafts"], drafts = _advise_drafts(options, found)
+        text += f"\n\n{drafts}"
     if options.save is not None:
         chosen = replace(advice.chosen.config(config), slots=found.case.slots, memory=None, store="memory")
         chosen.save(options.save)
         text += f"\nwrote {options.save}"
     return result, text
+
+
+def _advise_drafts(options: Options, found: Survey) -> tuple[list[Json], str]:
+    """Whether drafts pay, by the routing of the run on demand."""
+    from expertcast.runtime.advising.drafts import LONGEST, DraftTraits, advise_drafts
+
+    longest = min(LONGEST, found.trace.steps - 2)
+    traits = map(DraftTraits.parse, options.draft)
+    advice = [advise_drafts(found.trace, found.case, draft, longest=longest) for draft in traits]
+    lines = ["drafts, as replayed from this routing", *(f"- {draft.text()}" for draft in advice)]
+    return [draft.as_dict() for draft in advice], "\n".join(lines)
+
+
+# --store-folder: codec and memory for experts on a disk.
+
+TOKENS = 1000
+"""Of traces, that are replayed."""
+
+
+def _advise_disk(options: Options, folder: Path) -> Outcome:
+    """A short run from the store that lies there, or with the experts in memory, and what it leads to.
+
+    Raises:
+        ExpertcastError: no such model, traces of another one, a folder that cannot be written.
+    """
+    from expertcast.runtime.advising.disk import OWN, advise_disk, survey_disk
+    from expertcast.runtime.config import size_bytes
+    from expertcast.runtime.simulation.trace import Texts, load_trace
+    from expertcast.runtime.storage.expert_file import packed_codec
+
+    routing, replayed, memory = OWN, None, options.offload.memory
+    if options.replay is not None:
+        routing, replayed = str(options.replay), load_trace(TraceDataset.open(options.replay), Texts(tokens=TOKENS))
+    codec = packed_codec(folder)
+    say("a short run on demand; reading and decoding some experts")
+    offloaded, prompt_ids, process = _run_for_disk(options, folder, codec)
+    with process if process is not None else nullcontext():
+        found = survey_disk(
+            offloaded, prompt_ids, folder, new_tokens=options.new_tokens, bandwidth=options.offload.bandwidth,
+            budget=None if memory is None else size_bytes(memory),
+            routing=routing if process is None else process.tables.source, replayed=replayed,
+        )  # fmt: skip
+    advice = advise_disk(found)
+    text = f"{options.target}, experts in {folder}\n{advice.text()}"
+    if options.save is not None:
+        advice.chosen.config(options.offload, folder).save(options.save)
+        text += f"\nwrote {options.save}"
+        if advice.chosen.store == "disk" and advice.chosen.codec != codec:
+            text += f"; pack with: expertcast store {options.target} --store-folder {folder} --codec "
+            text += advice.chosen.codec
+    heading = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **provenance(), "target": options.target}
+    return {**heading, "packed": codec, **advice.as_dict()}, text
+
+
+def _run_for_disk(
+    options: Options, folder: Path, codec: str | None
+) -> tuple[Callable[..., OffloadedModel], Tensor, RoutingProcess | None]:
+    """What offloads the model: from the store, as it will run, its experts never whole in memory; where there is no
+    store yet, or for random weights, with its experts loaded. Beside it the prompt [1, T], and what routes.
+    """
+    from expertcast.runtime.loading import load_offloaded
+    from expertcast.runtime.offloading import offload
+
+    name, config, tokens = options.target, options.offload, options.prompt_tokens
+    if codec is not None and not options.random:
+        given = options.passed_on(name)
+        config = replace(config, store="disk", store_folder=str(folder), codec=codec)
+        ids_1T = torch.tensor([bundled_ids(load_tokenizer(name, **given), tokens, frozenset())])
+        return partial(load_offloaded, name, config, device="cpu", dtype=options.dtype, **given), ids_1T, None
+    target = Target.load(options)
+    process = target.routing_process(tokens, options.new_tokens) if options.replay is None else None
+    config = replace(config, store=target.store, link="instant", bandwidth=None)
+    return partial(offload, target.model, config), target.prompt(tokens), process
 
 
 # A routing file in place of a model.
@@ -268,6 +248,10 @@ def _advise_routing(options: Options) -> Outcome:
     Raises:
         ExpertcastError: more than one size, a damaged file, or too little memory.
     """
+    from expertcast.runtime.config import OffloadConfig
+    from expertcast.runtime.policies import Policies
+    from expertcast.runtime.simulation.sweep import BELADY
+
     config, capacity = options.offload, options.capacity
     if sum(given is not None for given in (config.memory, config.slots, capacity)) > 1:
         raise ExpertcastError("--capacity, --slots and --memory all say how many experts fit: give one of them")

@@ -8,35 +8,23 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import Tensor
 
-from expertcast.commands.bench_target import LinkSetting, Target, TargetOptions, say_if_busy
-from expertcast.commands.deployment import POLICIES_HELP, policies_of
+from expertcast.commands.bench_target import Target, TargetOptions, say_if_busy
 from expertcast.commands.numbers import positive_number
-from expertcast.commands.options import COUNT, Count, Fields, Option
+from expertcast.commands.options import COUNT, POLICIES_HELP, Count, Fields, Option, policies_of
 from expertcast.commands.output import Outcome, new_file, say
 from expertcast.commands.predictors import is_checkpoint
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json, aligned
-from expertcast.runtime.advising.advise import advice_errors, advice_from
-from expertcast.runtime.advising.survey import survey
-from expertcast.runtime.benchmarking.bench import (
-    Bench,
-    BenchSettings,
-    bench_drafts,
-    decode_resident,
-    measure,
-    usual_runs,
-    write_timeline,
-)
-from expertcast.runtime.benchmarking.routing import RoutingProcess
-from expertcast.runtime.benchmarking.runs import measure_peer
-from expertcast.runtime.benchmarking.shapes import weight_bytes
-from expertcast.runtime.config import FORECASTS, OffloadConfig
-from expertcast.runtime.drafts.names import check_draft
+
+if TYPE_CHECKING:
+    from expertcast.runtime.benchmarking.bench import Bench, BenchSettings
+    from expertcast.runtime.benchmarking.routing import RoutingProcess
+    from expertcast.runtime.config import FORECASTS, OffloadConfig
 
 # Text of the result: one table per prompt.
 
@@ -142,14 +130,14 @@ def _number(value: float | None) -> str:
 
 
 PEER_TOKENS = 4
-MODES = ("on_demand", "exact", "speculate", "hybrid", "next_token")
+WAYS = ("on_demand", "exact", "speculate", "hybrid", "next_token")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(TargetOptions):
     """What `expertcast bench` takes."""
 
-    mode: Annotated[tuple[str, ...], Option(choices=MODES)] = ()
+    mode: Annotated[tuple[str, ...], Option(choices=WAYS)] = ()
     """Ways of running (default: all); next_token runs with forecasts of whole tokens alone."""
     cache: Annotated[str, Option(choices=("both", "with", "without"))] = "both"
     """Whether experts stay in their slots when a layer has run."""
@@ -157,7 +145,7 @@ class Options(TargetOptions):
     """Layers ahead."""
     next_token: Annotated[str | None, Option(metavar="CKPT")] = None
     """Checkpoint of a next_token predictor: runs with forecasts also load experts when a token begins."""
-    likely: Annotated[float, Option(metavar="P")] = OffloadConfig.likely
+    likely: Annotated[float, Option(metavar="P")] = 0.2
     """The least probability by next_token at which they do."""
     policies: Annotated[tuple[str, ...], Option(metavar="KIND=P", help=POLICIES_HELP)] = ()
     """Policies of the runs with forecasts; those on demand keep lru."""
@@ -179,6 +167,9 @@ class Options(TargetOptions):
     """The runs of the first prompt as a Chrome trace, and a PNG of two steps beside it."""
 
     def __post_init__(self) -> None:
+        from expertcast.runtime.config import OffloadConfig
+        from expertcast.runtime.drafts.names import check_draft
+
         TargetOptions.__post_init__(self)
         if self.next_token is None and "next_token" in self.mode:
             raise ExpertcastError("--mode next_token needs a checkpoint: give --next-token CKPT")
@@ -203,7 +194,7 @@ class Prompt:
     ids: Tensor
     bench: Bench
     process: RoutingProcess | None
-    link: LinkSetting
+    link: Json
     advice: Json | None = None
     """What the event model expected, and how far it was off."""
     peer: Json | None = None
@@ -222,7 +213,7 @@ class Prompt:
         }
         return {
             "prompt_tokens": self.ids.shape[1],
-            **self.link.as_dict(),
+            **self.link,
             "link_rate": self.bench.link_rate,
             "compared_with": "on_demand" if resident is None else "resident",
             "resident": whole,
@@ -233,6 +224,8 @@ class Prompt:
 
 def run(options: Options) -> Outcome:
     """All prompts, one after another."""
+    from expertcast.runtime.benchmarking.bench import write_timeline
+
     say_if_busy()
     begin = time.monotonic()
     prompts: list[Prompt] = []
@@ -259,7 +252,7 @@ def run(options: Options) -> Outcome:
     return result, describe(result)
 
 
-def bench_prompt(options: Options, target: Target, tokens: int, link: LinkSetting | None) -> Prompt:
+def bench_prompt(options: Options, target: Target, tokens: int, link: Json | None) -> Prompt:
     """All runs on one prompt.
 
     Args:
@@ -268,6 +261,8 @@ def bench_prompt(options: Options, target: Target, tokens: int, link: LinkSettin
         tokens: the prompt's length.
         link: of the prompts before this one: the link's speed is chosen once.
     """
+    from expertcast.runtime.benchmarking.bench import bench_drafts, decode_resident, measure
+
     process = target.routing_process(tokens, options.settings.new_tokens)
     prompt_ids = target.prompt(tokens, options.next_token)
     with process if process is not None else nullcontext():
@@ -289,9 +284,7 @@ def bench_prompt(options: Options, target: Target, tokens: int, link: LinkSettin
     return prompt
 
 
-def ways(
-    options: Options, target: Target, process: RoutingProcess | None, link: LinkSetting
-) -> dict[str, OffloadConfig]:
+def ways(options: Options, target: Target, process: RoutingProcess | None, link: Json) -> dict[str, OffloadConfig]:
     """Runs by name: each mode without cache, then with one (`_cache`).
 
     Args:
@@ -300,6 +293,8 @@ def ways(
         process: that routes in place of the model, if one does.
         link: of all runs.
     """
+    from expertcast.runtime.benchmarking.bench import usual_runs
+
     trained = options.predictor is not None and is_checkpoint(options.predictor)
     # no checkpoint says where forecasts are good: every second layer executes one
     layers, on_demand = None if trained else range(options.ahead, len(target.view), 2), target.config(link)
@@ -317,6 +312,9 @@ def ways(
 
 def check_advice(options: Options, target: Target, prompt: Prompt) -> Json:
     """What `expertcast advise` would have said before the runs, and how far it was from them."""
+    from expertcast.runtime.advising.advise import advice_errors, advice_from
+    from expertcast.runtime.advising.survey import survey
+
     say(f"{prompt.ids.shape[1]} tokens: what advise says")
     found = survey(
         target.model,
@@ -334,11 +332,14 @@ def check_advice(options: Options, target: Target, prompt: Prompt) -> Json:
 
 def known_to_advise(config: OffloadConfig) -> bool:
     """Whether the event model says what such a run takes: forecasts of whole tokens are none of it."""
-    return config.next_token is None and config.policies is None and config.forecasts == OffloadConfig.forecasts
+    return config.next_token is None and config.policies is None and config.forecasts == "always"
 
 
 def peer(options: Options, target: Target, prompt: Prompt) -> Json:
     """accelerate's offload with the device memory that the cached runs take: everything but experts, and the slots."""
+    from expertcast.runtime.benchmarking.runs import measure_peer
+    from expertcast.runtime.benchmarking.shapes import weight_bytes
+
     whole, experts = weight_bytes(target.model), sum(weight_bytes(layer.experts) for layer in target.view)
     memory = whole - experts + max(run.slots for run in prompt.bench.runs.values()) * target.store.layout.block_bytes
     say(f"{prompt.ids.shape[1]} tokens: accelerate")
@@ -348,7 +349,7 @@ def peer(options: Options, target: Target, prompt: Prompt) -> Json:
             prompt.ids,
             memory=memory,
             new_tokens=min(PEER_TOKENS, options.settings.new_tokens),
-            bandwidth=prompt.link.bandwidth,
+            bandwidth=prompt.link.get("bandwidth"),
             truth=prompt.bench.truth,
         )
     return {"memory": memory, **found}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 import torch
 from torch import Tensor
@@ -26,15 +26,14 @@ from expertcast.data.text import bundled_ids
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.messages import Json
-from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE, hardware, layer_seconds
-from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess, drawn, replayed
-from expertcast.runtime.benchmarking.runs import LentStore, without_experts_to
-from expertcast.runtime.benchmarking.shapes import SHAPES, build_shape, check_shape, is_shape
-from expertcast.runtime.config import OffloadConfig
+
+if TYPE_CHECKING:
+    from expertcast.runtime.benchmarking.routing import RoutingOptions, RoutingProcess
+    from expertcast.runtime.benchmarking.runs import LentStore
+    from expertcast.runtime.config import OffloadConfig
 
 DEFAULT_PREDICTOR = "next_norm"
 """For models with routers of their own: it needs no training."""
-TARGET_HELP = f"{MODEL_HELP}; or a shape with random weights: {', '.join(SHAPES)}"
 _OFFLOAD = Fields(
     slots=COUNT,
     memory=Option(metavar="BYTES"),
@@ -45,6 +44,12 @@ _OFFLOAD = Fields(
 _PROCESS = Fields(persistence=Option(metavar="P"), skew=Option(metavar="Z"), accuracy=Option(metavar="A"))
 
 
+def target_help() -> str:
+    from expertcast.runtime.benchmarking.shapes import SHAPES
+
+    return f"{MODEL_HELP}; or a shape with random weights: {', '.join(SHAPES)}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions(ModelOptions):
     """What `bench` and `advise` both need to run something offloaded.
@@ -53,7 +58,7 @@ class TargetOptions(ModelOptions):
         ExpertcastError: options that rule each other out, or out of range; before anything is built or loaded.
     """
 
-    target: Annotated[str, Option(positional=True, metavar="MODEL|SHAPE", help=TARGET_HELP)]
+    target: Annotated[str, Option(positional=True, metavar="MODEL|SHAPE", help=target_help())]
     layers: Annotated[int | None, COUNT] = None
     """Cut a shape to N MoE layers."""
     offload: Annotated[OffloadConfig, _OFFLOAD]
@@ -70,6 +75,8 @@ class TargetOptions(ModelOptions):
     """Of random weights, routing and prompts."""
 
     def __post_init__(self) -> None:
+        from expertcast.runtime.benchmarking.shapes import SHAPES, check_shape
+
         if self.layers is not None and not self.random:
             raise ExpertcastError(f"--layers cuts shapes, not models: {self.target!r} is none of {', '.join(SHAPES)}")
         config = self.offload
@@ -101,6 +108,8 @@ class TargetOptions(ModelOptions):
         Raises:
             ExpertcastError: it is a shape's name and a model's folder.
         """
+        from expertcast.runtime.benchmarking.shapes import is_shape
+
         return (self.target != REFERENCE or self.layers is not None) and is_shape(self.target)
 
     @property
@@ -115,26 +124,11 @@ class TargetOptions(ModelOptions):
         Raises:
             ExpertcastError: a number out of range.
         """
+        from expertcast.runtime.benchmarking.routing import RoutingOptions
+
         if not self.random and not self.process and self.replay is None:
             return None
         return replace(RoutingOptions(seed=self.seed), **self.process)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkSetting:
-    """The link of all runs. None is what a link has not, or nobody measured."""
-
-    link: str
-    latency: float | None = None
-    bandwidth: float | None = None
-    copy_over_compute: float | None = None
-    """K copies take so many layers' time: that is where the bandwidth comes from."""
-    layer_compute_s: float | None = None
-    """What a layer was measured to take."""
-
-    def as_dict(self) -> Json:
-        """What there is, for JSON."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +148,9 @@ class Target:
         Raises:
             ExpertcastError: neither, or no room for it.
         """
+        from expertcast.runtime.benchmarking.runs import LentStore, without_experts_to
+        from expertcast.runtime.benchmarking.shapes import build_shape
+
         if options.random:
             say(f"building {options.target} with random weights")
             model = build_shape(options.target, layers=options.layers, dtype=options.dtype, seed=options.seed)
@@ -184,6 +181,8 @@ class Target:
         Raises:
             ExpertcastError: traces of another model, or too few.
         """
+        from expertcast.runtime.benchmarking.routing import RoutingProcess, drawn, replayed
+
         options, shape, replay = self.options.routing, self.view.shape, self.options.replay
         if options is None:
             return None
@@ -195,34 +194,39 @@ class Target:
         """The predictor of all runs that have one."""
         return self.options.predictor or DEFAULT_PREDICTOR if process is None else process.predictor((ahead,))
 
-    def link(self, prompt_ids: Tensor, new_tokens: int) -> LinkSetting:
+    def link(self, prompt_ids: Tensor, new_tokens: int) -> Json:
         """The link that is asked for; an emulated one is as fast as is asked for, or by a layer's measured time.
 
         On CUDA `auto` is the copy engine's link here: it times every copy, which the kernel's link cannot.
+
+        Returns:
+            `link`, its name, and as far as it has them `latency`, `bandwidth`, `copy_over_compute` (K copies take so
+            many layers' time: that is where the bandwidth comes from) and `layer_compute_s` (as measured).
         """
+        from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE, layer_seconds
+
         config = self.options.offload
         if not self.options.emulated:
             name = "cuda" if config.link == "auto" else str(config.link)
-            return LinkSetting(link=name, latency=config.latency or None, bandwidth=config.bandwidth)
-        if config.bandwidth is not None:
-            return LinkSetting(link="emulated", latency=config.latency, bandwidth=config.bandwidth)
-        ratio = self.options.copy_over_compute or COPY_OVER_COMPUTE
-        say("measuring a layer's computation, for the link's speed")
-        layer_s = layer_seconds(self.model, prompt_ids, new_tokens, self.store)
-        return LinkSetting(
-            link="emulated",
-            latency=config.latency,
-            bandwidth=self.view.shape.top_k * self.store.layout.block_bytes / (layer_s * ratio),
-            copy_over_compute=ratio,
-            layer_compute_s=layer_s,
-        )
+            found = {"link": name, "latency": config.latency or None, "bandwidth": config.bandwidth}
+            return {name: value for name, value in found.items() if value is not None}
+        link = {"link": "emulated", "latency": config.latency, "bandwidth": config.bandwidth}
+        if config.bandwidth is None:
+            ratio = self.options.copy_over_compute or COPY_OVER_COMPUTE
+            say("measuring a layer's computation, for the link's speed")
+            layer_s = layer_seconds(self.model, prompt_ids, new_tokens, self.store)
+            speed = self.view.shape.top_k * self.store.layout.block_bytes / (layer_s * ratio)
+            link |= {"bandwidth": speed, "copy_over_compute": ratio, "layer_compute_s": layer_s}
+        return link
 
-    def config(self, link: LinkSetting) -> OffloadConfig:
-        """What all runs have in common."""
-        return replace(self.options.offload, store=self.store, link=link.link, bandwidth=link.bandwidth)
+    def config(self, link: Json) -> OffloadConfig:
+        """What all runs over a link have in common."""
+        return replace(self.options.offload, store=self.store, link=link["link"], bandwidth=link.get("bandwidth"))
 
     def heading(self, process: RoutingProcess | None) -> Json:
         """What is run, on what, and who routes."""
+        from expertcast.runtime.benchmarking.bench import hardware
+
         return {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "hardware": hardware(),
@@ -252,4 +256,6 @@ def _load_model(options: TargetOptions) -> PreTrainedModel:
     except ExpertcastError as error:
         if "/" in name or Path(name).exists():
             raise
+        from expertcast.runtime.benchmarking.shapes import SHAPES
+
         raise ExpertcastError(f"{name!r} is no shape ({', '.join(SHAPES)}) and {error}") from error

@@ -43,18 +43,20 @@ def catalogue(flags: Collection[str]) -> str:
     return "".join(f"\n{section()}\n" for section in made)
 
 
-def predictors() -> str:
-    """A line per predictor."""
-    return _section("predictors", *(_entry(name, _summary(predictor_class(name))) for name in _predictors()))
+def predictors(*, fields: bool = False) -> str:
+    """A line per predictor, with what `--set` takes of each where that is asked for."""
+    found = []
+    for name in names() + names("tokens"):
+        cls = predictor_class(name)
+        own = _fields(cls.config_class, leave_out="ahead") if fields else []
+        found.append(_entry(name, _summary(cls)) + own)
+    heading = "predictors, and what --set takes of each (KEY=VALUE)" if fields else "predictors"
+    return _section(heading, *found)
 
 
 def predictors_and_fields() -> str:
-    """The same with what `--set` takes of each."""
-    found = []
-    for name in _predictors():
-        cls = predictor_class(name)
-        found.append(_entry(name, _summary(cls)) + _fields(cls.config_class, leave_out="ahead"))
-    return _section("predictors, and what --set takes of each (KEY=VALUE)", *found)
+    """The same with the fields."""
+    return predictors(fields=True)
 
 
 def policies() -> str:
@@ -109,10 +111,6 @@ _SECTIONS: dict[str, tuple[Callable[[], str], ...]] = {
     "--codec": (codecs,),
 }
 """By the option whose values the sections are about."""
-
-
-def _predictors() -> list[str]:
-    return names() + names("tokens")
 
 
 def _section(heading: str, *entries: list[str]) -> str:

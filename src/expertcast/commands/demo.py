@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,24 +18,27 @@ from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import Count, Option
 from expertcast.commands.output import Outcome, folder, say, write_json
-from expertcast.commands.predictors import EVAL_BATCH, best_on_validation, ledger_of, predictor_config, scores
+from expertcast.commands.predictors import (
+    EVAL_BATCH,
+    best_on_validation,
+    checkpoint_metrics,
+    ledger_of,
+    predictor_config,
+)
 from expertcast.data.collect import collect
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.processes import exclusive
 from expertcast.data.text import load_documents
-from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, names
 from expertcast.predictors.messages import Json, aligned
-from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE, BenchSettings, benchmark, usual_runs
-from expertcast.runtime.benchmarking.runs import Decoding, balanced_bandwidth, decode_greedily
-from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
-from expertcast.runtime.storage.layout import BlockLayout
 from expertcast.training.evaluation import Evaluation, evaluate, recall_table
 from expertcast.training.fit import fit_many
 from expertcast.training.report import PAGE, example_text, report_sources, write_report
-from expertcast.training.scoring import Fitted, scored_batches
+from expertcast.training.scoring import scored_batches
+
+if TYPE_CHECKING:
+    from expertcast.runtime.benchmarking.runs import Decoding
 
 # Number of threads, and share of the work that fits the minutes, on a slow or busy machine.
 
@@ -138,6 +141,11 @@ def deploy(
     `tokenizer` is the model's own; at `layers` hybrid mode executes forecasts. Fewer tokens where the `allowance` for
     `deploy` is short.
     """
+    from expertcast.runtime.benchmarking.bench import BenchSettings, benchmark, usual_runs
+    from expertcast.runtime.benchmarking.runs import decode_greedily
+    from expertcast.runtime.config import OffloadConfig
+    from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
+
     share = allowance.share("deploy")
     windows_NW = text_windows(tokenizer, texts, length=WINDOW, count=part(QUALITY_TOKENS // WINDOW, share))
     executed = {"speculate": QualityRun(predictor=predictor), "hybrid": QualityRun(predictor=predictor, layers=layers)}
@@ -180,6 +188,10 @@ def link_bandwidth(model: PreTrainedModel, resident: Decoding, steps: int, secon
     Computing is taken to be as fast as in the quickest tenth of the `resident` model's steps: what else the machine
     does would make a slow link of it.
     """
+    from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE
+    from expertcast.runtime.benchmarking.runs import balanced_bandwidth
+    from expertcast.runtime.storage.layout import BlockLayout
+
     quick = sorted(resident.steps_s)[: max(1, len(resident.steps_s) // 10)]
     view = find_moe_layers(model)
     least = steps * len(view) * view.shape.top_k * BlockLayout.of(view).block_bytes / seconds
@@ -283,7 +295,9 @@ def _stages(
     evaluation = evaluate(predictors, scored_batches(traces, "test", EVAL_BATCH), traces.view)
     best, layers = best_on_validation(predictors, traces, 1)
     ledger = ledger_of(fitted, traces, "test", 1)
-    _save(options.out / CHECKPOINT, fitted[best], traces, ledger[best])
+    metrics, _ = checkpoint_metrics(predictors[best], traces, {best: ledger[best]})
+    extra = {"training": fitted[best].report}
+    save_predictor(predictors[best], options.out / CHECKPOINT, view=traces.view, metrics=metrics, extra=extra)
     say("4/4 deploy: an eighth of the experts on the device, the others behind an emulated link")
     unseen = {entry["index"] for entry in traces.info["documents"] if entry["split"] == "test"}
     texts = [document.text for document in documents if document.index in unseen]
@@ -304,16 +318,6 @@ def _stages(
 def _say_less(what: str, count: int, asked: int) -> None:
     if count < asked:
         say(f"    {count:,} {what}, not {asked:,}: this machine is slow or busy, and --minutes are few")
-
-
-def _save(out: Path, fitted: Fitted, traces: TraceDataset, costs: Json) -> None:
-    """A checkpoint as `expertcast train` writes it."""
-    predictor = fitted.predictor
-    validation, _ = scores(predictor, traces, "validation")
-    test, _ = scores(predictor, traces, "test")
-    metrics = {"split": "test", "traces": traces.info["id"], **test, "ledger": {predictor.name: costs}}
-    metrics["validation"] = validation
-    save_predictor(predictor, out, view=traces.view, metrics=metrics, extra={"training": fitted.report})
 
 
 def _text(out: Path, evaluation: Evaluation, result: Json) -> str:

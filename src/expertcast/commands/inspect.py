@@ -15,7 +15,6 @@ from expertcast.data.inspection import inspect_model
 from expertcast.data.trace_format import TRACE_FILE
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.storage.expert_file import FILE_NAME, verify_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +76,8 @@ def _verify(folder: Path) -> list[str]:
         checkpoint = PredictorCheckpoint.open(folder)
         checkpoint.load()
         return [files.CONFIG, files.METRICS, files.WEIGHTS, files.DOCUMENTS]
+    from expertcast.runtime.storage.expert_file import FILE_NAME, verify_store
+
     if (folder / FILE_NAME).is_file():
         verify_store(folder / FILE_NAME)
         return [FILE_NAME]

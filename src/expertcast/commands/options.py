@@ -1,9 +1,14 @@
-"""Command line options from the fields of dataclasses: flag, type, default and help are the field's own."""
+"""Command line options from the fields of dataclasses: flag, type, default and help are the field's own.
+
+Command modules import the runtime inside their functions. Names of it in the annotations of their options are found in
+`RUNTIME` when the options are made.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import inspect
 import os
 import typing
@@ -26,10 +31,28 @@ from expertcast.predictors.options import field_docs
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from expertcast.runtime.config import OffloadConfig
+    from expertcast.runtime.config import FORECASTS, MODES, OffloadConfig
     from expertcast.runtime.offloading import OffloadedModel
+    from expertcast.runtime.policies import Policies
 
 C = TypeVar("C", bound="DataclassInstance")
+
+RUNTIME = {
+    "BenchSettings": "benchmarking.bench",
+    "FORECASTS": "config",
+    "MODES": "config",
+    "OffloadConfig": "config",
+    "RoutingOptions": "benchmarking.routing",
+    "Texts": "simulation.trace",
+}
+"""Names that annotations of options may use without an import, by module of the runtime."""
+
+
+class _Runtime(dict[str, object]):
+    """Imports a name of `RUNTIME` when an annotation asks for it; it goes before a module's own name."""
+
+    def __missing__(self, name: str) -> object:
+        return getattr(importlib.import_module(f"expertcast.runtime.{RUNTIME[name]}"), name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +138,7 @@ def read_options(cls: type[C], args: argparse.Namespace) -> C:
 def _fields(cls: type[DataclassInstance], only: Mapping[str, Option] | None = None) -> Iterator[_Field]:
     """The fields that get an option (of a nested dataclass, `only` these), a class's own before what it inherits."""
     fields = {field.name: field for field in dataclasses.fields(cls) if not only or field.name in only}
-    hints = typing.get_type_hints(cls, include_extras=True)
+    hints = typing.get_type_hints(cls, localns=_Runtime(), include_extras=True)
     for base in cls.__mro__:
         for name in inspect.get_annotations(base):
             if name in fields:
@@ -312,3 +335,85 @@ class OffloadedOptions(StoredOptions):
         model = loaded() if share.rank == 0 else None  # the first process packs, the others find what it packed
         wait_for_all(share)
         return loaded() if model is None else model, tokenizer
+
+
+POLICIES_HELP = "eviction, prefetch, miss, routing, pre_eviction or scope, such as eviction=lfu; or a preset's name"
+
+
+def policies_of(words: Sequence[str]) -> Policies | str:
+    """`kind=policy` for each kind that is not the default, or a preset's name.
+
+    Raises:
+        ExpertcastError: an unknown kind or policy.
+    """
+    if len(words) == 1 and "=" not in words[0]:
+        return words[0]
+    from expertcast.runtime.policies import Policies
+
+    kinds = list(Policies().as_dict())
+    given = dict(word.partition("=")[::2] for word in words)
+    for kind in given:
+        if kind not in kinds:
+            raise ExpertcastError(f"--policies {kind}: give a preset alone, or KIND=POLICY of {', '.join(kinds)}")
+    return Policies(**given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeploymentOptions(ModelOptions):
+    """How a model is offloaded by a command."""
+
+    config: Annotated[Path | None, Option(metavar="FILE")] = None
+    """How to offload, as `expertcast advise --save` or OffloadConfig.save wrote it; other options win over it."""
+    policies: Annotated[tuple[str, ...], Option(metavar="KIND=P", help=POLICIES_HELP)] = ()
+    """How experts are evicted, prefetched and missed."""
+    store_folder: Annotated[str | None, Option(metavar="DIR")] = None
+    """Keep the experts packed in this folder, for models larger than memory."""
+    codec: Annotated[str | None, Option(metavar="CODEC")] = None
+    """How experts are packed in --store-folder (default: as they are there, else raw)."""
+    pools: Annotated[str | None, Option(metavar="C=BYTES,...")] = None
+    """With a codec, memory for experts that are kept compressed beside the slots; see `expertcast advise`."""
+    offload: Annotated[
+        Given[OffloadConfig],
+        Fields(
+            predictor=Option(metavar="NAME|CKPT"),
+            mode=Option(choices=MODES),
+            slots=COUNT,
+            memory=Option(metavar="BYTES"),
+            next_token=Option(metavar="CKPT"),
+            forecasts=Option(choices=FORECASTS),
+            draft=Option(metavar="DRAFT"),
+            bandwidth=BANDWIDTH,
+        ),
+    ]
+    """How the experts are offloaded; defaults are those without --config."""
+
+    def configuration(self) -> OffloadConfig:
+        """The file's configuration, or the default one, with what was given in place of what it says.
+
+        Raises:
+            ExpertcastError: a bad file, or options that the file's others rule out; the line names the file.
+        """
+        from expertcast.runtime.config import OffloadConfig, named_checkpoint
+
+        config = OffloadConfig() if self.config is None else OffloadConfig.load(self.config)
+        try:
+            made = OffloadConfig.of(config, self._changed())
+            for given in (made.predictor, made.next_token):
+                if isinstance(given, (str, Path)):
+                    named_checkpoint(given)
+        except ExpertcastError as error:
+            if self.config is None:
+                raise
+            raise ExpertcastError(f"{self.config} with what is given beside it: {error}") from error
+        return made
+
+    def _changed(self) -> Mapping[str, object]:
+        own: dict[str, object] = {"store_folder": self.store_folder, "codec": self.codec, "pools": self.pools}
+        if self.store_folder is not None:
+            own["store"] = "disk"
+        if self.policies:
+            own["policies"] = policies_of(self.policies)
+        changed = self.offload | {name: value for name, value in own.items() if value is not None}
+        if ("slots" in changed) != ("memory" in changed):  # two ways to say the same: the file's goes
+            changed = {"slots": None, "memory": None, **changed}
+        return changed

@@ -460,6 +460,17 @@ def scores(predictor: Predictor, source: TraceSource, split: str) -> tuple[Json,
     return scores_ahead({predictor.name: predictor}, source, split, predictor.ahead)
 
 
+def checkpoint_metrics(predictor: Predictor, source: TraceSource, ledger: Json) -> tuple[Json, str]:
+    """What a checkpoint keeps of its scores, on the test split and as `validation` on that, and the former's tables.
+
+    Hybrid execution chooses its layers by the validation split: the test split must stay untouched by choices.
+    """
+    validation, _ = scores(predictor, source, "validation")
+    test, table = scores(predictor, source, "test")
+    metrics = {"split": "test", "traces": source.info.get("id"), **test, "ledger": ledger, "validation": validation}
+    return metrics, table
+
+
 def scores_ahead(
     predictors: Mapping[str, Predictor],
     source: TraceSource,

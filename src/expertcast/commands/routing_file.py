@@ -10,11 +10,9 @@ from expertcast.checkpoints.provenance import provenance
 from expertcast.data.routing_file import Routing, read_routing
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import Json, aligned
-from expertcast.runtime.config import size_bytes
-from expertcast.runtime.policies import EVICTION, Policies
-from expertcast.runtime.simulation.byte_cache import Replayed, forwards_of, replay
-from expertcast.runtime.simulation.sweep import BELADY
 
+CAPACITY = 0.25
+"""Share of all experts that fits, where nothing says another one."""
 _MIB = 2**20
 COLUMNS = (
     ("policy", "policy", "{}", 1),
@@ -30,6 +28,8 @@ COLUMNS = (
 
 def routing_policies() -> list[str]:
     """The eviction policies that need nothing but routing, those that need the future left out."""
+    from expertcast.runtime.policies import EVICTION
+
     found = [EVICTION.choose(name) for name in EVICTION.names()]
     return [
         each.name for each in found if not (each.cls.offline or each.cls.reads_scores or each.cls.reads_tokens)
@@ -47,6 +47,8 @@ def open_routing(path: Path | str, experts: int | None, expert_bytes: str | int 
     Raises:
         ExpertcastError: a damaged file, or nothing says how large an expert is.
     """
+    from expertcast.runtime.config import size_bytes
+
     routing = read_routing(path, experts=experts)
     if expert_bytes is not None and routing.bytes_LE is not None:
         raise ExpertcastError(f"{path} has a column expert_bytes: leave --expert-bytes out")
@@ -71,6 +73,8 @@ def memories(
     Raises:
         ExpertcastError: a size that is none, or a share over 1.
     """
+    from expertcast.runtime.config import size_bytes
+
     for share in capacity:
         if not 0 < share <= 1:
             raise ExpertcastError(f"capacity={share:g}: give the share of all experts' bytes that fits, such as 0.25")
@@ -103,43 +107,32 @@ def replayed_rows(
     Raises:
         ExpertcastError: what :func:`expertcast.runtime.simulation.byte_cache.replay` refuses.
     """
+    from expertcast.runtime.policies import Policies
+    from expertcast.runtime.simulation.byte_cache import forwards_of, replay
+
     forwards = forwards_of(routing)
     bytes_LE = routing.sized(total // (routing.layers * routing.experts))
     rows = []
     for memory, (policy, scope) in itertools.product(sizes, cases):
         choice = Policies(eviction=policy, scope=scope).eviction
         done = replay(forwards, choice, bytes_LE=bytes_LE, top_k=routing.top_k, memory=memory, scope=scope)
-        rows.append(_row(str(choice), scope, memory, total, done, bandwidth=bandwidth, latency=latency))
+        prompt, moved = done.prompt, done.decode.bytes_moved / done.decode.steps
+        rows.append(
+            {
+                "policy": str(choice),
+                "scope": scope,
+                "memory_bytes": memory,
+                "capacity": memory / total,
+                **{name: getattr(done.decode, name) for name in ("hits", "requests", "misses", "bytes_moved", "steps")},
+                "bytes_per_step": moved,
+                "copy_s": moved / bandwidth + latency * done.decode.misses / done.decode.steps,
+                "bandwidth": bandwidth,
+                "latency": latency,
+                "per_layer": {"requests": done.decode.requests_L, "misses": done.decode.misses_L},
+                "prompt": {name: getattr(prompt, name) for name in ("steps", "requests", "misses", "bytes_moved")},
+            }
+        )
     return rows
-
-
-def _row(
-    policy: str, scope: str, memory: int, total: int, done: Replayed, *, bandwidth: float, latency: float
-) -> Json:  # fmt: skip
-    decode, prompt = done.decode, done.prompt
-    moved = decode.bytes_moved / decode.steps
-    return {
-        "policy": policy,
-        "scope": scope,
-        "memory_bytes": memory,
-        "capacity": memory / total,
-        "hits": decode.hits,
-        "requests": decode.requests,
-        "misses": decode.misses,
-        "bytes_moved": decode.bytes_moved,
-        "steps": decode.steps,
-        "bytes_per_step": moved,
-        "copy_s": moved / bandwidth + latency * decode.misses / decode.steps,
-        "bandwidth": bandwidth,
-        "latency": latency,
-        "per_layer": {"requests": decode.requests_L, "misses": decode.misses_L},
-        "prompt": {
-            "steps": prompt.steps,
-            "requests": prompt.requests,
-            "misses": prompt.misses,
-            "bytes_moved": prompt.bytes_moved,
-        },
-    }
 
 
 def heading(routing: Routing, total: int) -> Json:
@@ -157,6 +150,8 @@ def heading(routing: Routing, total: int) -> Json:
 
 def described(result: Json) -> str:
     """A line about the file, and a table of the rows."""
+    from expertcast.runtime.simulation.sweep import BELADY
+
     shape, tokens = result["shape"], result["tokens"]
     cells = [tuple(title for _, title, _, _ in COLUMNS)]
     for row in result["results"]:

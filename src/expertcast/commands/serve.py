@@ -5,25 +5,73 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from expertcast.commands.deployment import DeploymentOptions, WarmOptions
-from expertcast.commands.generate_text import held
+from transformers import PreTrainedTokenizerBase
+
 from expertcast.commands.numbers import not_negative_whole
-from expertcast.commands.options import COUNT, Model, Option
+from expertcast.commands.options import COUNT, DeploymentOptions, Model, Option
 from expertcast.commands.output import Outcome, say
 from expertcast.data.models import load_tokenizer
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.messages import size_text
-from expertcast.runtime.drafts.names import NONE
-from expertcast.runtime.loading import load_offloaded
-from expertcast.runtime.offloading import OffloadedModel
+
+if TYPE_CHECKING:
+    from expertcast.runtime.offloading import OffloadedModel
 
 _NEEDS = ("fastapi", "uvicorn", "openai", "rich", "prometheus_client")
 """Packages of the extra."""
 KV_TOKENS = 16384
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmOptions:
+    """Which files fill slots before the first request."""
+
+    warm: Annotated[Path | None, Option(metavar="FILE")] = None
+    """Prompts to run first, one per line, or a .jsonl file of {"prompt": ...}."""
+    hot_experts: Annotated[Path | None, Option(metavar="FILE")] = None
+    """Begin with the experts that the last run used most; written at the end."""
+
+    def prompts(self) -> list[str]:
+        """Those of the file; to be read before a model is loaded.
+
+        Raises:
+            ExpertcastError: there is no such file, or not what it should be.
+        """
+        from expertcast.runtime.serving.warm import read_prompts
+
+        return [] if self.warm is None else read_prompts(self.warm)
+
+    @contextmanager
+    def warmed(
+        self, offloaded: OffloadedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str]
+    ) -> Iterator[list[str]]:
+        """Slots are filled, and the hot experts written at the end, however it comes; no forward runs then.
+
+        Yields:
+            One line of each thing that was done, or left out.
+        """
+        from expertcast.runtime.serving.warm import HotExperts, prepare
+
+        hot = None if self.hot_experts is None else HotExperts(self.hot_experts, offloaded)
+        said = prepare(offloaded, tokenizer, prompts, hot)
+        failed = True
+        try:
+            yield said
+            failed = False
+        finally:
+            try:
+                if hot is not None:
+                    hot.save()
+            except ExpertcastError as error:
+                if not failed:
+                    raise
+                say(f"hot experts are not written: {error}")  # what failed first is the error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +100,11 @@ def run(options: Options) -> Outcome:
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise ExpertcastError(f"serving needs {', '.join(missing)}: pip install 'expertcast[serve]'")
+    from expertcast.runtime.loading import load_offloaded
     from expertcast.runtime.serving.server import ModelServer, listen
 
     config, prompts = options.configuration(), options.prompts()
-    if options.continuous_batching and config.draft != NONE:
+    if options.continuous_batching and config.draft != "none":
         raise ExpertcastError("batches are written without a draft: leave --draft or --continuous-batching out")
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("expertcast.serving").setLevel(logging.INFO)
@@ -72,8 +121,9 @@ def run(options: Options) -> Outcome:
         server = ModelServer(
             offloaded, tokenizer, name, continuous_batching=options.continuous_batching, kv_tokens=cache
         )
-        where = held(offloaded)
-        say(f"{where['slots']} of {where['experts']} experts in slots, {size_text(where['device_bytes'])}")
+        pool, store = offloaded.pool, offloaded.store
+        in_slots = size_text(pool.count * store.layout.block_bytes)
+        say(f"{pool.count} of {store.layers * store.experts} experts in slots, {in_slots}")
         server.run(listening, ready=lambda address: say(f"serving {name} on {address}"))
         server.close()
         counts, stats = server.requests.counts, offloaded.stats.as_dict()

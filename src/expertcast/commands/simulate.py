@@ -1,47 +1,289 @@
-"""`expertcast simulate`: policies over recorded routing, in virtual time (:mod:`expertcast.runtime.simulation`)."""
+"""`expertcast simulate`: policies over recorded routing, in virtual time (:mod:`expertcast.runtime.simulation`).
+
+L MoE layers, E routed experts per layer, K experts per token.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.provenance import provenance
-from expertcast.commands.numbers import BANDWIDTHS, positive_number
-from expertcast.commands.options import COUNT, Count, Fields, Option
+from expertcast.commands.numbers import BANDWIDTHS, not_negative, positive_number
+from expertcast.commands.options import BANDWIDTH, COUNT, Count, Fields, Option
 from expertcast.commands.output import Outcome, folder, say, write_json
 from expertcast.commands.predictors import QualityOptions, check_shape, evaluated, loaded_next_token, policy_quality
-from expertcast.commands.routing_file import described, heading, memories, open_routing, replayed_rows, routing_policies
-from expertcast.commands.simulate_options import (
+from expertcast.commands.routing_file import (
     CAPACITY,
-    Chosen,
-    MachineOptions,
-    PolicyOptions,
-    cases_of,
-    swept_evictions,
+    described,
+    heading,
+    memories,
+    open_routing,
+    replayed_rows,
+    routing_policies,
 )
 from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.routing_file import is_routing_file
 from expertcast.data.trace_format import write_atomically
 from expertcast.data.traces import TraceDataset
-from expertcast.predictors import ExpertcastError, Predictor
+from expertcast.predictors import ExpertcastError, MoEView, Predictor
 from expertcast.predictors.messages import Json, aligned
 from expertcast.predictors.next_token import NextTokenTracker
-from expertcast.runtime.config import OffloadConfig, size_bytes
-from expertcast.runtime.policies.eviction import SCOPES
-from expertcast.runtime.simulation.figures import write_figures
-from expertcast.runtime.simulation.machine import Case, table
-from expertcast.runtime.simulation.sweep import BELADY, CAPACITIES, refusal, sweep, with_bounds
-from expertcast.runtime.simulation.trace import Texts, load_trace
-from expertcast.runtime.storage.layout import FULL, BlockLayout
 from expertcast.training.scoring import Fitted
 from expertcast.training.unseen import unseen_traces
 
+if TYPE_CHECKING:
+    from expertcast.runtime.config import OffloadConfig
+    from expertcast.runtime.links.virtual import Stored
+    from expertcast.runtime.policies import Policies
+    from expertcast.runtime.simulation.machine import Case, Machine
+    from expertcast.runtime.simulation.trace import Texts
+    from expertcast.runtime.storage.layout import BlockLayout
+
 TABLE, RESULT = "table.txt", "results.json"
+
+
+STORED = 0.68
+"""Share of the bytes that bitsplit stores, where nothing says another one."""
+DECODE_RATE = 1e9
+"""Bytes of weights per second that one thread decodes, where nothing says another rate."""
+_CODED = "raw", "bitsplit"
+
+
+class Chosen(NamedTuple):
+    """Policies, and whose forecasts they get."""
+
+    policies: Policies
+    predictor: str | None
+    published: tuple[float, float, str] | None = None
+    """Capacity, bandwidth and precision of a preset that is run with its own."""
+
+
+_Named = Annotated[tuple[str, ...], Option(metavar="P")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """Which experts are kept, loaded and dropped; several of a kind are all combined."""
+
+    policy: _Named = ()
+    """Which expert gives up its slot (default: lru)."""
+    prefetch: _Named = ()
+    """Which of a forecast's experts are asked for (default: top_k with --predictor)."""
+    miss: _Named = ("fetch",)
+    """What becomes of missing experts."""
+    routing: _Named = ("standard",)
+    """Which experts a layer executes."""
+    pre_eviction: _Named = ("none",)
+    """Slots given up before the routing is known."""
+    scope: _Named = ("global",)
+    """global, or layer: each has an equal share of the slots."""
+    preset: _Named = ()
+    """Published systems' policies, by name."""
+    published: bool = False
+    """Run presets at their published capacity, bandwidth and precision, where --slots, --capacity and --bandwidth do
+    not say another one; quality is measured in the model's own precision only."""
+
+    def chosen(self, predictors: tuple[str, ...], otherwise: Sequence[str]) -> Iterator[Chosen]:
+        """Presets, then every combination of the policies that are named, with every predictor.
+
+        Args:
+            predictors: those that are named; nothing is forecast without one.
+            otherwise: the eviction policies when none is named, and no preset.
+
+        Raises:
+            ExpertcastError: an unknown preset, policy or option; a preset that was published without settings.
+        """
+        from expertcast.runtime.policies import Policies
+        from expertcast.runtime.policies.settings import preset, published
+
+        if self.published and not self.preset:
+            raise ExpertcastError("--published is about presets: give --preset")
+        for name in self.preset:
+            made = preset(name)
+            yield Chosen(made.policies, made.predictor, published(name) if self.published else None)
+        if self.preset and not self.policy:
+            return
+        kinds = {
+            "eviction": self.policy or otherwise,
+            "prefetch": self.prefetch or ("top_k" if predictors else "none",),
+            "miss": self.miss,
+            "routing": self.routing,
+            "pre_eviction": self.pre_eviction,
+            "scope": self.scope,
+        }
+        for *words, predictor in itertools.product(*kinds.values(), predictors or (None,)):
+            yield Chosen(Policies(**{kind: str(word) for kind, word in zip(kinds, words, strict=True)}), predictor)
+
+
+def swept_evictions(next_token: bool) -> list[str]:
+    """The eviction policies of a sweep: all but those that must be told the future, or the next tokens.
+
+    Args:
+        next_token: whether something forecasts the next tokens.
+    """
+    from expertcast.runtime.policies import EVICTION
+    from expertcast.runtime.simulation.sweep import BELADY
+
+    return [name for name in EVICTION.names() if name != BELADY and (name != "forecast" or next_token)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """Link or disk, whose rate is `--bandwidth`, and computation.
+
+    Raises:
+        ExpertcastError: options of a disk without a codec, or of coded experts for raw ones.
+    """
+
+    bandwidth: Annotated[tuple[float, ...], BANDWIDTH] = ()
+    """Bytes per second of the link or disk (default: pcie4)."""
+    latency: Annotated[float, Option(metavar="S", read=not_negative)] = 0.0
+    """Of the link, per copy."""
+    write_back: Annotated[float, Option(metavar="F", read=not_negative)] = 0.0
+    """Share of a copy that an eviction takes on the link, for hosts that keep no weights (default: 0)."""
+    layer_time: Annotated[tuple[float, ...], Option(metavar="S", read=positive_number)] = ()
+    """Compute of all layers, or of each, in seconds."""
+    codec: Annotated[str | None, Option(metavar="CODEC")] = None
+    """Experts lie on a disk, packed so: raw, or bitsplit (default: they lie in memory)."""
+    stored: Annotated[float | None, Option(metavar="F", read=positive_number)] = None
+    """Of bitsplit, the share of the bytes that it stores (default: 0.68)."""
+    decode_rate: Annotated[float | None, Option(metavar="BYTES/S", read=positive_number)] = None
+    """Of bitsplit, what one thread decodes (default: 1e9)."""
+    decoders: Count = 1
+    """Of bitsplit, threads that decode."""
+    pools: Annotated[str, Option(metavar="C=BYTES,...")] = ""
+    """Of bitsplit, memory beside the slots for compressed experts (C), low bytes (S) and high bytes (E)."""
+
+    def __post_init__(self) -> None:
+        from expertcast.runtime.config import pool_bytes
+        from expertcast.runtime.storage.codecs import check_codec
+
+        bitsplit = {"stored": self.stored, "decode_rate": self.decode_rate, "pools": self.pools}
+        given = [name for name, value in bitsplit.items() if value] + ["decoders"] * (self.decoders > 1)
+        if self.codec is not None:
+            check_codec(self.codec)
+            if self._name not in _CODED:
+                raise ExpertcastError(f"--codec {self.codec}: choose from {', '.join(_CODED)}")
+        if given and self._name != "bitsplit":
+            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise ExpertcastError(f"{flags}: of compressed experts; give --codec bitsplit too, or leave it out")
+        if self.stored is not None and not 0.5 < self.stored <= 1:
+            raise ExpertcastError(f"--stored {self.stored:g}: half of the bytes are stored as they are; give .5 to 1")
+        pool_bytes(self.pools)
+
+    @property
+    def _name(self) -> str:
+        return (self.codec or "").partition(":")[0]
+
+    def on_disk(self, layout: BlockLayout) -> Stored | None:
+        """Sizes and rates of experts of this layout on a disk; None if they lie in memory.
+
+        Raises:
+            ExpertcastError: the codec cannot hold them.
+        """
+        if self.codec is None:
+            return None
+        from expertcast.runtime.config import pool_bytes
+        from expertcast.runtime.links.virtual import Stored
+        from expertcast.runtime.storage.codecs import make_codec
+
+        block_bytes, codec = layout.block_bytes, make_codec(self.codec, layout)
+        if self._name == "raw":
+            return Stored(plain=block_bytes)
+        plain, shards = block_bytes // 2, sum(codec.planes[shard.plane].compressed for shard in codec.shards)
+        return Stored(
+            codec=codec.text,
+            plain=plain,
+            coded=(max(1, round((self.stored or STORED) * block_bytes) - plain),),
+            shards=shards,
+            decode_s=block_bytes / (self.decode_rate or DECODE_RATE) / shards,
+            threads=self.decoders,
+            pools=pool_bytes(self.pools),
+        )
+
+    def machines(
+        self, view: MoEView, policies: Sequence[Policies], *, bandwidth: float | None = None, base: str | None = None
+    ) -> list[Machine]:
+        """One per bandwidth.
+
+        Args:
+            view: the model's layers, whose experts are copied.
+            policies: all that are simulated: they say which precisions there are copies in.
+            bandwidth: where none is given.
+            base: precision that experts are stored in, by default the model's own; other copies are never larger.
+
+        Raises:
+            ExpertcastError: copies in a precision that these experts do not get smaller by, or a codec that cannot
+                hold them.
+        """
+        from expertcast.runtime.benchmarking.bench import COPY_OVER_COMPUTE
+        from expertcast.runtime.policies import CacheShape
+        from expertcast.runtime.simulation.machine import Machine, constant_times
+        from expertcast.runtime.storage.layout import FULL, BlockLayout
+        from expertcast.runtime.storage.packed import PackedLayout
+
+        base = base or FULL
+        shape, layout = view.shape, BlockLayout.of(view)
+        slots = shape.layers * shape.experts
+        cache = CacheShape(layers=shape.layers, experts=shape.experts, top_k=shape.top_k, slots=slots)
+        lower = {name for each in policies for name in each.make(cache).miss.precisions}
+        whole = layout.block_bytes if base == FULL else PackedLayout.of(layout, base).block_bytes
+        block_bytes = {FULL: whole}
+        block_bytes |= {name: min(whole, PackedLayout.of(layout, name).block_bytes) for name in sorted(lower)}
+        bandwidths = self.bandwidth or (BANDWIDTHS["pcie4"] if bandwidth is None else bandwidth,)
+        stored = self.on_disk(layout)
+        if stored is not None and base != FULL:
+            raise ExpertcastError("--codec is for experts as the model has them: leave it or --published out")
+        copies_s = shape.top_k * (self.latency + whole / bandwidths[0])
+        times = constant_times(shape.layers, self.layer_time or copies_s / COPY_OVER_COMPUTE)
+        return [
+            Machine(
+                times=times, block_bytes=block_bytes, bandwidth=speed, latency=self.latency, base=base,
+                write_back=self.write_back, stored=stored,
+            )
+            for speed in bandwidths
+        ]  # fmt: skip
+
+
+def cases_of(
+    chosen: Sequence[Chosen], view: MoEView, options: MachineOptions, *, slots: Sequence[int],
+    shares: Sequence[float], names: Mapping[str, str],
+) -> list[Case]:  # fmt: skip
+    """What is simulated: every choice at every number of slots on every machine.
+
+    Args:
+        chosen: policies and whose forecasts they get.
+        view: the model's layers.
+        options: link and computation.
+        slots: as they were given; none: by `shares`.
+        shares: of all experts; none: a published preset's own, or `CAPACITY`.
+        names: by the word that asked for it, a predictor's name.
+    """
+    from expertcast.runtime.simulation.machine import Case
+    from expertcast.runtime.simulation.sweep import slots_of
+
+    shape, policies = view.shape, [each.policies for each in chosen]
+    plain = list(slots) or [slots_of(share, shape) for share in shares or (CAPACITY,)]
+    machines = options.machines(view, policies)
+    cases: list[tuple[int, int, int, Case]] = []
+    for number, each in enumerate(chosen):
+        own_slots, own_machines = plain, machines
+        if each.published is not None:
+            capacity, bandwidth, base = each.published
+            own_slots = plain if slots or shares else [slots_of(capacity, shape)]
+            own_machines = options.machines(view, policies, bandwidth=bandwidth, base=base)
+        predictor = None if each.predictor is None else names[each.predictor]
+        cases += [
+            (i, j, number, Case(policies=each.policies, slots=count, machine=machine, predictor=predictor))
+            for (i, count), (j, machine) in itertools.product(enumerate(own_slots), enumerate(own_machines))
+        ]
+    return [case for *_, case in sorted(cases, key=lambda entry: entry[:3])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +332,12 @@ class Options(QualityOptions):
 
 def run(options: Options) -> Outcome:
     """Every case that can run, as a row of results; those that cannot are left out and named."""
+    from expertcast.runtime.config import size_bytes
+    from expertcast.runtime.simulation.figures import write_figures
+    from expertcast.runtime.simulation.sweep import CAPACITIES, refusal, sweep, with_bounds
+    from expertcast.runtime.simulation.trace import load_trace
+    from expertcast.runtime.storage.layout import BlockLayout
+
     _check(options)
     if is_routing_file(options.traces):
         return _simulate_routing(options)
@@ -103,14 +351,14 @@ def run(options: Options) -> Outcome:
     shape = traces.view.shape
     block = BlockLayout.of(traces.view).block_bytes
     fitted = _fitted(options, traces, chosen)
-    predictors = {given: made.predictor for given, made in fitted.items()}
+    predictors = {made.predictor.name: made.predictor for made in fitted.values()}
     cases = cases_of(
         chosen,
         traces.view,
         options.machine,
         slots=options.slots or [size_bytes(each) // block for each in options.memory],
         shares=options.capacity or (CAPACITIES if options.sweep else ()),
-        names={given: predictor.name for given, predictor in predictors.items()},
+        names={given: made.predictor.name for given, made in fitted.items()},
     )
     machine = cases[0].machine
     model = _measured_model(options, traces, cases)
@@ -127,7 +375,7 @@ def run(options: Options) -> Outcome:
     trace = load_trace(
         unseen,
         replace(options.texts, tokens=options.tokens),
-        predictors={predictor.name: predictor for predictor in predictors.values()},
+        predictors=predictors,
         ahead=options.ahead,
         residuals=follower is not None,
     )
@@ -215,12 +463,13 @@ def _runs(
     options: Options, wanted: Mapping[str, Case], predictors: Mapping[str, Predictor]
 ) -> dict[str, OffloadConfig]:
     """Cases as the real runtime runs them."""
-    by_name = {predictor.name: predictor for predictor in predictors.values()}
+    from expertcast.runtime.config import OffloadConfig
+
     return {
         name: OffloadConfig(
             policies=case.policies,
             slots=case.slots,
-            predictor=None if case.predictor is None else by_name[case.predictor],
+            predictor=None if case.predictor is None else predictors[case.predictor],
             ahead=1 if case.predictor is None else options.ahead,
             next_token=options.next_token if case.policies.eviction.cls.reads_tokens else None,
         )
@@ -230,6 +479,9 @@ def _runs(
 
 def _describe(result: Json) -> str:
     """What was simulated, a table of the cases, and what was left out and why."""
+    from expertcast.runtime.simulation.machine import table
+    from expertcast.runtime.storage.layout import FULL
+
     shape = ", ".join(f"{key}={value}" for key, value in result["shape"].items())
     rows = sorted(result["results"], key=lambda row: (row["slots"], row["bandwidth"]))  # bounds beside what they bound
     lines = [
@@ -265,6 +517,8 @@ def _simulate_routing(options: Options) -> Outcome:
     Raises:
         ExpertcastError: options that need a traces folder, a damaged file, or what a replay refuses.
     """
+    from expertcast.runtime.simulation.sweep import BELADY, CAPACITIES
+
     _check_routing(options)
     routing, total = open_routing(options.traces, options.experts, options.expert_bytes)
     shares: Sequence[float] = options.capacity
@@ -284,6 +538,8 @@ def _simulate_routing(options: Options) -> Outcome:
 
 
 def _check_routing(options: Options) -> None:
+    from expertcast.runtime.policies.eviction import SCOPES
+
     for scope in options.policies.scope:
         if scope not in SCOPES:
             raise ExpertcastError(f"unknown scope {scope!r}: choose from {', '.join(SCOPES)}")

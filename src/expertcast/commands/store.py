@@ -5,22 +5,17 @@ from __future__ import annotations
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from expertcast.commands.options import Model, ModelOptions, Option
 from expertcast.commands.output import Outcome, new_file
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime.config import OffloadConfig
-from expertcast.runtime.loading import load_offloaded
-from expertcast.runtime.storage.codecs import CODECS
-from expertcast.runtime.storage.codecs.lossless import ExponentHistogram, exponent_histogram
-from expertcast.runtime.storage.codecs.quantised import Scaled
-from expertcast.runtime.storage.disk_store import DiskStore
-from expertcast.runtime.storage.store import ExpertStore
+
+if TYPE_CHECKING:
+    from expertcast.runtime.storage.codecs.lossless import ExponentHistogram
+    from expertcast.runtime.storage.store import ExpertStore
 
 _LEAST = 1e-4
 """Share from which an exponent is drawn."""
@@ -35,6 +30,9 @@ def draw_exponents(histogram: ExponentHistogram, path: Path, *, codec: str, rati
         codec: that packed them.
         ratio: share of the bytes that it stores.
     """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     counts = histogram.counts.tolist()
     total, bias = sum(counts), len(counts) // 2 - 1
     seen = [exponent for exponent, count in enumerate(counts) if count >= _LEAST * total]
@@ -53,10 +51,15 @@ def draw_exponents(histogram: ExponentHistogram, path: Path, *, codec: str, rati
     figure.savefig(path, dpi=130)
 
 
-_HELP = (
-    f"{', '.join(CODECS.names())}; the latter two move checkpoints that are in such a form as they are; generate and "
-    "the others take what the folder was packed with"
-)
+def codecs() -> str:
+    """Help of --codec."""
+    from expertcast.runtime.storage.codecs import CODECS
+
+    names = ", ".join(CODECS.names())
+    return (
+        f"{names}; the latter two move checkpoints that are in such a form as they are; generate and the others take "
+        "what the folder was packed with"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,17 +69,22 @@ class Options(ModelOptions):
     model: Model
     store_folder: Annotated[str, Option(metavar="DIR")]
     """Where the file lies, one folder per model; what is there of the same model is used as it is."""
-    codec: Annotated[str, Option(metavar="CODEC", help=_HELP)] = "bitsplit"
+    codec: Annotated[str, Option(metavar="CODEC", help=codecs())] = "bitsplit"
     """How experts are compressed."""
     picture: Annotated[Path | None, Option(metavar="FILE.png", read=picture_file)] = None
     """Draw how often each exponent occurs, beside what compression makes of it."""
 
     def __post_init__(self) -> None:
+        from expertcast.runtime.config import OffloadConfig
+
         OffloadConfig(store="disk", store_folder=self.store_folder, codec=self.codec)
 
 
 def run(options: Options) -> Outcome:
     """Load the model offloaded, which packs it layer by layer, and say what the file takes."""
+    from expertcast.runtime.config import OffloadConfig
+    from expertcast.runtime.loading import load_offloaded
+
     # without a cache it has the fewest slots: nothing is run
     config = OffloadConfig(store="disk", store_folder=options.store_folder, codec=options.codec, cache=False)
     given = options.passed_on(options.model)
@@ -120,6 +128,10 @@ def _histogram(store: ExpertStore) -> ExponentHistogram | None:
     """Of the middle layer's experts; None where a parameter is not of 16-bit floats, or where they are stored in the
     form of a quantised checkpoint, which holds less.
     """
+    from expertcast.runtime.storage.codecs.lossless import exponent_histogram
+    from expertcast.runtime.storage.codecs.quantised import Scaled
+    from expertcast.runtime.storage.disk_store import DiskStore
+
     if isinstance(store, DiskStore) and isinstance(store.codec, Scaled):
         return None
     fields = store.layout.fields

@@ -10,7 +10,7 @@ from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.checkpoints.hub import HubName, NotOnHubError
 from expertcast.commands.options import COUNT, Count, Data, Fields, OffloadedOptions, Option, Text, TextColumn
 from expertcast.commands.output import Outcome, folder, say
-from expertcast.commands.predictors import ledger_of, predictor_config, scores
+from expertcast.commands.predictors import checkpoint_metrics, ledger_of, predictor_config
 from expertcast.data.live import NOTE, with_default_vectors
 from expertcast.data.online import OnlineTraces
 from expertcast.data.plan import SPLITS
@@ -75,24 +75,20 @@ def _train(options: Options, config: PredictorConfig) -> Outcome:
     fitted = fit(options.predictor, source, config=config, options=settings)
     if options.default_vectors is not None and NOTE not in fitted.report:
         say(f"{options.predictor} reads no default vectors as it is: --default-vectors changed nothing of it")
-    # hybrid execution chooses its layers by the validation split: the test split must stay untouched by choices
-    validation, _ = scores(fitted.predictor, source, "validation")
-    test, table = scores(fitted.predictor, source, "test")
-    ahead = min(fitted.predictor.ahead, default=1)
-    ledger = ledger_of({fitted.predictor.name: fitted}, source, "test", ahead)
-    metrics = {"split": "test", "traces": source.info.get("id"), **test, "ledger": ledger, "validation": validation}
+    predictor, ahead = fitted.predictor, min(fitted.predictor.ahead, default=1)
+    ledger = ledger_of({predictor.name: fitted}, source, "test", ahead)
+    metrics, table = checkpoint_metrics(predictor, source, ledger)
     metrics["data"] = described(source)
-    if "recall_at_k" in test:
+    if "recall_at_k" in metrics:
         metrics["baselines"] = baseline_recall(source, "test", ahead)
     if training_share().rank == 0:
         extra = {"training": fitted.report}
-        save_predictor(fitted.predictor, options.out, view=source.view, metrics=metrics, extra=extra)
+        save_predictor(predictor, options.out, view=source.view, metrics=metrics, extra=extra)
         forget(options.out)
-        if options.fit.log_folder and "recall_at_k" in test:
+        if options.fit.log_folder and "recall_at_k" in metrics:
             used = {"predictor": options.predictor, "seed": options.fit.seed, "tokens": fitted.report["tokens"]}
-            log_evaluation(
-                options.fit.log_folder, options.predictor, test, {**used, **fitted.predictor.config.as_dict()}
-            )
+            settings_used = {**used, **predictor.config.as_dict()}
+            log_evaluation(options.fit.log_folder, options.predictor, metrics, settings_used)
     text = f"{table}\n\n{ledger_table(ledger)}\n\nfitted in {fitted.report['seconds']:.0f} s; wrote {options.out}"
     return {"checkpoint": str(options.out), "training": fitted.report, **metrics}, text
 

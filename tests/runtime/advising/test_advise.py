@@ -19,7 +19,6 @@ from expertcast.runtime.advising.advise import (
     PrefetchOption,
     advice_errors,
     advice_from,
-    expected_tpot,
     most_to_gain,
 )
 from expertcast.runtime.advising.survey import Watcher, executed, measured_recall, survey, with_recall
@@ -164,9 +163,9 @@ def test_expected_and_measured() -> None:
     assert got["speculate"]["relative_error"] == 0.25
     assert got["hybrid"]["expected_tpot_s"] == 10.0
     with pytest.raises(ExpertcastError, match=r"predictor='other', ahead=1 is not in this survey \(it has made"):
-        expected_tpot(found, OffloadConfig(predictor="other"))
+        advice_errors(found, {"a": OffloadConfig(predictor="other")}, {"a": 1.0})
     with pytest.raises(ExpertcastError, match="ahead=2"):
-        expected_tpot(found, OffloadConfig(predictor="made", ahead=2, mode="hybrid"))
+        advice_errors(found, {"a": OffloadConfig(predictor="made", ahead=2, mode="hybrid")}, {"a": 1.0})
 
 
 # ---- forecasts of a run

@@ -16,7 +16,6 @@ from expertcast.runtime.advising.disk import (
     DiskFindings,
     advise_disk,
     disk_rate,
-    expected,
     routing_of,
     scratch_rate,
     stored,
@@ -121,12 +120,12 @@ def test_experts_that_the_codec_cannot_hold() -> None:
 def test_what_a_run_took_longer_counts_for_its_like() -> None:
     """Of a compressed run for compressed ones; of a raw run for all."""
     late = replace(_found(rate=100.0), times=replace(_found().times, late_s=100.0))
-    assert expected(late, "raw").tpot_s == expected(_found(rate=100.0), "raw").tpot_s
-    coded = replace(late, late="bitsplit")
-    assert expected(coded, "bitsplit").tpot_s == expected(late, "bitsplit").tpot_s + 100
-    assert expected(coded, "raw").tpot_s == expected(late, "raw").tpot_s
+    raw, coded = Stored(plain=1000), replace(late, late="bitsplit")
+    assert late.option(raw).tpot_s == _found(rate=100.0).option(raw).tpot_s
+    assert coded.option(CODED).tpot_s == late.option(CODED).tpot_s + 100
+    assert coded.option(raw).tpot_s == late.option(raw).tpot_s
     assert advise_disk(coded).chosen.codec == "raw"
-    assert expected(replace(late, late="raw"), "bitsplit").tpot_s == expected(coded, "bitsplit").tpot_s
+    assert replace(late, late="raw").option(CODED).tpot_s == coded.option(CODED).tpot_s
 
 
 def test_what_is_advised_can_be_saved(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark: what it reports is what the runs did."""
+"""The benchmark: what it reports is what the runs did; greedy decoding, a shared store, the peer, several drafts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,36 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+import expertcast
 from expertcast.commands.bench import runs_table
+from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.predictors import ExpertcastError
-from expertcast.runtime import OffloadConfig, benchmark
-from expertcast.runtime.benchmarking.bench import BenchSettings, Measured, Run, StepTimes, report, step_times
-from expertcast.runtime.benchmarking.runs import Decoding
+from expertcast.runtime import OffloadConfig, benchmark, offload
+from expertcast.runtime.benchmarking.bench import (
+    BenchSettings,
+    Measured,
+    Run,
+    StepTimes,
+    bench_drafts,
+    report,
+    step_times,
+)
+from expertcast.runtime.benchmarking.runs import (
+    Decoding,
+    LentStore,
+    decode_greedily,
+    measure_peer,
+    same_logits,
+    without_experts_to,
+)
+from expertcast.runtime.benchmarking.shapes import weight_bytes
+from expertcast.runtime.drafts.quantised import QuantisedExperts, expected_bytes
+from expertcast.runtime.offloading import slot_count
 from expertcast.runtime.recording.recorder import Recorder
+from expertcast.runtime.storage.layout import BlockLayout
+from tests.families.models import tiny_model
 from tests.runtime.conftest import PROMPT
+from tests.runtime.drafts.by_hand import resident_views
 
 
 def test_benchmark(reference_model: PreTrainedModel, reference_tokenizer: Any) -> None:
@@ -174,3 +197,137 @@ def test_other_logits_are_not_identical() -> None:
     assert not report(run, on_demand=None, truth=other, link_rate=None)["identical"]
     shorter = Decoding([1, 2], [torch.ones(2)] * 2, 0.5, [1.0])
     assert not report(run, on_demand=None, truth=shorter, link_rate=None)["identical"]
+
+
+# A lent store serves one offload after another, and the model gets its own parameters back in the end
+
+
+PROMPT_IDS = torch.arange(5).unsqueeze(0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_offloads_in_turn(family: str) -> None:
+    model = tiny_model(family)
+    parameters = dict(model.named_parameters())
+    weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    with experts_implementation(model, "grouped_mm"):
+        expected = decode_greedily(model, PROMPT_IDS, 4)
+        store = LentStore(find_moe_layers(model), torch.device("cpu"))
+        with store.resident():
+            assert same_logits(decode_greedily(model, PROMPT_IDS, 4), expected)
+        for slots in (4, 9):
+            with offload(model, store=store, slots=slots) as offloaded:
+                assert offloaded.store is store
+                assert same_logits(decode_greedily(model, PROMPT_IDS, 4), expected)
+        store.give_back()
+        assert same_logits(decode_greedily(model, PROMPT_IDS, 4), expected)
+    for name, parameter in model.named_parameters():
+        assert parameter is parameters[name]
+        assert parameter.equal(weights[name]), name
+
+
+def test_the_weights_lie_once() -> None:
+    model = tiny_model("qwen3_moe")
+    view = find_moe_layers(model)
+    store = LentStore(view, torch.device("cpu"))
+    block = store.block(store.experts + 3)
+    lent = view[1].experts.down_proj[3]
+    assert block.data_ptr() <= lent.data_ptr() < block.data_ptr() + len(block)
+
+
+def test_everything_but_experts_moves() -> None:
+    model = tiny_model("glm4_moe_lite")
+    without_experts_to(model, torch.device("meta"))
+    experts = tuple(layer.experts_name for layer in find_moe_layers(model))
+    for name, parameter in model.named_parameters():
+        assert parameter.is_meta != name.startswith(experts), name
+    assert all(buffer.is_meta for buffer in model.buffers())
+
+
+# accelerate's own offload beside ours: the same model, and left as it was
+
+
+PEER_PROMPT_IDS = torch.arange(6).unsqueeze(0)
+
+
+def test_peer_decodes_the_same_and_leaves_the_model() -> None:
+    model = tiny_model("qwen3_moe")
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with experts_implementation(model, "grouped_mm"):
+        truth = decode_greedily(model, PEER_PROMPT_IDS, 4)
+    whole = weight_bytes(model)
+    found = measure_peer(model, PEER_PROMPT_IDS, memory=whole // 2, new_tokens=3, bandwidth=1e6, truth=truth)
+    assert found["identical"]
+    assert found["tpot_s"] > 0
+    experts = sum(weight_bytes(layer.experts) for layer in find_moe_layers(model))
+    assert experts < found["moved_bytes"] <= whole
+    assert found["least_tpot_s"] == found["moved_bytes"] / 1e6
+    assert "moves nothing here" in found["note"]
+    for name, parameter in model.named_parameters():
+        assert parameter.equal(weights[name]), name
+    with experts_implementation(model, "grouped_mm"):
+        assert decode_greedily(model, PEER_PROMPT_IDS, 4).tokens == truth.tokens
+
+
+def test_more_memory_moves_less() -> None:
+    model = tiny_model("qwen3_moe")
+    whole = weight_bytes(model)
+    moved = [
+        measure_peer(model, PEER_PROMPT_IDS, memory=memory, new_tokens=2)["moved_bytes"]
+        for memory in (whole * 9 // 10, whole // 2)
+    ]
+    assert moved[0] < moved[1]
+
+
+IDS = torch.arange(10, 22)[None]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model("mixtral", dtype=torch.float32)
+
+
+def test_every_draft_is_measured_and_gives_the_same_text(model: PreTrainedModel) -> None:
+    found = bench_drafts(
+        model, IDS, OffloadConfig(slots=6), ["int4", "resident", "int4"], BenchSettings(new_tokens=6, repetitions=2)
+    )
+    assert list(found) == ["none", "int4", "resident"]
+    assert all(run["identical"] and run["tpot_s"] > 0 for run in found.values())
+    assert found["none"]["over_none"] == 1.0
+    view = find_moe_layers(model)
+    assert found["int4"]["memory_bytes"] == QuantisedExperts.of(view, resident_views(view), "int4").nbytes
+    assert found["resident"]["memory_bytes"] == found["none"]["memory_bytes"] == 0
+    lengths = found["int4"]["governor"]["by_sequences"]["1"]["lengths"]
+    assert sum(lengths.values()) > 6
+
+
+def test_an_unknown_draft_is_refused_before_anything_runs(model: PreTrainedModel) -> None:
+    with pytest.raises(ExpertcastError, match="unknown draft 'int3'"):
+        bench_drafts(model, IDS, OffloadConfig(slots=6), ["int3"], BenchSettings(new_tokens=6, repetitions=1))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+def test_bytes_are_known_before_there_is_a_draft(family: str, precision: str) -> None:
+    view = find_moe_layers(tiny_model(family))
+    assert expected_bytes(view, precision) == QuantisedExperts.of(view, resident_views(view), precision).nbytes
+
+
+def test_memory_is_for_slots_and_draft_together(model: PreTrainedModel) -> None:
+    view = find_moe_layers(model)
+    block, draft = BlockLayout.of(view).block_bytes, expected_bytes(view, "int4")
+    config = OffloadConfig(memory=9 * block + draft, draft="int4")
+    assert slot_count(config, view) == 9
+    assert slot_count(OffloadConfig(memory=9 * block), view) == 9
+    with pytest.raises(ExpertcastError, match=r"beside .* bytes for draft='int4'"):
+        slot_count(OffloadConfig(memory=block + draft, draft="int4"), view)
+
+
+def test_a_configuration_says_what_generate_drafts_with(model: PreTrainedModel) -> None:
+    with expertcast.offload(model, slots=6, draft="resident") as offloaded:
+        drafted = offloaded.generate(IDS, max_new_tokens=8, do_sample=False)
+        assert "resident" in offloaded.stats.as_dict()["drafts"]["by_sequences"]["1"]["drafts"]
+        plain = offloaded.generate(IDS, max_new_tokens=8, do_sample=False, draft="none")
+    assert torch.equal(drafted, plain)
+    with pytest.raises(ExpertcastError, match="verified by the exact model"):
+        OffloadConfig(draft="int4", policies="specmd_3")

@@ -24,6 +24,50 @@ WAIT_S = 60.0
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
 
+TOKENS = 12
+Answer = tuple[str, Any, Any]
+Ask = Callable[..., Answer]
+"""Asks a client for an answer to a prompt: its text, why it ended and all tokens that it took, or None."""
+
+
+def completed(client: OpenAI, prompt: Any, **asked: Any) -> Answer:
+    answer = client.completions.create(model=NAME, prompt=prompt, max_tokens=TOKENS, **asked)
+    assert answer.usage is not None
+    return answer.choices[0].text, answer.choices[0].finish_reason, answer.usage.total_tokens
+
+
+def completed_in_parts(client: OpenAI, prompt: Any, **asked: Any) -> Answer:
+    parts = list(client.completions.create(model=NAME, prompt=prompt, max_tokens=TOKENS, stream=True, **asked))
+    return "".join(part.choices[0].text for part in parts), parts[-1].choices[0].finish_reason, None
+
+
+def answered(client: OpenAI, prompt: str, **asked: Any) -> Answer:
+    messages: Any = [{"role": "user", "content": prompt}]
+    answer = client.chat.completions.create(model=NAME, messages=messages, max_tokens=TOKENS, **asked)
+    return answer.choices[0].message.content or "", answer.choices[0].finish_reason, None
+
+
+def answered_in_parts(client: OpenAI, prompt: str, **asked: Any) -> Answer:
+    messages: Any = [{"role": "user", "content": prompt}]
+    parts = client.chat.completions.create(model=NAME, messages=messages, max_tokens=TOKENS, stream=True, **asked)
+    return "".join(part.choices[0].delta.content or "" for part in parts), None, None
+
+
+def responded(client: OpenAI, prompt: str, **asked: Any) -> Answer:
+    answer = client.responses.create(model=NAME, input=prompt, max_output_tokens=TOKENS, stream=False, **asked)
+    return answer.output_text, None, None
+
+
+def responded_in_parts(client: OpenAI, prompt: str, **asked: Any) -> Answer:
+    events = client.responses.create(model=NAME, input=prompt, max_output_tokens=TOKENS, stream=True, **asked)
+    return "".join(event.delta for event in events if event.type == "response.output_text.delta"), None, None
+
+
+COMPLETED: tuple[Ask, ...] = (completed, completed_in_parts)
+ANSWERED: tuple[Ask, ...] = (answered, answered_in_parts)
+ASKS: tuple[Ask, ...] = (*COMPLETED, *ANSWERED, responded, responded_in_parts)
+
+
 def chatting(tokenizer: Any) -> Any:
     """A copy of a tokenizer that has a chat template."""
     copied = copy.deepcopy(tokenizer)

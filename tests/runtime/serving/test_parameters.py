@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,9 +22,8 @@ from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.runtime import OffloadedModel, load_offloaded
 from expertcast.runtime.serving.parameters import CutStream, cut
 from tests.runtime.conftest import PROMPT
-from tests.runtime.serving.serving import NAME, Running, served
+from tests.runtime.serving.serving import ANSWERED, ASKS, COMPLETED, NAME, TOKENS, Ask, Running, served
 
-TOKENS = 12
 START, END = "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
     f"{{% for message in messages %}}{START}{{{{ message.role }}}}\n{{{{ message.content }}}}{END}\n{{% endfor %}}"
@@ -32,43 +31,16 @@ TEMPLATE = (
 )
 """Where the answer begins, as transformers' server looks for it with models of this kind."""
 CHAT = f"{START}user\n{PROMPT}{END}\n{START}assistant\n"
-MESSAGES: Any = [{"role": "user", "content": PROMPT}]
+PROMPTED = {ask: PROMPT if ask in COMPLETED else CHAT for ask in ASKS}
 
 
-def _completed(client: OpenAI, **asked: Any) -> str:
-    return client.completions.create(model=NAME, prompt=PROMPT, max_tokens=TOKENS, **asked).choices[0].text
+def _said(ask: Ask, client: OpenAI, **asked: Any) -> str:
+    return ask(client, PROMPT, **asked)[0]
 
 
-def _completed_in_parts(client: OpenAI, **asked: Any) -> str:
-    parts = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=TOKENS, stream=True, **asked)
-    return "".join(part.choices[0].text for part in parts)
-
-
-def _answered(client: OpenAI, **asked: Any) -> str:
-    answer = client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=TOKENS, **asked)
-    return answer.choices[0].message.content or ""
-
-
-def _answered_in_parts(client: OpenAI, **asked: Any) -> str:
-    parts = client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=TOKENS, stream=True, **asked)
-    return "".join(part.choices[0].delta.content or "" for part in parts)
-
-
-def _responded(client: OpenAI, **asked: Any) -> str:
-    answer = client.responses.create(model=NAME, input=PROMPT, max_output_tokens=TOKENS, **asked)
-    return answer.output_text
-
-
-def _responded_in_parts(client: OpenAI, **asked: Any) -> str:
-    events = client.responses.create(model=NAME, input=PROMPT, max_output_tokens=TOKENS, stream=True, **asked)
-    return "".join(event.delta for event in events if event.type == "response.output_text.delta")
-
-
-Asked = Callable[..., str]
-COMPLETED: tuple[Asked, ...] = (_completed, _completed_in_parts)
-ANSWERED: tuple[Asked, ...] = (_answered, _answered_in_parts)
-RESPONDED: tuple[Asked, ...] = (_responded, _responded_in_parts)
-PROMPTED = {each: PROMPT if each in COMPLETED else CHAT for each in (*COMPLETED, *ANSWERED, *RESPONDED)}
+def paired(asks: Iterable[Ask], values: Sequence[Any]) -> list[tuple[Ask, Any]]:
+    """Every way to ask and every value once or more; not every pair."""
+    return [(ask, values[place % len(values)]) for place, ask in enumerate(asks)]
 
 
 class Resident:
@@ -89,7 +61,7 @@ class Resident:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def _assert_says(ask: Asked, got: str, expected: str) -> None:
+def _assert_says(ask: Ask, got: str, expected: str) -> None:
     """What response templates read is without the white space around it."""
     assert (got == expected) if ask in COMPLETED else (got.strip() == expected.strip())
     assert got
@@ -131,20 +103,20 @@ def batches(tokenizer: Any) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("ask", [*COMPLETED, *ANSWERED])
-def test_biases_of_tokens(ask: Asked, running: Running, resident: Resident) -> None:
+def test_biases_of_tokens(ask: Ask, running: Running, resident: Resident) -> None:
     plain = resident.tokens(PROMPTED[ask])
     unwanted, wanted = int(plain[0]), int(plain[-1])
     biased = resident.tokens(PROMPTED[ask], sequence_bias={(unwanted,): -100.0, (wanted,): 2.5})
     assert not torch.equal(biased, plain)
     given: Any = {str(unwanted): -100, str(wanted): 2.5}
-    _assert_says(ask, ask(running.client(), logit_bias=given, temperature=0), resident.text(biased))
-    _assert_says(ask, ask(running.client(), logit_bias={}, temperature=0), resident.text(plain))
+    _assert_says(ask, _said(ask, running.client(), logit_bias=given, temperature=0), resident.text(biased))
+    _assert_says(ask, _said(ask, running.client(), logit_bias={}, temperature=0), resident.text(plain))
 
 
-@pytest.mark.parametrize("ask", [*COMPLETED, *ANSWERED])
-@pytest.mark.parametrize(("presence", "frequency"), [(1.5, 0.0), (0.0, 2.0), (-2.0, -1.0)])
-def test_penalties(ask: Asked, presence: float, frequency: float, running: Running, resident: Resident) -> None:
+@pytest.mark.parametrize(("ask", "penalties"), paired([*COMPLETED, *ANSWERED], [(1.5, 0.0), (0.0, 2.0), (-2.0, -1.0)]))
+def test_penalties(ask: Ask, penalties: tuple[float, float], running: Running, resident: Resident) -> None:
     """Off the logits of tokens that were generated, and of no others: by plain forwards."""
+    presence, frequency = penalties
     ids = resident.inputs(PROMPTED[ask])["input_ids"]
     new = list[int]()
     with torch.inference_mode():
@@ -155,38 +127,41 @@ def test_penalties(ask: Asked, presence: float, frequency: float, running: Runni
                 logits_V[token] -= presence + frequency * times
             new.append(int(logits_V.argmax()))
     assert new != resident.tokens(PROMPTED[ask]).tolist()
-    text = ask(running.client(), presence_penalty=presence, frequency_penalty=frequency, temperature=0)
+    text = _said(ask, running.client(), presence_penalty=presence, frequency_penalty=frequency, temperature=0)
     _assert_says(ask, text, resident.text(torch.tensor(new)))
 
 
 @pytest.mark.parametrize("ask", [*COMPLETED, *ANSWERED])
-def test_stops_end_the_text_and_do_not_show(ask: Asked, running: Running, resident: Resident) -> None:
+def test_stops_end_the_text_and_do_not_show(ask: Ask, running: Running, resident: Resident) -> None:
     text, client = resident.text(resident.tokens(PROMPTED[ask])), running.client()
     within, across = text[6:8], text[3:10]
-    _assert_says(ask, ask(client, stop=[], temperature=0), text)
+    _assert_says(ask, _said(ask, client, stop=[], temperature=0), text)
     for stop in (within, across, [across, "never written"], [text[-3:], within]):
         first = min(at for at in map(text.find, [stop] if isinstance(stop, str) else stop) if at >= 0)
-        _assert_says(ask, ask(client, stop=stop, temperature=0), text[:first])
+        _assert_says(ask, _said(ask, client, stop=stop, temperature=0), text[:first])
 
 
-@pytest.mark.parametrize("ask", PROMPTED)
-@pytest.mark.parametrize("asked", [{"temperature": 1.5}, {"temperature": 0.8, "top_p": 0.7}, {"top_p": 0.9}])
+@pytest.mark.parametrize(
+    ("ask", "asked"), paired(PROMPTED, [{"temperature": 1.5}, {"temperature": 0.8, "top_p": 0.7}, {"top_p": 0.9}])
+)
 def test_sampled_as_the_resident_model_by_the_same_seed(
-    ask: Asked, asked: dict[str, float], running: Running, resident: Resident
+    ask: Ask, asked: dict[str, float], running: Running, resident: Resident
 ) -> None:
     """The model's own generation config is greedy."""
     torch.manual_seed(11)
     sampled = resident.tokens(PROMPTED[ask], do_sample=True, top_k=0, **asked)
     assert not torch.equal(sampled, resident.tokens(PROMPTED[ask]))
-    _assert_says(ask, ask(running.client(), extra_body={"seed": 11}, **asked), resident.text(sampled))
+    _assert_says(ask, _said(ask, running.client(), extra_body={"seed": 11}, **asked), resident.text(sampled))
 
 
-@pytest.mark.parametrize("ask", PROMPTED)
-@pytest.mark.parametrize("asked", [{}, {"temperature": 0, "top_p": 0.5}, {"temperature": 1e-30}, {"top_p": 0}])
+@pytest.mark.parametrize(
+    ("ask", "asked"),
+    paired(PROMPTED, [{}, {"temperature": 0, "top_p": 0.5}, {"temperature": 1e-30}, {"top_p": 0}]),
+)
 def test_greedy_where_nothing_or_nought_is_asked(
-    ask: Asked, asked: dict[str, float], running: Running, resident: Resident
+    ask: Ask, asked: dict[str, float], running: Running, resident: Resident
 ) -> None:
-    _assert_says(ask, ask(running.client(), **asked), resident.text(resident.tokens(PROMPTED[ask])))
+    _assert_says(ask, _said(ask, running.client(), **asked), resident.text(resident.tokens(PROMPTED[ask])))
 
 
 @pytest.mark.parametrize("way", ["running", "batches"])
@@ -214,7 +189,7 @@ def test_samples_are_of_the_models_distribution(way: str, resident: Resident, re
 
 
 @pytest.mark.parametrize("ask", [*COMPLETED, *ANSWERED])
-def test_every_request_of_a_batch_is_written_as_it_asked(ask: Asked, batches: Running, resident: Resident) -> None:
+def test_every_request_of_a_batch_is_written_as_it_asked(ask: Ask, batches: Running, resident: Resident) -> None:
     """The likeliest tokens, biased ones and samples, all at once; the same seed draws the same again."""
     plain = resident.tokens(PROMPTED[ask])
     unwanted = int(plain[0])
@@ -224,26 +199,26 @@ def test_every_request_of_a_batch_is_written_as_it_asked(ask: Asked, batches: Ru
         {"temperature": 1.5, "seed": 2, "top_p": 0.9}, {},
     ]  # fmt: skip
     with ThreadPoolExecutor(10) as clients:
-        texts = list(clients.map(lambda way: ask(batches.client(), **way), ways * 2))
+        texts = list(clients.map(lambda way: _said(ask, batches.client(), **way), ways * 2))
     assert texts[:5] == texts[5:]
     for text, expected in ((texts[0], plain), (texts[1], biased), (texts[4], plain)):
         _assert_says(ask, text, resident.text(expected))
     assert len(set(texts)) == 4
 
 
-@pytest.mark.parametrize("ask", [*COMPLETED, *ANSWERED])
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"presence_penalty": 1, "frequency_penalty": 1}, "knows no presence_penalty, frequency_penalty: leave it out"),
-        ({"stop": "a"}, "knows no stop"),
-        ({"extra_body": {"generation_config": '{"repetition_penalty": 2.0}'}}, "knows no repetition_penalty"),
-    ],
-)  # fmt: skip
-def test_what_batches_do_not_know(ask: Asked, asked: dict[str, Any], said: str, batches: Running) -> None:
+UNKNOWN: list[tuple[dict[str, Any], str]] = [
+    ({"presence_penalty": 1, "frequency_penalty": 1}, "knows no presence_penalty, frequency_penalty: leave it out"),
+    ({"stop": "a"}, "knows no stop"),
+    ({"extra_body": {"generation_config": '{"repetition_penalty": 2.0}'}}, "knows no repetition_penalty"),
+]
+
+
+@pytest.mark.parametrize(("ask", "unknown"), paired([*COMPLETED, *ANSWERED], UNKNOWN))
+def test_what_batches_do_not_know(ask: Ask, unknown: tuple[dict[str, Any], str], batches: Running) -> None:
+    asked, said = unknown
     with pytest.raises(BadRequestError, match=said):
-        ask(batches.client(), **asked)
-    assert ask(batches.client(), temperature=0, frequency_penalty=0, stop=[])
+        _said(ask, batches.client(), **asked)
+    assert _said(ask, batches.client(), temperature=0, frequency_penalty=0, stop=[])
 
 
 TEXTS = st.text(alphabet="ab ", max_size=12)

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from expertcast.checkpoints.bundled import REFERENCE
-from expertcast.runtime import load_offloaded
+from expertcast.runtime import offload
+from tests.families.models import tiny_model
 from tests.runtime.serving.serving import NAME, Running, chatting, served
 
 ASKED: dict[str, dict[str, Any]] = {
@@ -43,6 +44,21 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (ALL[:2], {"presence_penalty": "1"}, "presence_penalty='1'"),
     (ALL[:2], {"n": 2}, "n=2: give 1"),
     (ALL[:2], {"stop": ["a", ""]}, "stop=['a', '']: give a text or a list of texts, none of them empty"),
+    ((WRITTEN,), {"max_tokens": 0}, "max_tokens=0: give a whole number of 1 or more"),
+    ((WRITTEN,), {"max_tokens": "5"}, "max_tokens='5'"),
+    ((WRITTEN,), {"prompt": None}, "'prompt' is missing"),
+    ((WRITTEN,), {"prompt": 5}, "prompt=5: give a text, a list of tokens, or a list of such"),
+    ((WRITTEN,), {"prompt": []}, "prompt=[]: give a text"),
+    ((WRITTEN,), {"prompt": ["a", 5]}, "prompt=['a', 5]: give a text"),
+    ((WRITTEN,), {"prompt": [5, True]}, "prompt=[5, True]: give a text"),
+    ((WRITTEN,), {"prompt": [5, -1]}, "the prompt has token -1: give tokens from 0 to 4095"),
+    ((WRITTEN,), {"prompt": [[5], [4096]]}, "the prompt has token 4096: give tokens from 0 to 4095"),
+    ((WRITTEN,), {"prompt": ["a", "b"], "stream": True}, "2 prompts are not streamed: leave stream out, or send one"),
+    ((WRITTEN,), {"prompt": ""}, "the prompt holds no token"),
+    ((WRITTEN,), {"prompt": [[]]}, "the prompt holds no token"),
+    ((WRITTEN,), {"prompt": "river " * 5000}, "the model reads"),
+    ((WRITTEN,), {"model": "other"}, "pinned to 'reference'"),
+    ((CHAT,), {"messages": None}, "'messages' is missing"),
     ((WRITTEN,), {"best_of": 2}, "best_of=2: give 1"),
     ((WRITTEN,), {"echo": True}, "echo=True: give false"),
     ((WRITTEN,), {"logprobs": 3}, "this server tells no probabilities"),
@@ -97,7 +113,7 @@ TAKEN: list[tuple[tuple[str, ...], dict[str, Any]]] = [
 @pytest.fixture(scope="module", params=[False, True], ids=["one by one", "batched"])
 def running(request: pytest.FixtureRequest, reference_tokenizer: Any) -> Iterator[Running]:
     with (
-        load_offloaded(REFERENCE, dtype="fp32", slots=96) as offloaded,
+        offload(tiny_model("qwen3_moe", torch.float32), slots=12) as offloaded,
         served(offloaded, chatting(reference_tokenizer), batching=request.param) as server,
     ):
         yield server

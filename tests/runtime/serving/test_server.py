@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
 import pytest
-from openai import OpenAI
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as plain
 from transformers import PreTrainedModel
@@ -19,7 +18,17 @@ from expertcast.runtime import load_offloaded
 from expertcast.runtime.serving import metrics as named
 from expertcast.runtime.serving.metrics import FAMILIES
 from tests.runtime.conftest import PROMPTS
-from tests.runtime.serving.serving import NAME, Running, chatting, served, transformers_served, until
+from tests.runtime.serving.serving import (
+    ASKS,
+    NAME,
+    Running,
+    chatting,
+    completed,
+    completed_in_parts,
+    served,
+    transformers_served,
+    until,
+)
 
 ACCEPTED = {
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,application/openmetrics-text;version=0.0.1;"
@@ -30,45 +39,6 @@ ACCEPTED = {
     "text/plain;version=0.0.4": "text/plain; version=0.0.4",
 }  # fmt: skip
 """By what Prometheus 3, Prometheus 2 and older ones ask for."""
-Asked = Callable[[OpenAI, str], tuple[Any, ...]]
-
-
-def _completed(client: OpenAI, prompt: Any) -> tuple[Any, ...]:
-    answer = client.completions.create(model=NAME, prompt=prompt, max_tokens=12, temperature=0)
-    assert answer.usage is not None
-    return answer.choices[0].text, answer.choices[0].finish_reason, answer.usage.total_tokens
-
-
-def _completed_in_parts(client: OpenAI, prompt: Any) -> tuple[Any, ...]:
-    parts = list(client.completions.create(model=NAME, prompt=prompt, max_tokens=12, temperature=0, stream=True))
-    return "".join(part.choices[0].text for part in parts), parts[-1].choices[0].finish_reason
-
-
-def _answered(client: OpenAI, prompt: str) -> tuple[Any, ...]:
-    messages: Any = [{"role": "user", "content": prompt}]
-    answer = client.chat.completions.create(model=NAME, messages=messages, max_tokens=12, temperature=0)
-    return answer.choices[0].message.content, answer.choices[0].finish_reason
-
-
-def _answered_in_parts(client: OpenAI, prompt: str) -> tuple[Any, ...]:
-    messages: Any = [{"role": "user", "content": prompt}]
-    parts = client.chat.completions.create(model=NAME, messages=messages, max_tokens=12, temperature=0, stream=True)
-    return ("".join(part.choices[0].delta.content or "" for part in parts),)
-
-
-def _responded(client: OpenAI, prompt: str) -> tuple[Any, ...]:
-    answer = client.responses.create(model=NAME, input=prompt, max_output_tokens=12, temperature=0, stream=False)
-    return (answer.output_text,)
-
-
-def _responded_in_parts(client: OpenAI, prompt: str) -> tuple[Any, ...]:
-    events = client.responses.create(model=NAME, input=prompt, max_output_tokens=12, temperature=0, stream=True)
-    return ("".join(event.delta for event in events if event.type == "response.output_text.delta"),)
-
-
-ASKED: tuple[Asked, ...] = (
-    _completed, _completed_in_parts, _answered, _answered_in_parts, _responded, _responded_in_parts,
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +50,7 @@ def tokenizer(reference_tokenizer: Any) -> Any:
 def expected(reference_fp32: PreTrainedModel, tokenizer: Any) -> dict[tuple[str, str], tuple[Any, ...]]:
     with transformers_served(reference_fp32, tokenizer) as resident:
         client = resident.client()
-        return {(ask.__name__, prompt): ask(client, prompt) for ask in ASKED for prompt in PROMPTS}
+        return {(ask.__name__, prompt): ask(client, prompt, temperature=0) for ask in ASKS for prompt in PROMPTS}
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["one by one", "batched"])
@@ -98,14 +68,14 @@ def test_as_transformers_with_the_resident_model(
     client = running.client()
     assert all(texts[0] for texts in expected.values())
     for (name, prompt), answer in expected.items():
-        ask = next(each for each in ASKED if each.__name__ == name)
-        assert ask(client, prompt) == answer, (name, prompt)
+        ask = next(each for each in ASKS if each.__name__ == name)
+        assert ask(client, prompt, temperature=0) == answer, (name, prompt)
 
 
 def test_several_at_once(running: Running, expected: dict[tuple[str, str], tuple[Any, ...]]) -> None:
     def ask(place: int) -> None:
-        asked, prompt = ASKED[place % len(ASKED)], PROMPTS[place % len(PROMPTS)]
-        assert asked(running.client(), prompt) == expected[asked.__name__, prompt]
+        asked, prompt = ASKS[place % len(ASKS)], PROMPTS[place % len(PROMPTS)]
+        assert asked(running.client(), prompt, temperature=0) == expected[asked.__name__, prompt]
 
     with ThreadPoolExecutor(8) as clients:
         list(clients.map(ask, range(24)))
@@ -120,7 +90,7 @@ def test_models_and_health(running: Running) -> None:
 def test_the_page_counts_what_was_answered(running: Running) -> None:
     answered = running.counted("http_requests_total", route="/v1/completions", status="200")
     tokens = running.counted("generated_tokens_total")
-    _completed(running.client(), PROMPTS[0])
+    completed(running.client(), PROMPTS[0], temperature=0)
     until(lambda: running.counted("http_requests_in_flight") == 0)
     page = httpx2.get(f"{running.address}/metrics").text
     assert f'expertcast_http_requests_total{{route="/v1/completions",status="200"}} {answered + 1}' in page
@@ -130,7 +100,7 @@ def test_the_page_counts_what_was_answered(running: Running) -> None:
 @pytest.mark.parametrize(("accept", "kind"), ACCEPTED.items())
 def test_the_page_as_prometheus_asks_for_it(running: Running, accept: str, kind: str) -> None:
     """Read by the parsers of Prometheus' own client; OpenMetrics' is strict."""
-    _completed(running.client(), PROMPTS[0])
+    completed(running.client(), PROMPTS[0], temperature=0)
     until(lambda: running.counted("http_requests_in_flight") == 0)
     answer = httpx2.get(f"{running.address}/metrics", headers={"accept": accept})
     assert answer.headers["content-type"].startswith(kind)
@@ -167,10 +137,10 @@ def test_prompts_in_every_form(running: Running, tokenizer: Any) -> None:
     """One prompt as a text, as tokens and in a list, streamed too; several in one request."""
     client = running.client()
     ids = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    expected = [_completed(client, prompt) for prompt in PROMPTS]
+    expected = [completed(client, prompt, temperature=0) for prompt in PROMPTS]
     for prompt in (ids[0], [ids[0]], [PROMPTS[0]]):
-        assert _completed(client, prompt) == expected[0]
-        assert _completed_in_parts(client, prompt) == expected[0][:2]
+        assert completed(client, prompt, temperature=0) == expected[0]
+        assert completed_in_parts(client, prompt, temperature=0)[:2] == expected[0][:2]
     until(lambda: running.counted("http_requests_in_flight") == 0)
     for prompts in (PROMPTS, ids):
         before = running.counted("prompt_tokens_total"), running.counted("generated_tokens_total")
@@ -188,50 +158,11 @@ def test_prompts_in_every_form(running: Running, tokenizer: Any) -> None:
         assert added == (answer.usage.prompt_tokens, answer.usage.completion_tokens)
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens=0: give a whole number of 1 or more"),
-        ({"prompt": "a", "max_tokens": "5"}, "max_tokens='5'"),
-        ({"prompt": "a", "temperature": -1}, "temperature=-1: give a number from 0 to 2"),
-        ({"prompt": "a", "top_p": 2}, "top_p=2"),
-        ({"prompt": "a", "n": 3}, "n=3: give 1"),
-        ({"prompt": "a", "stop": 5}, "stop=5"),
-        ({"prompt": 5}, "prompt=5: give a text, a list of tokens, or a list of such"),
-        ({"prompt": []}, "prompt=[]: give a text"),
-        ({"prompt": ["a", 5]}, "prompt=['a', 5]: give a text"),
-        ({"prompt": [5, True]}, "prompt=[5, True]: give a text"),
-        ({"prompt": [5, -1]}, "the prompt has token -1: give tokens from 0 to 4095"),
-        ({"prompt": [[5], [4096]]}, "the prompt has token 4096: give tokens from 0 to 4095"),
-        ({"prompt": ["a", "b"], "stream": True}, "2 prompts are not streamed: leave stream out, or send one prompt"),
-        ({"prompt": ""}, "the prompt holds no token"),
-        ({"prompt": [[]]}, "the prompt holds no token"),
-        ({"max_tokens": 3}, "'prompt' is missing"),
-        ({"prompt": "river " * 5000}, "the model reads"),
-        ({"prompt": "a", "model": "other"}, "pinned to 'reference'"),
-        ({"prompt": "a", "generation_config": "{"}, "give a text that holds a JSON object"),
-    ],
-)
-def test_bad_requests_are_told_in_a_line(running: Running, body: dict[str, Any], said: str) -> None:
-    answer = running.post("/v1/completions", body)
-    error = answer.json()["error"]
-    assert answer.status_code == 400
-    assert error["type"] == "invalid_request_error"
-    assert said in error["message"]
-    assert "\n" not in error["message"]
-
-
 def test_a_body_that_is_no_json(running: Running) -> None:
     answer = httpx2.post(
         f"{running.address}/v1/completions", content=b"x", headers={"content-type": "application/json"}
     )
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, 400)
-
-
-def test_chats_without_messages(running: Running) -> None:
-    answer = running.post("/v1/chat/completions", {"max_tokens": 3})
-    assert answer.status_code == 400
-    assert "'messages' is missing" in answer.json()["error"]["message"]
 
 
 def test_names_and_texts_keep_prometheus_rules() -> None:

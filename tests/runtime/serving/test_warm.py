@@ -26,7 +26,13 @@ from tests.irregular import IRREGULAR, in_seconds, put
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.faults import INPUTS, Result
 from tests.runtime.links.cuda_helpers import cuda_model
-from tests.runtime.serving.byte_tokenizer import ByteTokenizer
+
+
+class ByteTokenizer:
+    """Bytes are ids, 0 to 63."""
+
+    def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([[byte % 64 for byte in text.encode()]])}
 
 
 def test_prompts_fill_slots(reference_tokenizer: Any, reference_fp32: PreTrainedModel, tmp_path: Path) -> None:
@@ -210,6 +216,15 @@ def test_experts_that_are_coded_on_disk(pools: str, tmp_path: Path) -> None:
     assert fewer < misses
 
 
+def _left_by_a_run(model: PreTrainedModel, folder: Path) -> Path:
+    """The file of a run's hot experts."""
+    with offload(model, slots=12) as offloaded:
+        hot = HotExperts(folder / "hot.json", offloaded)
+        greedy(offloaded, INPUTS)
+        hot.save()
+    return hot.path
+
+
 def _damaged(text: str, how: str) -> str:
     values = json.loads(text)
     if how == "cut":
@@ -238,11 +253,7 @@ def _unsealed(values: dict[str, Any]) -> dict[str, Any]:
 def test_a_file_of_no_use_makes_a_cold_start(
     how: str, line: str, model: PreTrainedModel, expected: Result, tmp_path: Path
 ) -> None:
-    path = tmp_path / "hot.json"
-    with offload(model, slots=12) as offloaded:
-        hot = HotExperts(path, offloaded)
-        greedy(offloaded, INPUTS)
-        hot.save()
+    path = _left_by_a_run(model, tmp_path)
     path.write_text(_damaged(path.read_text(), how))
     with offload(model, slots=12) as offloaded:
         hot = HotExperts(path, offloaded)
@@ -257,11 +268,7 @@ def test_a_file_of_no_use_makes_a_cold_start(
 
 
 def test_a_run_without_a_cache_keeps_nothing(model: PreTrainedModel, expected: Result, tmp_path: Path) -> None:
-    path = tmp_path / "hot.json"
-    with offload(model, slots=12) as offloaded:
-        hot = HotExperts(path, offloaded)
-        greedy(offloaded, INPUTS)
-        hot.save()
+    path = _left_by_a_run(model, tmp_path)
     with offload(model, slots=12, cache=False) as offloaded:
         (said,) = prepare(offloaded, ByteTokenizer(), [], HotExperts(path, offloaded))
         assert "cache=False" in said

@@ -1,0 +1,117 @@
+"""`expertcast bench` and `advise`: of a model, of a shape, with drafts, and of experts on a disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from expertcast.checkpoints.checkpoint import save_predictor
+from expertcast.cli import build_parser, main
+from expertcast.predictors import MoEView
+from expertcast.predictors.next_token import NextToken, NextTokenConfig
+from expertcast.runtime.config import OffloadConfig
+from tests.package.test_cli import ran
+
+
+def test_names_of_links_are_bandwidths() -> None:
+    for name, value in (("pcie3", 12e9), ("pcie4", 25e9), ("pcie5", 50e9), ("1.5e9", 1.5e9)):
+        assert build_parser().parse_args(["bench", "reference", "--bandwidth", name]).bandwidth == value
+
+
+def test_bench_a_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    options = "--layers 3 --slots 24 --accuracy 1 --prompt-tokens 6 12 --new-tokens 4 --repetitions 1 --bandwidth pcie3"
+    got = ran(tmp_path, f"bench reference {options} --timeline {trace}")
+    modes = ["on_demand", "exact", "speculate", "hybrid"]
+    assert list(got["runs"]) == [*modes, *(f"{mode}_cache" for mode in modes)]
+    wanted = {
+        "tpot_s", "ttft_s", "compute_s", "copy_s", "idle_s", "bytes_per_token", "hit_rate", "overlap_efficiency",
+        "link_utilisation", "tpot_over_bound", "identical",
+    }  # fmt: skip
+    assert all(wanted <= set(run) for run in got["runs"].values())
+    assert all(run["identical"] for run in got["runs"].values())  # forecasts were set to be right
+    per_layer = got["runs"]["exact"]["stats"]["per_layer"]
+    assert all(layer["hits"] == layer["requests"] > 0 for layer in per_layer[1:])  # layer 0 has no forecast
+    assert got["measured_routing"]["accuracy"] == 1.0
+    assert "drawn" in got["routing"]
+    assert list(got["prompts"]) == ["6", "12"]
+    assert set(got["advice"]["errors"]) == set(got["runs"])
+    assert got["hardware"]["machine"]
+    assert got["versions"]["torch"]
+    assert {"command", "date", "git_revision"} <= set(got)
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert trace.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "routing: drawn" in capsys.readouterr().out
+
+
+def test_bench_and_advise_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = "--prompt-tokens 8 --slots 96"
+    ways = "--mode on_demand exact --cache with --repetitions 1 --no-advice --bandwidth pcie3"
+    got = ran(tmp_path, f"bench reference {options} --new-tokens 3 {ways}")
+    assert list(got["runs"]) == ["on_demand_cache", "exact_cache"]
+    assert all(run["identical"] for run in got["runs"].values())
+    assert got["routing"] == "the model's own routers"
+    assert got["bandwidth"] == 12e9
+    drafts = "int4:acceptance=0.95 drop:acceptance=0.6,cost=0.5"
+    advice = ran(tmp_path, f"advise reference {options} --new-tokens 6 --bandwidth pcie3 --draft {drafts}")
+    assert [draft["draft"]["name"] for draft in advice["drafts"]] == ["int4", "drop"]
+    assert [option["length"] for option in advice["drafts"][0]["options"]] == [0, 1, 2, 3]  # 5 steps
+    assert advice["slots"] == 96
+    assert {option["mode"] for option in advice["options"]} == {"on_demand", "exact", "speculate"}
+    assert "advice: " in capsys.readouterr().out
+
+
+def test_bench_with_forecasts_of_tokens(tmp_path: Path, reference_view: MoEView) -> None:
+    """Runs with forecasts take policies and next_token, those on demand do not; advice leaves them out."""
+    forecaster = NextToken(NextTokenConfig(tokens=2, width=16, inner=8, known_ids=5000), reference_view.shape)
+    torch.nn.init.normal_(forecaster.network.head.weight)  # sure of something else for every token
+    forecaster.know(torch.arange(5000))
+    save_predictor(forecaster, tmp_path / "tokens", view=reference_view, metrics={})
+    options = "--prompt-tokens 8 --new-tokens 3 --slots 96 --repetitions 1 --cache with"
+    forecasts = f"--next-token {tmp_path / 'tokens'} --likely 0.05 --policies eviction=forecast"
+    got = ran(tmp_path, f"bench reference {options} {forecasts} --mode on_demand next_token --bandwidth pcie3")
+    on_demand, tokens = got["runs"]["on_demand_cache"], got["runs"]["next_token_cache"]
+    assert tokens["identical"]
+    assert tokens["stats"]["prefetched"] > on_demand["stats"]["prefetched"] == 0
+    assert list(got["advice"]["errors"]) == ["on_demand_cache"]
+
+
+def test_a_disk_before_and_after_packing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """On a disk this slow compressing pays whatever else this machine is doing; what is saved runs."""
+    saved, folder = tmp_path / "offload.json", str(tmp_path / "packed")
+    advise = f"advise reference --store-folder {folder} --prompt-tokens 8 --new-tokens 4 --memory 4MB"
+    before = ran(tmp_path, f"{advise} --bandwidth 1e6 --save {saved}")
+    assert before["packed"] is None
+    assert before["disk_source"] == "given"
+    pack = f"expertcast store reference --store-folder {folder} --codec bitsplit"
+    assert f"pack with: {pack}" in capsys.readouterr().out
+    config = OffloadConfig.load(saved)
+    assert (config.store, config.store_folder, config.codec) == ("disk", folder, "bitsplit")
+    assert main(pack.split()[1:]) == 0
+    traces = str(tmp_path / "traces")
+    assert main(f"collect reference --data reference --tokens 2000 --early-rank none --out {traces}".split()) == 0
+    after = ran(tmp_path, f"{advise} --replay {traces}")
+    assert after["packed"] == "bitsplit"
+    assert after["disk_source"] == "direct reads of the store"
+    assert after["routing"] == traces
+    assert after["tokens"] > 50
+    assert after["stored_share"] == pytest.approx(before["stored_share"], abs=0.02)
+    assert [option["codec"] for option in after["options"][:2]] == ["raw", "bitsplit"]
+    assert "an expert is 36,864 bytes" in capsys.readouterr().out
+    assert main(f"generate reference --prompt It --new-tokens 2 --config {saved}".split()) == 0
+
+
+@pytest.mark.parametrize("command", ["advise", "bench"])
+def test_a_busy_machine_is_warned_of(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: range(2))
+    line = "warning: the machine's load is 7.0 and 2 processors may be used: times will be too long"
+    for load in (7.0, 1.0):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert main([command, "no_such_model"]) == 2
+        assert (line in capsys.readouterr().err.splitlines()) == (load == 7.0)

@@ -1,0 +1,154 @@
+"""What a command refuses is one line with status 2, before anything is written."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expertcast.data.traces import TraceDataset
+from tests.package.test_cli import fails
+from tests.sealed import edit_json
+
+ROUTING = Path(__file__).resolve().parents[2] / "benchmarks" / "routing" / "gpt-oss-120b-k2.parquet"
+GENERATE = "generate reference --prompt x --new-tokens 1"
+COLLECT = "collect reference --out {new} --data"
+DISK = "advise reference --store-folder {tmp}"
+BITSPLIT = "simulate {traces} --codec bitsplit"
+REFUSED = [
+    ("", "COMMAND"),
+    (f"{COLLECT} {{text}} --tokens 0", "'0'"),
+    (f"{COLLECT} missing.txt --tokens 9", "missing.txt"),
+    ("inspect no/model", "no/model"),
+    ("inspect {damaged}", "JSON"),
+    ("inspect a b", "b; see `expertcast inspect --help`"),
+    ("train reference --predictor linear --out {new}", "--data"),
+    ("train reference --predictor nope --out {new}", "unknown predictor 'nope'"),
+    ("train no/traces --predictor linear --out {text}", "is a file"),
+    ("eval no/traces --predictor linear", "no/traces"),
+    ("eval no/traces --predictor linear --bandwidth pcie4", "give --layer-time"),
+    ("eval no/traces --predictor linear --expert-bytes 9", "give --bandwidth"),
+    # the command's own help and the nearest option are named; an option's beginning is no option
+    (f"{GENERATE} --max-new-tokens 5", "unknown option --max-new-tokens, the nearest one is --new-tokens; see `expert"),
+    ("generate reference --promt x", "unknown option --promt, the nearest one is --prompt;"),
+    (f"{GENERATE} --store disk", "unknown option --store, the nearest one is --store-folder;"),
+    (f"{GENERATE} --slots 1", "slots"),
+    (f"{GENERATE} --device abacus", "unknown device 'abacus'"),
+    (f"{GENERATE} --device cuda:99", "'cuda:99' is not available"),
+    (f"{GENERATE} --json {{tmp}}", "is a folder"),
+    (f"{GENERATE} --json {{tmp}}/no/result.json", "there is no folder"),
+    (f"{GENERATE} --codec bitsplit", "needs store='disk' (--store-folder)"),
+    (f"{GENERATE} --draft-length 2", "--draft-length 2 needs a draft"),
+    (f"{GENERATE} --chat", "tokenizer of 'reference' has no chat template: leave --chat out"),
+    (f"{GENERATE} --system Briefly", "give --chat too"),
+    (f"{GENERATE} --seed 1", "--seed is of samples"),
+    (f"{GENERATE} --top-p 1.5", "--top-p 1.5: give a probability"),
+    (f"{GENERATE} --temperature 0", "'0' is no number above 0"),
+    (f"{GENERATE} --attn-implementation divided", "attn_implementation"),
+    (f"{GENERATE} --policies lfu scope=layer", "KIND=POLICY of eviction, prefetch"),
+    (f"{GENERATE} --policies lfu", "choose from on_demand"),
+    (f"{GENERATE} --policies eviction=mru", "choose from lru"),
+    (f"{GENERATE} --policies eviction=belady", "needs to know the future"),
+    ("serve reference --kv-tokens 512", "--kv-tokens is of continuous batching"),
+    ("serve reference --continuous-batching --draft int4", "batches are written without a draft: leave --draft or"),
+    ("store reference --store-folder {tmp} --codec int4", "loses bits"),
+    ("store reference --store-folder {tmp} --picture {tmp}/e.txt", "ends in .png"),
+    ("bench reference --bandwidth pcie9", "'pcie9'"),
+    ("bench reference --copy-over-compute 0", "--copy-over-compute"),
+    ("bench reference --copy-over-compute 2 --bandwidth 1e9", "both set"),
+    ("bench no/model --layers 2", "--layers cuts shapes"),
+    ("bench olmoe-1b-7b --layers 99", "--layers 99"),
+    ("bench olmoe-1b-7b --predictor next_norm", "leave it out"),
+    ("bench reference --accuracy 2 --persistence 0.5", "--accuracy 2"),
+    ("bench qwen3-235b-a22b", "give --layers"),
+    ("bench reference --link instant --bandwidth 1e9", "emulated link"),
+    ("bench reference --timeline no/folder/trace.json", "no/folder"),
+    ("bench reference --new-tokens 1", "new_tokens=1"),
+    ("bench reference --mode next_token", "--next-token CKPT"),
+    ("bench reference --policies eviction=lri", "'lri'"),
+    ("bench reference --likely 2", "likely=2.0"),
+    *(
+        (f"bench olmoe-1b-7b {option}", f"{name} is of models that are loaded, olmoe-1b-7b has random weights")
+        for option, name in (
+            ("--attn-implementation eager", "attn_implementation"),
+            ("--trust-remote-code", "trust_remote_code"),
+            ("--revision v2", "revision"),
+        )
+    ),
+    ("advise reference --draft int4 --new-tokens 3", "give --new-tokens 4 or more"),
+    ("advise reference --draft int4 --store-folder x", "--draft asks of a run from memory"),
+    ("advise reference --draft int4:acceptance=high", "draft 'int4'"),
+    ("advise olmoe-1b-7b --accuracy 1.5", "--accuracy 1.5"),
+    ("advise reference --replay no/traces", "no/traces"),
+    ("advise reference --save {tmp}/no/offload.json", "there is no folder"),
+    ("advise reference --save {new} --accuracy 0.5", "routes by itself"),
+    ("advise reference --experts 4", "are for routing files"),
+    (f"{DISK} --link instant --predictor next_norm", "--link, --predictor: of another question"),
+    (f"{DISK} --capacity 0.5", "--capacity is for routing files"),
+    (DISK, "experts.safetensors"),
+    ("advise {routing} --predictor linear", "--predictor: of a model"),
+    ("advise {routing} --memory 1GB --capacity 0.1", "give one of them"),
+    ("simulate no/traces", "no/traces"),
+    ("simulate {traces} --policy mru", "choose from lru, fifo"),
+    ("simulate {traces} --predictor next_norm --prefetch top_k:depth=2", "'top_k' has no option"),
+    ("simulate {traces} --prefetch top_k", "give --predictor"),
+    ("simulate {traces} --next-token no/checkpoint", "followed by --policy forecast only"),
+    ("simulate {traces} --published --preset activeevict", "specmd_1, specmd_2"),
+    ("simulate {traces} --preset fastest", "unknown preset 'fastest': choose from on_demand"),
+    ("simulate {traces} --scope token", "choose from global, layer"),
+    ("simulate {traces} --slots 3", "slots=3 is fewer than the 4 experts"),
+    ("simulate {traces} --slots 9 --capacity 0.1", "give one of them"),
+    ("simulate {traces} --capacity 2", "capacity=2: give the share"),
+    ("simulate {traces} --bandwidth 0", "'0' is no bandwidth"),
+    ("simulate {traces} --layer-time 1 2", "one for each of 12 layers"),
+    ("simulate {traces} --batch 500", "not so many documents"),
+    ("simulate {traces} --predictor nobody", "neither a checkpoint folder nor a predictor"),
+    ("simulate {traces} --model no/model", "give --data"),
+    ("simulate {others} --miss drop", "give --model and --data"),
+    ("simulate {traces} --out {tmp}/no/folder", "there is no folder"),
+    ("simulate {traces} --pools C=1MB --decoders 2", "--pools, --decoders: of compressed"),
+    ("simulate {traces} --codec raw --stored 0.7", "--stored: of compressed"),
+    ("simulate {traces} --codec int8", "choose from raw, bitsplit"),
+    ("simulate {traces} --codec zip", "unknown codec 'zip'"),
+    (f"{BITSPLIT} --stored 0.4", "give .5 to 1"),
+    (f"{BITSPLIT} --pools F=1MB", "such as 'C=2GB"),
+    (f"{BITSPLIT} --pools C=1MB --policy lfu", "pools decide what stays in a slot"),
+    (f"{BITSPLIT} --pools C=much", "'much' is no size"),
+    ("simulate no/file.parquet", "no such file"),
+    ("simulate {routing} --predictor linear --miss drop", "--miss, --predictor: of a traces folder"),
+    ("simulate {routing} --memory 1GB --slots 9", "give one of them"),
+    ("simulate {routing} --memory much", "memory='much' is no size"),
+    ("simulate {routing} --memory 9MB", "give 26438400 or more"),
+    ("simulate {routing} --scope token", "choose from global, layer"),
+    ("simulate {routing} --policy mru", "choose from lru, fifo"),
+    ("simulate {routing} --policy score", "score reads the router's scores"),
+    ("simulate {routing} --capacity 2", "capacity=2: give the share"),
+    ("simulate {routing} --expert-bytes 3MiB", "leave --expert-bytes out"),
+    ("simulate {routing} --experts 100", "ids are 0 to 99"),
+    ("simulate {array}", "give --expert-bytes"),
+]
+
+
+@pytest.fixture(scope="module")
+def paths(reference_traces: TraceDataset, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What the commands are given, by the name in braces."""
+    folder = tmp_path_factory.mktemp("refused")
+    names = ("new", "text", "damaged", "others", "array.npy")
+    found = {Path(name).stem: folder / name for name in names}
+    found |= {"tmp": folder, "traces": reference_traces.folder, "routing": ROUTING}
+    found["text"].write_text("some text\n")
+    found["damaged"].mkdir()
+    (found["damaged"] / "config.json").write_text('{"model')
+    (folder / "experts.safetensors").write_bytes(b"something else")
+    shutil.copytree(reference_traces.folder, found["others"])
+    edit_json(found["others"] / "trace.json", lambda info: info.update(model="another"))
+    np.save(found["array"], np.array([[[0, 1]], [[1, 2]]]))
+    return found
+
+
+@pytest.mark.parametrize(("line", "said"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_refused(line: str, said: str, paths: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in fails(capsys, *line.format(**paths).split())
+    assert not paths["new"].exists()
