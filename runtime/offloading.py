@@ -26,8 +26,7 @@ from expertcast.data.source import check_release
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor, predictor_class
 from expertcast.predictors.next_token import NextTokenTracker
-from expertcast.predictors.view import ModelShape, overfetched
-from expertcast.runtime.config import OffloadConfig, named_checkpoint, pool_bytes, remarks, size_bytes
+from expertcast.runtime.config import OffloadConfig, make_link, make_store, named_checkpoint, remarks, slots_for
 from expertcast.runtime.drafts.drafting import Drafting, DraftOptions
 from expertcast.runtime.drafts.names import NONE, QUANTISED
 from expertcast.runtime.drafts.quantised import expected_bytes
@@ -59,7 +58,6 @@ from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import BlockLayout, device_of
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.transport import make_link, make_store
 
 # What options stand for on one model.
 
@@ -165,11 +163,7 @@ def make_refit(config: OffloadConfig, predictor: Predictor | None) -> OnlineRefi
 
 
 def slot_count(config: OffloadConfig, view: MoEView) -> int:
-    """Slots to make, at most one per expert: what `slots`, `memory`, or else `cache` and `overfetch` stand for.
-
-    Raises:
-        ExpertcastError: too few for one token.
-    """
+    """:func:`slots_for` of a model, whose drafts and decoding threads take their part of `memory`."""
     if config.memory is None:
         return slots_for(config, view.shape, 0)
     layout, store, decoding = BlockLayout.of(view), config.store, 0
@@ -179,41 +173,6 @@ def slot_count(config: OffloadConfig, view: MoEView) -> int:
     elif (codec := config.resolved_codec()) != "raw" and device_of(view).type == "cpu":
         decoding = decoding_bytes(make_codec(codec, layout))
     return slots_for(config, view.shape, layout.block_bytes, drafts, decoding)
-
-
-def slots_for(config: OffloadConfig, shape: ModelShape, block_bytes: int, drafts: int = 0, decoding: int = 0) -> int:
-    """The same for a model of this shape.
-
-    Args:
-        config: the options.
-        shape: of the model.
-        block_bytes: bytes of one expert; read where `memory` is given.
-        drafts, decoding: bytes that drafts, and threads that decode, take of `memory`.
-
-    Raises:
-        ExpertcastError: too few for one token.
-    """
-    slots, everything = config.slots, shape.layers * shape.experts
-    if config.memory is not None:
-        pools = sum(pool_bytes(config.pools).values())
-        slots = (size_bytes(config.memory) - drafts - decoding - pools) // block_bytes
-        if slots < shape.top_k:
-            beside = f" beside pools={config.pools!r}" if config.pools else ""
-            beside += f" beside {drafts} bytes for draft={config.draft!r}" if drafts else ""
-            beside += f" beside {decoding} bytes to decode in" if decoding else ""
-            raise ExpertcastError(
-                f"memory={config.memory!r} holds {max(0, slots)} experts of {block_bytes} bytes{beside}, one token "
-                f"needs {shape.top_k}: give {shape.top_k * block_bytes} bytes or more{beside}"
-            )
-    elif slots is None:
-        # the running layer's, a forecast's, and those of a wrong forecast whose copies are under way
-        least = shape.top_k + 2 * overfetched(config.overfetch, shape.top_k, shape.experts)
-        slots = max(least, everything // 4) if config.cache else least
-    if slots < shape.top_k:
-        raise ExpertcastError(
-            f"slots={slots} is fewer than the {shape.top_k} experts one token needs: give slots={shape.top_k} or more"
-        )
-    return min(slots, everything)
 
 
 def resolve_next_token(
