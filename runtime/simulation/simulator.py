@@ -16,7 +16,7 @@ import torch
 
 from expertcast.runtime.engine.cache import ExpertCache
 from expertcast.runtime.engine.engine import LayerFlow
-from expertcast.runtime.engine.tokens_ahead import TokenForecasts
+from expertcast.runtime.engine.forecasting import TokenForecasts
 from expertcast.runtime.links.virtual import VirtualDisk
 from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.policies.belady import Belady, bypass_misses
@@ -147,8 +147,6 @@ class VirtualRuntime:
             if self._forecasts is not None and not forward.fresh:
                 self._ask(self._forecasts, layer, forward, ask_s[layer])
             flow.finish(layer)
-            if len(chunks) == 1:
-                flow.stream(layer)
             link.spend(launch_s[layer])
             self._compute(layer, expert_s[layer], chunks, precision)
         link.spend(end_s)
@@ -185,10 +183,10 @@ class VirtualRuntime:
         if not flow.decides:
             return keys, None
         decision = flow.decide(layer, logits_TE, routes.ids[layer][rows], routes.weights[layer][rows])
-        if decision is None:
+        if not decision.changed:
             return keys, None
         first = layer * self.trace.shape.experts
-        return asked_for([first + expert for row in decision.ids_TK.tolist() for expert in row]), decision.precision
+        return asked_for([first + expert for row in decision.ids for expert in row]), decision.precision
 
     def _tell(self, layer: int, forward: Forward) -> None:
         """What each token of a prompt was given, to a policy that reads it."""

@@ -20,7 +20,7 @@ import torch
 from expertcast.data.machine import usable_processors
 from expertcast.predictors.messages import ExpertcastError, Json, Progress
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.engine.tokens_ahead import TokenForecasts
+from expertcast.runtime.engine.forecasting import TokenForecasts
 from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.policies.eviction import Pooled
 from expertcast.runtime.policies.settings import Policies

@@ -9,7 +9,7 @@ import torch
 
 from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.engine.tokens_ahead import TokenForecasts
+from expertcast.runtime.engine.forecasting import TokenForecasts
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.simulation.machine import Case, Machine, Simulation, constant_times
 from expertcast.runtime.simulation.simulator import simulate as simulate_case
