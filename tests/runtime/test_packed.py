@@ -162,6 +162,7 @@ def checkpoint(
     makers = make if isinstance(make, dict) else {"": make}
     scales = torch.bfloat16 if settings["quant_method"] in ("compressed-tensors", "bitsandbytes") else torch.float16
     model = tiny_model("qwen3_moe", scales)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
     model.generation_config.eos_token_id = None
     for name in ("packed", "plain"):
         model.save_pretrained(folder / name)

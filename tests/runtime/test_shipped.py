@@ -217,51 +217,29 @@ def _fp8(folder: Path) -> str:
     return fp8("qwen3_moe", folder)
 
 
-def _without_scales(folder: Path) -> str:
-    path = fp8("qwen3_moe", folder)
-    edit_weights(folder, lambda tensors: tensors.pop("model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"))
-    return path
+def _edited(edit: Callable[[dict[str, Tensor]], object], make: Callable[[Path], str] = _fp8) -> Callable[[Path], str]:
+    """A checkpoint with other tensors."""
+
+    def edited(folder: Path) -> str:
+        path = make(folder)
+        edit_weights(folder, edit)
+        return path
+
+    return edited
 
 
-def _without_codes(folder: Path) -> str:
-    path = fp8("qwen3_moe", folder)
-    edit_weights(
-        folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1.mlp.experts" in name]
-    )
-    return path
+def _all_but(part: str) -> Callable[[Path], str]:
+    """Without the tensors of such names."""
+    return _edited(lambda tensors: [tensors.pop(name) for name in list(tensors) if part in name])
 
 
-def _blocks_alone(folder: Path) -> str:
-    path = mxfp4(folder)
-    edit_weights(folder, lambda tensors: tensors.pop("model.layers.1.mlp.experts.down_proj_scales"))
-    return path
-
-
-def _no_experts(folder: Path) -> str:
-    path = fp8("qwen3_moe", folder)
-    edit_weights(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".mlp.experts." in name])
-    return path
-
-
-def _packed_fp4(folder: Path) -> str:
-    path = fp8("qwen3_moe", folder)
-
-    def pack(tensors: dict[str, Tensor]) -> None:
-        name = "model.layers.1.mlp.experts.3.up_proj.weight"
-        tensors[name] = tensors[name].view(torch.int8)[:, ::2].contiguous()
-
-    edit_weights(folder, pack)
-    return path
-
-
-def _other_scales(folder: Path) -> str:
-    path = fp8("qwen3_moe", folder)
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        tensors["model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"] = torch.ones(3, 2)
-
-    edit_weights(folder, change)
-    return path
+_UP = "model.layers.1.mlp.experts.3.up_proj.weight"
+_without_scales = _all_but(f"{_UP}_scale_inv")
+_without_codes = _all_but("layers.1.mlp.experts")
+_no_experts = _all_but(".mlp.experts.")
+_blocks_alone = _edited(lambda tensors: tensors.pop("model.layers.1.mlp.experts.down_proj_scales"), mxfp4)
+_packed_fp4 = _edited(lambda tensors: tensors.update({_UP: tensors[_UP].view(torch.int8)[:, ::2].contiguous()}))
+_other_scales = _edited(lambda tensors: tensors.update({f"{_UP}_scale_inv": torch.ones(3, 2)}))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from expertcast.predictors.hybrid import Choice, Hybrid, HybridConfig
 from expertcast.predictors.routing_rule import weights_over
 from expertcast.runtime import offload, speculate
 from expertcast.runtime.policies import Policies
-from expertcast.training.fit import fit
 from tests.families.models import CONFIGS, tiny_model
 from tests.runtime.conftest import assert_same, greedy
 
@@ -268,13 +267,9 @@ def test_families(family: str) -> None:
 # Early attention in an offloaded run: forecasts beside the experts, further layers, no routers
 
 
-SLOW = 60e6
-"""Bytes per second at which copies are still under way when a forecast is made."""
-
-
 @pytest.fixture(scope="module")
-def early(reference_traces: TraceDataset) -> Predictor:
-    return fit("early_attention", reference_traces, config=EarlyConfig(ahead=(1, 2, 3))).predictor
+def early(reference_view: MoEView) -> Predictor:
+    return EarlyAttention(EarlyConfig(ahead=(1, 2, 3)), reference_view.shape).bind(reference_view)
 
 
 @pytest.mark.parametrize("mode", ["exact", "speculate"])
@@ -297,7 +292,7 @@ def test_further_layers_are_asked_for_while_the_link_idles(
                 hint(forecast, *given)  # type: ignore[arg-type]
 
             flow.begin, flow.hint = begun, hinted  # type: ignore[assignment, method-assign]
-            return greedy(offloaded, one), asked
+            return greedy(offloaded, one, 5), asked
 
     near, only = run()
     far, all_distances = run(reach=3)
