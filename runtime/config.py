@@ -11,10 +11,11 @@ import re
 import reprlib
 import types
 import typing
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from pydantic import JsonValue
 
@@ -24,15 +25,23 @@ from expertcast.data.trace_writer import write_where_told
 from expertcast.predictors import ExpertcastError, Predictor
 from expertcast.predictors import names as predictor_names
 from expertcast.predictors.artefacts import read_json
-from expertcast.predictors.messages import Json
+from expertcast.predictors.messages import Json, size_text
 from expertcast.predictors.options import field_docs
+from expertcast.predictors.view import MoEView, overfetched
 from expertcast.runtime.drafts.names import NONE, check_draft
-from expertcast.runtime.links.base import Link, check_rate
-from expertcast.runtime.policies import PRESETS, Policies
+from expertcast.runtime.links.base import InstantLink, Link, check_rate
+from expertcast.runtime.policies import LRU, PRESETS, Fetch, Policies, Standard, TopK
 from expertcast.runtime.pools.states import State
 from expertcast.runtime.storage.codecs import check_codec
 from expertcast.runtime.storage.expert_file import packed_codec
+from expertcast.runtime.storage.reader import can_read_directly
 from expertcast.runtime.storage.store import ExpertStore
+
+if TYPE_CHECKING:
+    import torch
+
+    from expertcast.predictors.view import ModelShape
+    from expertcast.runtime.storage.layout import ExpertsForm
 
 # Values of options: types, plain forms for JSON, sizes
 
@@ -277,6 +286,10 @@ class OffloadConfig:
         if self.memory is not None:
             size_bytes(self.memory)
         check_rate(self.bandwidth, self.latency)
+        if isinstance(self.link, Link) and (self.bandwidth is not None or self.latency):
+            raise ExpertcastError(
+                "bandwidth and latency are those of the link that is given: leave them out, or name the link"
+            )
         if self.ahead < 1:
             raise ExpertcastError(f"ahead={self.ahead}: give a number of layers, 1 or more")
         if not 0 <= self.min_recall <= 1:
@@ -489,3 +502,156 @@ def _idle(config: OffloadConfig, policies: Policies) -> Iterator[tuple[str, Iter
     if config.next_token is None:
         reads = [f"looking ahead by eviction {str(policies.eviction)!r}"] if policies.eviction.cls.reads_tokens else []
         yield "without next_token", [*changed("likely"), *reads]
+
+
+# What options stand for on one device
+
+
+def slots_for(config: OffloadConfig, shape: ModelShape, block_bytes: int, drafts: int = 0, decoding: int = 0) -> int:
+    """Slots to make, at most one per expert: what `slots`, `memory`, or else `cache` and `overfetch` stand for.
+
+    Args:
+        config: the options.
+        shape: of the model.
+        block_bytes: bytes of one expert; read where `memory` is given.
+        drafts, decoding: bytes that drafts, and threads that decode, take of `memory`.
+
+    Raises:
+        ExpertcastError: too few for one token.
+    """
+    slots, everything = config.slots, shape.layers * shape.experts
+    if config.memory is not None:
+        pools = sum(pool_bytes(config.pools).values())
+        slots = (size_bytes(config.memory) - drafts - decoding - pools) // block_bytes
+        if slots < shape.top_k:
+            beside = f" beside pools={config.pools!r}" if config.pools else ""
+            beside += f" beside {drafts} bytes for draft={config.draft!r}" if drafts else ""
+            beside += f" beside {decoding} bytes to decode in" if decoding else ""
+            raise ExpertcastError(
+                f"memory={config.memory!r} holds {max(0, slots)} experts of {block_bytes} bytes{beside}, one token "
+                f"needs {shape.top_k}: give {shape.top_k * block_bytes} bytes or more{beside}"
+            )
+    elif slots is None:
+        # the running layer's, a forecast's, and those of a wrong forecast whose copies are under way
+        least = shape.top_k + 2 * overfetched(config.overfetch, shape.top_k, shape.experts)
+        slots = max(least, everything // 4) if config.cache else least
+    if slots < shape.top_k:
+        raise ExpertcastError(
+            f"slots={slots} is fewer than the {shape.top_k} experts one token needs: give slots={shape.top_k} or more"
+        )
+    return min(slots, everything)
+
+
+def make_link(config: OffloadConfig, device: str) -> Link:
+    """The link that `link`, `bandwidth` and `latency` stand for on a type of device; its module is imported here.
+
+    Raises:
+        ExpertcastError: a link that the device or the other options rule out.
+    """
+    link, bandwidth, latency = config.link, config.bandwidth, config.latency
+    only_on_host = _only_on_host(config)
+    if only_on_host and (link == "kernel" or (isinstance(link, Link) and link.decides_on_device)):
+        raise ExpertcastError(
+            f"the kernel link decides on the device, without {only_on_host}: take link='cuda', or leave that out"
+        )
+    if config.pools and (device != "cpu" or link not in ("auto", "disk")):
+        raise ExpertcastError(f"pools are kept by link 'disk' on the CPU, not by {link!r} on {device}: leave pools out")
+    if isinstance(link, Link):
+        return link
+    if link == "auto":
+        link = _auto_link(config, device)
+    if link == "emulated":
+        if device != "cpu":
+            raise ExpertcastError(f"the emulated link is for models on the CPU, this one is on {device}: use 'cuda'")
+        from expertcast.runtime.links.emulated import EmulatedLink
+
+        return EmulatedLink(float("inf") if bandwidth is None else bandwidth, latency)
+    if link == "disk" and not latency:
+        return _disk_link(config, device)
+    if link == "cuda" and device != "cuda":
+        raise ExpertcastError(f"link 'cuda' needs a model on CUDA, this one is on {device}: use 'emulated'")
+    timed = bandwidth is not None or bool(latency)
+    if timed and link != "cuda":
+        raise ExpertcastError(
+            "bandwidth and latency belong to the links emulated and cuda, bandwidth also to disk: "
+            f"{link!r} takes none of them"
+        )
+    if link == "cuda":
+        from expertcast.runtime.links.cuda import CudaLink, PacedCudaLink
+
+        return PacedCudaLink(bandwidth, latency) if timed else CudaLink()
+    if link == "kernel":
+        from expertcast.runtime.experimental.kernel_link import KernelLink
+
+        return KernelLink()
+    return InstantLink()
+
+
+def _auto_link(config: OffloadConfig, device: str) -> str:
+    made = config.store if isinstance(config.store, ExpertStore) else None
+    coded = config.resolved_codec() != "raw" or (made is not None and not made.addressable)
+    timed = (config.bandwidth is not None or config.latency) and not coded
+    on_disk = (config.store == "disk" or (made is not None and made.name == "disk")) and can_read_directly()
+    if on_disk and not timed:
+        return "disk"
+    if device == "cuda":
+        return "cuda"
+    return "emulated" if timed else "instant"
+
+
+def _disk_link(config: OffloadConfig, device: str) -> Link:
+    if device == "cuda":
+        from expertcast.runtime.links.disk_cuda import CudaDiskLink
+
+        return CudaDiskLink(bandwidth=config.bandwidth)
+    from expertcast.runtime.links.disk import DiskLink
+
+    return DiskLink(bandwidth=config.bandwidth, pools=pool_bytes(config.pools), passing=1 if config.on_demand else 2)
+
+
+def _only_on_host(config: OffloadConfig) -> str | None:
+    """What the kernel link, which decides on the device, would leave out of these options; None: nothing."""
+    policies = config.resolved_policies()
+    chosen = (policies.eviction.cls, policies.prefetch.cls, policies.miss.cls, policies.routing.cls)
+    plain = policies.scope == "global" and policies.pre_eviction.name == "none"
+    if not plain or chosen != (LRU, TopK, Fetch, Standard):
+        return "policies other than lru over all slots, top_k prefetches and every miss fetched"
+    used = {
+        "next_token": config.next_token is not None,
+        "refit": config.refit > 0,
+        "reach": config.reach not in (None, config.ahead),
+        "forecasts='worth'": config.forecasts == "worth",
+    }
+    return next((name for name, given in used.items() if given), None)
+
+
+def make_store(
+    config: OffloadConfig, view: MoEView | ExpertsForm, device: torch.device, fingerprint: str | None = None
+) -> ExpertStore:
+    """The store that `store` and `store_folder` stand for.
+
+    Args:
+        config: the options.
+        view: the model's MoE layers, or the form of its experts.
+        device: where the model computes.
+        fingerprint: of the checkpoint that the experts come from; see `DiskStore`.
+
+    Raises:
+        ExpertcastError: the folder holds another file of the store's name.
+    """
+    if isinstance(config.store, ExpertStore):
+        return config.store
+    if config.store != "disk":
+        return ExpertStore(view, device=device, pinned=device.type == "cuda")
+    from expertcast.runtime.storage.disk_store import DiskStore
+
+    folder, codec = config.store_folder, config.resolved_codec()
+    store = DiskStore(view, folder, codec=codec, device=device, fingerprint=fingerprint)
+    if config.codec is None and codec == "raw" and folder is not None and not store.holds(0):
+        size = size_text(store.nbytes)
+        warnings.warn(
+            f"{size} of experts are written to {str(folder)!r} by codec 'raw': a codec such as 'bitsplit' (--codec) "
+            "writes less",
+            stacklevel=3,
+        )
+    return store

@@ -27,13 +27,12 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.data.source import FP8, MXFP4, ModelSource, Quantised, check_release, forget_quantisation
 from expertcast.data.weights.files import TensorFile, WeightFiles
 from expertcast.predictors.messages import ExpertcastError, Progress, first_line
-from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.config import OffloadConfig, make_store
 from expertcast.runtime.offloading import OffloadedModel, offload, slot_count
 from expertcast.runtime.recording.recorder import Observer, check_observers
 from expertcast.runtime.storage.checkpoint_experts import ExpertSources, Shipped, ShippedExperts
 from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.transport import make_store
 
 
 def load_offloaded(

@@ -11,55 +11,52 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint
-from expertcast.data.early import EarlyAttention
 from expertcast.data.experts import OFFLOAD
 from expertcast.data.moe_layers import experts_implementation, find_moe_layers
 from expertcast.data.source import check_release
 from expertcast.data.taps import RouterTaps
 from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor, predictor_class
 from expertcast.predictors.next_token import NextTokenTracker
-from expertcast.predictors.view import ModelShape, overfetched
-from expertcast.runtime.config import OffloadConfig, named_checkpoint, pool_bytes, remarks, size_bytes
-from expertcast.runtime.drafts.drafting import Drafting
+from expertcast.runtime.config import OffloadConfig, make_link, make_store, named_checkpoint, remarks, slots_for
 from expertcast.runtime.drafts.names import NONE, QUANTISED
-from expertcast.runtime.drafts.quantised import expected_bytes
 from expertcast.runtime.engine.cache import ExpertCache
-from expertcast.runtime.engine.drift import DriftMonitor
-from expertcast.runtime.engine.engine import EngineParts, HostEngine, LayerFlow
+from expertcast.runtime.engine.engine import Engine, EngineParts, HostEngine, LayerFlow
 from expertcast.runtime.engine.front import (
     EXPERTS_NAME,
     ForwardGuard,
     attach,
     detach,
     in_use,
-    is_attached,
+    refuse_offloaded,
     refuse_shared,
     weights_guarded,
 )
 from expertcast.runtime.engine.kernels import SlotKernel, decode_kernel_followed, kernel_of
-from expertcast.runtime.engine.refit import OnlineRefit
 from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.engine.whole_texts import SlotExperts
-from expertcast.runtime.experimental.device_engine import DeviceEngine
 from expertcast.runtime.links.base import Link
 from expertcast.runtime.policies import CacheShape, Policies
 from expertcast.runtime.policies.eviction import Eviction, Pooled
+from expertcast.runtime.policies.settings import PolicySet
 from expertcast.runtime.recording.recorder import Observer, Observers, check_observers
 from expertcast.runtime.storage.codecs import make_codec
-from expertcast.runtime.storage.coded_reader import decoding_bytes
-from expertcast.runtime.storage.disk_store import DiskStore
 from expertcast.runtime.storage.layout import BlockLayout, device_of
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.transport import make_link, make_store
+
+if TYPE_CHECKING:
+    from expertcast.runtime.drafts.drafting import Drafting
+    from expertcast.runtime.engine.drift import DriftMonitor
+    from expertcast.runtime.engine.refit import OnlineRefit
+    from expertcast.runtime.engine.whole_texts import SlotExperts
 
 # What options stand for on one model.
 
@@ -145,6 +142,8 @@ def make_monitor(
     """
     if predictor is None or not config.drift:
         return None
+    from expertcast.runtime.engine.drift import DriftMonitor
+
     expected = recall_per_layer(checkpoint, config.ahead)
     if expected is not None and min(expected, default=0) != config.ahead:
         expected = None
@@ -161,59 +160,30 @@ def make_refit(config: OffloadConfig, predictor: Predictor | None) -> OnlineRefi
         return None
     if predictor is None:
         raise ExpertcastError("refit changes forecasts: give a predictor")
+    from expertcast.runtime.engine.refit import OnlineRefit
+
     return OnlineRefit(predictor, config.ahead, config.refit)
 
 
 def slot_count(config: OffloadConfig, view: MoEView) -> int:
-    """Slots to make, at most one per expert: what `slots`, `memory`, or else `cache` and `overfetch` stand for.
-
-    Raises:
-        ExpertcastError: too few for one token.
-    """
+    """:func:`slots_for` of a model, whose drafts and decoding threads take their part of `memory`."""
     if config.memory is None:
         return slots_for(config, view.shape, 0)
-    layout, store, decoding = BlockLayout.of(view), config.store, 0
-    drafts = expected_bytes(view, config.draft) if config.draft in QUANTISED else 0
-    if isinstance(store, DiskStore) and store.device.type == "cpu":
-        decoding = decoding_bytes(store.codec)
-    elif (codec := config.resolved_codec()) != "raw" and device_of(view).type == "cpu":
-        decoding = decoding_bytes(make_codec(codec, layout))
+    layout, store, codec, decoding, drafts = BlockLayout.of(view), config.store, None, 0, 0
+    if config.draft in QUANTISED:
+        from expertcast.runtime.drafts.quantised import expected_bytes
+
+        drafts = expected_bytes(view, config.draft)
+    if isinstance(store, ExpertStore):
+        codec = getattr(store, "codec", None)
+    elif (name := config.resolved_codec()) != "raw":
+        codec = make_codec(name, layout)
+    device = store.device if isinstance(store, ExpertStore) else device_of(view)
+    if codec is not None and device.type == "cpu":
+        from expertcast.runtime.storage.coded_reader import decoding_bytes
+
+        decoding = decoding_bytes(codec)
     return slots_for(config, view.shape, layout.block_bytes, drafts, decoding)
-
-
-def slots_for(config: OffloadConfig, shape: ModelShape, block_bytes: int, drafts: int = 0, decoding: int = 0) -> int:
-    """The same for a model of this shape.
-
-    Args:
-        config: the options.
-        shape: of the model.
-        block_bytes: bytes of one expert; read where `memory` is given.
-        drafts, decoding: bytes that drafts, and threads that decode, take of `memory`.
-
-    Raises:
-        ExpertcastError: too few for one token.
-    """
-    slots, everything = config.slots, shape.layers * shape.experts
-    if config.memory is not None:
-        pools = sum(pool_bytes(config.pools).values())
-        slots = (size_bytes(config.memory) - drafts - decoding - pools) // block_bytes
-        if slots < shape.top_k:
-            beside = f" beside pools={config.pools!r}" if config.pools else ""
-            beside += f" beside {drafts} bytes for draft={config.draft!r}" if drafts else ""
-            beside += f" beside {decoding} bytes to decode in" if decoding else ""
-            raise ExpertcastError(
-                f"memory={config.memory!r} holds {max(0, slots)} experts of {block_bytes} bytes{beside}, one token "
-                f"needs {shape.top_k}: give {shape.top_k * block_bytes} bytes or more{beside}"
-            )
-    elif slots is None:
-        # the running layer's, a forecast's, and those of a wrong forecast whose copies are under way
-        least = shape.top_k + 2 * overfetched(config.overfetch, shape.top_k, shape.experts)
-        slots = max(least, everything // 4) if config.cache else least
-    if slots < shape.top_k:
-        raise ExpertcastError(
-            f"slots={slots} is fewer than the {shape.top_k} experts one token needs: give slots={shape.top_k} or more"
-        )
-    return min(slots, everything)
 
 
 def resolve_next_token(
@@ -245,88 +215,28 @@ def resolve_next_token(
     return found.to(device)
 
 
-class StandIn:
-    """Answers for `self.model` where it has no answer of its own; `isinstance` takes it for one of the model's class.
-
-    Pipelines, harnesses, trainers and servers read a model's device, dtype, configuration and class, move it to where
-    it is, and call it: they take an offload in place of its model. What belongs to both, such as `generate`, is the
-    offload's.
-    """
-
-    model: PreTrainedModel
-    """The model that is stood in for."""
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # type: ignore[override]
-        """The model's class: tools look it up in their tables. `type` says what this really is."""
-        return type(self.__dict__.get("model", self))
-
-    def __getattr__(self, name: str) -> Any:
-        """What only the model has.
-
-        Raises:
-            AttributeError: it has no such attribute either.
-        """
-        model = self.__dict__.get("model")
-        if model is None or (name.startswith("__") and name.endswith("__")):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(model, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """What only the model has is set there."""
-        model = self.__dict__.get("model")
-        own = model is None or name in self.__dict__ or hasattr(type(self), name) or not hasattr(model, name)
-        if own:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(model, name, value)
-
-    def __dir__(self) -> list[str]:
-        """Both's names."""
-        return sorted({*object.__dir__(self), *dir(self.model)})
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """The model stays where it is, and as it is.
-
-        Raises:
-            ExpertcastError: that is not what was asked for.
-        """
-        self.model.to(*args, **kwargs)
-        return self
-
-    def eval(self) -> Self:
-        """The model's own, for its norms and dropout."""
-        self.model.eval()
-        return self
-
-    def __reduce_ex__(self, _protocol: object) -> NoReturn:
-        """Neither `pickle`, `torch.save` nor `copy` can take slots and threads along.
-
-        Raises:
-            ExpertcastError: always.
-        """
-        raise ExpertcastError(
-            "an offload cannot be pickled, saved by torch.save or copied: save its OffloadConfig, close it and save "
-            "the model"
-        )
-
-
-class OffloadedModel(StandIn):
+class OffloadedModel:
     """A model with its experts in host memory and a few of them in slots on the device.
 
     Made by :func:`expertcast.offload`. The model itself stays what it was: `model.generate`, a pipeline or a plain
     forward run as ever, and find their experts in the slots. `close()`, or leaving the `with` block, puts everything
     back bit for bit. A model from :func:`expertcast.load_offloaded` has nowhere to put its experts: closing frees them,
     and the model refuses to run from then on.
+
+    Pipelines, harnesses, trainers and servers read a model's device, dtype, configuration and class, move it to where
+    it is, and call it: they take an offload in place of its model. `isinstance` takes it for one of the model's class,
+    and what it lacks the model answers. What belongs to both, such as `generate`, is the offload's.
     """
+
+    model: PreTrainedModel
+    """The model that is offloaded."""
 
     def __init__(
         self, model: PreTrainedModel, config: OffloadConfig, *, store: ExpertStore, slots: int, link: Link,
         speculator: Speculator, next_token: NextToken | None, kernel: SlotKernel, drift: DriftMonitor | None,
         observers: Sequence[Observer],
     ) -> None:  # fmt: skip
-        self.model = model
-        self.view = view = speculator.view
+        self.model, self.view, self.store, self.link = model, speculator.view, store, link
         self.predictor = speculator.predictor
         self.refit = speculator.refit
         """Refits the forecasts while the model runs, where it was asked to."""
@@ -336,73 +246,93 @@ class OffloadedModel(StandIn):
         """Whether policies may change what is computed."""
         self.executed_layers = speculator.layers
         """Layers that execute their forecast when there is one."""
-        self.store = store
-        observer = Observers(observers)
-        observer.attached(view.shape.experts)
-        self._stack = ExitStack()
+        self.drift = None if link.decides_on_device else drift
+        """Follows the forecasts' recall; None where nothing forecasts, or the link decides on the device."""
+        self.drafting: Drafting | None = None
+        """Drafts of this model and what was learnt of them; None where the link decides on the device."""
+        self._draft = config.draft
+        self._reloadable = not next(self.view[0].experts.parameters()).is_meta
         self._closed = False
+        self._stack = ExitStack()
+        link.observer = Observers(observers)
+        link.observer.attached(self.view.shape.experts)
         with torch.inference_mode(False), ExitStack() as undo:  # slots and weights outlive an inference_mode
-            self._reloadable = not next(view[0].experts.parameters()).is_meta
-            if not self._reloadable:
-                undo.callback(_refuse_use, view)
-            undo.enter_context(in_use(link, store, speculator.predictor))
-            undo.callback(self._put_back)
-            store.pack(view)
-            policies = self.policies.make(
-                CacheShape(layers=len(view), experts=view.shape.experts, top_k=view.shape.top_k, slots=slots)
-            )
-            if policies.miss.precisions:
-                store.add_copies(policies.miss.precisions)
-            self.pool = SlotPool(store.layout, slots, store.device)
-            undo.callback(self.pool.free)
-            self.link = link
-            link.observer = observer
-            link.attach(store, self.pool)
-            if link.pools is not None:
-                policies.eviction = Eviction.over_all(Pooled(link.pools), len(view))
-            undo.callback(link.close)
-            dropped = weakref.finalize(
-                model, _close_dropped, link
-            )  # whose thread would keep the store of a dropped model
-            dropped.atexit = False
-            undo.callback(dropped.detach)
-            self.drift = None if link.decides_on_device else drift
-            """Follows the forecasts' recall; None where nothing forecasts, or the link decides on the device."""
-            made = DeviceEngine if link.decides_on_device else HostEngine
-            engine_parts = EngineParts(
+            policies = self._take_experts(undo, slots)
+            self._parts = EngineParts(
                 link=link, pool=self.pool, speculator=speculator, policies=policies, kernel=kernel,
                 tokens_ahead=None if next_token is None else NextTokenTracker(next_token),
                 drift=self.drift, keep=config.cache, likely=config.likely, gated=config.forecasts == "worth",
             )  # fmt: skip
-            self._engine = engine = made(engine_parts)
-            self.stats = engine.stats
-            self.experts = SlotExperts(engine, engine_parts, store)
-            """Runs whole texts layer by layer, for collection and measurements."""
-            self.stats.reports = [each.as_dict for each in (self.drift, speculator.refit) if each is not None]
-            self.drafting: Drafting | None = None
-            """Drafts of this model and what was learnt of them; None where the link decides on the device."""
-            if isinstance(engine, HostEngine):
-                self.drafting = Drafting(model, engine, engine_parts, store)
-                undo.callback(self.drafting.close)
+            self._engine = self._make_engine(undo)
+            self.stats = self._engine.stats
+            reporting = (self.drift, self.refit)
+            self.stats.reports = [each.as_dict for each in reporting if each is not None]
+            if self.drafting is not None:
                 self.stats.reports.append(self.drafting.report)
-            self._draft = config.draft
-            for layer in view:
-                undo.callback(detach, layer)
-                attach(engine, layer)
-            if speculator.refit is not None:
-                undo.callback(speculator.refit.restore)
-            undo.enter_context(weights_guarded(model, view))
-            speculator.prepare()
-            self._guard = ForwardGuard(model, view)
-            undo.callback(self._guard.close)
-            undo.enter_context(speculator.following())
-            taps = RouterTaps(model, view, engine.on_router, engine.on_start)
-            undo.callback(taps.close)
-            undo.enter_context(decode_kernel_followed(model, kernel))
-            undo.enter_context(experts_implementation(model, EXPERTS_NAME))
-            model.__dict__[OFFLOAD] = self  # a model whose offload nobody holds stays offloaded
-            undo.callback(model.__dict__.pop, OFFLOAD)
+            self._enter_model(undo, speculator, kernel)
             self._stack = undo.pop_all()
+
+    def _take_experts(self, undo: ExitStack, slots: int) -> PolicySet:
+        """Weights go to the store, and the device gets slots and a link; returns the policies for them."""
+        view, store, link = self.view, self.store, self.link
+        if not self._reloadable:
+            undo.callback(_refuse_use, view)
+        undo.enter_context(in_use(link, store, self.predictor))
+        undo.callback(self._put_back)
+        store.pack(view)
+        policies = self.policies.make(
+            CacheShape(layers=len(view), experts=view.shape.experts, top_k=view.shape.top_k, slots=slots)
+        )
+        if policies.miss.precisions:
+            store.add_copies(policies.miss.precisions)
+        self.pool = SlotPool(store.layout, slots, store.device)
+        undo.callback(self.pool.free)
+        link.attach(store, self.pool)
+        if link.pools is not None:
+            policies.eviction = Eviction.over_all(Pooled(link.pools), len(view))
+        undo.callback(link.close)
+        dropped = weakref.finalize(self.model, _close_dropped, link)  # its thread would keep a dropped model's store
+        dropped.atexit = False
+        undo.callback(dropped.detach)
+        return policies
+
+    def _make_engine(self, undo: ExitStack) -> Engine:
+        if self.link.decides_on_device:
+            from expertcast.runtime.experimental.device_engine import DeviceEngine
+
+            return DeviceEngine(self._parts)
+        from expertcast.runtime.drafts.drafting import Drafting
+
+        engine = HostEngine(self._parts)
+        self.drafting = Drafting(self.model, engine, self._parts, self.store)
+        undo.callback(self.drafting.close)
+        return engine
+
+    def _enter_model(self, undo: ExitStack, speculator: Speculator, kernel: SlotKernel) -> None:
+        """The model's experts are slots, and its hooks call the engine; weights and second forwards are guarded."""
+        model, view, engine = self.model, self.view, self._engine
+        for layer in view:
+            undo.callback(detach, layer)
+            attach(engine, layer)
+        if self.refit is not None:
+            undo.callback(self.refit.restore)
+        undo.enter_context(weights_guarded(model, view))
+        speculator.prepare()
+        self._guard = ForwardGuard(model.base_model, view)
+        undo.callback(self._guard.close)
+        undo.enter_context(speculator.following())
+        undo.callback(RouterTaps(model, view, engine.on_router, engine.on_start).close)
+        undo.enter_context(decode_kernel_followed(model, kernel))
+        undo.enter_context(experts_implementation(model, EXPERTS_NAME))
+        model.__dict__[OFFLOAD] = self  # a model whose offload nobody holds stays offloaded
+        undo.callback(model.__dict__.pop, OFFLOAD)
+
+    @cached_property
+    def experts(self) -> SlotExperts:
+        """Runs whole texts layer by layer, for collection and measurements."""
+        from expertcast.runtime.engine.whole_texts import SlotExperts
+
+        return SlotExperts(self._engine, self._parts, self.store)
 
     @property
     def flow(self) -> LayerFlow:
@@ -521,6 +451,62 @@ class OffloadedModel(StandIn):
                 raise ExpertcastError(_EXPERTS_FREED)
             raise ExpertcastError("this offload is closed: call expertcast.offload(model) again, or use the model")
 
+    # In place of its model
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # type: ignore[override]
+        """The model's class: tools look it up in their tables. `type` says what this really is."""
+        return type(self.__dict__.get("model", self))
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the model has.
+
+        Raises:
+            AttributeError: it has no such attribute either.
+        """
+        model = self.__dict__.get("model")
+        if model is None or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(model, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """What only the model has is set there."""
+        model = self.__dict__.get("model")
+        own = model is None or name in self.__dict__ or hasattr(type(self), name) or not hasattr(model, name)
+        if own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(model, name, value)
+
+    def __dir__(self) -> list[str]:
+        """Both's names."""
+        return sorted({*object.__dir__(self), *dir(self.model)})
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """The model stays where it is, and as it is.
+
+        Raises:
+            ExpertcastError: that is not what was asked for.
+        """
+        self.model.to(*args, **kwargs)
+        return self
+
+    def eval(self) -> Self:
+        """The model's own, for its norms and dropout."""
+        self.model.eval()
+        return self
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        """Neither `pickle`, `torch.save` nor `copy` can take slots and threads along.
+
+        Raises:
+            ExpertcastError: always.
+        """
+        raise ExpertcastError(
+            "an offload cannot be pickled, saved by torch.save or copied: save its OffloadConfig, close it and save "
+            "the model"
+        )
+
 
 _EXPERTS_FREED = "this model was loaded offloaded and closed, its experts are freed: call load_offloaded again"
 
@@ -570,7 +556,7 @@ def offload(
     check_observers(observers)
     if not hasattr(model, "modules"):
         raise ExpertcastError(f"{reprlib.repr(model)} is no loaded model: expertcast.load_offloaded(...) loads one")
-    _refuse_offloaded(model)
+    refuse_offloaded(model)
     refuse_shared(config.link, config.store, config.predictor)
     view = find_moe_layers(model)
     device = config.store.device if isinstance(config.store, ExpertStore) else device_of(view)
@@ -579,17 +565,16 @@ def offload(
         if bound.looks != "layers":
             raise ExpertcastError(f"{bound.name} forecasts tokens, not layers: give it as next_token=, not predictor=")
         bound.to(device)
+    early = None
+    if bound is not None and bound.uses_early:
+        from expertcast.data.early import EarlyAttention
+
+        early = EarlyAttention(model, view)
     speculator = Speculator(
-        view,
-        bound,
-        layers=executed_layers(config, len(view), recall_per_layer(checkpoint, config.ahead)),
-        true_weights=config.true_weights,
-        prefill=config.speculate_prefill,
-        ahead=config.ahead,
-        router_free=config.router_free,
-        reach=config.reach,
-        early=EarlyAttention(model, view) if bound is not None and bound.uses_early else None,
-    )
+        view, bound, layers=executed_layers(config, len(view), recall_per_layer(checkpoint, config.ahead)),
+        true_weights=config.true_weights, prefill=config.speculate_prefill, ahead=config.ahead,
+        router_free=config.router_free, reach=config.reach, early=early,
+    )  # fmt: skip
     speculator.refit = make_refit(config, bound)
     for line in remarks(config):
         warnings.warn(line, stacklevel=2)
@@ -606,13 +591,3 @@ def offload(
         drift=make_monitor(config, view, bound, checkpoint),
         observers=observers,
     )
-
-
-def _refuse_offloaded(model: PreTrainedModel) -> None:
-    if is_attached(model):
-        raise ExpertcastError("this model is offloaded already: close the other offload first")
-    if EXPERTS_NAME in model.get_experts_implementation().values():
-        raise ExpertcastError(
-            f"the model's config says {EXPERTS_NAME!r}, as that of an offloaded model does: give each model a config "
-            "of its own (copy.deepcopy), or set another experts implementation"
-        )

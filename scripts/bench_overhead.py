@@ -28,7 +28,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from expertcast.checkpoints.provenance import provenance
 from expertcast.data.batch import RouterCall
 from expertcast.data.moe_layers import find_moe_layers
-from expertcast.predictors.base import Forecast
+from expertcast.predictors.base import Forecast, PredictorConfig
+from expertcast.predictors.baselines import NextNorm
 from expertcast.predictors.view import MoEView
 from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.engine import EngineParts, HostEngine
@@ -77,7 +78,7 @@ class ListedForecasts(Speculator):
 
     listed: list[Forecast | None]
 
-    def forecast(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> Forecast | None:
+    def forecast(self, call: RouterCall, *_: object) -> Forecast | None:
         return self.listed[call.layer]
 
 
@@ -141,7 +142,7 @@ def make_steps(tokens: int, missing: float) -> list[Step]:
 
 def run(steps: list[Step], *, forecasts: bool, drift: bool = False) -> tuple[float, float]:
     """(seconds per layer and token, copies per request) of all steps but the first few, which fill the slots."""
-    engine, layers, speculator, stats = build(drift)
+    engine, layers, speculator, stats = build(forecasts, drift)
     hidden_TD = torch.zeros(1, HIDDEN)
     warm = len(steps) // 4
     begin = 0.0
@@ -159,7 +160,7 @@ def run(steps: list[Step], *, forecasts: bool, drift: bool = False) -> tuple[flo
     return seconds / ((len(steps) - warm) * LAYERS), (total.misses + total.prefetched) / total.requests
 
 
-def build(drift: bool) -> tuple[HostEngine, MoEView, ListedForecasts, RunStatistics]:
+def build(forecasts: bool, drift: bool) -> tuple[HostEngine, MoEView, ListedForecasts, RunStatistics]:
     """The runtime's own parts around a link and a kernel that do nothing; `drift`: forecasts' recall is followed."""
     config = Qwen3MoeConfig(
         vocab_size=32, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
@@ -172,6 +173,7 @@ def build(drift: bool) -> tuple[HostEngine, MoEView, ListedForecasts, RunStatist
     link = NoLink()
     link.attach(store, pool)
     speculator = ListedForecasts(view, None)
+    speculator.predictor = NextNorm(PredictorConfig(), view.shape) if forecasts else None
     policies = Policies().make(CacheShape(layers=LAYERS, experts=EXPERTS, top_k=TOP_K, slots=SLOTS))
     engine = HostEngine(
         EngineParts(

@@ -38,7 +38,6 @@ CORE = (
     "expertcast.runtime.storage.memory",
     "expertcast.runtime.storage.slots",
     "expertcast.runtime.storage.store",
-    "expertcast.runtime.transport",
 )
 """Modules, and packages with all that is in them."""
 SEAM = ("accelerate", "datasets", "lightning", "matplotlib", "tensorboard", "torchmetrics", "transformers")

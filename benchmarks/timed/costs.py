@@ -147,7 +147,7 @@ def step_costs(
         shape: one of `SHAPES`, of a family in `LAUNCHES`.
         host: one of `HOSTS`; the runtime's own Python is as much slower as its launches are.
         captured: parts of a layer (`attention`, `experts`, `forecast`) that are one CUDA graph each; the runtime makes
-            one of forecasts.
+            none.
         memory_bandwidth: bytes per second at which kernels read weights.
         kernel_s: seconds of a kernel beside what it reads.
 

@@ -23,7 +23,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 from expertcast.runtime.links.base import Copy, Link
 from expertcast.runtime.policies.eviction import Eviction
-from expertcast.runtime.recording.recorder import Observer, Observers, heard
+from expertcast.runtime.recording.recorder import Observer, Observers
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.layout import FULL, is_better
 from expertcast.runtime.storage.slots import SlotPool, SlotState
@@ -93,7 +93,7 @@ class ExpertCache:
         pool: the slots.
         link: what fills them.
         eviction: is told who gets and loses a slot; says how many slots a layer may use.
-        stats: counts what happens; another one may take its place between two forwards.
+        stats: counts what happens.
         experts: E.
         keep: False frees an expert's slot as soon as its layer has run (every step loads all it needs).
     """
@@ -136,27 +136,32 @@ class ExpertCache:
         """What a running layer's expert pushes out last."""
         self.only_arrived = False
         """Whether experts on their way are not held: for a draft that waits for nothing."""
-        self._listeners = [link.observer]
         self.stats = stats
-
-    @property
-    def stats(self) -> RunStatistics:
         """Counts what happens; another one may take its place between two forwards."""
-        return self._stats
-
-    @stats.setter
-    def stats(self, stats: RunStatistics) -> None:
-        self._stats = stats
-        self._listen()
+        self._observers = [link.observer]
+        self.observer = Observers(self._observers)
+        self.waited_s = 0.0
+        """Seconds that copies have held the model's thread up so far."""
+        self.paced = False
+        """Whether :meth:`backlog_s` is kept."""
+        self._busy_until_s = 0.0
+        """When the link will have done what it has been given, by what copies take on average."""
 
     def tell(self, observer: Observer) -> None:
         """Tell one more observer what happens from now on."""
-        self._listeners.append(observer)
-        self._listen()
+        self._observers.append(observer)
+        self.observer = Observers(self._observers)
 
-    def _listen(self) -> None:
-        self.observer = Observers([self._stats, *self._listeners])
-        self._loading = heard(self.observer, "loading")
+    def backlog_s(self, now: float) -> float:
+        """Seconds that the copies under way will take the link from `now` on; kept where the cache is `paced`."""
+        return min(len(self.copies) * self.link.copy_s, max(0.0, self._busy_until_s - now))
+
+    def _link_s(self, nbytes: int) -> float:
+        return self.link.copy_s * nbytes / self._block_bytes
+
+    def _waited(self, layer: int, seconds: float) -> None:
+        self.waited_s += seconds
+        self.stats.layers[layer].waited_s += seconds
 
     @property
     def idle(self) -> bool:
@@ -231,13 +236,16 @@ class ExpertCache:
                 self._lose(key)
         self._wanted.difference_update(asked)
 
-    def request(self, keys: Sequence[int], precision: Mapping[int, str] | None = None) -> None:
+    def request(self, keys: Sequence[int], precision: Mapping[int, str] | None = None) -> int:
         """Bring experts of one layer in, which is running; misses before anything else; they stay until `release`.
 
         Args:
             keys: distinct.
             precision: of keys that need not come in full; a held key is asked for again where this is better than
                 what it holds, and counts as a miss.
+
+        Returns:
+            How many of them had no slot before a forecast, or at all.
         """
         slots, copies, unused = self._slots, self.copies, self._unused
         self.running.update(keys)
@@ -252,8 +260,12 @@ class ExpertCache:
         unused -= first_used
         self._just_used |= first_used
         layer = keys[0] // self.experts
-        again = len(self._given_up.intersection(missing))
-        self.observer.requested(layer, keys, missing, again, len(first_used))
+        count, misses = self.stats.layers[layer], len(missing)
+        count.requests += len(keys)
+        count.misses += misses
+        count.hits += len(keys) - misses
+        count.collisions += len(self._given_up.intersection(missing))
+        count.prefetched_used += len(first_used)
         room = self.free(layer)
         for key in self.link.in_order(missing):
             if room:
@@ -261,6 +273,7 @@ class ExpertCache:
             else:
                 self._make_room(layer)
             self._load(key, True, FULL if precision is None else precision.get(key, FULL))
+        return misses + len(first_used)
 
     def prefetch(self, keys: Sequence[int]) -> None:
         """Ask for experts of one later layer, most needed first; those without room are left out."""
@@ -356,7 +369,8 @@ class ExpertCache:
         layer = keys[0] // self.experts
         self._policies[layer].use(keys)
         self.pool.mark(keys, SlotState.IN_USE)
-        self.observer.waited(layer, self.link.clock() - start, in_time)
+        self.stats.layers[layer].prefetched_in_time += in_time
+        self._waited(layer, self.link.clock() - start)
 
     def release(self, keys: Sequence[int]) -> None:
         """Compute with these experts has been launched."""
@@ -440,7 +454,7 @@ class ExpertCache:
     def _give_up(self, key: int) -> None:
         """Lose an expert for another one's sake."""
         self._given_up.add(key)
-        self._stats.layers[key // self.experts].evicted += 1
+        self.stats.layers[key // self.experts].evicted += 1
         if self.link.write_back_s:
             self.link.write_back()
         self._lose(key)
@@ -461,11 +475,7 @@ class ExpertCache:
                 self._lose(key)
 
     def _load(self, key: int, urgent: bool, precision: str = FULL) -> None:
-        """Give the link a copy into a free slot; not `urgent`: no layer has asked for it.
-
-        Statistics are counted here, and `loading` is told only to those who listen: as an event it costs 3 to 5 calls
-        per layer and token.
-        """
+        """Give the link a copy into a free slot; not `urgent`: no layer has asked for it."""
         slot = self.pool.take(key)
         layer = key // self.experts
         if self._shares is not None:
@@ -484,14 +494,14 @@ class ExpertCache:
             self._lose(key)
             raise
         if held_s := self.copies[key].held_s:  # the disk's pages came meanwhile, or the copy was made
-            self.observer.waited(layer, held_s, 0)
-        count = self._stats.layers[layer]
+            self._waited(layer, held_s)
+        count = self.stats.layers[layer]
         count.bytes_moved += nbytes
         if not urgent:
             self._unused.add(key)
             count.prefetched += 1
-        if self._loading is not None:
-            self._loading(layer, nbytes, urgent)
+        if self.paced:
+            self._busy_until_s = max(self._busy_until_s, self.link.clock()) + self._link_s(nbytes)
 
     def _arrive(self, key: int, copy: Copy, *, needed: bool = True) -> None:
         """Wait for a copy; the expert of one that failed loses its slot before the error goes on, if it is `needed`."""
@@ -519,7 +529,13 @@ class ExpertCache:
             return False
         # not unused: requested, and that was withdrawn
         nbytes = self._block_bytes if copy.precision == FULL else self.link.block_bytes(copy.precision)
-        self.observer.dropped(key // self.experts, nbytes, key in self._unused)
+        count = self.stats.layers[key // self.experts]
+        count.bytes_moved -= nbytes
+        if key in self._unused:
+            count.prefetched -= 1
+            count.dropped += 1
+        if self.paced:
+            self._busy_until_s -= self._link_s(nbytes)
         del self.copies[key]
         self._lose(key)
         return True

@@ -16,10 +16,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 
-from expertcast.data.batch import RouterCall
 from expertcast.predictors.messages import Json
 from expertcast.runtime.engine.refit import FadingMean
-from expertcast.runtime.links.driver import Readback
 
 BLOCK = 32
 """Forwards that are summed before anything is computed."""
@@ -33,9 +31,6 @@ ERRORS = 4.0
 """Standard errors that the drift must be above 0."""
 SAMPLED = 16
 """One forward in so many is looked at where the router's own choice is not on the host anyway."""
-
-MOST_IDS = 512
-"""Up to so many ids of a step are read back."""
 
 
 class DriftMonitor:
@@ -72,20 +67,6 @@ class DriftMonitor:
         self.sampled = self._forwards % SAMPLED == 0
         if self._forwards % BLOCK == 0:
             self._close()
-
-    def compare(self, call: RouterCall, forecast: list[int], routed: list[int] | None, readback: Readback) -> None:
-        """A router has run whose layer had a forecast.
-
-        Args:
-            call: of the router.
-            forecast: the forecast's ids, T rows of K, flat.
-            routed: the router's, or None where the host has them not: they are read back in one forward of `SAMPLED`.
-            readback: reads them.
-        """
-        if routed is None and self.sampled and len(forecast) <= MOST_IDS:
-            routed = readback.start(call.ids_TK.reshape(-1)).tolist()
-        if routed is not None:
-            self.see(call.layer, forecast, routed)
 
     def see(self, layer: int, forecast: Sequence[int], routed: Sequence[int]) -> None:
         """A router has run.

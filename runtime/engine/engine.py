@@ -1,13 +1,14 @@
 """One offloaded forward, layer by layer.
 
 Whatever runs the model calls :meth:`Engine.on_start` when a forward begins, :meth:`Engine.on_router` when a layer has
-been routed, and :meth:`Engine.run` in place of its experts. At each layer :class:`HostEngine` calls, in this order,
+been routed, and :meth:`Engine.run` in place of its experts. For each layer :class:`HostEngine` does, in this order,
 
-    decide      routing and miss policies: which experts run, and in which precision they come
-    begin       request the layer's experts, misses before anything else
-    hint        a forecast: pre-eviction, then prefetches
-    stream      a layer that runs most of its experts: prefetch the next layer's
-    wait, compute, release      chunk by chunk
+    on_router   decide      routing and miss policies: which experts run, and in which precision they come
+                begin       request the layer's experts, misses before anything else
+                forecast    make a forecast, if it pays
+                hint        pre-eviction, then prefetches
+                finish      what comes early without a forecast; a layer that runs most of its experts: the next layer's
+    run         wait, compute, release      chunk by chunk
 
 T tokens, B sequences, D hidden size, E routed experts per layer, K experts per token, P = T x K token-expert pairs.
 An expert's key is layer * E + expert.
@@ -18,10 +19,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +32,16 @@ from expertcast.predictors.base import Forecast
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape, MoELayer, MoEView
 from expertcast.runtime.engine.cache import ExpertCache
-from expertcast.runtime.engine.drift import DriftMonitor
-from expertcast.runtime.engine.forecasting import Beside, ForecastGate, Pace
-from expertcast.runtime.engine.speculation import Speculator
-from expertcast.runtime.engine.tokens_ahead import LIKELY, TokenForecasts, TokensAhead, early_layers
+from expertcast.runtime.engine.forecasting import (
+    LIKELY,
+    ForecastGate,
+    Pace,
+    TokenForecasts,
+    TokensAhead,
+    early_layers,
+)
 from expertcast.runtime.links.base import Link
-from expertcast.runtime.links.driver import Pending, Readback, Sent
+from expertcast.runtime.links.driver import Readback, Sent
 from expertcast.runtime.policies.eviction import PROMPT_ROWS
 from expertcast.runtime.policies.miss import Lookup, Verdict
 from expertcast.runtime.policies.prefetch import NoPrefetch, Wanted
@@ -46,6 +51,11 @@ from expertcast.runtime.recording.recorder import State, heard
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool
+
+if TYPE_CHECKING:
+    from expertcast.runtime.drafts.prefetch import Schedule
+    from expertcast.runtime.engine.drift import DriftMonitor
+    from expertcast.runtime.engine.speculation import Speculator
 
 # Token-expert pairs
 
@@ -120,16 +130,21 @@ _MOST = 0.75
 
 @dataclass(slots=True)
 class Decision:
-    """What a layer executes in place of its router's choice."""
+    """What a layer executes, on the host."""
 
-    ids_TK: Tensor
-    weights_TK: Tensor
+    ids: list[list[int]]
+    """T rows of K."""
+    weights: list[list[float]]
     precision: dict[int, str]
     """By key; experts that are not named come in full."""
+    changed: bool
+    """Whether ids or precision are other than those that were given."""
 
 
 class LayerFlow:
-    """Drives a residency and a set of policies. All calls come from the thread that runs the model.
+    """Policies over a cache, as the engine and the simulator share them: routing is lists of ids, and nothing computes.
+
+    All calls come from the thread that runs the model.
 
     Args:
         residency: books and rules.
@@ -141,11 +156,12 @@ class LayerFlow:
         tokens_ahead: forecasts the next tokens' routing: evictions go by it where the policy takes it, and experts are
             loaded early where anything is.
         likely: the least probability by it at which an expert is loaded early.
+        gated: with a cache, weigh whether a forecast pays.
     """
 
     def __init__(
         self, residency: ExpertCache, policies: PolicySet, shape: ModelShape, *, view: MoEView | None = None,
-        carry: int = 0, tokens_ahead: TokenForecasts | None = None, likely: float = LIKELY,
+        carry: int = 0, tokens_ahead: TokenForecasts | None = None, likely: float = LIKELY, gated: bool = False,
     ) -> None:  # fmt: skip
         self.residency, self.policies = residency, policies
         self._view = view
@@ -171,8 +187,13 @@ class LayerFlow:
         """Experts of a layer that run at once, at most: several calls of the kernel need less memory than one."""
         self._executed = 0
         """Experts of the running layer."""
+        self._whole = True
+        """The running layer runs in one chunk."""
         reads = policies.prefetch.reads_transfer
         self._pace = Pace(residency, shape.layers) if reads else None
+        gated = gated and residency.keep
+        self.gate = ForecastGate(residency.link, shape.layers, self.tokens_ahead) if gated else None
+        """Says which forecasts are worth making; None: all."""
 
     def start_pass(self, fresh: bool, token_BS: Tensor | None = None) -> None:
         """A forward starts; `fresh`: with new texts; `token_BS`: the ids of its tokens, where they are known."""
@@ -198,8 +219,8 @@ class LayerFlow:
 
     def decide(
         self, layer: int, logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, routed: bool = True
-    ) -> Decision | None:
-        """Routing and miss policies at work; None: the layer executes what was given, in full.
+    ) -> Decision:
+        """Routing and miss policies at work.
 
         Args:
             layer, logits_TE: whose router ran, and its scores.
@@ -207,37 +228,36 @@ class LayerFlow:
             routed: the router chose `ids_TK`; a forecast's experts are not chosen again.
         """
         held = self.residency.held(layer)
-        changed: tuple[Tensor, Tensor] | None = None
-        if self._reroutes and routed:
-            cached_E = torch.zeros(self._experts, dtype=torch.bool)
-            cached_E[list(held)] = True
-            free = self.residency.free(layer)
-            cached_E = cached_E.to(logits_TE.device)
-            assert self._view is not None, "policies that route need the model's own routers"
-            changed = self.policies.routing.route(
-                Routed(
-                    layer=self._view[layer], logits_TE=logits_TE, ids_TK=ids_TK, weights_TK=weights_TK,
-                    cached_E=cached_E, available=free,
-                )
-            )  # fmt: skip
-        chosen_TK, combine_TK = (ids_TK, weights_TK) if changed is None else changed
-        ids, weights = chosen_TK.tolist(), combine_TK.tolist()
-        if changed is not None:
-            ids = named(ids, weights)
+        chosen = self._rerouted(layer, held, logits_TE, ids_TK, weights_TK) if self._reroutes and routed else None
+        given = ids = ids_TK.tolist()
+        if chosen is None:
+            weights = weights_TK.tolist()
+        else:
+            weights = chosen[1].tolist()
+            ids = named(chosen[0].tolist(), weights)
         verdict = self._verdict(layer, logits_TE, ids, weights, held)
-        if changed is None and verdict is None:
-            return None
-        before = {expert for row in ids_TK.tolist() for expert in row}
+        if chosen is None and verdict is None:
+            return Decision(ids, weights, {}, changed=False)
         if verdict is not None and (verdict.dropped or verdict.substitute):
             ids, weights = rewritten(ids, weights, verdict)
-        left_out = before.difference(expert for row in ids for expert in row)
-        self.residency.observer.skipped(layer, len(left_out))
+        left_out = {expert for row in given for expert in row}.difference(expert for row in ids for expert in row)
+        self.residency.stats.layers[layer].skipped += len(left_out)
         first = layer * self._experts
-        return Decision(
-            torch.tensor(ids, dtype=ids_TK.dtype, device=ids_TK.device),
-            torch.tensor(weights, dtype=weights_TK.dtype, device=weights_TK.device),
-            {} if verdict is None else {first + expert: name for expert, name in verdict.precision.items()},
-        )
+        precision = {} if verdict is None else {first + expert: name for expert, name in verdict.precision.items()}
+        return Decision(ids, weights, precision, changed=True)
+
+    def _rerouted(
+        self, layer: int, held: Mapping[int, str], logits_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        cached_E = torch.zeros(self._experts, dtype=torch.bool)
+        cached_E[list(held)] = True
+        assert self._view is not None, "policies that route need the model's own routers"
+        return self.policies.routing.route(
+            Routed(
+                layer=self._view[layer], logits_TE=logits_TE, ids_TK=ids_TK, weights_TK=weights_TK,
+                cached_E=cached_E.to(logits_TE.device), available=self.residency.free(layer),
+            )
+        )  # fmt: skip
 
     def _verdict(
         self, layer: int, logits_TE: Tensor, ids: list[list[int]], weights: list[list[float]], held: Mapping[int, str]
@@ -254,7 +274,7 @@ class LayerFlow:
     def begin(self, layer: int, keys: list[int], precision: Mapping[int, str] | None = None) -> list[list[int]]:
         """Request what a layer executes (distinct keys); returns it in chunks that fit the slots, the first requested.
 
-        The caller requests chunk i + 1 before it waits for chunk i.
+        The caller requests chunk i + 1 before it waits for chunk i (:meth:`request`).
         """
         limit = self.residency.limit(layer)
         if layer < self._carry:
@@ -267,8 +287,15 @@ class LayerFlow:
             self.policies.prefetch.see_routing(layer, experts)
         self._executed = len(keys)
         chunks = self._chunked(keys, limit)
-        self.residency.request(chunks[0], precision)
+        self._whole = len(chunks) == 1
+        self.request(layer, chunks[0], precision)
         return chunks
+
+    def request(self, layer: int, keys: list[int], precision: Mapping[int, str] | None = None) -> None:
+        """Request a chunk of the running layer."""
+        missed = self.residency.request(keys, precision)
+        if self.gate is not None:
+            self.gate.missed(layer, missed)
 
     def _chunked(self, keys: list[int], limit: int) -> list[list[int]]:
         """Half the slots at a time, so that one chunk loads while another computes; what is held goes first."""
@@ -317,99 +344,8 @@ class LayerFlow:
                 self.residency.prefetch(keys)
         if self.tokens_ahead is not None:
             self.tokens_ahead.finish(layer)
-
-
-# Forecasts of decode steps
-
-
-class _Made:
-    """A forecast, and its ids and weights on their way to the host."""
-
-    def __init__(self, forecast: Forecast, readback: Readback) -> None:
-        self.forecast = forecast
-        self.ids: Pending = readback.start(forecast.topk_ids_TK)
-        self.weights: Pending = readback.start(forecast.topk_weights_TK)
-
-
-class Foresight:
-    """Makes forecasts and prefetches their experts.
-
-    On CUDA the host waits for a forecast before it launches the layer's experts: the link must know what comes next
-    before it has made the layer's own copies. A forecast by early attention runs on a second stream beside the experts,
-    and is read back after their launch.
-
-    Args:
-        speculator: makes them.
-        flow: is asked.
-        readback: brings their ids to the host.
-        gate: says which are worth making; None: all.
-        told: hears what the model's thread does.
-    """
-
-    def __init__(
-        self, speculator: Speculator, flow: LayerFlow, readback: Readback, *, gate: ForecastGate | None = None,
-        told: Callable[..., None] | None = None,
-    ) -> None:  # fmt: skip
-        self._speculator, self._flow, self._readback = speculator, flow, readback
-        self._gate, self._told = gate, told
-        self._residency = flow.residency
-        driver = self._residency.link.driver
-        self._beside = Beside(driver) if driver is not None and speculator.early is not None else None
-        """Where early attention runs, on CUDA."""
-        self._later: tuple[RouterCall, _Made | None, bool, float] | None = None
-        """A layer whose forecast has not been asked for, whether it runs as a whole, and the seconds spent."""
-        self.ids: dict[int, list[int]] = {}
-        """Ids (flat) of forecasts by target layer, as far as the host has them."""
-
-    def start(self) -> None:
-        """A forward starts."""
-        self._later = None
-        self.ids.clear()
-
-    def make(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None, whole: bool) -> None:
-        """Make the forecast that is due at a layer.
-
-        Args:
-            call: the layer's.
-            executed: (ids, weights) that it executes in place of its router's.
-            whole: it runs in one chunk.
-        """
-        if self._told is not None:
-            self._told("forecast", call.layer)
-        start = perf_counter()
-        with nullcontext() if self._beside is None else self._beside.running():
-            pays = None if self._gate is None else self._gate.pays
-            forecast = self._speculator.forecast(call, executed, pays)
-            made = None if forecast is None else _Made(forecast, self._readback)
-        if self._told is not None:
-            self._told("policy", call.layer)
-        self._later = call, made, whole, perf_counter() - start
-        if self._beside is None:
-            self.take()
-
-    def take(self) -> None:
-        """Ask for what was forecast at the running layer, if that has not been done."""
-        later, self._later = self._later, None
-        if later is None:
-            return
-        call, made, whole, seconds = later
-        if made is not None:
-            start = perf_counter()
-            self._hint(made)
-            if self._gate is not None:
-                self._gate.took(seconds + perf_counter() - start)
-            for further in self._speculator.further(call):
-                if not self._residency.idle:  # the link has nearer layers' experts to bring
-                    break
-                self._hint(_Made(further, self._readback))
-        self._flow.finish(call.layer)
-        if whole:
-            self._flow.stream(call.layer)
-
-    def _hint(self, made: _Made) -> None:
-        ids_T = made.ids.tolist()
-        self.ids[made.forecast.layer] = [expert for row in ids_T for expert in row]
-        self._flow.hint(made.forecast, ids_T, made.weights.tolist())
+        if self._whole:
+            self.stream(layer)
 
 
 # Engines
@@ -481,32 +417,19 @@ class Stage(Protocol):
         """As :meth:`Engine.run`."""
 
 
-class Ahead(Protocol):
-    """What loads experts ahead of a verification, told how far it has come."""
-
-    def routed(self, call: RouterCall) -> None:
-        """A router has run, in a draft or in the verification."""
-
-    def reached(self, layer: int, keys: Sequence[int]) -> None:
-        """A layer is about to request these experts (distinct keys)."""
-
-    def load(self) -> None:
-        """A layer has made its requests: load what comes next."""
-
-
 class Engine(ABC):
     """Runs a model's MoE layers from slots."""
 
     stats: RunStatistics
     stage: Stage | None = None
     """Runs the layers in this engine's place, while there is one."""
-    ahead: Ahead | None = None
+    ahead: Schedule | None = None
     """Loads experts ahead, while there is something to verify."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._speculator, self._kernel, self._pool = parts.speculator, parts.kernel, parts.pool
-        self._told = heard(parts.link.observer, "enter")
-        """Asked before it is called on the hot path: nine calls that nobody hears are 4% of the work on a layer."""
+        self._enter: Callable[[State, int], None] = heard(parts.link.observer, "enter") or _unheard
+        """Tells the observer what the compute stream goes over to, for which layer."""
         self.view = parts.speculator.view
         """The model's MoE layers."""
         self._experts = self.view.shape.experts
@@ -515,10 +438,6 @@ class Engine(ABC):
         """A call began that moves experts and, as far as is known, did not end: books and slots may not agree."""
         self._complete = False
         """The last forward ran to its last layer."""
-
-    def _enter(self, state: State, layer: int) -> None:
-        if self._told is not None:
-            self._told(state, layer)
 
     @property
     def flow(self) -> LayerFlow:
@@ -617,6 +536,10 @@ class Engine(ABC):
                 )
 
 
+def _unheard(_state: State, _layer: int) -> None:
+    """In place of an observer that listens to no states."""
+
+
 _FEW_IDS = 512
 """Up to so many ids a list serves better than a table of all experts."""
 
@@ -638,20 +561,22 @@ class HostEngine(Engine):
                 parts.pool, parts.link, policies.eviction, stats, experts=shape.experts, keep=parts.keep
             )
         self._residency = residency
-        self.stats = residency.stats
-        carry = 0 if speculator.predictor is None else speculator.ahead
+        self._forecasts = speculator.predictor is not None
         self._flow = LayerFlow(
-            residency, policies, shape, view=speculator.view, carry=carry, tokens_ahead=parts.tokens_ahead,
-            likely=parts.likely,
+            residency, policies, shape, view=speculator.view, carry=speculator.ahead if self._forecasts else 0,
+            tokens_ahead=parts.tokens_ahead, likely=parts.likely, gated=parts.gated,
         )  # fmt: skip
-        gated = parts.gated and residency.keep
-        self._observer = residency.observer
         self._last = shape.layers - 1
-        self._readback = Readback(parts.link.driver, parts.link.progress)
-        gate = ForecastGate(residency, shape.layers, self._flow.tokens_ahead) if gated else None
-        self._foresight = Foresight(speculator, self._flow, self._readback, gate=gate, told=self._told)
+        self._readback = None if parts.link.driver is None else Readback(parts.link.driver, parts.link.progress)
+        """On CUDA."""
+        self._known: dict[int, list[int]] = {}
+        """Ids (flat) of forecasts by target layer, as far as the host has them."""
         self._plan: Plan | None = None
         self._drift, self._refit = parts.drift, speculator.refit
+
+    @property
+    def stats(self) -> RunStatistics:  # type: ignore[override]
+        return self._residency.stats
 
     @property
     def flow(self) -> LayerFlow:
@@ -669,7 +594,7 @@ class HostEngine(Engine):
             return
         self._residency.link.follow()
         self._plan = None
-        self._foresight.start()
+        self._known.clear()
         halfway, self._halfway = self._halfway, True
         complete, self._complete = self._complete, False
         if halfway:
@@ -678,7 +603,8 @@ class HostEngine(Engine):
             self._residency.abandon()
         self._flow.start_pass(fresh, token_BS)
         self._halfway = False
-        self._speculator.start(fresh)
+        if self._forecasts:
+            self._speculator.start(fresh)
         if self._drift is not None:
             self._drift.start()
 
@@ -688,85 +614,134 @@ class HostEngine(Engine):
         self._halfway = True
         if self.ahead is not None:
             self.ahead.routed(call)
-        if self._told is not None:
-            self._told("policy", call.layer)
-        executed = forecast_executed = self._speculator.executed(call)
-        precision = None
-        self._observer.routed(call.layer, call.residual_TD, call.logits_TE)
-        logits_TE = self._speculator.executed_logits(call, executed)
+        layer, flow = call.layer, self._flow
+        self._enter("policy", layer)
+        self._residency.observer.routed(layer, call.residual_TD, call.logits_TE)
+        executed = self._speculator.executed(call) if self._forecasts else None
+        own = executed is None  # the router's choice, unless policies change it
         ids_TK = call.ids_TK if executed is None else executed[0]
-        if self._flow.reads_logits:
-            self._flow.see(call.layer, call.residual_TD, logits_TE, call.sequences)
-        if call.tokens > 1 and self._flow.policies.eviction.reads_routing:
-            rows = self._readback.start(ids_TK[-PROMPT_ROWS:]).tolist()
-            self._flow.policies.eviction.see_routing(call.layer, rows)
-        if self._flow.decides:
-            executed, precision = self._decide(call, executed, logits_TE)
+        forecast_ids = self._known.pop(layer, None)
+        ids, precision = None if own else forecast_ids, None
+        if flow.reads_logits:
+            flow.see(layer, call.residual_TD, self._speculator.executed_logits(call, executed), call.sequences)
+        if call.tokens > 1 and flow.policies.eviction.reads_routing:
+            (rows,) = self._read(ids_TK[-PROMPT_ROWS:])
+            flow.policies.eviction.see_routing(layer, rows)
+        if flow.decides:
+            executed, ids, precision = self._decide(call, executed)
             ids_TK = call.ids_TK if executed is None else executed[0]
-        known = self._foresight.ids.get(call.layer)
-        plan = self._begin(call.layer, ids_TK, executed is not None and executed is forecast_executed, precision)
-        routed = executed is None or not self._speculator.router_free
-        if known is not None and self._drift is not None and routed:
-            self._drift.compare(call, known, plan.ids if executed is None else None, self._readback)
-        self._foresight.make(call, executed, len(plan.chunks) == 1)
+        plan = self._begin(layer, ids_TK, ids, precision)
+        if self._drift is not None and forecast_ids is not None and (own or not self._speculator.router_free):
+            self._compare(call, forecast_ids, plan.ids if executed is None else None)
+        self._forecast(call, executed)
+        flow.finish(layer)
         if self._refit is not None:
             self._refit.work()
-        if self._told is not None:
-            self._told("compute", call.layer)
+        self._enter("compute", layer)
         self._halfway = False
         return executed
 
+    def _read(self, *tensors: Tensor) -> list[Any]:
+        """Values of some tensors; on CUDA once what has been launched so far is done."""
+        if self._readback is None:
+            return [tensor.tolist() for tensor in tensors]
+        return [pending.tolist() for pending in [self._readback.start(tensor) for tensor in tensors]]
+
     def _decide(
-        self, call: RouterCall, executed: tuple[Tensor, Tensor] | None, logits_TE: Tensor
-    ) -> tuple[tuple[Tensor, Tensor] | None, dict[int, str] | None]:
-        """What routing and miss policies make of what would be executed, and the precision it comes in."""
+        self, call: RouterCall, executed: tuple[Tensor, Tensor] | None
+    ) -> tuple[tuple[Tensor, Tensor] | None, list[int], dict[int, str]]:
+        """What routing and miss policies make of what would be executed: also its ids, flat, and their precision."""
         ids_TK, weights_TK = (call.ids_TK, call.weights_TK) if executed is None else executed
+        logits_TE = self._speculator.executed_logits(call, executed)
         decision = self._flow.decide(call.layer, logits_TE, ids_TK, weights_TK, routed=executed is None)
-        if decision is None:
-            return executed, None
-        return (decision.ids_TK, decision.weights_TK), decision.precision
+        if decision.changed:
+            executed = (
+                torch.tensor(decision.ids, dtype=ids_TK.dtype, device=ids_TK.device),
+                torch.tensor(decision.weights, dtype=weights_TK.dtype, device=weights_TK.device),
+            )
+        return executed, [expert for row in decision.ids for expert in row], decision.precision
+
+    def _compare(self, call: RouterCall, forecast: list[int], routed: list[int] | None) -> None:
+        """Show the monitor a layer's forecast; what its router chose is read back now and then where the host has it
+        not (`routed` None)."""
+        assert self._drift is not None
+        if routed is None and self._drift.sampled and len(forecast) <= _FEW_IDS:
+            (routed,) = self._read(call.ids_TK.reshape(-1))
+        if routed is not None:
+            self._drift.see(call.layer, forecast, routed)
+
+    def _forecast(self, call: RouterCall, executed: tuple[Tensor, Tensor] | None) -> None:
+        """Make the forecast that is due at a layer, and those for further layers while the link is idle.
+
+        On CUDA the host waits for a forecast before it launches the layer's experts: the link must know what comes next
+        before it has made the layer's own copies.
+        """
+        self._enter("forecast", call.layer)
+        gate, start, forecast = self._flow.gate, perf_counter(), None
+        if self._forecasts:
+            forecast = self._speculator.forecast(call, executed, None if gate is None else gate.pays)
+        self._enter("policy", call.layer)
+        if forecast is None:
+            return
+        self._hint(forecast)
+        if gate is not None:
+            gate.took(perf_counter() - start)
+        for further in self._speculator.further(call):
+            if not self._residency.idle:  # the link has nearer layers' experts to bring
+                break
+            self._hint(further)
+
+    def _hint(self, forecast: Forecast) -> None:
+        ids, weights = self._read(forecast.topk_ids_TK, forecast.topk_weights_TK)
+        self._known[forecast.layer] = [expert for row in ids for expert in row]
+        self._flow.hint(forecast, ids, weights)
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self._halfway = True
-        if self._told is not None:
-            self._told("policy", layer.index)
+        self._enter("policy", layer.index)
         self._check_untouched(layer)
         plan = self._plan
         if plan is None or plan.layer != layer.index or not (plan.ids_TK is ids_TK or torch.equal(plan.ids_TK, ids_TK)):
-            plan = self._begin(layer.index, ids_TK, False)
+            plan = self._begin(layer.index, ids_TK)
         self._plan = None
-        self._observer.ran(layer.index, len(plan.chunks))
+        count = self._residency.stats.layers[layer.index]
+        count.steps += 1
+        count.chunks += len(plan.chunks)
         if len(plan.chunks) == 1:
             output_TD = self._run_whole(layer, plan, hidden_TD, ids_TK, weights_TK)
         else:
             output_TD = self._run_chunks(layer, hidden_TD, weights_TK, self._chunks(plan, ids_TK.reshape(-1)))
-        self._foresight.take()
         self._complete = layer.index == self._last
-        if self._told is not None:
-            self._told("compute", layer.index + 1)
+        self._enter("compute", layer.index + 1)
         self._halfway = False
         return output_TD
 
-    def _begin(self, layer: int, ids_TK: Tensor, forecast: bool, precision: dict[int, str] | None = None) -> Plan:
-        """Request what a layer executes; `forecast`: these are the ids of the layer's forecast."""
+    def _begin(
+        self, layer: int, ids_TK: Tensor, ids: list[int] | None = None, precision: dict[int, str] | None = None
+    ) -> Plan:
+        """Request what a layer executes.
+
+        Args:
+            layer, ids_TK: its experts.
+            ids: `ids_TK`, flat, where the host has them already.
+            precision: by key, of those that need not come in full.
+        """
         first = layer * self._experts
-        flat: list[int] | None = self._foresight.ids.pop(layer, None)
-        if not forecast or flat is None:
-            few = ids_TK.numel() <= _FEW_IDS
-            flat = self._readback.start(ids_TK.reshape(-1)).tolist() if few else None
-        if flat is not None and len(flat) <= _FEW_IDS:
+        if ids_TK.numel() <= _FEW_IDS:
             pairs = None
-            distinct = [first + expert for expert in dict.fromkeys(flat)]
+            if ids is None:
+                (ids,) = self._read(ids_TK.reshape(-1))
+            distinct = [first + expert for expert in dict.fromkeys(ids)]
         else:
             ids_P = ids_TK.reshape(-1).long()
             counts_E = ids_P.new_zeros(self._experts).scatter_add_(0, ids_P, torch.ones_like(ids_P))
-            counts = self._readback.start(counts_E).tolist()  # torch.unique would keep the host from the link
+            (counts,) = self._read(counts_E)  # torch.unique would keep the host from the link
             pairs = {first + expert: count for expert, count in enumerate(counts) if count}
             distinct = list(pairs)
         if self.ahead is not None:
             self.ahead.reached(layer, distinct)
         chunks = self._flow.begin(layer, distinct, precision)
-        plan = self._plan = Plan(layer, ids_TK, flat, pairs, chunks, precision)
+        plan = self._plan = Plan(layer, ids_TK, ids, pairs, chunks, precision)
         if len(chunks) == 1:
             self._send_slots(plan)
         if self.ahead is not None:
@@ -790,8 +765,7 @@ class HostEngine(Engine):
         sent = plan.sent.take()
         slots_TK = sent[ids_TK] if plan.slots is None else sent.view(ids_TK.shape)
         output_TD = self._kernel.run(layer.experts, hidden_TD, slots_TK, weights_TK, ids_TK, plan.slots)
-        if self._told is not None:
-            self._told("policy", layer.index)
+        self._enter("policy", layer.index)
         self._residency.release(keys)
         return output_TD
 
@@ -805,7 +779,7 @@ class HostEngine(Engine):
             if following is None:
                 self._flow.stream(plan.layer)
             else:
-                self._residency.request(following, plan.precision)
+                self._flow.request(plan.layer, following, plan.precision)
             end = start + sum(count[key] for key in keys)
             pairs = order_P[start:end]
             slots = sent.take()[ids_P[pairs]]
@@ -825,11 +799,9 @@ class HostEngine(Engine):
         return order_P[number_P.sort(stable=True).indices]
 
     def _wait(self, layer: int, keys: list[int]) -> None:
-        if self._told is not None:
-            self._told("wait", layer)
+        self._enter("wait", layer)
         self._residency.wait(keys)
-        if self._told is not None:
-            self._told("compute", layer)
+        self._enter("compute", layer)
 
     def _send_table(self, layer: int, keys: list[int]) -> Sent:
         """[E] slot of each expert, -1 where it has none in this chunk."""

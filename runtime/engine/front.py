@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from types import FrameType
 from typing import NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -53,9 +54,18 @@ def detach(layer: MoELayer) -> None:
     layer.experts.__dict__["num_experts"] = layer.num_experts  # a kernel that was interrupted left that of slots
 
 
-def is_attached(model: nn.Module) -> bool:
-    """Whether any experts module of the model is offloaded."""
-    return any(module in _RUNNING for module in model.modules())
+def refuse_offloaded(model: PreTrainedModel) -> None:
+    """
+    Raises:
+        ExpertcastError: experts of the model run from slots already, or its config says so.
+    """
+    if any(module in _RUNNING for module in model.modules()):
+        raise ExpertcastError("this model is offloaded already: close the other offload first")
+    if EXPERTS_NAME in model.get_experts_implementation().values():
+        raise ExpertcastError(
+            f"the model's config says {EXPERTS_NAME!r}, as that of an offloaded model does: give each model a config "
+            "of its own (copy.deepcopy), or set another experts implementation"
+        )
 
 
 # traced, it would do its books once and for all: a compiled model is compiled around it
@@ -70,7 +80,7 @@ def _offloaded_experts(experts: nn.Module, hidden_states: Tensor, top_k_index: T
         )
     with torch.no_grad():
         runs = engine if engine.stage is None else engine.stage
-        output_TD = runs.run(engine.view[found[1]], hidden_states, top_k_index, top_k_weights)
+        output_TD = runs.run(engine.view.layers[found[1]], hidden_states, top_k_index, top_k_weights)
     if torch.is_grad_enabled() and hidden_states.requires_grad:
         refused: Tensor = _NoBackward.apply(hidden_states, output_TD)  # type: ignore[no-untyped-call]
         return refused
@@ -124,8 +134,8 @@ def in_use(*parts: object) -> Iterator[None]:
 class ForwardGuard:
     """Lets one forward run at a time, in the process that made the offload, with our experts function."""
 
-    def __init__(self, model: PreTrainedModel, view: MoEView) -> None:
-        self._base = model.base_model
+    def __init__(self, base: nn.Module, view: MoEView) -> None:
+        self._base = base
         configs: list[PreTrainedConfig] = [layer.experts.config for layer in view]
         self._configs = list({id(config): config for config in configs}.values())
         self._parts = [
@@ -231,7 +241,7 @@ def weights_guarded(model: PreTrainedModel, view: MoEView) -> Iterator[None]:
                 "__deepcopy__": _refuse("copying the model"),
                 "__getstate__": _refuse("pickling or copying the model, or saving it by torch.save"),
             }
-            for name, value in {"_apply": _guarded_apply(part), **refused}.items():
+            for name, value in {"_apply": partial(_apply_in_place, part), **refused}.items():
                 part.__dict__[name] = value
                 stack.callback(part.__dict__.pop, name, None)
         yield
@@ -257,21 +267,17 @@ def _refuse(what: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _guarded_apply(part: nn.Module) -> Callable[..., nn.Module]:
+def _apply_in_place(part: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """`to`, `cuda`, `half`, `share_memory` and the like all end in a module's `_apply`."""
-
-    def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        sample = next(part.parameters())[:1].detach().clone()
-        pointer = sample.data_ptr()
-        if function(sample) is not sample or sample.data_ptr() != pointer:
-            raise ExpertcastError(
-                "the model's experts are offloaded: close the offload before moving or converting the model"
-            )
-        with torch.no_grad():
-            type(part)._apply(part, function, recurse)  # type: ignore[no-untyped-call]
-        return part
-
-    return apply
+    sample = next(part.parameters())[:1].detach().clone()
+    pointer = sample.data_ptr()
+    if function(sample) is not sample or sample.data_ptr() != pointer:
+        raise ExpertcastError(
+            "the model's experts are offloaded: close the offload before moving or converting the model"
+        )
+    with torch.no_grad():
+        type(part)._apply(part, function, recurse)  # type: ignore[no-untyped-call]
+    return part
 
 
 # Executed forecasts without an engine

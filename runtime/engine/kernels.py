@@ -8,7 +8,7 @@ from __future__ import annotations
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 from typing import Any
@@ -17,12 +17,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.runtime.engine.engine import row_order
-from expertcast.runtime.experimental.kernel_link import has_persistent_grouped_mm
 
 # transformers' grouped kernel over slots on the CPU: the very products that it makes over experts.
 #
@@ -161,6 +160,16 @@ def over_slots(
     if not has_persistent_grouped_mm(next(experts.parameters(recurse=False))):
         return _SlotProducts(slots_TK.reshape(-1).tolist() if slots is None else slots)
     return nullcontext() if count <= _MOST_GROUPS else _SlotRanges(slots)
+
+
+def has_persistent_grouped_mm(weight: Tensor) -> bool:
+    """Whether torch multiplies groups by this weight [S, ...] with its own CUDA kernel: bf16 on Hopper or Blackwell.
+
+    Source: aten/src/ATen/native/cuda/GroupMM.cu; `_grouped_mm` takes other devices and types group by group.
+    """
+    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
 
 
 class _SlotProducts(TorchFunctionMode):
@@ -320,12 +329,13 @@ class SlotKernel:
 
 def kernel_name(model: PreTrainedModel) -> str:
     """Name of the kernel that the model's experts run with while offloaded: its own where slots can stand in."""
-    return _in_slots(_own_kernel(model))
+    return _in_slots(_own_kernel(model.get_experts_implementation(), _part(model.modules(), model.config)))
 
 
 def kernel_of(model: PreTrainedModel) -> ExpertsForward:
     """That kernel; warns where it is not the one the model runs now."""
-    now, name = _own_kernel(model), kernel_name(model)
+    now = _own_kernel(model.get_experts_implementation(), _part(model.modules(), model.config))
+    name = _in_slots(now)
     if now != name:
         warnings.warn(
             f"experts implementation {now!r} cannot read slots: the offloaded model uses {name!r}", stacklevel=3
@@ -333,14 +343,14 @@ def kernel_of(model: PreTrainedModel) -> ExpertsForward:
     return _KERNELS[name]
 
 
-def _own_kernel(model: PreTrainedModel) -> str:
-    return model.get_experts_implementation()[_part(model)] or "grouped_mm"
+def _own_kernel(implementations: Mapping[str, str | None], part: str) -> str:
+    return implementations[part] or "grouped_mm"
 
 
-def _part(model: PreTrainedModel) -> str:
-    """Which entry of the model's experts implementations its experts go by: "", or the name of a sub-config."""
-    of_experts = next((module.config for module in model.modules() if hasattr(module, "_is_expert_parallel")), None)
-    parts = (name for name in model.config.sub_configs if getattr(model.config, name, None) is of_experts)
+def _part(modules: Iterable[nn.Module], config: PreTrainedConfig) -> str:
+    """Which entry of a model's experts implementations its experts go by: "", or the name of a sub-config."""
+    of_experts = next((module.config for module in modules if hasattr(module, "_is_expert_parallel")), None)
+    parts = (name for name in config.sub_configs if getattr(config, name, None) is of_experts)
     return next(parts, "") if of_experts is not None else ""
 
 
@@ -371,7 +381,7 @@ class _Resident:
 
     def __init__(self, model: PreTrainedModel, kernel: SlotKernel) -> None:
         self._model, self._kernel = model, kernel
-        self._part = _part(model)
+        self._part = _part(model.modules(), model.config)
         self._implementations: dict[str, str | None] = model.get_experts_implementation()
 
     def __getattr__(self, name: str) -> object:
@@ -384,4 +394,4 @@ class _Resident:
         if isinstance(implementation, str):
             implementation = dict.fromkeys(self._implementations, implementation)
         self._implementations.update(implementation)
-        self._kernel.forward = _KERNELS[_in_slots(self._implementations[self._part] or "grouped_mm")]
+        self._kernel.forward = _KERNELS[_in_slots(_own_kernel(self._implementations, self._part))]

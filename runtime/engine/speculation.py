@@ -17,11 +17,11 @@ from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.routing_rule import weights_over
 from expertcast.predictors.view import MoELayer, MoEView, RuleCheck
-from expertcast.runtime.engine.refit import OnlineRefit
 from expertcast.runtime.engine.traced import TracedForecasts
 
 if TYPE_CHECKING:
     from expertcast.data.early import EarlyAttention
+    from expertcast.runtime.engine.refit import OnlineRefit
 
 
 class TokenMemory:
@@ -226,7 +226,7 @@ class Speculator:
             self._memory.see(call, logits_TE)
         if self.refit is not None:
             self.refit.routed(call)
-        if call.layer + self.ahead >= len(self.view) or (call.tokens > 1 and not self.prefill):
+        if call.layer + self.ahead >= len(self.view.layers) or (call.tokens > 1 and not self.prefill):
             return None
         target = call.layer + self.ahead
         if target in self._check.wrong or (pays is not None and target not in self.layers and not pays(target)):

@@ -1,18 +1,16 @@
 """Forecasts of decode steps as traced programs: the same tensor operations without Python between them.
 
 A forecast of one token is some fifty operations on a few hundred numbers: two thirds of its time is Python's. The trace
-is taken from the predictor itself, once per layer and shape, and used only if it gives the predictor's own bits. On
-CUDA, where the host takes longer to launch an operation than the device to compute it, the trace replays as a graph.
+is taken from the predictor itself, once per layer and shape, and used only if it gives the predictor's own bits.
 T tokens, E routed experts per layer, K experts per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +20,8 @@ from expertcast.data.tracing import Program, Tensors, traced
 from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.view import MoEView
 
-if TYPE_CHECKING:
-    from torch.cuda import _POOL_HANDLE
-
 _CHECKED_CALLS = 3
 """Calls, the traced one included, on which a trace is compared with its predictor."""
-_WARM_UP = 3
-"""Runs before a capture: libraries get their workspaces."""
 
 TENSORS = (
     "residual_TD", "router_input_TD", "logits_TE", "topk_ids_TK", "topk_weights_TK", "previous_logits_TLE", "early_TD"
@@ -44,21 +37,16 @@ class _Program:
     run: Program | None
     """None: the predictor itself runs."""
     checks_left: int = _CHECKED_CALLS
-    replay: Program | None = None
-    """The same as a graph."""
 
 
 class TracedForecasts:
-    """Forecasts by a predictor, bit for bit; faster from the second step of each shape on. On CUDA a forecast's tensors
-    hold until the next forecast made at the same layer.
+    """Forecasts by a predictor, bit for bit; faster from the second step of each shape on.
 
     Predictors that say `traceable = False`, and those whose trace differs on the first calls, run as they are.
     """
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
-        self._pool: _POOL_HANDLE | None = None
-        """Memory that all graphs share: they run one after another."""
         self._programs: dict[tuple[object, ...], _Program] = {}
 
     @torch.no_grad()
@@ -107,10 +95,7 @@ class TracedForecasts:
         inputs = tuple(tensor for tensor in tensors if tensor is not None)
         program = self._programs.get(key)
         if program is not None and not program.checks_left and program.run is not None:
-            if program.replay is None or capturing():  # a graph may not launch another
-                return program.run(*inputs)
-            with torch.no_grad():
-                return program.replay(*inputs)
+            return program.run(*inputs)
         with torch.no_grad():
             if capturing():  # nothing can be compared now
                 return function(state)
@@ -119,19 +104,11 @@ class TracedForecasts:
                 program = self._programs[key] = _Program(made)
             if program.run is None:
                 return function(state)
-            return self._checked(program, program.run(*inputs), function(state), inputs)
-
-    def _checked(self, program: _Program, made: Tensors, own: Tensors, inputs: Tensors) -> Tensors:
-        """The function's `own` outputs, of the same `inputs` as the `program` has `made`."""
-        program.checks_left -= 1
-        if not all(map(torch.equal, own, made)):
-            program.run = None
-        elif not program.checks_left:
-            assert program.run is not None
-            if self._pool is None and inputs[0].device.type == "cuda":
-                self._pool = torch.cuda.graph_pool_handle()
-            program.replay = captured(program.run, inputs, self._pool)
-        return own
+            own = function(state)
+            program.checks_left -= 1
+            if not all(map(torch.equal, own, program.run(*inputs))):
+                program.run = None
+            return own
 
     def _trace(self, function: _Function, state: RouterState, frozen: int) -> Program | None:
         named = _tensors(state)
@@ -162,66 +139,3 @@ def _random_state(view: MoEView, layer: int, previous: bool, generator: torch.Ge
         topk_ids_TK=ids_1K, topk_weights_TK=weights_1K,
         previous_logits_TLE=logits_1E.expand(shape.layers, -1, -1).transpose(0, 1) if previous else None,
     )  # fmt: skip
-
-
-def captured(program: Program, inputs: Tensors, pool: _POOL_HANDLE | None) -> Program | None:
-    """The program as a CUDA graph, whose outputs are the same tensors each time and hold until the next call.
-
-    Args:
-        program: the same operations in every call.
-        inputs: of the shapes and dtypes that it will be called with.
-        pool: memory shared by graphs that never run side by side.
-
-    Returns:
-        None off CUDA, and where the program cannot be a graph or gives other bits as one.
-    """
-    if inputs[0].device.type != "cuda":
-        return None
-    try:
-        made = _CapturedProgram(program, inputs, pool)
-        same = all(map(torch.equal, made(*inputs), program(*inputs)))
-    except RuntimeError:  # such as a value that the device is asked for
-        return None
-    return made if same else None
-
-
-class _CapturedProgram:
-    def __init__(self, program: Program, inputs: Tensors, pool: _POOL_HANDLE | None) -> None:
-        device = inputs[0].device
-        self._inputs = tuple(tensor.clone() for tensor in inputs)
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UP):
-                program(*self._inputs)
-        torch.cuda.current_stream(device).wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with recording(self._graph, stream, pool):
-            self._outputs = program(*self._inputs)
-
-    def __call__(self, *inputs: Tensor) -> Tensors:
-        for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given)
-        self._graph.replay()
-        return self._outputs
-
-
-@contextmanager
-def recording(
-    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: _POOL_HANDLE | None = None
-) -> Iterator[None]:
-    """What is launched becomes a graph and does not run.
-
-    torch's own capture stream belongs to whatever device was current first: kernels of another device would run beside
-    it and not be captured. Only this thread is kept from calls that a capture forbids.
-
-    Args:
-        graph: an empty one.
-        stream: of the device whose kernels are launched.
-        pool: memory that it shares with graphs which never run beside it; None: its own.
-    """
-    with (
-        torch.cuda.device(stream.device),
-        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-    ):
-        yield

@@ -121,15 +121,13 @@ class _TextEngine(HostEngine):
         self._other = engine
 
     def on_start(self, fresh: bool, token_BS: Tensor | None = None) -> None:
-        self.stats = self._residency.stats
         self._halfway |= self._other.is_halfway
         super().on_start(fresh, token_BS)
 
     def run(self, layer: MoELayer, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self._halfway = True
-        self._plan = plan = self._begin(layer.index, ids_TK, False)
-        if len(plan.chunks) == 1:
-            self._flow.stream(layer.index)
+        self._begin(layer.index, ids_TK)
+        self._flow.finish(layer.index)
         return super().run(layer, hidden_TD, ids_TK, weights_TK)
 
     def run_seen(

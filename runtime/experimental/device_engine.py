@@ -19,7 +19,6 @@ from expertcast.predictors.base import Forecast
 from expertcast.predictors.view import MoELayer
 from expertcast.runtime.engine.engine import Engine, EngineParts, row_order
 from expertcast.runtime.experimental.kernel_link import DeviceStatistics, KernelLink
-from expertcast.runtime.recording.recorder import State
 
 
 class DeviceEngine(Engine):
@@ -29,6 +28,8 @@ class DeviceEngine(Engine):
         super().__init__(parts)
         link = parts.link
         assert isinstance(link, KernelLink), f"link {link.name!r} has no tables on the device"
+        enter = self._enter
+        self._enter = lambda state, layer: None if capturing() else enter(state, layer)  # a capture runs nothing
         self.stats = DeviceStatistics(link, parts.pool.layout.block_bytes)
         self._link, self._tables = link, link.residency
         self._prefetch_policy, self._keep = parts.policies.prefetch, parts.keep
@@ -39,10 +40,6 @@ class DeviceEngine(Engine):
         """It runs in one piece; counted once, for that may need the host."""
         self._ticket = 0
         """Calls of the link that the running layer waits for."""
-
-    def _enter(self, state: State, layer: int) -> None:
-        if not capturing():  # nothing runs while a graph is captured
-            super()._enter(state, layer)
 
     def limit(self, layer: int) -> int:
         return self._pool.count

@@ -8,6 +8,8 @@ between router and experts of one layer and the next, and the runtime runs betwe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +17,6 @@ from torch import Tensor
 from transformers import StaticCache
 
 from expertcast.predictors.messages import ExpertcastError
-from expertcast.runtime.engine.traced import recording
 from expertcast.runtime.experimental.kernel_link import KernelLink
 from expertcast.runtime.offloading import OffloadedModel
 
@@ -146,3 +147,21 @@ class GraphDecoder:
         finally:
             self._link.synchronize()
         self._graph = graph
+
+
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+    """What is launched becomes a graph and does not run.
+
+    torch's own capture stream belongs to whatever device was current first: kernels of another device would run beside
+    it and not be captured. Only this thread is kept from calls that a capture forbids.
+
+    Args:
+        graph: an empty one.
+        stream: of the device whose kernels are launched.
+    """
+    with (
+        torch.cuda.device(stream.device),
+        torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+    ):
+        yield

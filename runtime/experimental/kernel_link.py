@@ -339,16 +339,6 @@ class CarveOut:
             torch._C._set_sm_carveout_experimental(self._before.pop())
 
 
-def has_persistent_grouped_mm(weight: Tensor) -> bool:
-    """Whether torch multiplies groups by this weight [S, ...] with that kernel: bf16 on Hopper or Blackwell.
-
-    Source: aten/src/ATen/native/cuda/GroupMM.cu; `_grouped_mm` takes other devices and types group by group.
-    """
-    if weight.device.type != "cuda" or weight.dtype != torch.bfloat16:
-        return False
-    return torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
-
-
 _TIMED = 256
 """Calls whose times may be outstanding before they are counted."""
 _COPIED = [COUNTS.index("misses"), COUNTS.index("prefetched")]

@@ -134,8 +134,9 @@ def _passes(
     """The pass of each batch of windows, and the counters of all decode steps."""
     totals: Counter[str] = Counter()
     passes = []
-    link = InstantLink() if config.link == "auto" else config.link
-    with opener(replace(config, link=link)) as offloaded:
+    if config.link == "auto":
+        config = replace(config, link=InstantLink(), bandwidth=None, latency=0.0)
+    with opener(config) as offloaded:
         for ids_BW in windows:
             with _recorded(offloaded.view) as executed:
 

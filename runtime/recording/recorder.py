@@ -49,40 +49,8 @@ class Observer:
     def needed(self, layer: int, keys: Sequence[int]) -> None:
         """What a layer executes is known and about to be requested (distinct keys)."""
 
-    def skipped(self, layer: int, experts: int) -> None:
-        """A lossy policy left out or replaced so many experts that the router chose."""
-
-    def requested(self, layer: int, keys: Sequence[int], missing: Sequence[int], again: int, forecast: int) -> None:
-        """A layer that runs asks for experts, all at once or in chunks.
-
-        Args:
-            layer: whose experts they are.
-            keys: all that it asks for.
-            missing: those of them that have no slot.
-            again: how many of the missing ones were evicted earlier in this forward.
-            forecast: how many of the others a forecast brought in and no layer has asked for before.
-        """
-
     def asked(self, layer: int, keys: Sequence[int]) -> None:
         """A forecast asks for experts of a later layer, most needed first; or the last layer, for the next token."""
-
-    def loading(self, layer: int, nbytes: int, urgent: bool) -> None:
-        """The link has been given the copy of an expert; `urgent`: the layer at work asked for it, no forecast."""
-
-    def dropped(self, layer: int, nbytes: int, forecast: bool) -> None:
-        """A copy was taken back before it began; `forecast`: one that no layer has asked for."""
-
-    def waited(self, layer: int, seconds: float, in_time: int) -> None:
-        """Compute was made to wait for requested experts (host time), or for a copy in the model's own thread.
-
-        Args:
-            layer: whose experts they are.
-            seconds: how long the model's thread was held up.
-            in_time: how many of the experts that a forecast brought in had arrived before.
-        """
-
-    def ran(self, layer: int, chunks: int) -> None:
-        """A layer's experts run in so many kernel calls."""
 
     def copied(self, key: int, layer: int, start: float, end: float, urgent: bool) -> None:
         """A copy was under way.

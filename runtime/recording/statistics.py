@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, fields
 from weakref import WeakMethod
 
 from expertcast.predictors.messages import Json
-from expertcast.runtime.recording.recorder import Observer
 
 
 @dataclass(slots=True)
@@ -45,11 +44,8 @@ class LayerStatistics:
     """Kernel calls; more than steps when a step's experts did not fit the slots."""
 
 
-class RunStatistics(Observer):
-    """Counts what it is told: `layers[l]` of layer l, `as_dict` with totals.
-
-    What happens to each expert (`evicted`, `prefetched`, `bytes_moved`) the residency counts in `layers` itself: no
-    events are told for it.
+class RunStatistics:
+    """Counts that the engine and its cache keep: `layers[l]` of layer l, `as_dict` with totals.
 
     Args:
         layers: MoE layers of the model.
@@ -64,34 +60,6 @@ class RunStatistics(Observer):
 
     def __init__(self, layers: int) -> None:
         self.layers = [LayerStatistics() for _ in range(layers)]
-
-    def skipped(self, layer: int, experts: int) -> None:
-        self.layers[layer].skipped += experts
-
-    def requested(self, layer: int, keys: Sequence[int], missing: Sequence[int], again: int, forecast: int) -> None:
-        count, misses = self.layers[layer], len(missing)
-        count.requests += len(keys)
-        count.misses += misses
-        count.hits += len(keys) - misses
-        count.collisions += again
-        count.prefetched_used += forecast
-
-    def dropped(self, layer: int, nbytes: int, forecast: bool) -> None:
-        count = self.layers[layer]
-        count.bytes_moved -= nbytes
-        if forecast:
-            count.prefetched -= 1
-            count.dropped += 1
-
-    def waited(self, layer: int, seconds: float, in_time: int) -> None:
-        count = self.layers[layer]
-        count.waited_s += seconds
-        count.prefetched_in_time += in_time
-
-    def ran(self, layer: int, chunks: int) -> None:
-        count = self.layers[layer]
-        count.steps += 1
-        count.chunks += chunks
 
     @contextmanager
     def resetting(self) -> Iterator[None]:

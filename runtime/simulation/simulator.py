@@ -149,8 +149,6 @@ class VirtualRuntime:
             if self._forecasts is not None and not forward.fresh:
                 self._ask(self._forecasts, layer, forward, ask_s[layer])
             flow.finish(layer)
-            if len(chunks) == 1:
-                flow.stream(layer)
             link.spend(launch_s[layer])
             self._compute(layer, expert_s[layer], chunks, precision)
         link.spend(end_s)
@@ -187,10 +185,10 @@ class VirtualRuntime:
         if not flow.decides:
             return keys, None
         decision = flow.decide(layer, logits_TE, routes.ids[layer][rows], routes.weights[layer][rows])
-        if decision is None:
+        if not decision.changed:
             return keys, None
         first = layer * self.trace.shape.experts
-        return asked_for([first + expert for row in decision.ids_TK.tolist() for expert in row]), decision.precision
+        return asked_for([first + expert for row in decision.ids for expert in row]), decision.precision
 
     def _tell(self, layer: int, forward: Forward) -> None:
         """What each token of a prompt was given, to a policy that reads it."""

@@ -19,7 +19,7 @@ from expertcast.predictors.messages import ExpertcastError, Progress, tokens_rea
 from expertcast.predictors.routing_rule import route_all
 from expertcast.predictors.view import ModelShape, MoEView
 from expertcast.runtime.engine.engine import LayerFlow
-from expertcast.runtime.engine.tokens_ahead import TokenForecasts
+from expertcast.runtime.engine.forecasting import TokenForecasts
 
 PREFILL = 64
 """Tokens of each document that are prefilled; half of a document that is shorter than twice as many."""

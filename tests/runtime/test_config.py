@@ -22,7 +22,7 @@ import expertcast.runtime
 from expertcast.cli import main
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.options import field_docs
-from expertcast.runtime import InstantLink, OffloadConfig, load_offloaded, offload
+from expertcast.runtime import EmulatedLink, InstantLink, OffloadConfig, load_offloaded, offload
 from expertcast.runtime.config import FORECASTS, LINKS, MODES, remarks
 from expertcast.runtime.policies import MISS, PRESETS, ROUTING, Policies
 from expertcast.runtime.recording.recorder import Observer
@@ -229,6 +229,8 @@ def test_every_field_refuses_values_of_another_type() -> None:
         ({"latency": float("nan")}, "latency=nan: give seconds"),
         ({"latency": float("inf")}, "latency=inf: give seconds"),
         ({"store": "disk", "store_folder": ""}, r"store_folder='': give a folder, '\.' for the current one"),
+        ({"link": InstantLink(), "bandwidth": 1e9}, "bandwidth and latency are those of the link that is given"),
+        ({"link": EmulatedLink(1e9), "latency": 1e-3}, "bandwidth and latency are those of the link that is given"),
     ],
 )
 def test_values_out_of_range(fields: dict[str, Any], message: str) -> None:

@@ -26,7 +26,7 @@ from expertcast.runtime.recording.recorder import Observer
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 
-SETTINGS: dict[str, Any] = {"tokens": 400, "window": 24, "batch_size": 3}
+SETTINGS: dict[str, Any] = {"tokens": 160, "window": 24, "batch_size": 3}
 STORES: dict[str, dict[str, Any]] = {
     "memory": {}, "disk": {"store": "disk"}, "coded": {"store": "disk", "codec": "bitsplit"},
     "mapped": {"store": "disk", "link": "instant"},
@@ -161,7 +161,7 @@ def test_generation_is_right_afterwards(
 ) -> None:
     """After a collection, and after one that was cut short between request and copies."""
     expected = greedy(reference_model, one, 6)
-    settings: dict[str, Any] = {"tokens": 300, "window": 64, "early_rank": None}
+    settings: dict[str, Any] = {"tokens": 130, "window": 64, "early_rank": None}
     with offload(reference_model, slots=100, predictor="next_norm") as offloaded:
         assert_same(greedy(offloaded, one, 6), expected)
         collect(offloaded, reference_tokenizer, documents(), tmp_path / "whole", **settings)

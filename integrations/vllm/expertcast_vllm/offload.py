@@ -31,11 +31,10 @@ from vllm.v1.worker.worker_base import WorkerBase
 from expertcast.data.batch import RouterCall, capturing
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.config import OffloadConfig, named_checkpoint
+from expertcast.runtime.config import OffloadConfig, make_link, make_store, named_checkpoint, slots_for
 from expertcast.runtime.engine.engine import Engine, EngineParts, HostEngine
 from expertcast.runtime.experimental.device_engine import DeviceEngine
 from expertcast.runtime.links.base import Link
-from expertcast.runtime.offloading import slots_for
 from expertcast.runtime.policies.base import CacheShape
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.serving.metrics import ExpertMetrics, Source
@@ -43,7 +42,6 @@ from expertcast.runtime.storage.layout import ExpertsForm
 from expertcast.runtime.storage.memory import HostMemory, PageLock
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.transport import make_link, make_store
 from expertcast_vllm.method import GatheringKernel, MappingKernel, OffloadedMethod, VllmKernel
 from expertcast_vllm.settings import KEY, METRICS, OFFLOAD, STATISTICS, Settings
 from expertcast_vllm.step import Step, check_config, check_slots, groups, running_step, without_padding

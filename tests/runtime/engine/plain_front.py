@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from expertcast.data.batch import RouterCall
 from expertcast.predictors import ModelShape, MoEView, PredictorConfig
 from expertcast.predictors.baselines import RouterInput
-from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.config import OffloadConfig, make_link, make_store
 from expertcast.runtime.engine.drift import DriftMonitor
 from expertcast.runtime.engine.engine import EngineParts, HostEngine, combine
 from expertcast.runtime.engine.speculation import Speculator
@@ -28,7 +28,6 @@ from expertcast.runtime.policies import CacheShape
 from expertcast.runtime.storage.layout import BlockLayout, ExpertsForm
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.transport import make_link, make_store
 from tests.plain_view import LinearRouter, plain_view
 
 SHAPE = ModelShape(layers=4, experts=8, top_k=2, hidden=16)

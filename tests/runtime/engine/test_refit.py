@@ -204,20 +204,20 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bits_are_the_models_own(
     predictor: Linear | Estimator, reference_model: PreTrainedModel, one: dict[str, Tensor]
 ) -> None:
-    expected = greedy(reference_model, one, tokens=14)
+    expected = greedy(reference_model, one, tokens=10)
     before = {name: tensor.clone() for name, tensor in predictor.state_dict().items()}
     with offload(reference_model, predictor=predictor, slots=96, refit=1000.0) as offloaded:
-        assert_same(greedy(offloaded, one, tokens=14), expected)
+        assert_same(greedy(offloaded, one, tokens=10), expected)
         report = offloaded.stats.as_dict()["refit"]
         assert list(report["layers"]) == list(range(1, 12))
         assert all(layer["tokens"] >= 6 for layer in report["layers"].values())
         assert 0 < report["longest_ms"] / 1e3 <= report["seconds"]
         changes = [name for name, tensor in predictor.state_dict().items() if not torch.equal(before[name], tensor)]
         assert changes, "what was learned was used"
-        assert_same(greedy(offloaded, one, tokens=4), (expected[0][:, :-10], expected[1][:4]))
+        assert_same(greedy(offloaded, one, tokens=4), (expected[0][:, :-6], expected[1][:4]))
     assert all(torch.equal(before[name], tensor) for name, tensor in predictor.state_dict().items())
     with torch.inference_mode(), offload(reference_model, predictor=predictor, slots=96, refit=1000.0) as offloaded:
-        assert_same(greedy(offloaded, one, tokens=14), expected)
+        assert_same(greedy(offloaded, one, tokens=4), (expected[0][:, :-6], expected[1][:4]))
 
 
 @pytest.mark.usefixtures("eager")
@@ -236,7 +236,7 @@ def test_executed_forecasts_are_no_targets(
     )
     monkeypatch.setattr(LayerRefit, "collect", lambda self, each: (learned.append(each), collect(self, each)))
     with offload(reference_model, predictor=predictor, mode="speculate", slots=96, refit=1000.0) as offloaded:
-        greedy(offloaded, one, tokens=8)
+        greedy(offloaded, one, tokens=6)
         assert sum(layer["tokens"] for layer in offloaded.stats.as_dict()["refit"]["layers"].values())
     assert learned
     for example in learned:

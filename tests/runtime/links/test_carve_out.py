@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from expertcast.runtime import offload
-from expertcast.runtime.experimental.kernel_link import CarveOut, HostCopier, KernelLink, has_persistent_grouped_mm
+from expertcast.runtime.engine.kernels import has_persistent_grouped_mm
+from expertcast.runtime.experimental.kernel_link import CarveOut, HostCopier, KernelLink
 from expertcast.runtime.links.driver import CudaDevice
 from expertcast.runtime.storage.layout import BlockLayout, Field
 from expertcast.runtime.storage.slots import SlotPool

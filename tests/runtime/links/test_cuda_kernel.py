@@ -7,6 +7,7 @@ import torch
 
 from expertcast.predictors import ExpertcastError
 from expertcast.runtime import offload
+from expertcast.runtime.engine.kernels import has_persistent_grouped_mm
 from expertcast.runtime.experimental.graph_decoder import GraphDecoder
 from expertcast.runtime.experimental.kernel_link import (
     CarveOut,
@@ -14,7 +15,6 @@ from expertcast.runtime.experimental.kernel_link import (
     KernelLink,
     KernelResidency,
     Moves,
-    has_persistent_grouped_mm,
     has_triton,
 )
 from expertcast.runtime.links.driver import CudaDevice

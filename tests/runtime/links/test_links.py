@@ -11,12 +11,11 @@ import torch
 
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime import EmulatedLink, InstantLink, Link
-from expertcast.runtime.config import OffloadConfig
+from expertcast.runtime.config import OffloadConfig, make_link
 from expertcast.runtime.links.base import Copy
 from expertcast.runtime.links.cuda import CudaLink
 from expertcast.runtime.storage.slots import SlotPool
 from expertcast.runtime.storage.store import ExpertStore
-from expertcast.runtime.transport import make_link
 from tests.families.models import tiny_model
 
 

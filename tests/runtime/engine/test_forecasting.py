@@ -13,10 +13,9 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, ModelShape, NextToken, Predictor
 from expertcast.predictors.next_token import NextTokenConfig
 from expertcast.runtime import OffloadConfig, offload
-from expertcast.runtime.engine import tokens_ahead as module
+from expertcast.runtime.engine import forecasting as module
 from expertcast.runtime.engine.cache import ExpertCache
-from expertcast.runtime.engine.forecasting import ForecastGate
-from expertcast.runtime.engine.tokens_ahead import TokensAhead, early_layers
+from expertcast.runtime.engine.forecasting import ForecastGate, TokensAhead, early_layers
 from expertcast.runtime.experimental.kernel_link import KernelLink
 from expertcast.runtime.policies import Policies
 from expertcast.runtime.recording.recorder import Observer
@@ -126,7 +125,7 @@ def test_a_gate_weighs_waiting_against_cost(residency: ExpertCache) -> None:
     assert residency.link.copy_s == 1.0
     ahead = made(residency, {9: 0.25, 10: 0.2, 17: 0.25, 18: 0.1})
     ahead.start(False, None)
-    gate = ForecastGate(residency, 4, ahead)
+    gate = ForecastGate(residency.link, 4, ahead)
     assert gate.pays(2)  # nothing is known of what forecasts cost
     gate.took(0.25)
     assert [gate.pays(layer) for layer in range(4)] == [False, True, False, False]
@@ -135,19 +134,17 @@ def test_a_gate_weighs_waiting_against_cost(residency: ExpertCache) -> None:
 def test_a_gate_goes_by_the_mean_where_nothing_else_is_known(residency: ExpertCache) -> None:
     """Layer 0 has missed two experts, layer 1 none; what a forecast brought in counts as missed before it."""
     residency.link.bytes_moved, residency.link.busy_s = residency.pool.layout.block_bytes, 1.0
-    gate = ForecastGate(residency, 4, None)
+    gate = ForecastGate(residency.link, 4, None)
     gate.took(0.5)
     residency.settle(0, [0, 1])
     residency.prefetch([0])
-    residency.request([0, 1])
+    gate.missed(0, residency.request([0, 1]))
     assert gate.pays(0)
-    residency.settle(0, [0, 1])
-    residency.settle(1, [])
-    gate.requested(1, [8, 9], [], 0, 0)
+    gate.missed(1, 0)
     assert not gate.pays(1)
     assert gate.pays(2)  # it has never run
     for _ in range(100):  # two were missing the first time, none since
-        gate.requested(0, [0, 1], [], 0, 0)
+        gate.missed(0, residency.request([0, 1]))
     assert not gate.pays(0)
 
 
