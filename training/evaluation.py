@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from expertcast.checkpoints.results import CHAINED
 from expertcast.data.batch import TraceBatch
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import PredictorConfig, predictor_class
@@ -26,7 +27,7 @@ from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.baselines import Frequency, PreviousToken
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.linear import LinearConfig
-from expertcast.predictors.messages import ExpertcastError, Json, Progress, aligned, tokens_read
+from expertcast.predictors.messages import ExpertcastError, Json, Progress, tokens_read
 from expertcast.predictors.next_token import NextToken
 from expertcast.predictors.view import ModelShape, MoEView
 from expertcast.training.fit import fit, fit_counts
@@ -51,8 +52,6 @@ from expertcast.training.scoring import FitOptions, device_of, states_of
 
 Curve = Mapping[str, Mapping[str, float]]
 """Per predictor, recall by number of training tokens (a number, or the text that JSON makes of it)."""
-CHAINED = "_chained"
-"""Ending of a metric's name where forecasts were made from executed forecasts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,36 +70,6 @@ class Evaluation:
         return value
 
 
-def recall_table(evaluation: Evaluation, metric: str = "recall_at_k") -> str:
-    """A text table for the terminal: a row per predictor, the mean first, then the target layers."""
-    values = evaluation.as_dict()
-    if metric not in values:
-        raise ExpertcastError(f"no metric {metric!r} in this evaluation: choose from {', '.join(sorted(values))}")
-    rows = [["predictor", "mean", *(str(layer) for layer in values["targets"])]]
-    for name, result in values[metric].items():
-        rows.append([name, _decimal(result["mean"]), *(_decimal(value) for value in result["per_layer"])])
-    chance = values["chance"].get(metric.removesuffix(CHAINED))
-    if chance is not None:
-        rows.append(["chance", *[_decimal(chance)] * (len(rows[0]) - 1)])
-    return aligned(rows)
-
-
-def link_table(evaluation: Evaluation) -> str:
-    """A text table for the terminal: what forecasts bring in time, and whether their probabilities mean what they say.
-
-    A row per predictor: recall of whole experts and of bytes for each link, then the calibration error over all pairs
-    and over likely ones, as the logits stand and as they were calibrated.
-    """
-    values = evaluation.as_dict()
-    timely = [name for name in values if name.startswith("timely") and not name.endswith(CHAINED)]
-    rows = [["predictor", *timely, "ECE before", "after", "likely before", "after"]]
-    for name, result in values["calibration"].items():
-        errors = [each[key] for key in ("ece", "ece_likely") for each in (result["before"], result)]
-        means = [values[metric][name]["mean"] for metric in timely]
-        rows.append([name, *map(_decimal, means), *("-" if error is None else f"{error:.4f}" for error in errors)])
-    return aligned(rows)
-
-
 def summary(value_L: Tensor) -> Json:
     """`mean` over the layers that have a value, and `per_layer` with None where there is none."""
     return {"mean": plain(value_L.double().nanmean(dim=0)), "per_layer": plain(value_L.double())}
@@ -111,12 +80,6 @@ def expert_counts(metrics: Mapping[str, ExpertRecall]) -> Json:
     counts = {name: metric.compute() for name, metric in metrics.items()}
     used_LE = next(iter(counts.values()))["used"]
     return {"used": used_LE.tolist(), "found": {name: each["found"].tolist() for name, each in counts.items()}}
-
-
-def chained_apart(evaluation: Json) -> list[str]:
-    """The predictors whose chained recall@k is another than the teacher-forced one, at any layer."""
-    chained = evaluation.get("recall_at_k" + CHAINED, {})
-    return [name for name, result in chained.items() if result != evaluation["recall_at_k"][name]]
 
 
 def reliability(result: dict[str, Tensor]) -> Json:
@@ -146,10 +109,6 @@ def plain(values: Tensor) -> object:
     """A number or nested lists of them, None for NaN."""
     array = values.cpu().numpy()
     return np.where(np.isnan(array), np.array(None), array).tolist()
-
-
-def _decimal(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 CHUNK_TOKENS = 2048
@@ -376,17 +335,6 @@ def evaluate_tokens(predictor: NextToken, source: TraceSource, split: str) -> Js
     }
 
 
-def tokens_table(tokens_ahead: Mapping[str, Json]) -> str:
-    """A text table for the terminal: a row per forecast and recall, a column per token ahead."""
-    steps = len(next(iter(tokens_ahead.values()))[RECALLS[0]]["mean"])
-    rows = [["tokens ahead", *(str(step + 1) for step in range(steps))]]
-    for recall in RECALLS:
-        for name, values in tokens_ahead.items():
-            means = (f"{value:.3f}" for value in values[recall]["mean"])
-            rows.append([f"{name} {recall}", *means])
-    return aligned(rows)
-
-
 def _forecasts(predictor: NextToken, examples: TokenExamples) -> Iterator[tuple[str, Tensor]]:
     """Name, and something to rank experts by [B, S, N]."""
     steps, chunk = predictor.config.tokens, examples.chunk
@@ -507,15 +455,6 @@ def baseline_recall(source: TraceSource, split: str, ahead: int) -> Json:
 
 # Ledger: parameters, bytes, time per forecast, seconds of training and collection.
 
-COLUMNS = (
-    ("parameters", "parameters", "{:,}"),
-    ("bytes", "bytes", "{:,}"),
-    ("forecast_ms", "ms per forecast", "{:.3f}"),
-    ("training_s", "training s", "{:.1f}"),
-    ("collection_s", "collection s", "{:.1f}"),
-)
-"""Members of an entry, with their headings in tables and how they are written."""
-
 
 def ledger_entry(predictor: Predictor, report: Json, forecast_s: float | None) -> Json:
     """One predictor's costs, None where one is not known.
@@ -540,16 +479,3 @@ def ledger_entry(predictor: Predictor, report: Json, forecast_s: float | None) -
         "training_s": None if trained is None else trained + report.get("known_seconds", 0.0),
         "collection_s": report.get("collection_s"),
     }
-
-
-def ledger_rows(ledger: Mapping[str, Json]) -> list[list[str]]:
-    """A row of text per predictor, a dash for what is not known."""
-    return [
-        [name, *("-" if entry.get(key) is None else form.format(entry[key]) for key, _, form in COLUMNS)]
-        for name, entry in ledger.items()
-    ]
-
-
-def ledger_table(ledger: Mapping[str, Json]) -> str:
-    """A text table for the terminal."""
-    return aligned([["predictor", *(heading for _, heading, _ in COLUMNS)], *ledger_rows(ledger)])

@@ -16,8 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from expertcast.checkpoints.results import CHAINED, chained_apart
 from expertcast.predictors.messages import Json
-from expertcast.training.evaluation import CHAINED, Curve, chained_apart, quality_runs
+from expertcast.training.evaluation import Curve, quality_runs
 
 # Colours are Okabe and Ito's, which stay apart for colour-blind readers; a predictor has the same colour and
 # marker in every figure.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from expertcast.checkpoints.results import layer_table
 from expertcast.data.batch import TraceBatch
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors.base import PredictorConfig, RouterState
@@ -15,7 +16,7 @@ from expertcast.predictors.baselines import QuasiHidden, RouterInput
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import MoEView
 from expertcast.training import evaluation as module
-from expertcast.training.evaluation import evaluate, recall_table
+from expertcast.training.evaluation import evaluate
 from tests.families.models import tiny_model
 from tests.training.synthetic import Before, Oracle, Same, random_batch, tiny_view
 
@@ -185,15 +186,13 @@ def test_mistakes_are_named(view: MoEView, batch: TraceBatch) -> None:
     other = find_moe_layers(tiny_model("qwen3_moe", dtype=torch.float32, seed=1))
     with pytest.raises(ExpertcastError, match="quasi_hidden is bound to other routers"):
         evaluate(predictors, [batch], other)
-    with pytest.raises(ExpertcastError, match="no metric 'recal'"):
-        recall_table(evaluate(predictors, [batch], view), "recal")
 
 
 def test_table_has_a_row_per_predictor_and_the_chance_level(view: MoEView, batch: TraceBatch) -> None:
     result = evaluate(
         {"quasi_hidden": quasi(view), "same": Same(PredictorConfig(), view.shape).bind(view)}, [batch], view
     )
-    lines = recall_table(result).splitlines()
+    lines = layer_table(result.as_dict()).text().splitlines()
     assert [line.split()[0] for line in lines] == ["predictor", "quasi_hidden", "same", "chance"]
     assert lines[0].split()[1:] == ["mean", "1", "2", "3"]
     assert len({len(line) for line in lines}) == 1

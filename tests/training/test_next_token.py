@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
+from expertcast.checkpoints.results import tokens_table
 from expertcast.cli import main
 from expertcast.data.batch import TraceBatch
 from expertcast.data.processes import Share
@@ -20,7 +21,7 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.baselines import DefaultVectors
 from expertcast.predictors.next_token import PRIOR, NextToken, NextTokenConfig
-from expertcast.training.evaluation import evaluate_tokens, tokens_table
+from expertcast.training.evaluation import evaluate_tokens
 from expertcast.training.fit import fit
 from expertcast.training.next_token import TokenChunk, token_chunks
 from expertcast.training.scoring import FitOptions
@@ -119,7 +120,7 @@ def test_scores_by_hand(source: Cyclic, fitted: NextToken) -> None:
         scored = found["tokens_ahead"][name]
         assert scored["recall_at_k"]["mean"][1] == pytest.approx(value / count, abs=1e-6)
         assert len(scored["recall_at_k_plus_3"]["per_layer"][0]) == len(source.view)
-    assert "previous_token recall_at_k_plus_3" in tokens_table(found["tokens_ahead"])
+    assert "previous_token recall_at_k_plus_3" in tokens_table(found["tokens_ahead"]).text()
 
 
 def test_it_knows_which_token_comes(source: Cyclic) -> None:

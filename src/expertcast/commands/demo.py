@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import save_predictor
+from expertcast.checkpoints.results import layer_table
 from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import Count, Option
 from expertcast.commands.output import Outcome, folder, say, write_json
@@ -32,7 +33,7 @@ from expertcast.runtime.benchmarking.runs import Decoding, balanced_bandwidth, d
 from expertcast.runtime.config import OffloadConfig
 from expertcast.runtime.quality.forecasts import QualityRun, measure_quality, text_windows
 from expertcast.runtime.storage.layout import BlockLayout
-from expertcast.training.evaluation import Evaluation, evaluate, recall_table
+from expertcast.training.evaluation import Evaluation, evaluate
 from expertcast.training.fit import fit_many
 from expertcast.training.report import PAGE, example_text, report_sources, write_report
 from expertcast.training.scoring import Fitted, scored_batches
@@ -323,7 +324,7 @@ def _text(out: Path, evaluation: Evaluation, result: Json) -> str:
     return "\n\n".join(
         [
             f"\nrecall@k per target layer, {result['tokens']} test tokens",
-            recall_table(evaluation),
+            layer_table(evaluation.as_dict()).text(),
             f"decoding with forecasts by {result['deployed_predictor']}, {SLOTS} of "
             f"{result['experts'] * result['layers']} experts on the device, "
             f"link of {result['bandwidth'] / 1e6:.1f} MB/s",

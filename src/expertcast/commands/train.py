@@ -8,6 +8,7 @@ from typing import Annotated
 
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.checkpoints.hub import HubName, NotOnHubError
+from expertcast.checkpoints.results import ledger_table
 from expertcast.commands.options import COUNT, Count, Data, Fields, OffloadedOptions, Option, Text, TextColumn
 from expertcast.commands.output import Outcome, folder, say
 from expertcast.commands.predictors import ledger_of, predictor_config, scores
@@ -21,7 +22,7 @@ from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import ExpertcastError, predictor_class
 from expertcast.predictors.base import PredictorConfig
 from expertcast.predictors.messages import Json
-from expertcast.training.evaluation import baseline_recall, ledger_table
+from expertcast.training.evaluation import baseline_recall
 from expertcast.training.fit import fit
 from expertcast.training.loop import forget, resume_folder
 from expertcast.training.report import log_evaluation
@@ -93,7 +94,9 @@ def _train(options: Options, config: PredictorConfig) -> Outcome:
             log_evaluation(
                 options.fit.log_folder, options.predictor, test, {**used, **fitted.predictor.config.as_dict()}
             )
-    text = f"{table}\n\n{ledger_table(ledger)}\n\nfitted in {fitted.report['seconds']:.0f} s; wrote {options.out}"
+    text = (
+        f"{table}\n\n{ledger_table(ledger).text()}\n\nfitted in {fitted.report['seconds']:.0f} s; wrote {options.out}"
+    )
     return {"checkpoint": str(options.out), "training": fitted.report, **metrics}, text
 
 
