@@ -9,16 +9,18 @@ from pathlib import Path
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from expertcast.checkpoints.hub import HubName
-from expertcast.checkpoints.results import RECALL, layer_table, ledger_table, link_table, markdown_table, tokens_table
+from expertcast.checkpoints.results import (
+    RECALL,
+    layer_table,
+    ledger_table,
+    link_table,
+    markdown_table,
+    timely_metrics,
+    tokens_table,
+)
 from expertcast.predictors.messages import Json
 
 # Parts of the card; a table without rows is left out.
-
-
-def is_mean(metric: str, values: object, name: str) -> bool:
-    shown = metric == RECALL or metric == "exact_set" or metric.startswith("timely@")
-    own = values.get(name) if shown and isinstance(values, dict) and not metric.endswith("_chained") else None
-    return isinstance(own, dict) and isinstance(own.get("mean"), float)
 
 
 def scored(metrics: Json) -> str:
@@ -76,6 +78,7 @@ def model_rows(config: Json) -> list[list[str]]:
     ]
 
 
+BYTES = "timely_bytes"
 BUNDLED = "reference"
 """The model that expertcast brings; it has no repository."""
 BUNDLED_LICENSE = "apache-2.0"
@@ -176,7 +179,8 @@ def _metadata(config: Json, metrics: Json, where: str, license: str | None) -> M
 def _results(name: str, metrics: Json) -> list[EvalResult]:
     """The predictor's own means, over layers; of one that looks tokens ahead those of the next token."""
     data = metrics.get("data", {})
-    found = {f"{metric}": values[name]["mean"] for metric, values in metrics.items() if is_mean(metric, values, name)}
+    shown = [metric for metric in (RECALL, "exact_set", *timely_metrics(metrics)) if not metric.startswith(BYTES)]
+    found = {metric: (metrics.get(metric, {}).get(name) or {}).get("mean") for metric in shown}
     ahead = metrics.get("tokens_ahead", {}).get(name, {})
     found |= {metric: values["mean"][0] for metric, values in ahead.items()}
     return [

@@ -12,7 +12,7 @@ model (`expertcast.runtime.quality.forecasts`), and no trace can tell it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ from expertcast.training.metrics import (
     ratio_windows,
 )
 from expertcast.training.next_token import WINDOW, TokenExamples, token_chunks
-from expertcast.training.scoring import FitOptions, device_of, states_of
+from expertcast.training.scoring import BATCH, FitOptions, device_of, states_of
 
 # The result of an evaluation, and its tables.
 
@@ -99,12 +99,6 @@ def reliability(result: dict[str, Tensor]) -> Json:
     return {**errors, "ece_per_layer": plain(result["ece_L"].reshape(-1)), "bins": bins}
 
 
-def quality_runs(quality: Json) -> dict[str, Json]:
-    """Runs by name, each with `per_domain`, from what the quality harness gives (its whole result or its `runs`)."""
-    runs = quality.get("runs", quality)
-    return {name: {**run, "per_domain": run.get("per_domain", run.get("domains", {}))} for name, run in runs.items()}
-
-
 def plain(values: Tensor) -> object:
     """A number or nested lists of them, None for NaN."""
     array = values.cpu().numpy()
@@ -148,18 +142,16 @@ def evaluate(
     links = windows or dict.fromkeys(predictors, ratio_windows(view.shape.top_k))
     plain = {name: _Score(view, ahead, links[name]) for name in predictors}
     # traces hold early attention on the model's own routing: only a model can tell it of another
-    followed = [name for name, each in predictors.items() if not each.uses_early] if chained else []
-    chains = {name: _Score(view, ahead, links[name]) for name in followed}
-    blind: set[str] | None = None
+    followed = {name: each for name, each in predictors.items() if chained and not each.uses_early}
+    chains = {
+        name: _Score(view, ahead, links[name]) if each.reads_routing else plain[name] for name, each in followed.items()
+    }
     with torch.no_grad():
         for states in _states(batches, view, previous):
             truths = [rank_routing(state) for state in states]
-            if chained and blind is None:
-                blind = {name for name, each in predictors.items() if not _reads_routing(each, states, ahead)}
             for name, predictor in predictors.items():
-                chain = chains.get(name) if name not in (blind or ()) else None
+                chain = chains.get(name) if predictor.reads_routing else None
                 _score_chunk(predictor, states, truths, ahead, plain[name], chain)
-    chains |= {name: plain[name] for name in blind or () if name in followed}
     tokens = next(iter(plain.values())).means.tokens()
     if not tokens:
         raise ExpertcastError("no tokens to score: the split is empty; collect more tokens or choose another split")
@@ -241,31 +233,6 @@ def _cosine(predictor: Predictor, state: RouterState, target: RouterState, ahead
     if vector_TD is None:
         return None
     return functional.cosine_similarity(vector_TD.float(), target.router_input_TD.float(), dim=1)
-
-
-def _reads_routing(predictor: Predictor, states: list[RouterState], ahead: int) -> bool:
-    """Whether forecasts depend on the routing of the state's own layer at all; if not, a chain changes nothing.
-
-    Asked of the predictor itself with a few tokens at every layer: other expert ids, and NaN for the rest, must
-    leave every logit as it was.
-    """
-    for state in states[: len(states) - ahead]:
-        few = _first_tokens(state)
-        other = replace(
-            few,
-            logits_TE=torch.full_like(few.logits_TE, torch.nan),
-            topk_ids_TK=(few.topk_ids_TK + 1) % few.logits_TE.shape[1],
-            topk_weights_TK=torch.full_like(few.topk_weights_TK, torch.nan),
-        )
-        logits = [predictor.forecast(each, ahead).logits_TE for each in (few, other)]
-        if not torch.equal(*logits):
-            return True
-    return False
-
-
-def _first_tokens(state: RouterState, tokens: int = 4) -> RouterState:
-    names = [field.name for field in fields(state) if isinstance(getattr(state, field.name), Tensor)]
-    return replace(state, **{name: getattr(state, name)[:tokens] for name in names})
 
 
 def _values(plain: dict[str, _Score], chains: dict[str, _Score], shape: ModelShape, ahead: int) -> Json:
@@ -382,7 +349,6 @@ class _Recall(TokenMean):
 PAPER = "estimator (paper's form)"
 PAPER_PARAMETERS = 200_000
 """One network serves all layers there, so a parameter costs as many times more work as there are layer pairs."""
-CURVE_BATCH = 4096
 VALIDATION_SHARE = 8
 """Choosing costs tokens too: a budget of N tokens has N / 8 validation tokens beside it, as the split itself has."""
 
@@ -413,9 +379,7 @@ def learning_curve(traces: TraceDataset, counts: Sequence[int], *, ahead: int = 
         options = FitOptions(tokens=count, validation_tokens=max(1, count // VALIDATION_SHARE), progress=False)
         name, config = forms[form]
         predictor = fit(name, traces, config=config, options=options).predictor
-        evaluation = evaluate(
-            {form: predictor}, traces.batches("test", CURVE_BATCH), traces.view, ahead=ahead, chained=False
-        )
+        evaluation = evaluate({form: predictor}, traces.batches("test", BATCH), traces.view, ahead=ahead, chained=False)
         curve[form][str(count)] = evaluation.recall(form)
         bar.set_postfix_str(f"{form} at {count}: {curve[form][str(count)]:.4f}", refresh=False)
     return curve
@@ -425,7 +389,6 @@ def learning_curve(traces: TraceDataset, counts: Sequence[int], *, ahead: int = 
 
 TOKENS = 50_000
 """That are counted at most: a running model would be run over all its text once more."""
-BATCH = 4096
 
 
 def baseline_recall(source: TraceSource, split: str, ahead: int) -> Json:

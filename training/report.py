@@ -19,7 +19,7 @@ import matplotlib
 import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from pydantic import JsonValue
 from torch import Tensor
@@ -50,10 +50,10 @@ from expertcast.predictors.artefacts import read_json
 from expertcast.predictors.base import Predictor
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.training import figures
-from expertcast.training.evaluation import Curve, quality_runs
+from expertcast.training.evaluation import Curve
 from expertcast.training.figures import inline_svg
 from expertcast.training.metrics import compare, rank_routing
-from expertcast.training.scoring import Fitted, states_of
+from expertcast.training.scoring import BATCH, Fitted, states_of
 
 # Provenance: command, date, traces, and how the predictors were made.
 
@@ -100,7 +100,6 @@ def report_sources(source: TraceSource, fitted: Mapping[str, Fitted]) -> Json:
 
 PASSAGES, TOKENS = 4, 400
 """Passages of an example, and tokens of all together."""
-_BATCH = 4096
 _HALF = "\ufffd"
 """What a tokenizer makes of a part of a character."""
 
@@ -170,7 +169,7 @@ def _choose(documents: Sequence[PlannedDocument], count: int) -> list[PlannedDoc
 def _beginnings(source: TraceSource, split: str, wanted: Sequence[int], tokens: int) -> list[TraceBatch]:
     """The first tokens of some documents."""
     parts: dict[int, list[TraceBatch]] = {index: [] for index in wanted}
-    for batch in source.batches(split, _BATCH):
+    for batch in source.batches(split, BATCH):
         for index, own in parts.items():
             row_T = (batch.document_T == index).nonzero().flatten()[: tokens - sum(map(len, own))]
             if len(row_T):
@@ -296,8 +295,8 @@ def curve_table(curve: Curve) -> Table:
 
 def quality_tables(quality: Json) -> Json:
     """What executing forecasts costs, in the mean and per domain."""
-    runs = quality_runs(quality)
-    domains = {f"{name}, {key}": values for name, run in runs.items() for key, values in run["per_domain"].items()}
+    runs = quality.get("runs", {})
+    domains = {f"{name}, {key}": values for name, run in runs.items() for key, values in run["domains"].items()}
 
     def table(caption: str, first: str, found: Mapping[str, Json]) -> Table:
         rows = [[name, *(values.get(key) for key in SCORES)] for name, values in found.items()]
@@ -325,22 +324,10 @@ def band_class(share: float | None) -> str:
 def band_colours() -> list[tuple[str, str]]:
     """Background and ink of each band: matplotlib's viridis, in which colour-blind readers see the same order, and
     black or white, whichever stands out more."""
+    dark = 6
     scale = matplotlib.colormaps["viridis"]
     backgrounds = [to_hex(scale(index / (len(BANDS) - 1))) for index in range(len(BANDS))]
-    return [(colour, max(("#000000", "#ffffff"), key=lambda ink: contrast(ink, colour))) for colour in backgrounds]
-
-
-def contrast(one: str, other: str) -> float:
-    """Contrast ratio of two colours, 1 to 21 (WCAG 2)."""
-    low, high = sorted(_luminance(colour) for colour in (one, other))
-    return (high + 0.05) / (low + 0.05)
-
-
-def _luminance(colour: str) -> float:
-    linear: list[float] = [
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)
-    ]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return [(colour, "#ffffff" if index < dark else "#000000") for index, colour in enumerate(backgrounds)]
 
 
 def views(evaluation: Json, examples: Json | None, chosen: str) -> Json:
@@ -449,7 +436,7 @@ def write_report(
         chosen: name of the predictor with the highest recall@k on the validation split; the page marks it, and never
             the best of the numbers that it shows.
         learning_curve: per predictor, mean recall@k by number of training tokens.
-        quality: result of the quality harness, or its `runs`.
+        quality: result of the quality harness.
         examples: text with what was forecast of each token (:func:`expertcast.training.report.example_text`).
         title: heading of the page.
         provenance: where the numbers come from (:func:`expertcast.training.report.report_sources`); this

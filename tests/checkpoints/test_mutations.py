@@ -146,7 +146,6 @@ OPTIONAL = {
     "low_recall",
     "experts_fingerprint",
     "training",
-    "extra",
     "versions",
     "choices",
     "member_configs",

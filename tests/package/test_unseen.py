@@ -22,9 +22,8 @@ from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig
 from expertcast.predictors.hybrid import HybridConfig
 from expertcast.training.evaluation import evaluate
-from expertcast.training.fit import FITTERS
+from expertcast.training.fit import FITTERS, select_hybrid
 from expertcast.training.scoring import FitOptions
-from expertcast.training.selection import select_hybrid
 from tests.package.test_cli import fails
 
 TOKENS = 3000

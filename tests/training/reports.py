@@ -10,9 +10,11 @@ from expertcast.training.evaluation import evaluate
 from tests.training.synthetic import Before, Oracle, Same, random_batch, tiny_view
 
 CURVE = {"linear": {"20000": 0.85, "400000": 0.9}, "estimator": {20000: 0.86, 50000: 0.9}}
-QUALITY = {
-    "exact": {"perplexity": 20.125, "top1_agreement": 1.0, "kl": 0.0, "per_domain": {"code": {"perplexity": 9.0}}},
-    "speculate estimator": {"perplexity": 21.0, "top1_agreement": 0.93, "kl": 0.02, "per_domain": {}},
+QUALITY: dict[str, Any] = {
+    "runs": {
+        "exact": {"perplexity": 20.125, "top1_agreement": 1.0, "kl": 0.0, "domains": {"code": {"perplexity": 9.0}}},
+        "speculate estimator": {"perplexity": 21.0, "top1_agreement": 0.93, "kl": 0.02, "domains": {}},
+    }
 }
 PROVENANCE = {"command": "expertcast eval <traces>", "versions": {"torch": "2.13.0"}}
 

@@ -82,8 +82,13 @@ def test_checkpoints_keep_what_a_ledger_is_made_of(reference_traces: TraceDatase
     name = "linear"
     fitted = fit(name, reference_traces)
     ledger = {name: ledger_entry(fitted.predictor, fitted.report, 1e-3)}
-    extra, metrics = {"training": fitted.report}, {"ledger": ledger}
-    save_predictor(fitted.predictor, tmp_path / name, view=reference_traces.view, metrics=metrics, extra=extra)
+    save_predictor(
+        fitted.predictor,
+        tmp_path / name,
+        view=reference_traces.view,
+        metrics={"ledger": ledger},
+        training=fitted.report,
+    )
     opened = PredictorCheckpoint.open(tmp_path / name)
     assert opened.metrics["ledger"] == ledger
     loaded = opened.load(reference_traces.view)

@@ -15,9 +15,8 @@ from expertcast.predictors.estimator import Estimator, EstimatorConfig, Estimato
 from expertcast.predictors.hybrid import Hybrid, HybridConfig
 from expertcast.predictors.linear import Linear, LinearConfig
 from expertcast.training.evaluation import evaluate
-from expertcast.training.fit import fit
+from expertcast.training.fit import fit, forecast_flops, select_hybrid
 from expertcast.training.scoring import FitOptions, Fitted, forget_some, validation_recall
-from expertcast.training.selection import forecast_flops, select_hybrid
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +78,7 @@ def test_strength_is_the_best_on_validation(reference_traces: TraceDataset) -> N
 
 
 def test_fewer_tokens_are_the_first_ones(reference_traces: TraceDataset) -> None:
-    fitted = fit("frequency", reference_traces, options=FitOptions(tokens=500, batch_size=128))
+    fitted = fit("frequency", reference_traces, options=FitOptions(tokens=500))
     first = next(reference_traces.batches("train", 500))
     ids_TK, _ = reference_traces.view[2].route(first.logits_TLE[:, 2])
     assert torch.equal(fitted.predictor.get_buffer("count_LE")[2], ids_TK.flatten().bincount(minlength=64))

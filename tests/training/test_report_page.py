@@ -9,9 +9,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 
-from expertcast.training.report import BANDS, band_class, band_colours, contrast, write_report
+from expertcast.training.report import BANDS, band_class, band_colours, write_report
 from tests.training.reports import CURVE, PROVENANCE, QUALITY, evaluated, examples_of
 
 VOID = {"meta", "wbr"}
@@ -224,6 +226,17 @@ def test_experts_found_least_often_come_first(values: dict[str, Any], page: Page
         assert count >= 0.25 * values["tokens"] * values["k"] / values["experts"]
         named = table.rows[0].index(next(cell for cell in table.rows[0] if cell[2] == "same"))
         assert float(row[named][1]["data-v"] or "") == pytest.approx(found["same"][index][expert] / count, rel=1e-6)
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast ratio of two colours, 1 to 21 (WCAG 2)."""
+
+    def luminance(colour: str) -> float:
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)]
+        return float(np.dot((0.2126, 0.7152, 0.0722), linear))
+
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
 
 
 def test_every_colour_can_be_read_on() -> None:

@@ -19,7 +19,7 @@ from expertcast.checkpoints.results import layer_table
 from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import Count, Option
 from expertcast.commands.output import Outcome, folder, say, write_json
-from expertcast.commands.predictors import EVAL_BATCH, best_on_validation, ledger_of, predictor_config, scores
+from expertcast.commands.predictors import best_on_validation, ledger_of, predictor_config, scores
 from expertcast.data.collect import collect
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.moe_layers import find_moe_layers
@@ -281,7 +281,7 @@ def _stages(
     fitted = fit_many(names(), traces, {"estimator": predictor_config("estimator", [1], [f"steps={steps}"])})
     say("3/4 evaluate: recall@k on the test split, documents that no predictor has seen")
     predictors = {name: made.predictor for name, made in fitted.items()}
-    evaluation = evaluate(predictors, scored_batches(traces, "test", EVAL_BATCH), traces.view)
+    evaluation = evaluate(predictors, scored_batches(traces, "test"), traces.view)
     best, layers = best_on_validation(predictors, traces, 1)
     ledger = ledger_of(fitted, traces, "test", 1)
     _save(options.out / CHECKPOINT, fitted[best], traces, ledger[best])
@@ -314,7 +314,7 @@ def _save(out: Path, fitted: Fitted, traces: TraceDataset, costs: Json) -> None:
     test, _ = scores(predictor, traces, "test")
     metrics = {"split": "test", "traces": traces.info["id"], **test, "ledger": {predictor.name: costs}}
     metrics["validation"] = validation
-    save_predictor(predictor, out, view=traces.view, metrics=metrics, extra={"training": fitted.report})
+    save_predictor(predictor, out, view=traces.view, metrics=metrics, training=fitted.report)
 
 
 def _text(out: Path, evaluation: Evaluation, result: Json) -> str:

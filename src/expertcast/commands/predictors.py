@@ -98,8 +98,6 @@ def check_routers(view: MoEView, info: Json) -> None:
         )
 
 
-EVAL_BATCH = 4096
-"""Tokens per batch of an evaluation."""
 FORECAST_WINDOW = 256
 """Tokens per window when forecasts are executed: a window is one forward."""
 POLICY_WINDOW = 128
@@ -479,7 +477,7 @@ def scores_ahead(
     result: Json = {}
     tables = []
     for distance in ahead:
-        batches = scored_batches(source, split, EVAL_BATCH)
+        batches = scored_batches(source, split)
         evaluation = evaluate(predictors, batches, source.view, ahead=distance, windows=windows)
         if len(ahead) > 1:
             tables.append(f"{distance} layer{'s' * (distance > 1)} ahead")

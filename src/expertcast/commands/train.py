@@ -86,8 +86,7 @@ def _train(options: Options, config: PredictorConfig) -> Outcome:
     if "recall_at_k" in test:
         metrics["baselines"] = baseline_recall(source, "test", ahead)
     if training_share().rank == 0:
-        extra = {"training": fitted.report}
-        save_predictor(fitted.predictor, options.out, view=source.view, metrics=metrics, extra=extra)
+        save_predictor(fitted.predictor, options.out, view=source.view, metrics=metrics, training=fitted.report)
         forget(options.out)
         if options.fit.log_folder and "recall_at_k" in test:
             used = {"predictor": options.predictor, "seed": options.fit.seed, "tokens": fitted.report["tokens"]}
