@@ -45,23 +45,40 @@ def values() -> dict[str, Any]:
     return evaluated()
 
 
-def test_report_json_holds_what_was_given(values: dict[str, Any], tmp_path: Path) -> None:
-    write_report(tmp_path / "r", values, chosen="same", quality=QUALITY)
-    assert {path.name for path in (tmp_path / "r").iterdir()} == set(FILES) - {CURVE_PICTURE}
-    assert [path.name for path in tmp_path.iterdir()] == ["r"]
-    data = json.loads((tmp_path / "r" / "report.json").read_text())
+@pytest.fixture(scope="module")
+def report(values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a report with everything in it."""
+    folder = tmp_path_factory.mktemp("page") / "report"
+    write_report(
+        folder, values, chosen="same", learning_curve=CURVE, quality=QUALITY, examples=examples_of(values),
+        title="tiny & <random>", provenance=PROVENANCE,
+    )  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(report: Path) -> str:
+    return (report / "index.html").read_text()
+
+
+def test_report_json_holds_what_was_given(values: dict[str, Any], report: Path) -> None:
+    assert {path.name for path in report.iterdir()} == set(FILES)
+    assert [path.name for path in report.parent.iterdir()] == [report.name]
+    data = json.loads((report / "report.json").read_text())
     assert data["evaluation"] == values
-    assert (data["chosen"], data["quality"], data["learning_curve"]) == ("same", QUALITY, None)
-    assert data["provenance"]["versions"]["torch"]
-    assert data["provenance"]["date"].endswith("UTC")
+    assert (data["chosen"], data["quality"], data["provenance"]) == ("same", QUALITY, PROVENANCE)
+    assert data["learning_curve"]["linear"] == CURVE["linear"]
 
 
 def test_own_report_is_replaced_and_its_old_pictures_go(values: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps({"format": FORMAT}))
     (tmp_path / "quality.png").write_bytes(b"of an earlier one")
-    write_report(tmp_path, values, chosen="same", title="second", provenance=PROVENANCE)
-    assert not (tmp_path / "quality.png").exists()
+    write_report(tmp_path, values, chosen="same", title="second")
+    assert {path.name for path in tmp_path.iterdir()} == set(FILES) - {CURVE_PICTURE, "quality.png"}
     assert "second" in (tmp_path / "index.html").read_text()
+    provenance = json.loads((tmp_path / "report.json").read_text())["provenance"]
+    assert provenance["versions"]["torch"]
+    assert provenance["date"].endswith("UTC")
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "index.html", "report.json"])
@@ -307,16 +324,6 @@ class Page(HTMLParser):
         elif "td" in inside or "th" in inside:
             tag, found, text = self.tables[-1].rows[-1][-1]
             self.tables[-1].rows[-1][-1] = (tag, found, text + data)
-
-
-@pytest.fixture(scope="module")
-def text(values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = write_report(
-        tmp_path_factory.mktemp("page") / "report", values, chosen="same", learning_curve=CURVE, quality=QUALITY,
-        examples=examples_of(values), title="tiny & <random>", provenance=PROVENANCE,
-    )  # fmt: skip
-    assert json.loads((path.parent / "report.json").read_text())["evaluation"] == values
-    return path.read_text()
 
 
 @pytest.fixture(scope="module")

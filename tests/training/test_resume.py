@@ -343,29 +343,3 @@ def test_command_killed_at_a_random_step(reference_traces: TraceDataset, tmp_pat
     assert_same(one, other)
     assert not resume_folder(killed).exists()
     assert not resume_folder(whole).exists()
-
-
-def two_ranks(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-         "-m", "tests.training.distributed_resume", *map(str, arguments)],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_two_ranks(reference_traces: TraceDataset, tmp_path: Path) -> None:
-    """One of two ranks is killed; started again, both go on where the first one saved."""
-    traces, killed, whole = reference_traces.folder, tmp_path / "killed", tmp_path / "whole"
-    for folder in (killed, whole):
-        folder.mkdir()
-    state = tmp_path / "states" / "ahead1.ckpt"
-    assert two_ranks(traces, killed, state.parent, 9).returncode != 0
-    assert 6 <= read_state(state)["global_step"] <= 9
-    resumed = two_ranks(traces, killed, state.parent, -1)
-    assert resumed.returncode == 0, resumed.stderr[-3000:]
-    assert "going on at step" in resumed.stderr
-    alone = two_ranks(traces, whole, tmp_path / "others", -1)
-    assert alone.returncode == 0, alone.stderr[-3000:]
-    for rank in range(2):
-        assert_same(*(load_file(folder / f"{rank}.safetensors") for folder in (killed, whole)))
