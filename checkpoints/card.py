@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from expertcast.checkpoints.hub import HubName
+from expertcast.checkpoints.results import (
+    RECALL,
+    layer_table,
+    ledger_table,
+    link_table,
+    markdown_table,
+    timely_metrics,
+    tokens_table,
+)
 from expertcast.predictors.messages import Json
 
-# Tables as rows of cells; a table with a heading alone is left out.
-
-RECALL = "recall_at_k"
-
-
-def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of equally many cells, the heading first; nothing where there is no more than a heading."""
-    if len(rows) < 2:
-        return ""
-    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
-    lines.insert(1, " | ".join(["---", *["---:"] * (len(rows[0]) - 1)]))
-    return "\n".join(f"| {line} |" for line in lines)
-
-
-def is_mean(metric: str, values: object, name: str) -> bool:
-    shown = metric == RECALL or metric == "exact_set" or metric.startswith("timely@")
-    own = values.get(name) if shown and isinstance(values, dict) and not metric.endswith("_chained") else None
-    return isinstance(own, dict) and isinstance(own.get("mean"), float)
+# Parts of the card; a table without rows is left out.
 
 
 def scored(metrics: Json) -> str:
@@ -41,46 +33,13 @@ def scored(metrics: Json) -> str:
     )
 
 
-def layer_rows(name: str, metrics: Json) -> list[list[str]]:
-    """A row per target layer and their mean, a column per predictor: this one first, chance last."""
-    scores: dict[str, Json] = {**metrics.get(RECALL, {}), **metrics.get("baselines", {})}
+def recall_part(name: str, metrics: Json) -> str:
+    """Recall by target layer and predictor, this one first, or by token ahead."""
+    scores = {**metrics.get(RECALL, {}), **metrics.get("baselines", {})}
     if name not in scores:
-        return []
-    scores = {name: scores.pop(name), **scores}
-    layers = len(scores[name]["per_layer"])
-    chance = metrics.get("chance", {}).get(RECALL)
-    if chance is not None:
-        scores["chance"] = {"mean": chance, "per_layer": [chance] * layers}
-    targets = metrics.get("targets", range(1, layers + 1))
-    rows = [["layer", *scores], ["mean", *(_decimal(each["mean"]) for each in scores.values())]]
-    for index, layer in enumerate(targets):
-        rows.append([str(layer), *(_decimal(each["per_layer"][index]) for each in scores.values())])
-    return rows
-
-
-def token_rows(metrics: Json) -> list[list[str]]:
-    """A row per forecast, a column per token ahead."""
-    found: Mapping[str, Json] = metrics.get("tokens_ahead", {})
-    means = {name: values[RECALL]["mean"] for name, values in found.items()}
-    steps = max(map(len, means.values()), default=0)
-    heading = ["tokens ahead", *(str(step + 1) for step in range(steps))]
-    return [heading, *([name, *map(_decimal, values)] for name, values in means.items())]
-
-
-def other_rows(name: str, metrics: Json) -> list[list[str]]:
-    """Timely recall and calibration."""
-    rows = [["on the same tokens", name]]
-    for metric, values in metrics.items():
-        if metric.startswith("timely@") and is_mean(metric, values, name):
-            link = metric.removeprefix("timely@R")
-            rows.append(
-                [f"recall of what is there in time, if K copies take {link} layers", _decimal(values[name]["mean"])]
-            )
-    error = metrics.get("calibration", {}).get(name, {})
-    if "before" in error:
-        rows.append(["calibration error, before it was calibrated", f"{error['before']['ece']:.4f}"])
-        rows.append(["calibration error", f"{error['ece']:.4f}"])
-    return rows
+        return tokens_table(metrics.get("tokens_ahead", {}), (RECALL,)).markdown()
+    table = layer_table({**metrics, RECALL: scores}, names=[name, *(other for other in scores if other != name)])
+    return replace(table, headings=["layer", *table.headings[1:]]).markdown(turned=True)
 
 
 def training_rows(config: Json, metrics: Json) -> list[list[str]]:
@@ -108,14 +67,6 @@ def _elsewhere(note: object) -> str | None:
     return f"`{note.get('given')}`, digest `{note.get('digest')}`" if isinstance(note, dict) else None
 
 
-def cost_rows(name: str, costs: Json) -> list[list[str]]:
-    """The predictor's entry of the ledger."""
-    written = {
-        key: f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" for key, value in costs.items() if value
-    }
-    return [["costs", name], *([key.replace("_", " "), value] for key, value in written.items())]
-
-
 def model_rows(config: Json) -> list[list[str]]:
     shape = config["shape"]
     return [
@@ -127,10 +78,7 @@ def model_rows(config: Json) -> list[list[str]]:
     ]
 
 
-def _decimal(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
+BYTES = "timely_bytes"
 BUNDLED = "reference"
 """The model that expertcast brings; it has no repository."""
 BUNDLED_LICENSE = "apache-2.0"
@@ -190,7 +138,6 @@ def model_card(config: Json, metrics: Json, where: str, license: str | None = No
     """
     name, model_id = str(config["predictor"]), str(config["model_id"])
     distances = ", ".join(map(str, config["predictor_config"].get("ahead", [1])))
-    layers = layer_rows(name, metrics)
     card: str = ModelCard.from_template(
         _metadata(config, metrics, where, license),
         template_str=TEMPLATE,
@@ -203,11 +150,11 @@ def model_card(config: Json, metrics: Json, where: str, license: str | None = No
         keyword="predictor" if distances else "next_token",
         where=where,
         scored=scored(metrics),
-        recall=markdown_table(layers or token_rows(metrics)),
-        others=markdown_table(other_rows(name, metrics)),
+        recall=recall_part(name, metrics),
+        others=link_table(metrics).markdown(turned=True),
         training=markdown_table(training_rows(config, metrics)),
         config=json.dumps(config["predictor_config"], indent=2),
-        costs=markdown_table(cost_rows(name, metrics.get("ledger", {}).get(name, {}))),
+        costs=ledger_table(metrics.get("ledger", {})).markdown(turned=True),
         made_for=markdown_table(model_rows(config)),
     ).content
     return card.rstrip() + "\n"
@@ -232,7 +179,8 @@ def _metadata(config: Json, metrics: Json, where: str, license: str | None) -> M
 def _results(name: str, metrics: Json) -> list[EvalResult]:
     """The predictor's own means, over layers; of one that looks tokens ahead those of the next token."""
     data = metrics.get("data", {})
-    found = {f"{metric}": values[name]["mean"] for metric, values in metrics.items() if is_mean(metric, values, name)}
+    shown = [metric for metric in (RECALL, "exact_set", *timely_metrics(metrics)) if not metric.startswith(BYTES)]
+    found = {metric: (metrics.get(metric, {}).get(name) or {}).get("mean") for metric in shown}
     ahead = metrics.get("tokens_ahead", {}).get(name, {})
     found |= {metric: values["mean"][0] for metric, values in ahead.items()}
     return [

@@ -100,7 +100,6 @@ class ConfigFile(TypedDict):
     calibration: dict[str, _Readings]
     """By distance, slope, root and offset of each layer pair (:class:`LogOdds`)."""
     training: NotRequired[_Free]
-    extra: NotRequired[_Free]
     files: _Files
     digest: str
 
@@ -434,7 +433,12 @@ class PredictorCheckpoint:
 
 
 def save_predictor(
-    predictor: Predictor, folder: str | Path, *, view: MoEView, metrics: Json | None = None, extra: Json | None = None
+    predictor: Predictor,
+    folder: str | Path,
+    *,
+    view: MoEView,
+    metrics: Json | None = None,
+    training: Json | None = None,
 ) -> PredictorCheckpoint:
     """Write a checkpoint (the folder is drawn in the module's docstring); an older checkpoint there is replaced.
 
@@ -443,8 +447,7 @@ def save_predictor(
         folder: where to; made with its parents.
         view: the model it was trained for; gives model id and fingerprint.
         metrics: evaluation results, plain JSON values; empty when None.
-        extra: further plain values: what config.json has members for, such as `command` and how it was trained
-            (`training`), stands there, the rest in its member `extra`.
+        training: how it was trained, plain JSON values.
 
     Raises:
         ExpertcastError: `folder` holds something that is not a checkpoint, or the predictor's tensors hold numbers that
@@ -453,8 +456,8 @@ def save_predictor(
     folder = Path(folder)
     _refuse_foreign(folder)
     config = describe(predictor, view)
-    for name, value in (extra or {}).items():
-        (config if name in ConfigFile.__annotations__ else config.setdefault("extra", {}))[name] = value
+    if training is not None:
+        config["training"] = training
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.parent / f".{folder.name}.{uuid.uuid4().hex}"
     temporary.mkdir()

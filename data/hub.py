@@ -10,8 +10,8 @@ from pathlib import Path
 
 from huggingface_hub import DatasetCard, DatasetCardData
 
-from expertcast.checkpoints.card import markdown_table
 from expertcast.checkpoints.hub import CARD, HubName, push
+from expertcast.checkpoints.results import markdown_table
 from expertcast.data import trace_format as layout
 from expertcast.data.trace_format import TRACES
 from expertcast.data.traces import TraceDataset

@@ -65,19 +65,6 @@ def signed_root(margin_TE: Tensor) -> Tensor:
     return margin_TE.sign() * margin_TE.abs().sqrt()
 
 
-def probability(logits_TE: Tensor, top_k: int, log_odds: LogOdds | None) -> Tensor:
-    """[T, E] that each expert is among the token's K, fp32.
-
-    Args:
-        logits_TE: of a forecast.
-        top_k: K.
-        log_odds: how they are read; None: as they stand, by :func:`inclusion_probability`.
-    """
-    if log_odds is None:
-        return inclusion_probability(logits_TE, top_k)
-    return log_odds.of(logits_TE, top_k).sigmoid()
-
-
 def inclusion_probability(logits_TE: Tensor, top_k: int, start_T: Tensor | None = None) -> Tensor:
     """Probability [T, E] that each expert is among the token's K, read from forecast logits.
 
@@ -155,7 +142,10 @@ class Forecast:
 
     def probability(self) -> Tensor:
         """[T, E] that each expert is among the token's K, fp32; worked out anew at every call."""
-        return probability(self.logits_TE, self.topk_ids_TK.shape[1], self.log_odds)
+        top_k = self.topk_ids_TK.shape[1]
+        if self.log_odds is None:
+            return inclusion_probability(self.logits_TE, top_k)
+        return self.log_odds.of(self.logits_TE, top_k).sigmoid()
 
     def __getitem__(self, rows: slice | Tensor) -> Forecast:
         """The forecast for some of its tokens."""
@@ -218,6 +208,8 @@ class Predictor(nn.Module, ABC):
     """Whether `RouterState.early_TD` must be filled for it."""
     reads_residual: bool = True
     """Whether a forecast reads `RouterState.residual_TD`: False lets it be made where only router inputs are known."""
+    reads_routing: bool = True
+    """Whether a forecast depends on the logits, ids or weights of its state: if not, chained forecasts are the same."""
     traceable: bool = False
     """True promises that a forecast is the same sequence of tensor operations in every decode step (no state kept in
     Python, no branch on values): the runtime may then run a trace of it, which is faster."""

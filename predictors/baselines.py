@@ -31,7 +31,7 @@ class Frequency(Predictor):
     """
 
     name: ClassVar[str] = "frequency"
-    reads_residual = False
+    reads_residual = reads_routing = False
     traceable = True
     count_LE: Tensor
     weight_sum_LE: Tensor
@@ -124,7 +124,7 @@ class RouterInput(ThroughRouter):
     """Takes the router input of this layer for that of a later one: the next-layer gate of Eliseev and Mazur."""
 
     name: ClassVar[str] = "router_input"
-    reads_residual = False
+    reads_residual = reads_routing = False
 
     def input_vector(self, state: RouterState, ahead: int) -> Tensor:
         """s_l [T, D], as the router of layer l read it."""
@@ -139,6 +139,7 @@ class NextNorm(ThroughRouter):
     """
 
     name: ClassVar[str] = "next_norm"
+    reads_routing = False
 
     def input_vector(self, state: RouterState, ahead: int) -> Tensor:
         """LN_{l+ahead}(r_l) [T, D]."""

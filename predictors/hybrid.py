@@ -1,7 +1,7 @@
 """Per layer the best of several predictors: Hybrid-PF of Speculating Experts, over all predictors here.
 
 T tokens, D hidden size, E routed experts. Who is chosen where is decided on validation by
-:mod:`expertcast.training.selection` and stands in the config, so a checkpoint's config.json can be read for it.
+:mod:`expertcast.training.fit` and stands in the config, so a checkpoint's config.json can be read for it.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ class Hybrid(Predictor):
         self.uses_previous_token = any(self.member(name).uses_previous_token for name in names)
         self.uses_early = any(self.member(name).uses_early for name in names)
         self.reads_residual = any(self.member(name).reads_residual for name in names)
+        self.reads_routing = any(self.member(name).reads_routing for name in names)
         self.traceable = all(self.member(name).traceable for name in names)
 
     def member(self, name: str) -> Predictor:

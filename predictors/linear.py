@@ -60,7 +60,7 @@ class Linear(QuasiInput):
         assert isinstance(config, LinearConfig)
         super().__init__(config, shape)
         if config.reads == "router_input":
-            self.reads_residual = False
+            self.reads_residual = self.reads_routing = False
             del self.expert_LED, self.shared_LD
         for ahead in config.ahead:
             pairs = max(shape.layers - ahead, 0)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from expertcast.data.batch import TraceBatch
 from expertcast.data.processes import training_share
 from expertcast.data.traces import TraceSource
-from expertcast.predictors import ExpertcastError, MoELayer, PredictorConfig, RouterState
+from expertcast.predictors import MoELayer, PredictorConfig, RouterState
 from expertcast.predictors.estimator import INPUTS, Estimator, EstimatorConfig
 from expertcast.predictors.messages import Json
 from expertcast.training.linear import RidgeStatistics, gather, score_maps
@@ -78,7 +78,7 @@ class Distiller(NetworkTraining):
         """The loss of one step."""
         y_PTE, z_PTE = self.forecast(batch)
         scale_P11 = self.scale_P[:, None, None]
-        loss = distillation_loss(self._loss, y_PTE / scale_P11, z_PTE / scale_P11, self._temperature)
+        loss = LOSSES[self._loss](y_PTE / scale_P11, z_PTE / scale_P11, self._temperature)
         self.log("loss", loss, batch_size=len(batch))
         return loss
 
@@ -131,17 +131,6 @@ def sigmoid_kl(target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0)
 
 
 LOSSES = {"kl": kl_divergence, "sigmoid_kl": sigmoid_kl}
-
-
-def distillation_loss(name: str, target_NE: Tensor, forecast_NE: Tensor, temperature: float = 1.0) -> Tensor:
-    """The loss registered as `name`, of `forecast_NE` from `target_NE`, both divided by the `temperature`.
-
-    Raises:
-        ExpertcastError: unknown name.
-    """
-    if name not in LOSSES:
-        raise ExpertcastError(f"unknown loss {name!r}: choose from {', '.join(LOSSES)}")
-    return LOSSES[name](target_NE, forecast_NE, temperature)
 
 
 def suited_loss(layer: MoELayer) -> str:

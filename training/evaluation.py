@@ -12,13 +12,14 @@ model (`expertcast.runtime.quality.forecasts`), and no trace can tell it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from expertcast.checkpoints.results import CHAINED
 from expertcast.data.batch import TraceBatch
 from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import PredictorConfig, predictor_class
@@ -26,7 +27,7 @@ from expertcast.predictors.base import Forecast, Predictor, RouterState
 from expertcast.predictors.baselines import Frequency, PreviousToken
 from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.linear import LinearConfig
-from expertcast.predictors.messages import ExpertcastError, Json, Progress, aligned, tokens_read
+from expertcast.predictors.messages import ExpertcastError, Json, Progress, tokens_read
 from expertcast.predictors.next_token import NextToken
 from expertcast.predictors.view import ModelShape, MoEView
 from expertcast.training.fit import fit, fit_counts
@@ -45,14 +46,12 @@ from expertcast.training.metrics import (
     ratio_windows,
 )
 from expertcast.training.next_token import WINDOW, TokenExamples, token_chunks
-from expertcast.training.scoring import FitOptions, device_of, states_of
+from expertcast.training.scoring import BATCH, FitOptions, device_of, states_of
 
 # The result of an evaluation, and its tables.
 
 Curve = Mapping[str, Mapping[str, float]]
 """Per predictor, recall by number of training tokens (a number, or the text that JSON makes of it)."""
-CHAINED = "_chained"
-"""Ending of a metric's name where forecasts were made from executed forecasts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,36 +70,6 @@ class Evaluation:
         return value
 
 
-def recall_table(evaluation: Evaluation, metric: str = "recall_at_k") -> str:
-    """A text table for the terminal: a row per predictor, the mean first, then the target layers."""
-    values = evaluation.as_dict()
-    if metric not in values:
-        raise ExpertcastError(f"no metric {metric!r} in this evaluation: choose from {', '.join(sorted(values))}")
-    rows = [["predictor", "mean", *(str(layer) for layer in values["targets"])]]
-    for name, result in values[metric].items():
-        rows.append([name, _decimal(result["mean"]), *(_decimal(value) for value in result["per_layer"])])
-    chance = values["chance"].get(metric.removesuffix(CHAINED))
-    if chance is not None:
-        rows.append(["chance", *[_decimal(chance)] * (len(rows[0]) - 1)])
-    return aligned(rows)
-
-
-def link_table(evaluation: Evaluation) -> str:
-    """A text table for the terminal: what forecasts bring in time, and whether their probabilities mean what they say.
-
-    A row per predictor: recall of whole experts and of bytes for each link, then the calibration error over all pairs
-    and over likely ones, as the logits stand and as they were calibrated.
-    """
-    values = evaluation.as_dict()
-    timely = [name for name in values if name.startswith("timely") and not name.endswith(CHAINED)]
-    rows = [["predictor", *timely, "ECE before", "after", "likely before", "after"]]
-    for name, result in values["calibration"].items():
-        errors = [each[key] for key in ("ece", "ece_likely") for each in (result["before"], result)]
-        means = [values[metric][name]["mean"] for metric in timely]
-        rows.append([name, *map(_decimal, means), *("-" if error is None else f"{error:.4f}" for error in errors)])
-    return aligned(rows)
-
-
 def summary(value_L: Tensor) -> Json:
     """`mean` over the layers that have a value, and `per_layer` with None where there is none."""
     return {"mean": plain(value_L.double().nanmean(dim=0)), "per_layer": plain(value_L.double())}
@@ -111,12 +80,6 @@ def expert_counts(metrics: Mapping[str, ExpertRecall]) -> Json:
     counts = {name: metric.compute() for name, metric in metrics.items()}
     used_LE = next(iter(counts.values()))["used"]
     return {"used": used_LE.tolist(), "found": {name: each["found"].tolist() for name, each in counts.items()}}
-
-
-def chained_apart(evaluation: Json) -> list[str]:
-    """The predictors whose chained recall@k is another than the teacher-forced one, at any layer."""
-    chained = evaluation.get("recall_at_k" + CHAINED, {})
-    return [name for name, result in chained.items() if result != evaluation["recall_at_k"][name]]
 
 
 def reliability(result: dict[str, Tensor]) -> Json:
@@ -136,20 +99,10 @@ def reliability(result: dict[str, Tensor]) -> Json:
     return {**errors, "ece_per_layer": plain(result["ece_L"].reshape(-1)), "bins": bins}
 
 
-def quality_runs(quality: Json) -> dict[str, Json]:
-    """Runs by name, each with `per_domain`, from what the quality harness gives (its whole result or its `runs`)."""
-    runs = quality.get("runs", quality)
-    return {name: {**run, "per_domain": run.get("per_domain", run.get("domains", {}))} for name, run in runs.items()}
-
-
 def plain(values: Tensor) -> object:
     """A number or nested lists of them, None for NaN."""
     array = values.cpu().numpy()
     return np.where(np.isnan(array), np.array(None), array).tolist()
-
-
-def _decimal(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 CHUNK_TOKENS = 2048
@@ -189,18 +142,16 @@ def evaluate(
     links = windows or dict.fromkeys(predictors, ratio_windows(view.shape.top_k))
     plain = {name: _Score(view, ahead, links[name]) for name in predictors}
     # traces hold early attention on the model's own routing: only a model can tell it of another
-    followed = [name for name, each in predictors.items() if not each.uses_early] if chained else []
-    chains = {name: _Score(view, ahead, links[name]) for name in followed}
-    blind: set[str] | None = None
+    followed = {name: each for name, each in predictors.items() if chained and not each.uses_early}
+    chains = {
+        name: _Score(view, ahead, links[name]) if each.reads_routing else plain[name] for name, each in followed.items()
+    }
     with torch.no_grad():
         for states in _states(batches, view, previous):
             truths = [rank_routing(state) for state in states]
-            if chained and blind is None:
-                blind = {name for name, each in predictors.items() if not _reads_routing(each, states, ahead)}
             for name, predictor in predictors.items():
-                chain = chains.get(name) if name not in (blind or ()) else None
+                chain = chains.get(name) if predictor.reads_routing else None
                 _score_chunk(predictor, states, truths, ahead, plain[name], chain)
-    chains |= {name: plain[name] for name in blind or () if name in followed}
     tokens = next(iter(plain.values())).means.tokens()
     if not tokens:
         raise ExpertcastError("no tokens to score: the split is empty; collect more tokens or choose another split")
@@ -284,31 +235,6 @@ def _cosine(predictor: Predictor, state: RouterState, target: RouterState, ahead
     return functional.cosine_similarity(vector_TD.float(), target.router_input_TD.float(), dim=1)
 
 
-def _reads_routing(predictor: Predictor, states: list[RouterState], ahead: int) -> bool:
-    """Whether forecasts depend on the routing of the state's own layer at all; if not, a chain changes nothing.
-
-    Asked of the predictor itself with a few tokens at every layer: other expert ids, and NaN for the rest, must
-    leave every logit as it was.
-    """
-    for state in states[: len(states) - ahead]:
-        few = _first_tokens(state)
-        other = replace(
-            few,
-            logits_TE=torch.full_like(few.logits_TE, torch.nan),
-            topk_ids_TK=(few.topk_ids_TK + 1) % few.logits_TE.shape[1],
-            topk_weights_TK=torch.full_like(few.topk_weights_TK, torch.nan),
-        )
-        logits = [predictor.forecast(each, ahead).logits_TE for each in (few, other)]
-        if not torch.equal(*logits):
-            return True
-    return False
-
-
-def _first_tokens(state: RouterState, tokens: int = 4) -> RouterState:
-    names = [field.name for field in fields(state) if isinstance(getattr(state, field.name), Tensor)]
-    return replace(state, **{name: getattr(state, name)[:tokens] for name in names})
-
-
 def _values(plain: dict[str, _Score], chains: dict[str, _Score], shape: ModelShape, ahead: int) -> Json:
     values: Json = {}
     for suffix, scores in (("", plain), (CHAINED, chains)):
@@ -376,17 +302,6 @@ def evaluate_tokens(predictor: NextToken, source: TraceSource, split: str) -> Js
     }
 
 
-def tokens_table(tokens_ahead: Mapping[str, Json]) -> str:
-    """A text table for the terminal: a row per forecast and recall, a column per token ahead."""
-    steps = len(next(iter(tokens_ahead.values()))[RECALLS[0]]["mean"])
-    rows = [["tokens ahead", *(str(step + 1) for step in range(steps))]]
-    for recall in RECALLS:
-        for name, values in tokens_ahead.items():
-            means = (f"{value:.3f}" for value in values[recall]["mean"])
-            rows.append([f"{name} {recall}", *means])
-    return aligned(rows)
-
-
 def _forecasts(predictor: NextToken, examples: TokenExamples) -> Iterator[tuple[str, Tensor]]:
     """Name, and something to rank experts by [B, S, N]."""
     steps, chunk = predictor.config.tokens, examples.chunk
@@ -434,7 +349,6 @@ class _Recall(TokenMean):
 PAPER = "estimator (paper's form)"
 PAPER_PARAMETERS = 200_000
 """One network serves all layers there, so a parameter costs as many times more work as there are layer pairs."""
-CURVE_BATCH = 4096
 VALIDATION_SHARE = 8
 """Choosing costs tokens too: a budget of N tokens has N / 8 validation tokens beside it, as the split itself has."""
 
@@ -465,9 +379,7 @@ def learning_curve(traces: TraceDataset, counts: Sequence[int], *, ahead: int = 
         options = FitOptions(tokens=count, validation_tokens=max(1, count // VALIDATION_SHARE), progress=False)
         name, config = forms[form]
         predictor = fit(name, traces, config=config, options=options).predictor
-        evaluation = evaluate(
-            {form: predictor}, traces.batches("test", CURVE_BATCH), traces.view, ahead=ahead, chained=False
-        )
+        evaluation = evaluate({form: predictor}, traces.batches("test", BATCH), traces.view, ahead=ahead, chained=False)
         curve[form][str(count)] = evaluation.recall(form)
         bar.set_postfix_str(f"{form} at {count}: {curve[form][str(count)]:.4f}", refresh=False)
     return curve
@@ -477,7 +389,6 @@ def learning_curve(traces: TraceDataset, counts: Sequence[int], *, ahead: int = 
 
 TOKENS = 50_000
 """That are counted at most: a running model would be run over all its text once more."""
-BATCH = 4096
 
 
 def baseline_recall(source: TraceSource, split: str, ahead: int) -> Json:
@@ -507,15 +418,6 @@ def baseline_recall(source: TraceSource, split: str, ahead: int) -> Json:
 
 # Ledger: parameters, bytes, time per forecast, seconds of training and collection.
 
-COLUMNS = (
-    ("parameters", "parameters", "{:,}"),
-    ("bytes", "bytes", "{:,}"),
-    ("forecast_ms", "ms per forecast", "{:.3f}"),
-    ("training_s", "training s", "{:.1f}"),
-    ("collection_s", "collection s", "{:.1f}"),
-)
-"""Members of an entry, with their headings in tables and how they are written."""
-
 
 def ledger_entry(predictor: Predictor, report: Json, forecast_s: float | None) -> Json:
     """One predictor's costs, None where one is not known.
@@ -540,16 +442,3 @@ def ledger_entry(predictor: Predictor, report: Json, forecast_s: float | None) -
         "training_s": None if trained is None else trained + report.get("known_seconds", 0.0),
         "collection_s": report.get("collection_s"),
     }
-
-
-def ledger_rows(ledger: Mapping[str, Json]) -> list[list[str]]:
-    """A row of text per predictor, a dash for what is not known."""
-    return [
-        [name, *("-" if entry.get(key) is None else form.format(entry[key]) for key, _, form in COLUMNS)]
-        for name, entry in ledger.items()
-    ]
-
-
-def ledger_table(ledger: Mapping[str, Json]) -> str:
-    """A text table for the terminal."""
-    return aligned([["predictor", *(heading for _, heading, _ in COLUMNS)], *ledger_rows(ledger)])

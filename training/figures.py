@@ -16,8 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from expertcast.checkpoints.results import CHAINED, chained_apart
 from expertcast.predictors.messages import Json
-from expertcast.training.evaluation import CHAINED, Curve, chained_apart, quality_runs
+from expertcast.training.evaluation import Curve
 
 # Colours are Okabe and Ito's, which stay apart for colour-blind readers; a predictor has the same colour and
 # marker in every figure.
@@ -302,17 +303,17 @@ def quality_bars(quality: Json) -> Figure:
         ("top1_agreement", "top-1 agreement with exact"),
         ("kl", "KL from exact (nats per token)"),
     )
-    quality = quality_runs(quality)
-    runs = list(quality)
+    found = quality["runs"]
+    runs = list(found)
     figure = Figure(figsize=(12.4, 1.3 + 0.36 * len(runs)), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True)
     for axis, (key, title) in zip(axes, panels, strict=True):
-        values = [quality[run].get(key) or 0.0 for run in runs]
+        values = [found[run].get(key) or 0.0 for run in runs]
         axis.barh(range(len(runs)), values, color=[run_colour(run) for run in runs], height=0.66)
         dots = [
             (domain[key], row)
             for row, run in enumerate(runs)
-            for domain in quality[run]["per_domain"].values()
+            for domain in found[run]["domains"].values()
             if domain.get(key) is not None
         ]
         if dots:

@@ -10,13 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
 from expertcast.data.live import NOTE, holder_in
 from expertcast.data.processes import join_ranks, sum_over_ranks, training_share
 from expertcast.data.traces import TraceSource
-from expertcast.predictors import ExpertcastError, PredictorConfig, predictor_class
+from expertcast.predictors import ExpertcastError, Predictor, PredictorConfig, predictor_class
 from expertcast.predictors.baselines import Frequency, PreviousToken, QuasiHidden
 from expertcast.predictors.early_attention import EarlyAttention, EarlyConfig
-from expertcast.predictors.hybrid import CANDIDATES, Hybrid, HybridConfig
+from expertcast.predictors.hybrid import CANDIDATES, PAPER, Choice, Hybrid, HybridConfig
 from expertcast.training.calibrate import calibrate
 from expertcast.training.estimator import fit_estimator
 from expertcast.training.linear import fit_linear
@@ -27,33 +30,14 @@ from expertcast.training.scoring import (
     Fitted,
     device_of,
     known_stand_in,
+    states_of,
     train_batches,
     train_tokens,
+    validation_batch,
+    validation_recall,
 )
-from expertcast.training.selection import select_hybrid
 
 Fitter = Callable[[TraceSource, PredictorConfig, FitOptions], Fitted]
-
-
-def fit_hybrid(
-    source: TraceSource, config: PredictorConfig, options: FitOptions, known: Mapping[str, Fitted] | None = None
-) -> Fitted:
-    """Fit every candidate of the `config` that is not `known` yet on the `source`, with the same `options`, then choose
-    per layer (:func:`select_hybrid`)."""
-    assert isinstance(config, HybridConfig)
-    fitted = dict(known or {})
-    if source.stand_in is None and tuple(config.candidates) == CANDIDATES:
-        config = replace(config, candidates=[name for name in CANDIDATES if name != EarlyAttention.name])
-    for name in config.candidates:
-        if name not in fitted:
-            values = {"ahead": config.ahead} | config.member_configs.get(name, {})
-            fitted[name] = fit(name, source, config=predictor_class(name).config_class(**values), options=options)
-    result = select_hybrid({name: f.predictor for name, f in fitted.items()}, source, config, options)
-    result.report["candidates"] = {name: f.report for name, f in fitted.items()}
-    result.report["known_seconds"] = sum(
-        f.report.get("seconds", 0.0) for name, f in (known or {}).items() if name in config.candidates
-    )
-    return result
 
 
 def fit_counts(cls: type[Frequency], source: TraceSource, config: PredictorConfig, options: FitOptions) -> Fitted:
@@ -178,3 +162,109 @@ def fit_many(
     for name in sorted(names, key=lambda name: name == "hybrid"):
         fitted[name] = fit(name, source, config=configs.get(name), options=options, known=fitted)
     return {name: fitted[name] for name in names}
+
+
+# Hybrid: the predictor of each layer.
+#
+# Per target layer the candidate with the highest recall on validation wins, unless a cheaper one comes within the
+# threshold of it: then the cheapest such one does. At threshold 0 hybrid is on validation at least as good as every
+# candidate at every layer, and among equals the cheapest runs; a threshold t gives away at most t per layer.
+#
+# With `rule=paper` layers are chosen as by Hybrid-PF of Speculating Experts (section 6.3): the estimator takes over
+# where the router's forecast from the quasi-hidden state has a low hit rate, and nowhere else, also where it would be
+# better. The paper gives no number for low.
+
+
+def fit_hybrid(
+    source: TraceSource, config: PredictorConfig, options: FitOptions, known: Mapping[str, Fitted] | None = None
+) -> Fitted:
+    """Fit every candidate of the `config` that is not `known` yet on the `source`, with the same `options`, then choose
+    per layer (:func:`select_hybrid`)."""
+    assert isinstance(config, HybridConfig)
+    fitted = dict(known or {})
+    if source.stand_in is None and tuple(config.candidates) == CANDIDATES:
+        config = replace(config, candidates=[name for name in CANDIDATES if name != EarlyAttention.name])
+    for name in config.candidates:
+        if name not in fitted:
+            values = {"ahead": config.ahead} | config.member_configs.get(name, {})
+            fitted[name] = fit(name, source, config=predictor_class(name).config_class(**values), options=options)
+    result = select_hybrid({name: f.predictor for name, f in fitted.items()}, source, config, options)
+    result.report["candidates"] = {name: f.report for name, f in fitted.items()}
+    result.report["known_seconds"] = sum(
+        f.report.get("seconds", 0.0) for name, f in (known or {}).items() if name in config.candidates
+    )
+    return result
+
+
+def select_hybrid(
+    members: Mapping[str, Predictor], source: TraceSource, config: HybridConfig, options: FitOptions
+) -> Fitted:
+    """A hybrid of fitted predictors.
+
+    Args:
+        members: the candidates, fitted for every distance in `config.ahead` and bound to the source's model.
+        source: its validation split chooses.
+        config: which candidates, and how much better a costlier one must be.
+        options: how much of the validation split.
+
+    Raises:
+        ExpertcastError: a candidate is missing or does not look as far as the hybrid is to.
+    """
+    missing = [name for name in config.candidates if name not in members]
+    if missing:
+        raise ExpertcastError(f"hybrid's candidates {', '.join(missing)} are not fitted: fit them, or leave them out")
+    members = {name: members[name] for name in config.candidates}
+    for name, member in members.items():
+        if not set(config.ahead) <= set(member.ahead):
+            raise ExpertcastError(f"candidate {name} looks {list(member.ahead)} layers ahead, hybrid {config.ahead}")
+    choices: list[Choice] = []
+    for ahead in config.ahead:
+        cost = forecast_flops(members, source, ahead, options)
+        choices += _choose(validation_recall(members, source, ahead, options), cost, ahead, config)
+    chosen = {choice["predictor"] for choice in choices}
+    configs = {name: member.config.as_dict() for name, member in members.items() if name in chosen}
+    hybrid = Hybrid(replace(config, choices=choices, member_configs=configs), source.view.shape)
+    for name in hybrid.members:
+        hybrid.member(name).load_state_dict(members[name].state_dict())
+    brief = [{**choice, "recall": choice["recall"][choice["predictor"]]} for choice in choices]
+    return Fitted(predictor=hybrid, report={"choices": brief})
+
+
+def forecast_flops(
+    members: Mapping[str, Predictor], source: TraceSource, ahead: int, options: FitOptions
+) -> dict[str, int]:
+    """Floating-point operations in matrix products of one forecast for one token, counted while it runs.
+
+    Args:
+        members: predictors by name.
+        source: where the token comes from.
+        ahead: how far the forecast looks.
+        options: of its validation split.
+    """
+    state = states_of(source.view, validation_batch(source, options)[:1])[0]
+    flops = {}
+    for name, member in members.items():
+        with FlopCounterMode(display=False) as counter:
+            member.forecast(state, ahead)
+        flops[name] = int(counter.get_total_flops())
+    return flops
+
+
+def _choose(recall: Mapping[str, Tensor], cost: Mapping[str, int], ahead: int, config: HybridConfig) -> list[Choice]:
+    choices: list[Choice] = []
+    for pair in range(len(next(iter(recall.values())))):
+        values = {name: float(recall_P[pair]) for name, recall_P in recall.items()}
+        chosen = _replaced_where_low(values, config) if config.rule == PAPER else _best(values, cost, config)
+        choices.append({"ahead": ahead, "layer": pair + ahead, "predictor": chosen, "recall": values})
+    return choices
+
+
+def _best(values: Mapping[str, float], cost: Mapping[str, int], config: HybridConfig) -> str:
+    most = max(values.values())
+    within = [name for name, value in values.items() if value >= most - config.threshold]
+    return min(within, key=lambda name: cost[name])  # the first of equals: registry order
+
+
+def _replaced_where_low(values: Mapping[str, float], config: HybridConfig) -> str:
+    used, replacement = config.candidates
+    return replacement if values[used] < config.low_recall else used

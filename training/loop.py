@@ -1,21 +1,17 @@
 """Training a network with Lightning, on one rank or under torchrun, and resuming a training that was killed.
 
-`expertcast train ... --out CKPT` keeps states in CKPT.partial, a file per training (a distance, a trial of a
-temperature), and removes the folder when CKPT is written. A file holds the network, the optimiser's state, the learning
-rate's, the step, the best round's network and its score, the random states, the position in the order of the tokens,
-and the folder of the TensorBoard logs; no pickle. Each state replaces the one before it whole, so that a kill at any
-moment leaves one that can be used. A training resumes only from a state of its very configuration, data and versions.
-On the CPU it ends bit for bit as one that was not interrupted.
+`expertcast train ... --out CKPT` keeps Lightning checkpoints in CKPT.partial, a file per training (a distance, a trial
+of a temperature), and removes the folder when CKPT is written. Each validation round writes the file anew, whole or not
+at all, so that a kill at any moment leaves one that can be used. A training resumes only from a checkpoint of its very
+configuration, data and versions. On the CPU it ends bit for bit as one that was not interrupted.
 
 Under torchrun the first rank writes and all ranks read: they must share the folder, as they share --out.
-
-A save takes about 80 ms for the default estimator on the bundled model (0.76 M parameters, 12 MB with the optimiser's
-state and the best round's) on a busy machine of two cores: 20 saves are under 1% of its training of minutes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import math
@@ -34,11 +30,10 @@ from typing import ClassVar, Generic, TypeVar
 import lightning
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -51,11 +46,6 @@ from expertcast.predictors.estimator import EstimatorConfig
 from expertcast.predictors.messages import ExpertcastError, Json, Progress
 from expertcast.predictors.next_token import NextTokenConfig
 from expertcast.training.scoring import NO_VALIDATION, FitOptions, train_tokens
-
-SAVES = 20
-"""Times that a training's state is saved."""
-_RANDOM = "expertcast_random_states"
-_LOGS = "expertcast_logs"
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +61,11 @@ def forget(out: Path) -> None:
 
 
 def usable_state(path: Path, fingerprint: str) -> Json | None:
-    """The state in a file, or None where training must start over; the reason is logged.
+    """The Lightning checkpoint in a file, or None where training must start over; the reason is logged.
 
     Args:
         path: of the file.
-        fingerprint: of the training to resume; the state of another one is not used.
+        fingerprint: of the training to resume; the checkpoint of another one is not used.
     """
     if not os.path.lexists(path):
         return None
@@ -87,31 +77,20 @@ def usable_state(path: Path, fingerprint: str) -> Json | None:
     if state["fingerprint"] != fingerprint:
         log.warning("%s is of another configuration, other data or other versions: this training starts over", path)
         return None
-    log.warning("%s: %s", path, "finished before" if state["finished"] else f"going on at step {state['global_step']}")
+    log.warning("%s: going on at step %s", path, state["global_step"])
     return state
 
 
 def write_state(path: Path, state: Mapping[str, object]) -> None:
-    """Write a state of plain values, tensors, and lists and mappings of these, whole or not at all.
-
-    The file holds the digest of what follows it, then the tensors as safetensors, whose metadata has the rest as JSON.
-
-    Args:
-        path: of the file; its folder is made.
-        state: has `fingerprint`, `finished` and, unless it is finished, Lightning's `global_step`.
-
-    Raises:
-        TypeError: a value of another kind.
-    """
-    tensors: dict[str, Tensor] = {}
-    tree = json.dumps(_packed(state, tensors))
-    data = save(tensors, metadata={"tree": tree})
+    """Write a checkpoint of plain values and tensors behind its digest, whole or not at all; its folder is made."""
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, digest(data).encode() + data)
+    write_atomically(path, digest(buffer.getvalue()).encode() + buffer.getvalue())
 
 
 def read_state(path: Path) -> Json:
-    """What :func:`write_state` wrote, with lists for tuples.
+    """What :func:`write_state` wrote, its tensors on the CPU; nothing but plain values and tensors is unpickled.
 
     Raises:
         ExpertcastError: it is not there, or is damaged.
@@ -123,39 +102,12 @@ def read_state(path: Path) -> Json:
         raise ExpertcastError(f"{path} is damaged ({error.strerror}); remove it") from error
     if found != digest(data).encode():
         raise ExpertcastError(f"{path} is damaged: it was changed after it was written; remove it")
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    state = _unpacked(json.loads(header["__metadata__"]["tree"]), load(data))
-    assert isinstance(state, dict)
+    state: Json = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     return state
 
 
-def _packed(value: object, tensors: dict[str, Tensor]) -> object:
-    """JSON values, with each tensor's place in `tensors` in its stead; mappings as pairs, as keys may be numbers."""
-    if isinstance(value, Tensor):
-        name = str(len(tensors))
-        tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-        return {"tensor": name}
-    if isinstance(value, Mapping):
-        return {"pairs": [[key, _packed(item, tensors)] for key, item in value.items()]}
-    if isinstance(value, list | tuple):
-        return [_packed(item, tensors) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(f"{type(value).__name__} in a training's state: only tensors and plain values can be kept")
-
-
-def _unpacked(value: object, tensors: Mapping[str, Tensor]) -> object:
-    if isinstance(value, list):
-        return [_unpacked(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "tensor" in value:
-        return tensors[value["tensor"]]
-    return {key: _unpacked(item, tensors) for key, item in value["pairs"]}
-
-
-class PlainCheckpoints(CheckpointIO):  # type: ignore[misc]
-    """How Lightning writes and reads its checkpoints here: as safetensors and JSON instead of a pickle."""
+class SealedCheckpoints(CheckpointIO):  # type: ignore[misc]
+    """Writes and reads Lightning's checkpoints with their digest and the fingerprint of their training."""
 
     def __init__(self, fingerprint: str) -> None:
         self._fingerprint = fingerprint
@@ -163,62 +115,18 @@ class PlainCheckpoints(CheckpointIO):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: Mapping[str, object], path: Path | str, storage_options: object = None
     ) -> None:
-        """Write a state, atomically; `storage_options` are of other kinds of storage."""
-        write_state(Path(path), {**checkpoint, "fingerprint": self._fingerprint, "finished": False})
+        """Write a checkpoint; `storage_options` are of other kinds of storage."""
+        write_state(Path(path), {**checkpoint, "fingerprint": self._fingerprint})
 
     def load_checkpoint(
         self, path: Path | str, map_location: object = None, weights_only: bool | None = None
     ) -> dict[str, object]:
-        """The state, its tensors on the CPU; Lightning moves them to where they belong."""
+        """The checkpoint on the CPU; Lightning moves tensors to where they belong."""
         return read_state(Path(path))
 
     def remove_checkpoint(self, path: Path | str) -> None:
-        """Remove one state."""
+        """Remove one checkpoint."""
         Path(path).unlink(missing_ok=True)
-
-
-class KeepState(Callback):  # type: ignore[misc]
-    """Saves a training's state every few steps, between one step (and its validation round) and the next."""
-
-    def __init__(self, path: Path, every: int) -> None:
-        """Save to the file `path` after every `every` steps."""
-        self.path, self._every = path, every
-        self._random: Json | None = None
-
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Set the random states of a training that goes on."""
-        if self._random is not None:
-            torch.set_rng_state(self._random["cpu"])
-            if self._random["cuda"]:
-                torch.cuda.set_rng_state_all(self._random["cuda"])
-
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: object, batch_idx: int
-    ) -> None:
-        """Save, where it is time to, and count the steps of the logs right.
-
-        Of Lightning's arguments only `trainer` is looked at, not `pl_module`, `batch` and `batch_idx`.
-        """
-        # Lightning counts one too many when it goes on from a state that a validation round came just before
-        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
-        if trainer.global_step and trainer.global_step % self._every == 0:
-            trainer.save_checkpoint(self.path)
-
-    def on_save_checkpoint(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, object]
-    ) -> None:
-        """Add the random states and the folder of the logs, and take back that the next batch was fetched."""
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        checkpoint[_RANDOM] = {"cpu": torch.get_rng_state(), "cuda": cuda}
-        if trainer.logger is not None:
-            checkpoint[_LOGS] = os.path.abspath(trainer.logger.log_dir)
-        _before_the_batch(checkpoint)
-
-    def on_load_checkpoint(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: Json
-    ) -> None:
-        """Keep the random states until the data is set up, which draws from them."""
-        self._random = checkpoint[_RANDOM]
 
 
 def logger_of(folder: Path | None, name: str, state: Json | None) -> TensorBoardLogger | None:
@@ -227,26 +135,15 @@ def logger_of(folder: Path | None, name: str, state: Json | None) -> TensorBoard
     Args:
         folder: of all logs.
         name: the training's.
-        state: that it goes on from. If it logged in this folder it keeps its version there, and TensorBoard leaves out
-            what was logged after the state. Without a state the version is a new one.
+        state: the checkpoint that it goes on from. If it logged in this folder it keeps its version there, and
+            TensorBoard leaves out what was logged after the checkpoint. Without one the version is new.
     """
     if folder is None:
         return None
-    logs = Path("" if state is None else state.get(_LOGS, ""))
+    logs = Path("" if state is None else state["logs"])
     if state is None or logs.parent != Path(os.path.abspath(folder / name)):
         return TensorBoardLogger(str(folder), name=name)
     return TensorBoardLogger(str(folder), name=name, version=logs.name, purge_step=state["global_step"])
-
-
-def _before_the_batch(checkpoint: Json) -> None:
-    """Set Lightning's counters to where they were between two steps.
-
-    When a batch starts they count it as made ready, and, if it is the epoch's last, the epoch as being at its end.
-    """
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    progress["is_last_batch"] = False
-    for counters in (progress["total"], progress["current"]):
-        counters["ready"] = counters["completed"]
 
 
 # What trainings have in common. Steps are counted over all passes; a round is a run over the validation split.
@@ -329,16 +226,14 @@ class NetworkTraining(lightning.LightningModule):  # type: ignore[misc]
 
     def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
         checkpoint["best"] = dict(vars(self.best))
+        checkpoint["logs"] = os.path.abspath(self.logger.log_dir) if self.logger else ""
 
     def on_load_checkpoint(self, checkpoint: Json) -> None:
-        device = next(self.network.parameters()).device
-        best = BestRound(**checkpoint["best"])
-        best.tensors = {name: tensor.to(device) for name, tensor in best.tensors.items()}
-        self.best = best
+        self.best = BestRound(**checkpoint["best"])
 
 
 class TrainingData(lightning.LightningDataModule, Generic[Examples]):  # type: ignore[misc]
-    """Passes over the train split, each in an order of its own, and the validation split; knows where training is."""
+    """Passes over the train split, each in an order of its own, and the validation split; its state is the position."""
 
     def __init__(
         self,
@@ -415,40 +310,21 @@ ROUNDS = 12
 
 
 class ShowSteps(Callback):  # type: ignore[misc]
-    """Shows the steps of a schedule, and the score of the last validation round."""
+    """Moves a bar by the steps of a schedule, and shows the score of the last validation round beside it."""
 
-    def __init__(self, name: str, options: FitOptions) -> None:
-        """Of the training `name`, if the `options` say so."""
-        self._name, self._shown = name, options.progress
-        self._bar: Progress | None = None
-
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: NetworkTraining) -> None:
-        done = trainer.global_step
-        what = f"training {self._name}"
-        self._bar = Progress(what, total=pl_module.steps, unit="step", initial=done, shown=self._shown)
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_of_the_batch: object) -> None:
-        assert self._bar is not None
         self._bar.update(trainer.global_step - self._bar.n)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: NetworkTraining) -> None:
-        if self._bar is not None and pl_module.best.history:
-            score = pl_module.best.history[-1][pl_module.watched]
-            self._bar.set_postfix_str(f"{pl_module.watched} {score:.4f}", refresh=False)
-
-    def teardown(self, *_of_the_fit: object, stage: str | None = None) -> None:
-        self._close()
-
-    def on_exception(self, *_what_happened: object) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        if self._bar is not None:  # a training may end before its first step
-            self._bar.close()
+        score = pl_module.best.history[-1][pl_module.watched]
+        self._bar.set_postfix_str(f"{pl_module.watched} {score:.4f}", refresh=False)
 
 
 class KeepSignals(Callback):  # type: ignore[misc]
-    """Leaves SIGTERM to the program. Lightning's own handler ends it with status 0 and broadcasts between the ranks."""
+    """Leaves SIGTERM to the program: Lightning's own handler broadcasts between the ranks, which hangs in a step."""
 
     def __init__(self) -> None:
         self._handler = signal.getsignal(signal.SIGTERM)
@@ -467,26 +343,59 @@ def run(
         module: the training.
         data: what it learns from and is validated on.
         source: where that comes from.
-        options: logs, progress, and where the state is kept against a kill; what is kept there of this very
-            training is gone on from.
+        options: logs, progress, and where the checkpoint is kept against a kill; one of this very training is gone on
+            from.
         name: the training's among those of one fit.
     """
-    if options.resume_folder is None:
-        _fit(module, data, options, name)
+    folder, state, path, keeping, states = options.resume_folder, None, None, [], None
+    if folder is not None:
+        path, mark = folder / f"{name}{ModelCheckpoint.FILE_EXTENSION}", _fingerprint(module, source, options)
+        state = usable_state(path, mark)
+        wait_for_all(training_share())  # all ranks have looked before the first one writes
+        # after a validation round: what Lightning saves before one, it does not go on from to the bit
+        keeping = [ModelCheckpoint(folder, name, save_on_train_epoch_end=False, enable_version_counter=False)]
+        states = SealedCheckpoints(mark)
+    stopping = EarlyStopping(module.watched, mode=module.mode, patience=module.config.patience, min_delta=1e-4)
+    if state is not None and state["callbacks"][stopping.state_key]["wait_count"] >= stopping.patience:
+        module.on_load_checkpoint(state)  # it was stopped, and killed before the next training began
         return
-    path = options.resume_folder / f"{name}.state"
-    mark = _fingerprint(module, source, options)
-    state = usable_state(path, mark)
-    wait_for_all(training_share())  # all ranks have looked before the first one writes or removes
-    if state is not None and state["finished"]:
-        module.on_load_checkpoint(state)
-        return
-    keeping = KeepState(path, max(1, module.steps // SAVES))
-    _fit(module, data, options, name, keeping=keeping, states=PlainCheckpoints(mark), start=state)
-    if training_share().rank == 0:
-        finished: dict[str, object] = {"fingerprint": mark, "finished": True}
-        module.on_save_checkpoint(finished)
-        write_state(path, finished)
+    begin = 0 if state is None else state["global_step"]
+    with (
+        _quiet(),
+        Progress(f"training {name}", total=module.steps, unit="step", initial=begin, shown=options.progress) as bar,
+    ):
+        logger = logger_of(options.log_folder, name, state)
+        trainer = _trainer(module, [stopping, ShowSteps(bar), KeepSignals(), *keeping], logger, states)
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=None if state is None else path, weights_only=True)
+        except SystemExit as left:  # Lightning's way out of an interrupt
+            if isinstance(left.__context__, KeyboardInterrupt):
+                raise left.__context__ from None
+            raise
+
+
+def _trainer(
+    module: NetworkTraining,
+    callbacks: list[Callback],
+    logger: TensorBoardLogger | None,
+    states: SealedCheckpoints | None,
+) -> lightning.Trainer:
+    return lightning.Trainer(
+        max_steps=module.steps,
+        max_epochs=-1,
+        val_check_interval=max(1, module.steps // ROUNDS),
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        gradient_clip_val=1.0,
+        log_every_n_steps=10,
+        logger=logger or False,
+        callbacks=callbacks,
+        plugins=states,
+        enable_checkpointing=states is not None,
+        enable_model_summary=False,
+        enable_progress_bar=False,  # it counts epochs, and a schedule of steps has none
+        **_placement(module),
+    )
 
 
 def _fingerprint(module: NetworkTraining, source: TraceSource, options: FitOptions) -> str:
@@ -499,44 +408,6 @@ def _fingerprint(module: NetworkTraining, source: TraceSource, options: FitOptio
         "versions": [expertcast.__version__, torch.__version__, lightning.__version__],
     }
     return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _fit(
-    module: NetworkTraining,
-    data: TrainingData[Examples],
-    options: FitOptions,
-    name: str,
-    *,
-    keeping: KeepState | None = None,
-    states: PlainCheckpoints | None = None,
-    start: Json | None = None,
-) -> None:
-    logger = logger_of(options.log_folder, name, start)
-    stopping = EarlyStopping(module.watched, mode=module.mode, patience=module.config.patience, min_delta=1e-4)
-    with _quiet():
-        trainer = lightning.Trainer(
-            max_steps=module.steps,
-            max_epochs=-1,
-            val_check_interval=max(1, module.steps // ROUNDS),
-            check_val_every_n_epoch=None,
-            num_sanity_val_steps=0,
-            gradient_clip_val=1.0,
-            log_every_n_steps=10,
-            logger=logger or False,
-            callbacks=[stopping, ShowSteps(name, options), KeepSignals(), *([keeping] if keeping else [])],
-            plugins=states,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            enable_progress_bar=False,  # it counts epochs, and a schedule of steps has none
-            **_placement(module),
-        )
-        path = keeping.path if keeping and start is not None else None
-        try:
-            trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
-        except SystemExit as left:  # Lightning's way out of an interrupt
-            if isinstance(left.__context__, KeyboardInterrupt):
-                raise left.__context__ from None
-            raise
 
 
 def _placement(module: lightning.LightningModule) -> dict[str, object]:

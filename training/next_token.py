@@ -320,9 +320,7 @@ def _counted(count_XCE: Tensor, token_T: Tensor, first_TI: Tensor) -> Tensor:
 
 def _longer(count_XCE: Tensor, length: int) -> Tensor:
     """Counts of at least so many ids."""
-    if len(count_XCE) >= length:
-        return count_XCE
-    return torch.cat([count_XCE, count_XCE.new_zeros(length - len(count_XCE), *count_XCE.shape[1:])])
+    return functional.pad(count_XCE, (0, 0, 0, 0, 0, max(0, length - len(count_XCE))))
 
 
 def _of_one_length(share: Share, count_XCE: Tensor) -> Tensor:

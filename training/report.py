@@ -12,14 +12,14 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 
 import matplotlib
 import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from pydantic import JsonValue
 from torch import Tensor
@@ -28,6 +28,20 @@ from transformers import PreTrainedTokenizerBase
 
 from expertcast.checkpoints.provenance import provenance
 from expertcast.checkpoints.provenance import provenance as running_provenance
+from expertcast.checkpoints.results import (
+    CHAINED,
+    METRICS,
+    Cell,
+    Table,
+    calibration_table,
+    cell,
+    chained_apart,
+    forms_of,
+    layer_table,
+    layer_tables,
+    ledger_table,
+    timely_metrics,
+)  # fmt: skip
 from expertcast.data.batch import TraceBatch
 from expertcast.data.models import load_tokenizer
 from expertcast.data.plan import PlannedDocument
@@ -36,11 +50,10 @@ from expertcast.predictors.artefacts import read_json
 from expertcast.predictors.base import Predictor
 from expertcast.predictors.messages import ExpertcastError, Json
 from expertcast.training import figures
-from expertcast.training.evaluation import CHAINED, Curve, chained_apart, ledger_rows, quality_runs
-from expertcast.training.evaluation import COLUMNS as LEDGER_COLUMNS
+from expertcast.training.evaluation import Curve
 from expertcast.training.figures import inline_svg
 from expertcast.training.metrics import compare, rank_routing
-from expertcast.training.scoring import Fitted, states_of
+from expertcast.training.scoring import BATCH, Fitted, states_of
 
 # Provenance: command, date, traces, and how the predictors were made.
 
@@ -87,7 +100,6 @@ def report_sources(source: TraceSource, fitted: Mapping[str, Fitted]) -> Json:
 
 PASSAGES, TOKENS = 4, 400
 """Passages of an example, and tokens of all together."""
-_BATCH = 4096
 _HALF = "\ufffd"
 """What a tokenizer makes of a part of a character."""
 
@@ -157,7 +169,7 @@ def _choose(documents: Sequence[PlannedDocument], count: int) -> list[PlannedDoc
 def _beginnings(source: TraceSource, split: str, wanted: Sequence[int], tokens: int) -> list[TraceBatch]:
     """The first tokens of some documents."""
     parts: dict[int, list[TraceBatch]] = {index: [] for index in wanted}
-    for batch in source.batches(split, _BATCH):
+    for batch in source.batches(split, BATCH):
         for index, own in parts.items():
             row_T = (batch.document_T == index).nonzero().flatten()[: tokens - sum(map(len, own))]
             if len(row_T):
@@ -192,28 +204,9 @@ def _tokenizer(source: TraceSource) -> tuple[PreTrainedTokenizerBase | None, str
         return None, f"no tokenizer for {name!r} on this machine: load it once, with the model or alone"
 
 
-# Rows of the tables; the first cell names the row.
+# The tables of the page.
 
-METRICS = {
-    "recall_at_k": "recall@k",
-    "recall_at_1.5k": "recall@1.5k",
-    "recall_at_2k": "recall@2k",
-    "weight_covered": "weight covered",
-    "exact_set": "exact set",
-    "hard_match": "hard match",
-    "soft_match": "soft match",
-    "mismatch": "mismatch",
-    "cosine": "cosine",
-}
-"""Metrics with one number per layer, and their headings; those of timely recall go by their links."""
-SCORES = ("perplexity", "top1_agreement", "kl")
-
-
-def forms_of(evaluation: Json) -> list[tuple[str, str, list[str]]]:
-    """The forms that are shown: name, ending of their metrics, and predictors; chained, only those that differ."""
-    forms = [("teacher-forced", "", list(evaluation["recall_at_k"]))]
-    apart = chained_apart(evaluation)
-    return [*forms, ("chained", CHAINED, apart)] if apart else forms
+SCORES = {"perplexity": "perplexity", "top1_agreement": "top-1 agreement", "kl": "KL"}
 
 
 def chained_words(evaluation: Json) -> str:
@@ -223,86 +216,93 @@ def chained_words(evaluation: Json) -> str:
     return f"Chained, {', '.join(same)} score as they do teacher-forced and are not shown again." if same else ""
 
 
-def shown_metrics(evaluation: Json) -> dict[str, str]:
-    """Metrics of one number per layer, with their headings."""
-    timely = [key for key in evaluation if key.startswith("timely") and not key.endswith(CHAINED)]
-    return METRICS | {key: key.replace("_", " ") for key in timely}
+def routing_tables(evaluation: Json) -> Json:
+    """Tables of forecasts, by the places of the page."""
+    targets = [str(layer) for layer in evaluation["targets"]]
+    calibration, ranks = evaluation["calibration"].items(), evaluation["rank_alignment"].items()
+    rank_headings = [f"rank {rank + 1}" for rank in range(evaluation["k"])]
+    return {
+        "means": [*mean_tables(evaluation), *distance_tables(evaluation)],
+        "layers": [
+            (heading, [table for *_, table in group])
+            for heading, group in groupby(layer_tables(evaluation), key=lambda each: each[0])
+        ],
+        "costs": ledger_table(evaluation.get("ledger", {})),
+        "rank_means": Table(
+            caption="rank alignment, mean over layers",
+            headings=["predictor", *rank_headings],
+            rows=[[name, *result["mean"]] for name, result in ranks],
+        ),
+        "rank_layers": Table(
+            caption="rank alignment per layer",
+            headings=["predictor, layer", *rank_headings],
+            rows=[
+                [f"{name}, layer {layer}", *row]
+                for name, result in ranks
+                for layer, row in zip(targets, result["per_layer"], strict=True)
+            ],
+        ),
+        "errors": calibration_table(evaluation),
+        "layer_errors": Table(
+            caption="calibration error per layer",
+            headings=["predictor", *targets],
+            rows=[[name, *result["ece_per_layer"]] for name, result in calibration],
+            digits=4,
+        ),
+        "bins": Table(
+            caption="bins",
+            headings=["predictor, probability", "pairs", "mean probability", "how often chosen"],
+            rows=[
+                [f"{name}, {b['low']:.1f} to {b['high']:.1f}", b["count"], b["confidence"], b["frequency"]]
+                for name, result in calibration
+                for b in result["bins"]
+            ],
+        ),
+    }  # fmt: skip
 
 
-def routing_rows(evaluation: Json) -> Json:
-    """Rows of the tables of forecasts; the first cell names the row."""
-    means, layers, targets = [], [], [str(layer) for layer in evaluation["targets"]]
-    metrics = shown_metrics(evaluation)
-    timely = {key: heading for key, heading in metrics.items() if key not in METRICS}
+def mean_tables(evaluation: Json) -> list[Table]:
+    """Means over layers of each form, and of what is there in time."""
+    tables = []
     for form, suffix, names in forms_of(evaluation):
-        for what, group in ((form, METRICS), (f"{form}, in time", timely)):
+        for what, group in ((form, METRICS), (f"{form}, in time", timely_metrics(evaluation))):
             shown = {key: heading for key, heading in group.items() if key + suffix in evaluation}
             rows = [[name, *(evaluation[key + suffix][name]["mean"] for key in shown)] for name in names]
             chance = [["chance", *(evaluation["chance"].get(key) for key in shown)]] if group is METRICS else []
             if shown:
-                means.append((what, list(shown.values()), rows, chance))
-    for key, heading in metrics.items():
-        tables = [
-            (form, [[name, results[name]["mean"], *results[name]["per_layer"]] for name in names])
-            for form, suffix, names in forms_of(evaluation)
-            if (results := evaluation.get(key + suffix))
-        ]
-        layers.append((heading, tables))
-    ranks, calibration = evaluation["rank_alignment"].items(), evaluation["calibration"].items()
-    return {
-        "means": means,
-        "layers": layers,
-        "targets": targets,
-        "chained_words": chained_words(evaluation),
-        "ranks": [f"rank {rank + 1}" for rank in range(evaluation["k"])],
-        "ledger": ledger_rows(evaluation.get("ledger", {})),
-        "costs": [heading for _, heading, _ in LEDGER_COLUMNS],
-        "rank_means": [[name, *result["mean"]] for name, result in ranks],
-        "rank_layers": [
-            [f"{name}, layer {layer}", *row]
-            for name, result in ranks
-            for layer, row in zip(targets, result["per_layer"], strict=True)
-        ],
-        "errors": [
-            [name, *(each[key] for key in ("ece", "ece_likely") for each in (result["before"], result))]
-            for name, result in calibration
-        ],
-        "layer_errors": [[name, *result["ece_per_layer"]] for name, result in calibration],
-        "bins": [
-            [f"{name}, {b['low']:.1f} to {b['high']:.1f}", b["count"], b["confidence"], b["frequency"]]
-            for name, result in calibration
-            for b in result["bins"]
-        ],
-    }
+                headings = ["predictor", *shown.values()]
+                tables.append(Table(caption=f"mean over layers, {what}", headings=headings, rows=rows, last=chance))
+    return tables
 
 
-def distance_rows(evaluation: Json) -> Json:
-    """Rows of mean recall@k by distance, none where one distance was scored."""
+def distance_tables(evaluation: Json) -> list[Table]:
+    """Mean recall@k by distance; no table where one distance was scored."""
     scored = {str(evaluation["ahead"]): evaluation} | evaluation.get("further", {})
-    if len(scored) < 2:
-        return {"distances": [], "distance_rows": []}
     names = evaluation["recall_at_k"]
     rows = [[name, *(each["recall_at_k"].get(name, {}).get("mean") for each in scored.values())] for name in names]
-    return {"distances": [f"{distance} ahead" for distance in scored], "distance_rows": rows}
+    headings = ["predictor", *(f"{distance} ahead" for distance in scored)]
+    table = Table(caption="recall@k by layers ahead, mean over layers", headings=headings, rows=rows)
+    return [table] if len(scored) > 1 else []
 
 
-def curve_rows(curve: Curve) -> Json:
-    """Rows of the learning curve."""
+def curve_table(curve: Curve) -> Table:
+    """The learning curve."""
     known = {name: {int(tokens): recall for tokens, recall in points.items()} for name, points in curve.items()}
     sizes = sorted({tokens for points in known.values() for tokens in points})
     rows = [[name, *(points.get(size) for size in sizes)] for name, points in known.items()]
-    return {"sizes": [f"{size:,}" for size in sizes], "curve": rows}
+    return Table(caption="recall@k by training tokens", headings=["predictor", *map(cell, sizes)], rows=rows)
 
 
-def quality_rows(quality: Json) -> Json:
-    """Rows of what executing forecasts costs, in the mean and per domain."""
-    runs = quality_runs(quality)
-    domains = [
-        [f"{name}, {domain}", *(values.get(key) for key in SCORES)]
-        for name, run in runs.items()
-        for domain, values in run["per_domain"].items()
-    ]
-    return {"runs": [[name, *(run.get(key) for key in SCORES)] for name, run in runs.items()], "domains": domains}
+def quality_tables(quality: Json) -> Json:
+    """What executing forecasts costs, in the mean and per domain."""
+    runs = quality.get("runs", {})
+    domains = {f"{name}, {key}": values for name, run in runs.items() for key, values in run["domains"].items()}
+
+    def table(caption: str, first: str, found: Mapping[str, Json]) -> Table:
+        rows = [[name, *(values.get(key) for key in SCORES)] for name, values in found.items()]
+        return Table(caption=caption, headings=[first, *SCORES.values()], rows=rows, digits=4)
+
+    return {"runs": table("quality", "run", runs), "domains": table("quality per domain", "run, domain", domains)}
 
 
 # Heat map, example text, single experts, and the data of the page's script.
@@ -324,39 +324,26 @@ def band_class(share: float | None) -> str:
 def band_colours() -> list[tuple[str, str]]:
     """Background and ink of each band: matplotlib's viridis, in which colour-blind readers see the same order, and
     black or white, whichever stands out more."""
+    dark = 6
     scale = matplotlib.colormaps["viridis"]
     backgrounds = [to_hex(scale(index / (len(BANDS) - 1))) for index in range(len(BANDS))]
-    return [(colour, max(("#000000", "#ffffff"), key=lambda ink: contrast(ink, colour))) for colour in backgrounds]
-
-
-def contrast(one: str, other: str) -> float:
-    """Contrast ratio of two colours, 1 to 21 (WCAG 2)."""
-    low, high = sorted(_luminance(colour) for colour in (one, other))
-    return (high + 0.05) / (low + 0.05)
-
-
-def _luminance(colour: str) -> float:
-    linear: list[float] = [
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)
-    ]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return [(colour, "#ffffff" if index < dark else "#000000") for index, colour in enumerate(backgrounds)]
 
 
 def views(evaluation: Json, examples: Json | None, chosen: str) -> Json:
-    """What the template reads beside the rows of :func:`routing_rows`; the `chosen` predictor is shown first."""
-    recall = evaluation["recall_at_k"]
-    columns = [[result["mean"], *result["per_layer"]] for result in recall.values()]
+    """What the template reads beside the tables; the `chosen` predictor is shown first."""
+    recall = layer_table(evaluation)
     return {
-        "predictors": list(recall),
+        "predictors": [row[0] for row in recall.rows],
         "bands": BANDS,
         "band_colours": band_colours(),
-        "heat": [list(row) for row in zip(*columns, strict=True)],
-        "chance_row": [evaluation["chance"]["recall_at_k"]] * len(recall),
+        "heat": list(zip(*(row[1:] for row in recall.rows), strict=True)),
+        "chance_row": [recall.last[0][1]] * len(recall.rows),
         "passages": []
         if examples is None
         else [_passage(each, chosen, evaluation["k"]) for each in examples["passages"]],
         "note": None if examples is None else examples["note"],
-        **_rare_experts(evaluation, chosen),
+        "rare": _rare_experts(evaluation, chosen),
         "script_data": _script_data(evaluation, examples, chosen),
     }
 
@@ -369,41 +356,29 @@ def _passage(passage: Json, name: str, top_k: int) -> Json:
     return {"document": passage["document"], "domain": passage["domain"], "tokens": tokens}
 
 
-def _rare_experts(evaluation: Json, chosen: str) -> Json:
+def _rare_experts(evaluation: Json, chosen: str) -> Table:
     """The experts that the chosen predictor finds least often, with what the others find of them."""
-    if "per_expert" not in evaluation:
-        return {"rare": [], "rare_headings": []}
-    used, found = evaluation["per_expert"]["used"], evaluation["per_expert"]["found"]
-    names = [chosen, *(name for name in found if name != chosen)]
+    caption = f"experts found least often by {chosen}, of those that a quarter of an even share of the tokens needs"
+    counts = evaluation.get("per_expert", {"used": [], "found": {}})
+    names = [chosen, *(name for name in counts["found"] if name != chosen)]
     least = LEAST_USE * evaluation["tokens"] * evaluation["k"] / evaluation["experts"]
     rows = [
         [f"layer {layer}, expert {expert}", count, count / evaluation["tokens"]]
-        + [found[name][index][expert] / count for name in names]
-        for index, layer in enumerate(evaluation["targets"])
-        for expert, count in enumerate(used[index])
+        + [counts["found"][name][index][expert] / count for name in names]
+        for index, (layer, used) in enumerate(zip(evaluation["targets"], counts["used"], strict=False))
+        for expert, count in enumerate(used)
         if count and count >= least
     ]
-    return {
-        "rare": sorted(rows, key=lambda row: (row[3], -row[1]))[:RARE],
-        "rare_headings": ["expert", "tokens", "share of tokens", *names],
-    }
+    rows = sorted(rows, key=lambda row: (row[3], -row[1]))[:RARE]
+    return Table(caption=caption, headings=["expert", "tokens", "share of tokens", *names], rows=rows)
 
 
 def _script_data(evaluation: Json, examples: Json | None, chosen: str) -> Json:
-    heat = {}
-    for form, suffix, names in forms_of(evaluation):
-        for key, heading in shown_metrics(evaluation).items():
-            results = evaluation.get(key + suffix, {})
-            values = {name: [results[name]["mean"], *results[name]["per_layer"]] for name in names if name in results}
-            if values:
-                chance = evaluation["chance"].get(key)
-                heat[heading + (f", {form}" if suffix else "")] = {"values": values, "chance": chance}
+    chained = {"teacher-forced": "", "chained": ", chained"}
+    heat = {heading + chained[form]: _heat(table) for heading, form, table in layer_tables(evaluation)}
     for distance, further in evaluation.get("further", {}).items():  # its first targets are of no forecast so far off
         missing = [None] * (further["ahead"] - evaluation["ahead"])
-        found = further["recall_at_k"].items()
-        values = {name: [result["mean"], *missing, *result["per_layer"]] for name, result in found}
-        chance = further["chance"]["recall_at_k"]
-        heat[f"recall@k, {distance} layers ahead"] = {"values": values, "chance": chance}
+        heat[f"recall@k, {distance} layers ahead"] = _heat(layer_table(further), missing)
     return {
         "bands": BANDS,
         "chosen": chosen,
@@ -417,6 +392,12 @@ def _script_data(evaluation: Json, examples: Json | None, chosen: str) -> Json:
     }
 
 
+def _heat(table: Table, missing: Sequence[None] = ()) -> Json:
+    """The numbers of a table of layers, with `missing` ones behind the mean."""
+    values = {name: [mean, *missing, *layers] for name, mean, *layers in table.rows}
+    return {"values": values, "chance": table.last[0][1] if table.last else None}
+
+
 PAGE = "index.html"
 DATA = "report.json"
 FORMAT = "expertcast-report-1"
@@ -424,7 +405,6 @@ RECALL, RANKS, CALIBRATION = "recall.png", "rank_alignment.png", "calibration.pn
 COVERED, CURVE, QUALITY, EXPERTS = "weight_covered.png", "learning_curve.png", "quality.png", "experts.png"
 FILES = (PAGE, DATA, RECALL, COVERED, EXPERTS, RANKS, CALIBRATION, CURVE, QUALITY)
 DPI = 110
-Cell = str | float | int | None
 
 
 def write_report(
@@ -456,7 +436,7 @@ def write_report(
         chosen: name of the predictor with the highest recall@k on the validation split; the page marks it, and never
             the best of the numbers that it shows.
         learning_curve: per predictor, mean recall@k by number of training tokens.
-        quality: result of the quality harness, or its `runs`.
+        quality: result of the quality harness.
         examples: text with what was forecast of each token (:func:`expertcast.training.report.example_text`).
         title: heading of the page.
         provenance: where the numbers come from (:func:`expertcast.training.report.report_sources`); this
@@ -554,31 +534,23 @@ def page(data: Json, drawn: Mapping[str, Figure]) -> str:
         loader=FileSystemLoader(here), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
-    shown = routing_rows(data["evaluation"]) | curve_rows(data["learning_curve"] or {})
-    shown |= (
-        distance_rows(data["evaluation"])
-        | quality_rows(data["quality"] or {})
-        | views(data["evaluation"], data["examples"], data["chosen"])
-    )
+    evaluation = data["evaluation"]
+    shown = routing_tables(evaluation) | quality_tables(data["quality"] or {})
+    shown |= {"curve": curve_table(data["learning_curve"] or {}), "chained_words": chained_words(evaluation)}
+    shown |= views(evaluation, data["examples"], data["chosen"])
     environment.globals |= {
         "band_class": band_class,
         "cell": cell,
+        "short_cell": short_cell,
         "picture": lambda name, description: inline_svg(drawn[name], Path(name).stem, description),
         "script": Markup((here / "report.js").read_text()),
     }
     return environment.get_template("report.html").render(**data, **shown)
 
 
-def cell(value: Cell, digits: int | str = 3) -> str:
-    """A number with so many digits (`bare`: three, without a zero before the point), or as it is counted; a dash for
-    none."""
-    if isinstance(value, float):
-        if digits == "bare":
-            return f"{value:.3f}".removeprefix("0")
-        return f"{value:.{digits}f}"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return "-" if value is None else value
+def short_cell(value: Cell) -> str:
+    """A share with three digits, without a zero before the point."""
+    return cell(value).removeprefix("0") if isinstance(value, float) else cell(value)
 
 
 # TensorBoard: the evaluation's figures, and the HPARAMS tab.

@@ -35,8 +35,6 @@ class FitOptions:
     the text that it is run over, all splits together."""
     validation_tokens: int | None = None
     """Tokens of the validation split to choose by; all of them when not given."""
-    batch_size: int = 4096
-    """Tokens per batch where order and size do not matter to the result (counts, sums, scores)."""
     seed: int = 0
     """Order of tokens and initial weights."""
     log_folder: Path | None = None
@@ -47,7 +45,7 @@ class FitOptions:
     """Where trainings keep their state against a kill (:mod:`expertcast.training.loop`); nowhere when not given."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "validation_tokens", "batch_size"):
+        for name in ("tokens", "validation_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ExpertcastError(f"{name}={value}: give at least 1")
@@ -75,6 +73,8 @@ def validation_tokens(source: TraceSource, options: FitOptions) -> int:
     return available if options.validation_tokens is None else min(options.validation_tokens, available)
 
 
+BATCH = 4096
+"""Tokens per batch where order and size do not matter to the result (counts, sums, scores)."""
 RANK_BATCH = 256
 FORGET_EVERY = 10
 Candidates = Callable[[list[RouterState]], Iterable[Iterable[Tensor]]]
@@ -85,14 +85,14 @@ def train_batches(source: TraceSource, options: FitOptions, what: str) -> Iterat
     """This rank's share of the train split, in order; `what` is what progress is shown of."""
     share = training_share()
     # several ranks get equally many full batches: small ones leave few tokens over
-    size = options.batch_size if share.world == 1 else min(options.batch_size, RANK_BATCH)
+    size = BATCH if share.world == 1 else RANK_BATCH
     batches = source.batches("train", size, max_tokens=options.tokens, share=share)
     return tokens_read(batches, what, train_tokens(source, options) // share.world, shown=options.progress)
 
 
-def validation_batches(source: TraceSource, options: FitOptions, size: int | None = None) -> Iterator[TraceBatch]:
+def validation_batches(source: TraceSource, options: FitOptions, size: int = BATCH) -> Iterator[TraceBatch]:
     """The validation split in order, in full on every rank, so that all ranks choose alike."""
-    return source.batches("validation", size or options.batch_size, max_tokens=options.validation_tokens)
+    return source.batches("validation", size, max_tokens=options.validation_tokens)
 
 
 def validation_pass(source: TraceSource, options: FitOptions, what: str) -> Iterator[TraceBatch]:
@@ -101,9 +101,9 @@ def validation_pass(source: TraceSource, options: FitOptions, what: str) -> Iter
     return tokens_read(validation_batches(source, options), what, total, shown=options.progress)
 
 
-def scored_batches(source: TraceSource, split: str, size: int) -> Iterator[TraceBatch]:
-    """A split in order, `size` tokens at a time, for an evaluation whose progress is shown."""
-    return tokens_read(source.batches(split, size), f"scoring on split {split!r}", source.token_count(split))
+def scored_batches(source: TraceSource, split: str) -> Iterator[TraceBatch]:
+    """A split in order, for an evaluation whose progress is shown."""
+    return tokens_read(source.batches(split, BATCH), f"scoring on split {split!r}", source.token_count(split))
 
 
 def validation_batch(source: TraceSource, options: FitOptions) -> TraceBatch:

@@ -51,20 +51,12 @@ def unseen_traces(traces: TraceDataset, fitted: Mapping[str, Fitted], split: str
         ExpertcastError: nothing of the split is left.
     """
     chosen = traces.chosen(split)
-    left_out, indices = LeftOut(tokens=0), set[int]()
-    for name, made in fitted.items():
-        learned = made.predictor.learned_from or frozenset()
-        own = {document.index for document in traces.documents if document.hash in learned}
-        left_out.by += [name] if any(document.index in own for document in chosen) else []
-        indices |= own
-    known = [document for document in chosen if document.index in indices]
-    if known and len(known) == len(chosen):
-        raise ExpertcastError(
-            f"{', '.join(left_out.by)} learned from every document of split {split!r}: score another split, or collect "
-            "other text"
-        )
-    left_out.documents, left_out.tokens = len(known), sum(document.tokens for document in known)
-    return traces.without(indices), left_out
+    known = {name: made.predictor.learned_from or frozenset() for name, made in fitted.items()}
+    what = f"split {split!r}: score another split, or collect other text"
+    left_out = _left_out([document.hash for document in chosen], known, what)
+    learned = frozenset[str]().union(*known.values())
+    left_out.tokens = sum(document.tokens for document in chosen if document.hash in learned)
+    return traces.without({document.index for document in traces.documents if document.hash in learned}), left_out
 
 
 def unseen_documents(
@@ -82,13 +74,18 @@ def unseen_documents(
     """
     known = {name: each.learned_from or frozenset() for name, each in predictors.items()}
     known["hybrid execution"] = chosen_by.difference(*known.values())
-    hashes = [document.hash for document in documents]
-    learned = frozenset().union(*known.values())
-    rest = [document for document, own in zip(documents, hashes, strict=True) if own not in learned]
+    left_out = _left_out([document.hash for document in documents], known, "the text: give other --data")
+    learned = frozenset[str]().union(*known.values())
+    return [document for document in documents if document.hash not in learned], left_out
+
+
+def _left_out(hashes: Sequence[str], known: Mapping[str, frozenset[str]], what: str) -> LeftOut:
+    """What of some documents was learned from, and by whom; `what` they are and what helps, for the message."""
+    learned = frozenset[str]().union(*known.values())
     left_out = LeftOut(
-        documents=len(documents) - len(rest),
+        documents=sum(each in learned for each in hashes),
         by=[name for name, own in known.items() if not own.isdisjoint(hashes)],
     )
-    if documents and not rest:
-        raise ExpertcastError(f"{', '.join(left_out.by)} learned from every document of the text: give other --data")
-    return rest, left_out
+    if hashes and left_out.documents == len(hashes):
+        raise ExpertcastError(f"{', '.join(left_out.by)} learned from every document of {what}")
+    return left_out

@@ -43,5 +43,5 @@ def write(name: str, view: MoEView, folder: Path) -> Path:
     for tensor in predictor.state_dict().values():
         tensor.copy_(torch.randn(tensor.shape))
     predictor.learned_from = LEARNED
-    save_predictor(predictor, folder, view=view, metrics=METRICS, extra={"training": {"tokens": 3}, "by": "me"})
+    save_predictor(predictor, folder, view=view, metrics=METRICS, training={"tokens": 3})
     return folder

@@ -49,16 +49,15 @@ def test_round_trip(
     name: str, fitted_predictors: dict[str, Fitted], reference_traces: TraceDataset, tmp_path: Path
 ) -> None:
     predictor = fitted_predictors[name].predictor
-    extra = {"command": "expertcast train X", "tried": {3: [1, 2.5, float("nan")]}}
-    written = save_predictor(predictor, tmp_path / name, view=reference_traces.view, extra=extra)
+    training = {"tried": {3: [1, 2.5, float("nan")]}}
+    written = save_predictor(predictor, tmp_path / name, view=reference_traces.view, training=training)
     loaded = load_predictor(tmp_path / name, reference_traces.view)
     assert loaded.name == name
     assert loaded.config.as_dict() == predictor.config.as_dict()
     assert not loaded.training
     assert_same(predictor, loaded, reference_traces)
     assert sorted(path.name for path in (tmp_path / name).iterdir()) == sorted(files.ALL)
-    assert written.config["command"] == "expertcast train X"
-    assert written.config["extra"] == {"tried": {"3": [1, 2.5, None]}}
+    assert written.config["training"] == {"tried": {"3": [1, 2.5, None]}}
     assert written.config["fingerprint"] == reference_traces.view.fingerprint()
     assert set(written.config["versions"]) >= {"torch", "transformers"}
     assert [path.name for path in tmp_path.iterdir()] == [name], "no temporary folder stays behind"

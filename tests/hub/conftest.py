@@ -8,8 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.hub.fake_hub import served
-from tests.hub.fake_repos import WRITER, FakeHub
+from tests.hub.fake_hub import WRITER, FakeHub, served
 from tests.hub.worker import Worker
 
 TEXT = Path(__file__).resolve().parents[2] / "checkpoints" / "reference" / "text" / "test.parquet"

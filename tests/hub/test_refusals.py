@@ -9,7 +9,7 @@ import pytest
 
 from expertcast.checkpoints.hub import HubName
 from tests.hub.conftest import environment
-from tests.hub.fake_repos import READER, WRITER, FakeHub, Repo
+from tests.hub.fake_hub import READER, WRITER, FakeHub, Repo
 from tests.hub.test_checkpoints import right
 from tests.hub.worker import Worker
 

@@ -13,7 +13,7 @@ from huggingface_hub import DatasetCard
 from safetensors.torch import load_file
 
 from tests.hub.conftest import TOKENS
-from tests.hub.fake_repos import WRITER, FakeHub
+from tests.hub.fake_hub import WRITER, FakeHub
 from tests.hub.test_checkpoints import right, snippet
 from tests.hub.worker import Worker
 

@@ -185,7 +185,7 @@ def test_collect_train_eval_generate_inspect(capsys: pytest.CaptureFixture[str],
     assert metrics["ledger"]["linear"]["training_s"] == scored["ledger"]["linear"]["training_s"]
     assert set(metrics) >= {"timely@R1", "timely@R2", "timely@R5", "calibration"}
     card = (checkpoint / "README.md").read_text()
-    for row in ("if K copies take 2 layers", "calibration error", "forecast ms", "collection s"):
+    for row in ("timely@R2", "ECE before", "ms per forecast", "collection s"):
         assert f"{row} | " in card
     forecast = ("--predictor", checkpoint)
     plain = _decoded(tmp_path)["tokens"]

@@ -30,9 +30,8 @@ from expertcast.predictors.baselines import QuasiHidden
 from expertcast.predictors.hybrid import HybridConfig
 from expertcast.runtime.quality.forecasts import text_windows
 from expertcast.training.evaluation import evaluate
-from expertcast.training.fit import FITTERS
+from expertcast.training.fit import FITTERS, select_hybrid
 from expertcast.training.scoring import FitOptions
-from expertcast.training.selection import select_hybrid
 from tests.package.test_cli import fails, ran
 
 TOKENS = 3000

@@ -1,13 +1,18 @@
-"""Trace batches of a tiny random model without running its attention: for tests of the scoring itself."""
+"""Trace batches and sources of a tiny random model without running its attention: what is learned takes no time."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from expertcast.data.batch import TraceBatch
 from expertcast.data.moe_layers import find_moe_layers
+from expertcast.data.processes import Share
 from expertcast.predictors.base import Predictor, PredictorConfig, RouterState
+from expertcast.predictors.baselines import DefaultVectors
 from expertcast.predictors.view import ModelShape, MoEView
 from tests.families.models import tiny_model
 
@@ -32,6 +37,50 @@ def random_batch(view: MoEView, tokens: int, *, seed: int = 0, document_tokens: 
         position_T=index_T % document_tokens,
         token_T=torch.randint(0, 10, (tokens,), generator=generator),
     )
+
+
+class Rows:
+    """A source of the rows of one batch: two thirds are the train split, the others the validation split."""
+
+    stand_in = None
+
+    def __init__(self, view: MoEView, batch: TraceBatch) -> None:
+        self.view, self.batch = view, batch
+        tokens = len(batch)
+        self.rows = {"train": slice(0, tokens * 2 // 3), "validation": slice(tokens * 2 // 3, tokens)}
+        self.info: dict[str, Any] = {"id": "rows", "model": view.model_id}
+
+    @property
+    def defaults(self) -> DefaultVectors:
+        shape, generator = self.view.shape, torch.Generator().manual_seed(5)
+        return DefaultVectors(
+            expert_LED=torch.randn(shape.layers, shape.experts, shape.hidden, generator=generator),
+            shared_LD=torch.zeros(shape.layers, shape.hidden),
+            count_LE=torch.ones(shape.layers, shape.experts, dtype=torch.int64),
+            token_count=1,
+        )
+
+    def learned_from(self) -> frozenset[str]:
+        return frozenset()
+
+    def token_count(self, split: str) -> int:
+        return len(self.batch[self.rows[split]])
+
+    def batches(
+        self,
+        split: str,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        max_tokens: int | None = None,
+        share: Share | None = None,
+    ) -> Iterator[TraceBatch]:
+        rows = self.batch[self.rows[split]][:max_tokens]
+        if shuffle:
+            rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
+        for first in range(0, len(rows), batch_size):
+            yield rows[first : first + batch_size]
 
 
 class Same(Predictor):

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, save_predictor
+from expertcast.checkpoints.results import ledger_table
 from expertcast.commands.predictors import ledger_of
 from expertcast.data.batch import TraceBatch
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ModelShape
 from expertcast.predictors.base import LogOdds, PredictorConfig
 from expertcast.predictors.baselines import Frequency
-from expertcast.training.evaluation import baseline_recall, ledger_entry, ledger_table
+from expertcast.training.evaluation import baseline_recall, ledger_entry
 from expertcast.training.fit import fit
 from expertcast.training.scoring import Fitted
 
@@ -56,7 +57,7 @@ def test_an_entry_by_hand() -> None:
     }  # fmt: skip
     unknown = ledger_entry(predictor, {}, None)
     assert [unknown[key] for key in ("forecast_ms", "training_s", "collection_s")] == [None, None, None]
-    table = ledger_table({"known": entry, "unknown": unknown}).splitlines()
+    table = ledger_table({"known": entry, "unknown": unknown}).text().splitlines()
     assert table[0].split("  ")[0] == "predictor"
     assert table[1].split() == ["known", "54", "336", "0.250", "5.0", "60.0"]
     assert table[2].split() == ["unknown", "54", "336", "-", "-", "-"]
@@ -81,8 +82,13 @@ def test_checkpoints_keep_what_a_ledger_is_made_of(reference_traces: TraceDatase
     name = "linear"
     fitted = fit(name, reference_traces)
     ledger = {name: ledger_entry(fitted.predictor, fitted.report, 1e-3)}
-    extra, metrics = {"training": fitted.report}, {"ledger": ledger}
-    save_predictor(fitted.predictor, tmp_path / name, view=reference_traces.view, metrics=metrics, extra=extra)
+    save_predictor(
+        fitted.predictor,
+        tmp_path / name,
+        view=reference_traces.view,
+        metrics={"ledger": ledger},
+        training=fitted.report,
+    )
     opened = PredictorCheckpoint.open(tmp_path / name)
     assert opened.metrics["ledger"] == ledger
     loaded = opened.load(reference_traces.view)

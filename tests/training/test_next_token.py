@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from expertcast.checkpoints.checkpoint import load_predictor, save_predictor
+from expertcast.checkpoints.results import tokens_table
 from expertcast.cli import main
 from expertcast.data.batch import TraceBatch
-from expertcast.data.processes import Share
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView
-from expertcast.predictors.baselines import DefaultVectors
 from expertcast.predictors.next_token import PRIOR, NextToken, NextTokenConfig
-from expertcast.training.evaluation import evaluate_tokens, tokens_table
+from expertcast.training.evaluation import evaluate_tokens
 from expertcast.training.fit import fit
 from expertcast.training.next_token import TokenChunk, token_chunks
 from expertcast.training.scoring import FitOptions
-from tests.training.synthetic import random_batch, tiny_view
+from tests.training.synthetic import Rows, random_batch, tiny_view
 
 WORDS = 6
 SMALL = NextTokenConfig(
@@ -32,49 +29,22 @@ SMALL = NextTokenConfig(
 )
 
 
-class Cyclic:
+class Cyclic(Rows):
     """Texts in which six words follow one another in a ring; a word has one routing and one residual per layer."""
 
     def __init__(self, view: MoEView, tokens: int = 1200, document_tokens: int = 40) -> None:
-        self.view = view
         words = random_batch(view, WORDS, seed=3)
         index_T = torch.arange(tokens)
         document_T, position_T = index_T // document_tokens, index_T % document_tokens
         word_T = (position_T + document_T) % WORDS
-        self._batch = TraceBatch(
+        batch = TraceBatch(
             residual_TLD=words.residual_TLD[word_T],
             logits_TLE=words.logits_TLE[word_T],
             document_T=document_T,
             position_T=position_T,
             token_T=10 * word_T,
         )
-        self._rows = {"train": slice(0, tokens * 2 // 3), "validation": slice(tokens * 2 // 3, tokens)}
-        self.info: dict[str, Any] = {"id": "cyclic", "model": view.model_id}
-
-    @property
-    def defaults(self) -> DefaultVectors:
-        raise NotImplementedError
-
-    def learned_from(self) -> None:
-        return None
-
-    def token_count(self, split: str) -> int:
-        return len(self._batch[self._rows[split]])
-
-    def batches(
-        self,
-        split: str,
-        batch_size: int,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        max_tokens: int | None = None,
-        share: Share | None = None,
-    ) -> Iterator[TraceBatch]:
-        assert not shuffle
-        rows = self._batch[self._rows[split]]
-        for first in range(0, min(len(rows), max_tokens or len(rows)), batch_size):
-            yield rows[first : first + batch_size]
+        super().__init__(view, batch)
 
 
 @pytest.fixture(scope="module")
@@ -119,15 +89,15 @@ def test_scores_by_hand(source: Cyclic, fitted: NextToken) -> None:
         scored = found["tokens_ahead"][name]
         assert scored["recall_at_k"]["mean"][1] == pytest.approx(value / count, abs=1e-6)
         assert len(scored["recall_at_k_plus_3"]["per_layer"][0]) == len(source.view)
-    assert "previous_token recall_at_k_plus_3" in tokens_table(found["tokens_ahead"])
+    assert "previous_token recall_at_k_plus_3" in tokens_table(found["tokens_ahead"]).text()
 
 
 def test_it_knows_which_token_comes(source: Cyclic) -> None:
     """Texts in which any word follows any other: only the token's own id tells its routing."""
     drawn = Cyclic(source.view)
     word_T = torch.randint(0, WORDS, (1200,), generator=torch.Generator().manual_seed(1))
-    words = drawn._batch[:WORDS]  # the first document's: each of the six once
-    drawn._batch = replace(words[word_T], document_T=drawn._batch.document_T, position_T=drawn._batch.position_T)
+    words = drawn.batch[:WORDS]  # the first document's: each of the six once
+    drawn.batch = replace(words[word_T], document_T=drawn.batch.document_T, position_T=drawn.batch.position_T)
     predictor = fit("next_token", drawn, config=SMALL).predictor
     assert isinstance(predictor, NextToken)
     assert predictor.ids_V[:WORDS].tolist() == [0, 10, 20, 30, 40, 50]
@@ -170,7 +140,7 @@ def _network_alone(predictor: NextToken) -> torch.Tensor:
 
 def test_only_the_most_frequent_ids_are_known(source: Cyclic) -> None:
     few = Cyclic(source.view, tokens=60, document_tokens=20)
-    few._batch = replace(few._batch, token_T=torch.tensor([5] * 20 + [90] * 12 + [7] * 8 + [1] * 20))
+    few.batch = replace(few.batch, token_T=torch.tensor([5] * 20 + [90] * 12 + [7] * 8 + [1] * 20))
     config = NextTokenConfig(tokens=1, width=8, inner=4, known_ids=2, memories=(4,), steps=1, step_tokens=32)
     predictor = fit("next_token", few, config=config).predictor
     assert isinstance(predictor, NextToken)
@@ -179,7 +149,7 @@ def test_only_the_most_frequent_ids_are_known(source: Cyclic) -> None:
 
 def test_it_needs_ids(source: Cyclic) -> None:
     without = Cyclic(source.view)
-    without._batch = replace(without._batch, token_T=None)
+    without.batch = replace(without.batch, token_T=None)
     with pytest.raises(ExpertcastError, match="hold no token ids"):
         fit("next_token", without, config=SMALL)
 
@@ -263,6 +233,6 @@ def test_commands_refuse(reference_traces: TraceDataset, tmp_path: Path, capsys:
 
 
 def test_nothing_to_score(source: Cyclic, fitted: NextToken) -> None:
-    source._rows["test"] = slice(0, 0)
+    source.rows["test"] = slice(0, 0)
     with pytest.raises(ExpertcastError, match="no tokens to score"):
         evaluate_tokens(fitted, source, "test")

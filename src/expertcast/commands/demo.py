@@ -15,16 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import save_predictor
+from expertcast.checkpoints.results import layer_table
 from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import Count, Option
 from expertcast.commands.output import Outcome, folder, say, write_json
-from expertcast.commands.predictors import (
-    EVAL_BATCH,
-    best_on_validation,
-    checkpoint_metrics,
-    ledger_of,
-    predictor_config,
-)
+from expertcast.commands.predictors import best_on_validation, checkpoint_metrics, ledger_of, predictor_config
 from expertcast.data.collect import collect
 from expertcast.data.models import load_model, load_tokenizer
 from expertcast.data.moe_layers import find_moe_layers
@@ -32,7 +27,7 @@ from expertcast.data.processes import exclusive
 from expertcast.data.text import load_documents
 from expertcast.predictors import ExpertcastError, Predictor, names
 from expertcast.predictors.messages import Json, aligned
-from expertcast.training.evaluation import Evaluation, evaluate, recall_table
+from expertcast.training.evaluation import Evaluation, evaluate
 from expertcast.training.fit import fit_many
 from expertcast.training.report import PAGE, example_text, report_sources, write_report
 from expertcast.training.scoring import scored_batches
@@ -292,12 +287,13 @@ def _stages(
     fitted = fit_many(names(), traces, {"estimator": predictor_config("estimator", [1], [f"steps={steps}"])})
     say("3/4 evaluate: recall@k on the test split, documents that no predictor has seen")
     predictors = {name: made.predictor for name, made in fitted.items()}
-    evaluation = evaluate(predictors, scored_batches(traces, "test", EVAL_BATCH), traces.view)
+    evaluation = evaluate(predictors, scored_batches(traces, "test"), traces.view)
     best, layers = best_on_validation(predictors, traces, 1)
     ledger = ledger_of(fitted, traces, "test", 1)
     metrics, _ = checkpoint_metrics(predictors[best], traces, {best: ledger[best]})
-    extra = {"training": fitted[best].report}
-    save_predictor(predictors[best], options.out / CHECKPOINT, view=traces.view, metrics=metrics, extra=extra)
+    save_predictor(
+        predictors[best], options.out / CHECKPOINT, view=traces.view, metrics=metrics, training=fitted[best].report
+    )
     say("4/4 deploy: an eighth of the experts on the device, the others behind an emulated link")
     unseen = {entry["index"] for entry in traces.info["documents"] if entry["split"] == "test"}
     texts = [document.text for document in documents if document.index in unseen]
@@ -327,7 +323,7 @@ def _text(out: Path, evaluation: Evaluation, result: Json) -> str:
     return "\n\n".join(
         [
             f"\nrecall@k per target layer, {result['tokens']} test tokens",
-            recall_table(evaluation),
+            layer_table(evaluation.as_dict()).text(),
             f"decoding with forecasts by {result['deployed_predictor']}, {SLOTS} of "
             f"{result['experts'] * result['layers']} experts on the device, "
             f"link of {result['bandwidth'] / 1e6:.1f} MB/s",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from expertcast.checkpoints.provenance import provenance
+from expertcast.checkpoints.results import ledger_table
 from expertcast.commands.numbers import positive_number
 from expertcast.commands.options import BANDWIDTH, Count, OffloadedOptions, Option
 from expertcast.commands.output import Outcome, folder
@@ -27,7 +28,7 @@ from expertcast.data.plan import ALL, SPLITS
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors import ExpertcastError, MoEView, NextToken, Predictor
 from expertcast.predictors.messages import Json, aligned
-from expertcast.training.evaluation import learning_curve, ledger_table
+from expertcast.training.evaluation import learning_curve
 from expertcast.training.metrics import Windows, copies_in_time, ratio_windows
 from expertcast.training.report import example_text, report_sources, write_report
 from expertcast.training.scoring import Fitted
@@ -85,7 +86,7 @@ def run(options: Options) -> Outcome:
         found, table = scores_ahead(predictors, unseen, split, ahead, windows)
         result |= found
         tables.insert(0, table)
-    tables.append(ledger_table(ledger))
+    tables.append(ledger_table(ledger).text())
     scored = f"scored on split {split!r}, {result['tokens']} tokens"
     tables.append("; ".join(filter(None, (scored, str(left_out)))))
     if options.model:

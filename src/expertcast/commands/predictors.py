@@ -17,6 +17,7 @@ from expertcast.checkpoints import checkpoint as files
 from expertcast.checkpoints.bundled import REFERENCE
 from expertcast.checkpoints.checkpoint import PredictorCheckpoint, is_name
 from expertcast.checkpoints.hub import HubName
+from expertcast.checkpoints.results import layer_table, link_table, tokens_table
 from expertcast.commands.options import Count, Data, ModelOptions, Option, StoredOptions, TextColumn
 from expertcast.commands.output import say
 from expertcast.data.experts import experts_of
@@ -39,14 +40,7 @@ from expertcast.predictors import (
 from expertcast.predictors.messages import Json, aligned
 from expertcast.predictors.next_token import NextTokenTracker
 from expertcast.predictors.options import parse_settings
-from expertcast.training.evaluation import (
-    evaluate,
-    evaluate_tokens,
-    ledger_entry,
-    link_table,
-    recall_table,
-    tokens_table,
-)
+from expertcast.training.evaluation import evaluate, evaluate_tokens, ledger_entry
 from expertcast.training.fit import fit_many
 from expertcast.training.metrics import Windows
 from expertcast.training.scoring import (
@@ -104,8 +98,6 @@ def check_routers(view: MoEView, info: Json) -> None:
         )
 
 
-EVAL_BATCH = 4096
-"""Tokens per batch of an evaluation."""
 FORECAST_WINDOW = 256
 """Tokens per window when forecasts are executed: a window is one forward."""
 POLICY_WINDOW = 128
@@ -456,7 +448,7 @@ def scores(predictor: Predictor, source: TraceSource, split: str) -> tuple[Json,
     """One predictor scored at all its distances, or tokens ahead if it looks that way: results and their tables."""
     if isinstance(predictor, NextToken):
         found = evaluate_tokens(predictor, source, split)
-        return found, "\n\n".join([tokens_table(found["tokens_ahead"]), *_notes(source)])
+        return found, "\n\n".join([tokens_table(found["tokens_ahead"]).text(), *_notes(source)])
     return scores_ahead({predictor.name: predictor}, source, split, predictor.ahead)
 
 
@@ -496,11 +488,11 @@ def scores_ahead(
     result: Json = {}
     tables = []
     for distance in ahead:
-        batches = scored_batches(source, split, EVAL_BATCH)
+        batches = scored_batches(source, split)
         evaluation = evaluate(predictors, batches, source.view, ahead=distance, windows=windows)
         if len(ahead) > 1:
             tables.append(f"{distance} layer{'s' * (distance > 1)} ahead")
-        tables += [recall_table(evaluation), link_table(evaluation)]
+        tables += [make(evaluation.as_dict()).text() for make in (layer_table, link_table)]
         if result:
             result.setdefault("further", {})[str(distance)] = evaluation.as_dict()
         else:

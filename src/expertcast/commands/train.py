@@ -8,6 +8,7 @@ from typing import Annotated
 
 from expertcast.checkpoints.checkpoint import save_predictor
 from expertcast.checkpoints.hub import HubName, NotOnHubError
+from expertcast.checkpoints.results import ledger_table
 from expertcast.commands.options import COUNT, Count, Data, Fields, OffloadedOptions, Option, Text, TextColumn
 from expertcast.commands.output import Outcome, folder, say
 from expertcast.commands.predictors import checkpoint_metrics, ledger_of, predictor_config
@@ -21,7 +22,7 @@ from expertcast.data.traces import TraceDataset, TraceSource
 from expertcast.predictors import ExpertcastError, predictor_class
 from expertcast.predictors.base import PredictorConfig
 from expertcast.predictors.messages import Json
-from expertcast.training.evaluation import baseline_recall, ledger_table
+from expertcast.training.evaluation import baseline_recall
 from expertcast.training.fit import fit
 from expertcast.training.loop import forget, resume_folder
 from expertcast.training.report import log_evaluation
@@ -82,14 +83,15 @@ def _train(options: Options, config: PredictorConfig) -> Outcome:
     if "recall_at_k" in metrics:
         metrics["baselines"] = baseline_recall(source, "test", ahead)
     if training_share().rank == 0:
-        extra = {"training": fitted.report}
-        save_predictor(predictor, options.out, view=source.view, metrics=metrics, extra=extra)
+        save_predictor(predictor, options.out, view=source.view, metrics=metrics, training=fitted.report)
         forget(options.out)
         if options.fit.log_folder and "recall_at_k" in metrics:
             used = {"predictor": options.predictor, "seed": options.fit.seed, "tokens": fitted.report["tokens"]}
             settings_used = {**used, **predictor.config.as_dict()}
             log_evaluation(options.fit.log_folder, options.predictor, metrics, settings_used)
-    text = f"{table}\n\n{ledger_table(ledger)}\n\nfitted in {fitted.report['seconds']:.0f} s; wrote {options.out}"
+    text = (
+        f"{table}\n\n{ledger_table(ledger).text()}\n\nfitted in {fitted.report['seconds']:.0f} s; wrote {options.out}"
+    )
     return {"checkpoint": str(options.out), "training": fitted.report, **metrics}, text
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +14,15 @@ from expertcast.data.processes import Share
 from expertcast.data.traces import TraceDataset
 from expertcast.predictors.linear import Linear, LinearConfig
 from expertcast.training.linear import RidgeStatistics
+from expertcast.training.loop import read_state
 from expertcast.training.scoring import RANK_BATCH
-from tests.training.distributed_fit import CONFIGS, ESTIMATOR
-
-ROOT = Path(__file__).parents[2]
+from tests.training.ranks import CONFIGS, ESTIMATOR, two_ranks
 
 
 @pytest.fixture(scope="module")
 def ranks(reference_traces: TraceDataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-         "-m", "tests.training.distributed_fit", str(reference_traces.folder), str(folder)],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300, capture_output=True, text=True,
-    )  # fmt: skip
+    done = two_ranks(reference_traces.folder, folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
@@ -70,3 +62,23 @@ def test_estimator_trains_in_step(ranks: Path) -> None:
     assert reports[0]["estimator"]["ranks"] == 2
     assert first["history"][-1]["step"] == ESTIMATOR.steps
     assert len({entry["recall"] for entry in first["history"]}) > 1, "the network moves"
+
+
+@pytest.mark.slow
+def test_a_killed_rank_and_the_other_go_on(reference_traces: TraceDataset, tmp_path: Path) -> None:
+    """One of two ranks is killed; started again, both go on where the first one saved."""
+    traces, killed, whole = reference_traces.folder, tmp_path / "killed", tmp_path / "whole"
+    for folder in (killed, whole):
+        folder.mkdir()
+    state = tmp_path / "states" / "ahead1.ckpt"
+    assert two_ranks(traces, killed, state.parent, 9).returncode != 0
+    assert 6 <= read_state(state)["global_step"] <= 9
+    resumed = two_ranks(traces, killed, state.parent, -1)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert "going on at step" in resumed.stderr
+    alone = two_ranks(traces, whole, tmp_path / "others", -1)
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    for rank in range(2):
+        one, other = (load_file(folder / f"estimator-{rank}.safetensors") for folder in (killed, whole))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
