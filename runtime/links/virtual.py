@@ -17,7 +17,7 @@ from torch import Tensor
 
 from expertcast.predictors.messages import ExpertcastError
 from expertcast.predictors.view import ModelShape
-from expertcast.runtime.links.base import Copy, QueuedLink
+from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.disk import KeptParts
 from expertcast.runtime.pools.states import POOLS, State, pools_text
 from expertcast.runtime.storage.codecs import Codec, make_codec
@@ -36,9 +36,10 @@ from expertcast.runtime.storage.coded_reader import (
 from expertcast.runtime.storage.layout import FULL, BlockLayout, Field
 from expertcast.runtime.storage.reader import PIECE, THREADS
 from expertcast.runtime.storage.slots import SlotPool
+from expertcast.runtime.storage.transfer import Transfer
 
 
-class VirtualLink(QueuedLink):
+class VirtualLink(Link):
     """Copies take as long as they are said to; nothing is moved.
 
     Args:
@@ -63,7 +64,7 @@ class VirtualLink(QueuedLink):
         self._window, self.overlaps, self._expand_s, self.write_back_s = window, not blocking, expand_s, write_back_s
         self._free_at = 0.0
         """When the last issued copy arrives."""
-        self._issued: deque[tuple[float, Copy]] = deque()
+        self._issued: deque[tuple[float, Transfer]] = deque()
         """Copies under way, each with the time at which it arrives, which nothing changes any more."""
 
     @classmethod
@@ -102,17 +103,19 @@ class VirtualLink(QueuedLink):
     def clock(self) -> float:
         return self.now
 
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
         copy = super().submit(key, slot, urgent=urgent, precision=precision)
         if not self.overlaps:
             self.wait(copy)
         return copy
 
-    def _pump(self) -> None:
-        while (copy := self._queue.first()) is not None and (copy.urgent or len(self._issued) < self._window):
-            self._issue(copy, self.now)
+    def _may_start(self, copy: Transfer) -> bool:
+        return copy.urgent or len(self._issued) < self._window
 
-    def wait(self, copy: Copy) -> None:
+    def start(self, copy: Transfer) -> None:
+        self._issue(copy, self.now)
+
+    def wait(self, copy: Transfer) -> None:
         """Let time pass until the copy has arrived."""
         while not copy.done:
             self.run_until(self._issued[0][0])
@@ -120,7 +123,7 @@ class VirtualLink(QueuedLink):
     def read_ahead(self, keys: Sequence[int]) -> None:
         """There is no store."""
 
-    def expand(self, copy: Copy) -> None:
+    def expand(self, copy: Transfer) -> None:
         """There is nothing to unpack, it only takes its time."""
         self.spend(self._expand_s)
 
@@ -139,21 +142,17 @@ class VirtualLink(QueuedLink):
         issued = self._issued
         while issued and issued[0][0] <= time:
             at, copy = issued.popleft()
-            copy.done = True
-            self._came(copy)
+            copy.finish(at)
             if len(issued) < self._window and (waiting := self._queue.first()) is not None:
+                waiting.begin()
                 self._issue(waiting, at)
-
-    def _came(self, copy: Copy) -> None:
-        """A copy has arrived."""
 
     def spend(self, seconds: float) -> None:
         """The model's thread does something else for so long; copies go on."""
         self.run_until(self.now + seconds)
 
-    def _issue(self, copy: Copy, time: float) -> None:
+    def _issue(self, copy: Transfer, time: float) -> None:
         """Behind everything that was issued before, at `time` at the earliest."""
-        copy.started = True
         seconds = self._seconds[copy.precision]
         self._free_at = max(self._free_at, time) + seconds
         self._issued.append((self._free_at, copy))
@@ -364,7 +363,7 @@ class VirtualDisk(VirtualLink):
     def in_order(self, keys: Sequence[int]) -> Sequence[int]:
         return keys if self._kept is None else self._kept.in_order(keys)
 
-    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+    def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
         for thread in self._threads:  # no copy is begun before now any more
             while thread and thread[0][1] <= self.now:
                 del thread[0]
@@ -372,7 +371,7 @@ class VirtualDisk(VirtualLink):
             self._kept.fills(slot, full=precision == FULL)
         return super().submit(key, slot, urgent=urgent, precision=precision)
 
-    def wait(self, copy: Copy) -> None:
+    def wait(self, copy: Transfer) -> None:
         if self._kept is not None:
             self._kept.take_apart()
         super().wait(copy)
@@ -384,22 +383,18 @@ class VirtualDisk(VirtualLink):
         if self._kept is not None:
             self._kept.restart()
 
-    def _came(self, copy: Copy) -> None:
-        parts = self._parts
-        if parts is not None and copy.precision == FULL:
-            parts.finish(copy.key)
-
-    def _issue(self, copy: Copy, time: float) -> None:
+    def _issue(self, copy: Transfer, time: float) -> None:
         """Behind everything that the disk was asked for before, at `time` at the earliest."""
-        copy.started = True
         self.copies += 1
-        arrives = time if copy.precision != FULL else self._read(copy.key, time)
+        arrives = time if copy.precision != FULL else self._read(copy, time)
         insort(self._issued, (arrives, copy), key=itemgetter(0))
 
-    def _read(self, key: int, begin: float) -> float:
+    def _read(self, copy: Transfer, begin: float) -> float:
         """Have an expert read and decoded; returns when it is there."""
-        stored, parts = self._stored, self._parts
-        held = NOTHING if parts is None else parts.begin(key)
+        stored, parts, key, held = self._stored, self._parts, copy.key, NOTHING
+        if parts is not None:
+            held = parts.begin(key)
+            copy.then = lambda _copy: parts.finish(key)
         plain = 0 if PLAIN in held else stored.plain
         coded = 0 if PACKED in held else stored.coded_of(key)
         there = begin

@@ -18,7 +18,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime import EmulatedLink, OffloadedModel, offload
-from expertcast.runtime.links.base import Copy
+from expertcast.runtime.storage.transfer import Transfer
 
 EXPERTS = 16
 
@@ -91,7 +91,7 @@ def test_canaries(configuration: dict[str, Any]) -> None:
 class _HastyLink(EmulatedLink):
     """Lets compute go on before a copy has arrived."""
 
-    def wait(self, copy: Copy) -> None:
+    def wait(self, copy: Transfer) -> None:
         if not copy.started:
             super().wait(copy)
         copy.error = None

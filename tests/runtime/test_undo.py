@@ -21,8 +21,8 @@ from expertcast.data.models import meta_model
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, predictor_class
 from expertcast.runtime import EmulatedLink, InstantLink, offload
-from expertcast.runtime.links.base import Copy
 from expertcast.runtime.storage.disk_store import DiskStore
+from expertcast.runtime.storage.transfer import Transfer
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 
@@ -63,7 +63,7 @@ class _FailingLink(InstantLink):
         if self.at < 0:
             raise RuntimeError("no link")
 
-    def submit(self, key: int, slot: int, *, urgent: bool) -> Copy:
+    def submit(self, key: int, slot: int, *, urgent: bool) -> Transfer:
         self.at -= 1
         if self.at == 0:
             raise RuntimeError("copy failed")

@@ -20,13 +20,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.runtime.engine.cache import ExpertCache
-from expertcast.runtime.links.base import Copy, Link
+from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.policies import LRU, CacheShape, EvictionPolicy
 from expertcast.runtime.recording.statistics import RunStatistics
 from expertcast.runtime.storage.layout import FULL
 from expertcast.runtime.storage.slots import SlotPool, SlotState
 from expertcast.runtime.storage.store import ExpertStore
+from expertcast.runtime.storage.transfer import Transfer
 from tests.families.models import tiny_model
 from tests.runtime.engine.evictions import eviction
 from tests.runtime.links.manual import SteppedLink
@@ -54,11 +55,11 @@ class _Log:
     """Every copy that was asked for, and what became of it; the machine's own books."""
 
     def __init__(self) -> None:
-        self.copies: list[Copy] = []
-        self.forecasts: list[Copy] = []
-        self.dropped: list[Copy] = []
+        self.copies: list[Transfer] = []
+        self.forecasts: list[Transfer] = []
+        self.dropped: list[Transfer] = []
 
-    def active(self) -> list[Copy]:
+    def active(self) -> list[Transfer]:
         """Neither arrived nor dropped."""
         return [copy for copy in self.copies if not copy.done and copy not in self.dropped]
 
@@ -69,15 +70,15 @@ def logged(base: type[Link]) -> type[Any]:
     class Logged(base):  # type: ignore[misc, valid-type]
         log: _Log
 
-        def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Copy:
+        def submit(self, key: int, slot: int, *, urgent: bool, precision: str = FULL) -> Transfer:
             assert all(copy.slot != slot for copy in self.log.active()), "two copies into one slot"
-            copy: Copy = super().submit(key, slot, urgent=urgent, precision=precision)
+            copy: Transfer = super().submit(key, slot, urgent=urgent, precision=precision)
             self.log.copies.append(copy)
             if not urgent:
                 self.log.forecasts.append(copy)
             return copy
 
-        def cancel(self, copy: Copy) -> bool:
+        def cancel(self, copy: Transfer) -> bool:
             dropped: bool = super().cancel(copy)
             if dropped:
                 self.log.dropped.append(copy)

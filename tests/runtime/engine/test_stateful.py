@@ -24,10 +24,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from expertcast.runtime.links.base import Copy, Link
+from expertcast.runtime.links.base import Link
 from expertcast.runtime.links.emulated import EmulatedLink
 from expertcast.runtime.policies import EvictionPolicy
 from expertcast.runtime.storage.slots import SlotPool
+from expertcast.runtime.storage.transfer import State, Transfer
 from tests.runtime.engine.residency_machine import (
     EXPERTS,
     LAYERS,
@@ -74,7 +75,7 @@ class _Gate:
         self.key: int | None = None
         """Whose half block stands before the gate."""
 
-    def _wait(self, copy: Copy, *rest: int | None) -> None:
+    def _wait(self, copy: Transfer, *rest: int | None) -> None:
         if not self._removed:
             self.key = copy.key
             self._reached.release()
@@ -103,11 +104,11 @@ class LinkMachine(RuleBasedStateMachine):
         self.link = EmulatedLink(1e12)
         self.link.attach(store, self.pool)
         self.gate = _Gate(self.link)
-        self.queued: list[Copy] = []
-        self.under_way: Copy | None = None
+        self.queued: list[Transfer] = []
+        self.under_way: Transfer | None = None
         self.half = False
-        self.arrived: list[Copy] = []
-        self.dropped: list[Copy] = []
+        self.arrived: list[Transfer] = []
+        self.dropped: list[Transfer] = []
 
     @rule(urgent=st.booleans())
     @precondition(lambda self: self.count < COPIES)
@@ -199,30 +200,30 @@ def test_order_of_the_emulated_link() -> None:
 class _HastyLink(SteppedLink):
     """Compute is not made to wait."""
 
-    def wait(self, copy: Copy) -> None:
+    def wait(self, copy: Transfer) -> None:
         self._go_on()
 
 
 class _LyingLink(SteppedLink):
     """Says that a copy was dropped though it is under way."""
 
-    def cancel(self, copy: Copy) -> bool:
+    def cancel(self, copy: Transfer) -> bool:
         return super().cancel(copy) or not copy.done
 
 
 class _DeafLink(SteppedLink):
     """Leaves needed copies behind forecasts."""
 
-    def promote(self, copy: Copy) -> None:
+    def promote(self, copy: Transfer) -> None:
         self._go_on()
 
 
 class _EarlyLink(SteppedLink):
     """Says that a copy has arrived when half of it has."""
 
-    def _begin(self, copy: Copy) -> None:
-        super()._begin(copy)
-        copy.done = True
+    def start(self, copy: Transfer) -> None:
+        super().start(copy)
+        copy.state = State.DONE
 
 
 class _CarelessPolicy(LoggedPolicy):
@@ -274,7 +275,7 @@ def test_slots_filled_between_any_copies() -> None:
 
 def test_a_fill_that_does_not_wait_is_seen() -> None:
     class Hasty(SteppedLink):
-        def wait(self, copy: Copy) -> None:
+        def wait(self, copy: Transfer) -> None:
             self._go_on()
 
     class Broken(FilledMachine):

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from expertcast.runtime.links.driver import CudaDevice
+
 
 class SimulatedStream:
     def __init__(self, device: SimulatedDevice) -> None:
@@ -50,10 +52,11 @@ class SimulatedEvent:
 
     def record(self, stream: SimulatedStream) -> None:
         record = self.record_made = _Record()
-        stream.push(lambda: setattr(record, "time", self.device.clock))
+        stream.push(lambda: setattr(record, "time", self.device.time))
 
     def query(self) -> bool:
-        self.device.steps(self.device.random.randrange(3))
+        if not self.device.frozen:
+            self.device.steps(self.device.random.randrange(3))
         return self.record_made is None or self.record_made.time is not None
 
     def synchronize(self) -> None:
@@ -67,16 +70,17 @@ class SimulatedEvent:
         return (later.record_made.time - self.record_made.time) * 1e3
 
 
-class SimulatedDevice:
-    """Stands for :class:`expertcast.runtime.links.driver.CudaDevice`; host addresses in place of the device's."""
+class SimulatedDevice(CudaDevice):
+    """In host memory."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.device = torch.device("cpu")
+        super().__init__(torch.device("cpu"))
         self.random = random.Random(seed)
         self.streams: list[SimulatedStream] = []
-        self.clock = 0.0
-        self.events = 0
+        self.time = 0.0
         self.fail_next_copy = False
+        self.frozen = False
+        """Whether nothing runs unless the host waits for it."""
         self.compute = SimulatedStream(self)
 
     def new_stream(self, priority: int = 0) -> SimulatedStream:
@@ -86,10 +90,11 @@ class SimulatedDevice:
     def current_stream(self) -> SimulatedStream:
         return self.compute
 
-    def new_event(self, *, timing: bool = False) -> SimulatedEvent:
+    def record(self, stream: SimulatedStream, *, timing: bool = False) -> SimulatedEvent:
         del timing
-        self.events += 1
-        return SimulatedEvent(self)
+        event = SimulatedEvent(self)
+        event.record(stream)
+        return event
 
     def use(self, stream: SimulatedStream) -> AbstractContextManager[None]:
         del stream
@@ -101,21 +106,22 @@ class SimulatedDevice:
     def synchronize(self) -> None:
         self.run_until(lambda: not any(stream.queue for stream in self.streams))
 
-    def wait(self, event: SimulatedEvent, meanwhile: Callable[[], None]) -> None:
-        meanwhile()
-        while not event.query():
-            meanwhile()
-
     def to_device(self, target: torch.Tensor, source: torch.Tensor, stream: SimulatedStream) -> None:
         """Two halves, so that a reader between them finds a torn block."""
         if self.fail_next_copy:
             self.fail_next_copy = False
             raise RuntimeError("copy refused")
-        to, of, size, half = target.data_ptr(), source.data_ptr(), source.nbytes, source.nbytes // 2
-        stream.push(lambda: ctypes.memmove(to, of, half))
-        stream.push(lambda: ctypes.memmove(to + half, of + half, size - half))
+        size, half = source.nbytes, source.nbytes // 2
+        stream.push(lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), half))
+        stream.push(lambda: ctypes.memmove(target.data_ptr() + half, source.data_ptr() + half, size - half))
 
-    to_host = to_device
+    def to_host(self, source: torch.Tensor, stream: SimulatedStream) -> torch.Tensor:
+        host = torch.full_like(source, -1)
+        self.to_device(host, source, stream)
+        return host
+
+    def send(self, values: torch.Tensor, stream: SimulatedStream) -> torch.Tensor:
+        return self.to_host(values, stream)
 
     def steps(self, count: int) -> None:
         """Up to `count` queued operations run."""
@@ -123,12 +129,12 @@ class SimulatedDevice:
             ready = [stream for stream in self.streams if stream.queue and stream.queue[0][0]()]
             if not ready:
                 return
-            self.clock += 1e-6
+            self.time += 1e-6
             _, run = self.random.choice(ready).queue.popleft()
             run()
 
     def run_until(self, reached: Callable[[], bool]) -> None:
         while not reached():
-            before = self.clock
+            before = self.time
             self.steps(1)
-            assert self.clock > before, "deadlock: every stream waits"
+            assert self.time > before, "deadlock: every stream waits"

@@ -85,7 +85,7 @@ def test_an_experts_shards_are_read_before_its_plane(tmp_path: Path, monkeypatch
     submit = DirectReader.submit
     monkeypatch.setattr(DirectReader, "submit", lambda self, read: (asked.append(read.offset), submit(self, read))[1])
     reader = store.reader(1, None)
-    read = store.read(3, torch.empty(store.layout.block_bytes, dtype=torch.uint8), lambda _read: None, True)
+    read = store.read(3, torch.empty(store.layout.block_bytes, dtype=torch.uint8), urgent=True)
     reader.submit(read)
     reader.wait(read)
     reader.close()
@@ -201,7 +201,7 @@ def test_what_failed_counts_for_no_rate(tmp_path: Path, monkeypatch: pytest.Monk
     unknown = reader.rates()
 
     def fail(key: int, message: str) -> None:
-        read = store.read(key, block, None, True)
+        read = store.read(key, block, urgent=True)
         reader.submit(read)
         with pytest.raises(ExpertcastError, match=message):
             reader.wait(read)
@@ -236,8 +236,8 @@ def test_a_callback_that_fails(expected: Tensor, tmp_path: Path) -> None:
     reader = CodedReader(store.file, store.codec, threads=2, kept=(2, 2), wanted=lambda _key: wanted() or EVERYTHING)
     block = HostMemory(store.layout.block_bytes).bytes
     raising = RaiseAt(1, KeyboardInterrupt())
-    for key, arrival, error in ((0, None, ZeroDivisionError), (1, raising, KeyboardInterrupt)):
-        read = store.read(key, block, arrival, True)
+    for key, then, error in ((0, None, ZeroDivisionError), (1, raising, KeyboardInterrupt)):
+        read = store.read(key, block, urgent=True, then=then)
         reader.submit(read)
         with pytest.raises(error):
             reader.wait(read)
@@ -302,7 +302,7 @@ def reader(store: DiskStore) -> Iterator[CodedReader]:
     threads = torch.get_num_threads()
     torch.set_num_threads(usable_processors())
     made = store.reader(2, None)
-    made.jobs.held_back = True
+    made.held_back = True
     yield made
     made.close()
     torch.set_num_threads(threads)
@@ -310,7 +310,7 @@ def reader(store: DiskStore) -> Iterator[CodedReader]:
 
 def test_a_forecast_is_read_and_waits(store: DiskStore, reader: CodedReader) -> None:
     blocks = torch.zeros(2, store.layout.block_bytes, dtype=torch.uint8)
-    early, urgent = (store.read(key, block, None, not key) for key, block in zip((1, 0), blocks, strict=True))
+    early, urgent = (store.read(key, block, urgent=not key) for key, block in zip((1, 0), blocks, strict=True))
     reader.submit(early)
     while early.reading:
         time.sleep(1e-3)
@@ -325,7 +325,7 @@ def test_a_forecast_is_read_and_waits(store: DiskStore, reader: CodedReader) -> 
 
 def test_one_that_becomes_urgent(store: DiskStore, reader: CodedReader) -> None:
     block = torch.zeros(store.layout.block_bytes, dtype=torch.uint8)
-    read = store.read(2, block, None, False)
+    read = store.read(2, block, urgent=False)
     reader.submit(read)
     while read.reading:
         time.sleep(1e-3)
@@ -350,7 +350,7 @@ def test_processors_that_torch_leaves_free(store: DiskStore, reader: CodedReader
     if usable_processors() == 1:
         pytest.skip("one processor: torch leaves none free")
     block = torch.zeros(store.layout.block_bytes, dtype=torch.uint8)
-    read = store.read(3, block, None, False)
+    read = store.read(3, block, urgent=False)
     reader.submit(read)
     read.wait()
     assert torch.equal(block, store.block(3))
