@@ -306,3 +306,6 @@ class InstantLink(Link):
 
     def twin(self) -> Link:
         return InstantLink()
+
+    def restart(self) -> None:
+        """Nothing is ever queued."""
