@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -160,16 +161,13 @@ class PartPlaces:
         return starts
 
 
-class Taken:
+class Taken(NamedTuple):
     """The buffers of one expert that is under way."""
 
-    __slots__ = ("buffers", "held")
-
-    def __init__(self, buffers: list[Tensor | None], held: Kinds) -> None:
-        self.buffers = buffers
-        """By kind."""
-        self.held = held
-        """Kinds whose parts were there already, and have been compared with their digests."""
+    buffers: list[Tensor | None]
+    """By kind."""
+    held: Kinds
+    """Kinds whose parts were there already, and have been compared with their digests."""
 
 
 class PartMemory:

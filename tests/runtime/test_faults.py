@@ -38,7 +38,7 @@ from expertcast.runtime.storage.transfer import Transfer
 from tests.families.models import tiny_model
 from tests.runtime.conftest import assert_same, greedy
 from tests.runtime.faults import INPUTS, RaiseAt, Result, facts_of, slow_link, still_right
-from tests.runtime.links.disk_on_device import DiskOnDevice
+from tests.runtime.links.simulated_device import DiskOnDevice
 
 
 @pytest.fixture

@@ -10,13 +10,17 @@ from __future__ import annotations
 import ctypes
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from expertcast.runtime.links.cuda import CudaLink
+from expertcast.runtime.links.disk_cuda import CudaDiskLink
 from expertcast.runtime.links.driver import CudaDevice
+from expertcast.runtime.storage.slots import SlotPool
+from expertcast.runtime.storage.transfer import Transfer
 
 
 class SimulatedStream:
@@ -138,3 +142,80 @@ class SimulatedDevice(CudaDevice):
             before = self.time
             self.steps(1)
             assert self.time > before, "deadlock: every stream waits"
+
+
+class Reader:
+    """Launches kernels that look at slots when the compute stream comes to them.
+
+    Args:
+        device: that the stream is of.
+        pool: of the slots.
+        blocks: what a slot must hold, by key.
+    """
+
+    def __init__(self, device: SimulatedDevice, pool: SlotPool, blocks: Sequence[torch.Tensor]) -> None:
+        self._device, self._pool, self._blocks = device, pool, blocks
+        self.read = 0
+        self.wrong = 0
+
+    def launch(self, keys: dict[int, int]) -> None:
+        """Two kernels, the layer's projections, that read the slot of each key."""
+
+        def kernel() -> None:
+            for key, slot in keys.items():
+                self.read += 1
+                self.wrong += not torch.equal(self._pool.block(slot), self._blocks[key])
+
+        self._device.compute.push(kernel)
+        self._device.compute.push(kernel)
+
+
+def drive(
+    seed: int, link: CudaLink, pool: SlotPool, blocks: Sequence[torch.Tensor], *, layers: int = 40, waited: float = 0.5
+) -> Reader:
+    """Random layers: some keys are read, others are forecast, promoted, dropped or overwritten.
+
+    Args:
+        seed: of what happens.
+        link: attached, on a simulated device.
+        pool: its slots.
+        blocks: of the store.
+        layers: so many.
+        waited: share of the copies under way that are waited for before their slot is given away.
+    """
+    device = link.driver
+    assert isinstance(device, SimulatedDevice)
+    order, reader = random.Random(seed), Reader(device, pool, blocks)
+    held: dict[int, tuple[int, Transfer]] = {}
+    for _ in range(layers):
+        needed = order.sample(range(len(blocks)), 2)
+        forecast = [key for key in order.sample(range(len(blocks)), 3) if key not in needed]
+        for key in needed + forecast:
+            if key in held:
+                continue
+            if len(held) == pool.count:
+                victim = order.choice([other for other in held if other not in needed])
+                slot, copy = held.pop(victim)
+                if not link.cancel(copy) and order.random() < waited:
+                    link.wait(copy)
+            else:
+                slot = next(s for s in range(pool.count) if s not in {other for other, _ in held.values()})
+            held[key] = slot, link.submit(key, slot, urgent=key in needed)
+        for key in needed:
+            if order.random() < 0.5:
+                link.promote(held[key][1])
+            link.wait(held[key][1])
+        reader.launch({key: held[key][0] for key in needed})
+        link.mark_read([held[key][0] for key in needed])
+        device.steps(order.randrange(30))
+        link.progress()
+    device.synchronize()
+    return reader
+
+
+class DiskOnDevice(CudaDiskLink):
+    """The disk's link of a CUDA device on one that stands in; files and readers are the real ones."""
+
+    def __init__(self, device: CudaDevice, places: int | None = None) -> None:
+        super().__init__(places=places)
+        self.driver = self.device = device

@@ -19,12 +19,12 @@ from expertcast.runtime.links.driver import CudaDevice, Readback
 from expertcast.runtime.links.speed import link_speed
 from expertcast.runtime.recording.recorder import Recorder
 from expertcast.runtime.storage.slots import SlotPool
-from expertcast.runtime.storage.transfer import Transfer
 from tests.runtime.blocks import Blocks, bytes_layout
-from tests.runtime.links.simulated_device import SimulatedDevice, SimulatedStream
+from tests.runtime.links.simulated_device import Reader, SimulatedDevice, SimulatedStream, drive
 
 KEYS, SLOTS = 24, 4
 STORE = Blocks(bytes_layout(256), KEYS, torch.Generator().manual_seed(0))
+BLOCKS = [STORE.block(key) for key in range(KEYS)]
 
 
 def _attached(
@@ -36,60 +36,12 @@ def _attached(
     return link, pool
 
 
-class _Reader:
-    """Launches kernels that look at slots when the compute stream comes to them."""
-
-    def __init__(self, device: SimulatedDevice, pool: SlotPool) -> None:
-        self._device, self._pool = device, pool
-        self.read = 0
-        self.wrong = 0
-
-    def launch(self, keys: dict[int, int]) -> None:
-        def kernel() -> None:
-            for key, slot in keys.items():
-                self.read += 1
-                self.wrong += not torch.equal(self._pool.block(slot), STORE.block(key))
-
-        self._device.compute.push(kernel)
-        self._device.compute.push(kernel)  # a second one: the layer's other projection
-
-
-def _drive(seed: int, device: SimulatedDevice, link: CudaLink, pool: SlotPool, layers: int = 40) -> _Reader:
-    """Random layers: some keys are read, others are forecast, promoted, dropped or overwritten."""
-    order, reader = random.Random(seed), _Reader(device, pool)
-    held: dict[int, tuple[int, Transfer]] = {}
-    for _ in range(layers):
-        needed = order.sample(range(KEYS), 2)
-        forecast = [key for key in order.sample(range(KEYS), 2) if key not in needed]
-        for key in needed + forecast:
-            if key in held:
-                continue
-            if len(held) == SLOTS:
-                victim = order.choice([other for other in held if other not in needed])
-                slot, copy = held.pop(victim)
-                if not link.cancel(copy) and order.random() < 0.5:
-                    link.wait(copy)
-            else:
-                slot = next(s for s in range(SLOTS) if s not in {other for other, _ in held.values()})
-            held[key] = slot, link.submit(key, slot, urgent=key in needed)
-        for key in needed:
-            if order.random() < 0.5:
-                link.promote(held[key][1])
-            link.wait(held[key][1])
-        reader.launch({key: held[key][0] for key in needed})
-        link.mark_read([held[key][0] for key in needed])
-        device.steps(order.randrange(30))
-        link.progress()
-    device.synchronize()
-    return reader
-
-
 @pytest.mark.parametrize("window", [1, 3])
 def test_no_schedule_lets_a_kernel_see_another_block(window: int) -> None:
     for seed in range(40):
         device = SimulatedDevice(seed)
         link, pool = _attached(device, window=window)
-        reader = _drive(seed, device, link, pool)
+        reader = drive(seed, link, pool, BLOCKS)
         assert (reader.read, reader.wrong) == (40 * 4, 0)
         link.close()
 
@@ -104,7 +56,7 @@ def test_either_event_left_out_is_seen(missing: str, monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(device.compute, "wait_event", lambda _event: None)
         else:
             monkeypatch.setattr(link, "mark_read", lambda _slots: None)
-        wrong += _drive(seed, device, link, pool).wrong
+        wrong += drive(seed, link, pool, BLOCKS).wrong
     assert wrong > 0
 
 
@@ -115,7 +67,7 @@ def test_forwards_on_two_streams(followed: bool) -> None:
     for seed in range(40):
         device = SimulatedDevice(seed)
         link, pool = _attached(device)
-        reader = _Reader(device, pool)
+        reader = Reader(device, pool, BLOCKS)
         for forward in range(4):
             device.compute = SimulatedStream(device)
             if followed:
@@ -150,7 +102,7 @@ def test_every_copy_is_timed() -> None:
     link, pool = _attached(device, window=2)
     link.observer = Recorder()
     link.observer.device_time = lambda event: event.record_made.time  # type: ignore[attr-defined, method-assign]
-    _drive(2, device, link, pool, layers=100)
+    drive(2, link, pool, BLOCKS, layers=100)
     link.synchronize()
     assert link.bytes_moved == link.copies * 256
     spans = link.observer.copies()

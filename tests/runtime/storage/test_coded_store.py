@@ -20,7 +20,7 @@ from expertcast.data.machine import usable_processors
 from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError, MoEView
 from expertcast.predictors.messages import size_text
-from expertcast.runtime import EmulatedLink, InstantLink, OffloadConfig, offload
+from expertcast.runtime import EmulatedLink, OffloadConfig, offload
 from expertcast.runtime.links.disk import DiskLink
 from expertcast.runtime.storage.coded_reader import EVERYTHING, CodedReader
 from expertcast.runtime.storage.disk_store import DiskStore
@@ -92,23 +92,6 @@ def test_an_experts_shards_are_read_before_its_plane(tmp_path: Path, monkeypatch
     plane, *shards = sorted(asked)
     assert asked == [*shards, plane]
     store.close()
-
-
-@pytest.mark.parametrize("fields", [{}, {"cache": False}, {"predictor": "next_norm"}, {"slots": 5}])
-def test_same_bits(
-    fields: dict[str, object], reference_model: PreTrainedModel, one: dict[str, Tensor], tmp_path: Path
-) -> None:
-    """The resident model's logits, by the disk's own link and by the simplest one; then the model is what it was."""
-    before = greedy(reference_model, one, 5)
-    slots = {} if fields.get("cache") is False else {"slots": 60}
-    options = {"store": "disk", "codec": "bitsplit", "store_folder": tmp_path, **slots, **fields}
-    for link in (None, InstantLink()):
-        chosen = options if link is None else {**options, "link": link}
-        with offload(reference_model, **chosen) as offloaded:  # type: ignore[arg-type]
-            assert isinstance(offloaded.store, DiskStore)
-            assert isinstance(offloaded.link, DiskLink if link is None else InstantLink)
-            assert_same(greedy(offloaded, one, 5), before)
-    assert_same(greedy(reference_model, one, 5), before)
 
 
 def test_the_codec_that_lies_there(tmp_path: Path) -> None:
