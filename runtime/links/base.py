@@ -192,8 +192,6 @@ class Link(ABC):
     def send(self, values: Sequence[int]) -> Sent:
         """Small integers to where the slots are, behind the copies that have been asked for so far.
 
-        What the call before gave must have been read by kernels that are launched.
-
         Args:
             values: they arrive as int64 [n].
         """

@@ -79,7 +79,7 @@ class CudaLink(Link):
 
     def send(self, values: Sequence[int]) -> Sent:
         device = self._device
-        sent = device.send(torch.tensor(values), self._stream)
+        sent = device.send(torch.tensor(values, dtype=torch.int64), self._stream)
         arrived = device.record(self._stream)
         return Sent(sent, lambda: device.current_stream().wait_event(arrived))
 
