@@ -16,7 +16,6 @@ from expertcast.data.moe_layers import find_moe_layers
 from expertcast.predictors import ExpertcastError
 from expertcast.predictors.baselines import PreviousToken
 from expertcast.runtime import offload
-from expertcast.runtime.engine.front import is_attached
 from expertcast.runtime.experimental.graph_decoder import GraphDecoder
 from expertcast.runtime.experimental.kernel_link import KernelLink
 from expertcast.runtime.recording.recorder import Recorder
@@ -238,15 +237,3 @@ def test_recorder_sees_states_and_copies(reference_fp32: PreTrainedModel, one: d
         assert {span.state for span in recorder.spans()} == {"compute", "forecast", "wait", "policy"}
         assert {span.layer for span in recorder.copies()} == set(range(len(offloaded.view)))
         assert sum(span.seconds for span in recorder.copies()) == pytest.approx(offloaded.link.busy_s)
-
-
-def test_used_as_a_plain_link(reference_fp32: PreTrainedModel) -> None:
-    with offload(reference_fp32, link="kernel", slots=8) as offloaded:
-        link, pool = offloaded.link, offloaded.pool
-        assert is_attached(reference_fp32)
-        copy = link.submit(70, 3, urgent=True)
-        link.wait(copy)
-        link.synchronize()  # type: ignore[attr-defined]
-        assert torch.equal(pool.block(3), offloaded.store.block(70))
-        assert link.copies == 1
-        assert link.bytes_moved == pool.layout.block_bytes
